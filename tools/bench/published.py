@@ -26,10 +26,11 @@ from configs.schema import Config, InputError
 from parallelisms import blocks
 from tools.bench import harness
 from tools.bench.scatter import Point, scatter
+from tools.plan.choices import Candidate, Choice
 from tools.plan.device import load_device
 from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
-from tools.plan.search import Candidate, Choice, search
+from tools.plan.search import search
 from tools.plan.stack import HIDDEN_EXCHANGE, load_stack
 from tools.plan.workers import in_processes
 from training.loss import plain_cross_entropy
@@ -336,7 +337,7 @@ def place_of(published: tuple[int, ...], ranking: list[Candidate]) -> int:
 
 def searched(run: Published) -> list[str]:
     """The line of a run of which --meshes asks what the search would choose instead."""
-    ranking = search(run.config(), run.inputs())
+    ranking = search(run.config(), run.inputs()).ranking
     published = tuple(run.mesh.get(name, 1) for name in ("tp", "cp", "ep", "pp", "dp"))
     place = place_of(published, ranking)
     best = ranking[0]

@@ -237,6 +237,10 @@ def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Pla
     return cfg, inputs
 
 
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line in this file's first lines. Returns the exit code."""
     try:
@@ -250,14 +254,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0 if any(one.keeps(flags.days, flags.usd) for one in found) else 1
         cfg, inputs = read_inputs(flags, rest)
         if flags.search:
-            print(
-                "searching: every choice is traced, which takes some minutes",
-                file=sys.stderr,
-                flush=True,
-            )
-            ranking = search(cfg, inputs)
-            print(table(ranking) + "\n\nThe first of these:\n")
-            cfg = ranking[0].choice.applied_to(cfg)
+            found = search(cfg, inputs, say=to_stderr)
+            print(table(found) + "\n\nThe first of these:\n")
+            cfg = found.ranking[0].choice.applied_to(cfg)
         plan = make_plan(cfg, inputs)
     except InputError as error:
         print(error, file=sys.stderr)

@@ -247,10 +247,7 @@ class Playback:
         seconds = 0.0
         if op.dimension in self.rings:
             ring = self.rings[op.dimension]
-            sent = EVERY_ROW
-            if op.dimension == "ep":
-                sent = self.stack.sent(ring.ranks, ring.hosts, self.experts_per_token)
-            seconds = ring.seconds(op.kind, op.message, self.device, sent)
+            seconds = ring.seconds(op.kind, op.message, self.device, self.sent(op))
         line = self.result.line(op.dimension, op.kind)
         line.smallest = min(line.smallest or op.message, op.message)
         line.largest = max(line.largest, op.message)
@@ -278,6 +275,13 @@ class Playback:
             self.all_gather_ends.append((self.link_free, op.dimension))
         else:
             self.last_reduction = (op.dimension, op.kind)
+
+    def sent(self, op: Op) -> tuple[float, float]:
+        """As `Ring.seconds` asks: which part of an all-to-all's rows is sent."""
+        if op.dimension != "ep":
+            return EVERY_ROW
+        ring = self.rings["ep"]
+        return self.stack.sent(ring.ranks, ring.hosts, self.experts_per_token)
 
     def hidden(self, op: Op) -> float:
         """The part of a collective that runs behind computation, though the next operator needs

@@ -291,16 +291,23 @@ class Alone(NamedTuple):
     dense: int = 0  # leading layers without experts, of a model that has experts
     routing: Routing = BALANCED
 
-    def trace(self, cfg: Config) -> Step:
-        """The step of this stage. It is put together from a few layers where that is exact."""
+    def trace(self, cfg: Config, shallow: "dict[Alone, Step] | None" = None) -> Step:
+        """The step of this stage. It is put together from a few layers where that is exact.
+        shallow: what was traced of the same configuration, which serves every depth."""
         few, edge, period = few_layers(cfg, self.layers, self.dense)
         sharded = self.data_parallel * cfg.parallelism.context_parallel > 1
         # In the second half of a split backward no hook tells to which block an operator belongs.
         if few < self.layers and sharded and not self.split:
-            shallow = self._replace(layers=few).trace_whole(cfg)
-            if step := with_layers(shallow, self.layers, edge, period):
+            step = self._replace(layers=few).trace_once(cfg, shallow)
+            if step := with_layers(step, self.layers, edge, period):
                 return step
-        return self.trace_whole(cfg)
+        return self.trace_once(cfg, shallow)
+
+    def trace_once(self, cfg: Config, known: "dict[Alone, Step] | None") -> Step:
+        known = {} if known is None else known
+        if self not in known:
+            known[self] = self.trace_whole(cfg)
+        return known[self]
 
     def trace_whole(self, cfg: Config) -> Step:
         torch.set_num_threads(1)
@@ -327,11 +334,13 @@ class Alone(NamedTuple):
 
 class Stages:
     """Traces steps, and the stages of pipelines. What several plans share is traced once: a trace
-    depends neither on the device nor on the stack."""
+    depends neither on the device nor on the stack. parallel: stages are traced by workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, parallel: bool = True) -> None:
+        self.parallel = parallel
         self.traced: dict[tuple[str, Alone], Step] = {}
         self.wholes: dict[tuple, Step] = {}
+        self.shallow: dict[str, dict[Alone, Step]] = {}  # by configuration
 
     def whole(
         self, cfg: Config, gpus: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
@@ -356,7 +365,11 @@ class Stages:
         name = tracing(cfg).model_dump_json()
         wanted = set(wanted)
         missing = [alone for alone in wanted if (name, alone) not in self.traced]
-        steps = in_processes(Alone.trace, [(alone, cfg) for alone in missing])
+        if self.parallel:
+            steps = in_processes(Alone.trace, [(alone, cfg) for alone in missing])
+        else:
+            shallow = self.shallow.setdefault(name, {})
+            steps = [alone.trace(cfg, shallow) for alone in missing]
         self.traced |= {(name, alone): step for alone, step in zip(missing, steps)}
         return {alone: self.traced[name, alone] for alone in wanted}
 

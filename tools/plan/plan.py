@@ -86,9 +86,7 @@ class Plan:
     @property
     def needed(self) -> float:
         """Bytes of the device that the run takes, including those of the allocator and the context."""
-        if not self.inputs.on_gpu:
-            return self.live
-        return self.live * (1 + self.inputs.margin) + CONTEXT_GIB * GIB
+        return with_margin(self.live, self.inputs)
 
     @property
     def usable(self) -> float:
@@ -243,19 +241,35 @@ def with_kernel(device: Device, cfg: Config) -> Device:
     return device.model_copy(update={"attention_efficiency": fast})
 
 
+def with_margin(live: float, inputs: PlanInputs) -> float:
+    """Bytes of the device that so many live bytes take."""
+    if not inputs.on_gpu:
+        return live
+    return live * (1 + inputs.margin) + CONTEXT_GIB * GIB
+
+
+def machine(cfg: Config, inputs: PlanInputs) -> Machine:
+    """What the time of this configuration's step depends on."""
+    return Machine(
+        with_kernel(inputs.device, cfg),
+        inputs.per_host,
+        cfg.compile.enabled and inputs.on_gpu,
+        cfg.activation_checkpoint.mode == "selective",
+        inputs.stack.of_run(cfg),
+        check.architecture(cfg.model).get("experts_per_token", 0),
+    )
+
+
 def make_plan(cfg: Config, inputs: PlanInputs, stages: Stages | None = None) -> Plan:
     """Trace one step of this configuration and estimate its time. `cfg` has been checked for
     `inputs.gpus` processes. stages: those of earlier plans; equal ones are not traced again."""
-    compiled = cfg.compile.enabled and inputs.on_gpu
-    selective = cfg.activation_checkpoint.mode == "selective"
-    stack = inputs.stack.of_run(cfg)
-    device = with_kernel(inputs.device, cfg)
-    experts_per_token = check.architecture(cfg.model).get("experts_per_token", 0)
+    m = machine(cfg, inputs)
     stages = stages or Stages()
     if cfg.parallelism.pipeline_parallel > 1:
-        machine = Machine(device, inputs.per_host, compiled, selective, stack, experts_per_token)
-        pipeline = make_pipeline(cfg, inputs.gpus, inputs.on_gpu, machine, stages, inputs.routing)
+        pipeline = make_pipeline(cfg, inputs.gpus, inputs.on_gpu, m, stages, inputs.routing)
         return Plan(cfg, inputs, pipeline.worst, pipeline.time(pipeline.slowest), pipeline)
     step = stages.whole(cfg, inputs.gpus, inputs.per_host, inputs.on_gpu, inputs.routing)
-    time = estimate(step, device, inputs.per_host, compiled, selective, stack, experts_per_token)
+    time = estimate(
+        step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.experts_per_token
+    )
     return Plan(cfg, inputs, step, time)

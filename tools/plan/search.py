@@ -1,21 +1,25 @@
-"""Meshes, checkpointing modes and microbatches that a number of GPUs allows, traced and ranked by
-speed."""
+"""The settings that a number of GPUs allows, ranked by speed.
 
-from dataclasses import dataclass, replace
-from itertools import chain, product
-from typing import NamedTuple, get_args
+What cannot be among the best is not traced (tools/plan/bounds.py). The most promising choice is
+traced next, until every choice that is left is slower, at best, than the last of those reported, or
+does not fit. So the ranking is that of `every_choice`, traced and sorted.
+"""
 
-import torch
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from itertools import product
+from math import inf
 
-from configs import check
-from configs.schema import SCHEDULES, Config, InputError, Parallelism
+from configs.schema import Config, InputError
+from tools.plan.bounds import Bounds, Profile, profile
+from tools.plan.choices import MODES, Candidate, Choice, every_choice, legal, replicated
 from tools.plan.pipeline import Stages
-from tools.plan.plan import PlanInputs, make_plan
+from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.step import GIB
-from tools.plan.workers import in_processes
+from tools.plan.workers import workers
 
-MODES = ("full", "selective", "none")  # of activation checkpointing, by how much they keep
-EXPERT_RANKS = (1, 4, 8, 16, 32, 64)  # degrees of expert parallelism
 COLUMNS = {  # of the table -> width
     "tp": 4,
     "ep": 4,
@@ -32,91 +36,11 @@ COLUMNS = {  # of the table -> width
     "tokens/s": 14,
     "MFU": 7,
 }
-LEAST_TOKENS = 8192  # of a rank in a sequence: shorter sequences are not shared between ranks
+SHOWN = 10  # rows of the table
+EVERY = 5.0  # seconds between two lines of progress
 
 
-class Choice(NamedTuple):
-    """What the search varies."""
-
-    tensor_parallel: int
-    replicas: int  # parallelism.data_parallel_replicate
-    mode: str  # activation_checkpoint.mode
-    local_batch_size: int
-    accumulate: str  # parallelism.accumulate_gradients
-    pipeline_parallel: int = 1
-    schedule: str = "1f1b"  # parallelism.pipeline_schedule
-    stages_per_rank: int = 0
-    context_parallel: int = 1
-    method: str = "gather"  # parallelism.context_parallel_method
-    expert_parallel: int = 1
-
-    def applied_to(self, cfg: Config) -> Config:
-        parallelism = {
-            "tensor_parallel": self.tensor_parallel,
-            "data_parallel_replicate": self.replicas,
-            "data_parallel_shard": -1,
-            "accumulate_gradients": self.accumulate,
-            "pipeline_layers": (),
-            "pipeline_parallel": self.pipeline_parallel,
-            "pipeline_schedule": self.schedule,
-            "pipeline_stages_per_rank": self.stages_per_rank,
-            "context_parallel": self.context_parallel,
-            "context_parallel_method": self.method,
-            "expert_parallel": self.expert_parallel,
-        }
-        mode = {"mode": self.mode}
-        batch = {"local_batch_size": self.local_batch_size}
-        tables = {
-            "parallelism": cfg.parallelism.model_copy(update=parallelism),
-            "activation_checkpoint": cfg.activation_checkpoint.model_copy(update=mode),
-            "training": cfg.training.model_copy(update=batch),
-        }
-        return cfg.model_copy(update=tables)
-
-    def __str__(self) -> str:
-        parts = [f"tensor_parallel = {self.tensor_parallel}"]
-        if self.context_parallel > 1:
-            parts.append(f"context_parallel = {self.context_parallel}")
-            parts.append(f"context_parallel_method = {self.method}")
-        if self.expert_parallel > 1:
-            parts.append(f"expert_parallel = {self.expert_parallel}")
-        if self.replicas > 1:
-            parts.append(f"data_parallel_replicate = {self.replicas}")
-        if self.pipeline_parallel > 1:
-            parts.append(f"pipeline_parallel = {self.pipeline_parallel}")
-            parts.append(f"pipeline_schedule = {self.schedule}")
-            parts.append(f"pipeline_stages_per_rank = {self.stages_per_rank}")
-        parts.append(f"activation_checkpoint.mode = {self.mode}")
-        parts.append(f"local_batch_size = {self.local_batch_size}")
-        if self.accumulate == "sharded":
-            parts.append("accumulate_gradients = sharded")
-        return ", ".join(parts)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What the table shows of one choice; small enough to travel between processes."""
-
-    choice: Choice
-    microbatches: int
-    needed: float  # bytes
-    fits: bool
-    seconds: float  # of a step
-    tokens_per_second: float
-    mfu: float
-    exposed: float  # seconds of exposed communication in a step
-    bubble: float = 0.0  # share of the ranks' time, as tools/plan/pipeline.py::Pipeline.bubble
-
-
-def legal(cfg: Config, inputs: PlanInputs) -> bool:
-    return not check.broken_rules(cfg, inputs.gpus, inputs.per_host)
-
-
-def candidate(
-    choice: Choice, cfg: Config, inputs: PlanInputs, stages: Stages | None = None
-) -> Candidate:
-    torch.set_num_threads(1)
-    plan = make_plan(choice.applied_to(cfg), inputs, stages)
+def candidate(choice: Choice, plan: Plan) -> Candidate:
     return Candidate(
         choice,
         plan.microbatches,
@@ -130,161 +54,256 @@ def candidate(
     )
 
 
-def candidates(base: Choice, cfg: Config, inputs: PlanInputs) -> list[Candidate]:
-    """The choices with the tensor and context parallelism of `base`, without those that cannot fit.
+def planned(
+    choices: list[Choice], cfg: Config, inputs: PlanInputs
+) -> tuple[list[Candidate], Profile | None]:
+    """Plans of choices that share traces; and of the first what it says about others, if it is one
+    of `profiled`. Called in a worker."""
+    stages = Stages(parallel=False)
+    found = []
+    known = None
+    for choice in choices:
+        plan = make_plan(choice.applied_to(cfg), inputs, stages)
+        found.append(candidate(choice, plan))
+        if choice.pipeline_parallel == choice.local_batch_size == 1 and choice.replicas == 1:
+            known = profile(plan)
+    return found, known
 
-    With everything else equal, a mode that keeps more activations needs more memory, and so does a
-    larger microbatch. The largest one is an exception: it needs no accumulation, so no gradients
-    are kept between microbatches. Sharded accumulation needs less memory than whole, but a
-    reduce-scatter for each microbatch: it is tried where whole does not fit. The largest
-    microbatch needs at least as much as sharded accumulation.
-    """
-    ranks_of_sequence = base.tensor_parallel * base.context_parallel
-    largest = cfg.training.global_batch_size * ranks_of_sequence // inputs.gpus
-    powers = [2**i for i in range(12) if 2**i < largest]
-    sizes = [*powers, largest] if largest > 0 else powers
-    tried: list[Candidate] = []
-    # mode, local batch size, kind of accumulation
-    too_large: list[tuple[str, int, tuple[str, bool]]] = []
-    for mode, local in product(MODES, sizes):
-        for accumulate in ("whole", "sharded") if local < largest else ("whole",):
-            choice = base._replace(mode=mode, local_batch_size=local, accumulate=accumulate)
-            kind = (accumulate, local < largest)
-            leaner = MODES[: MODES.index(mode) + 1]
-            known = [
-                size for m, size, k in too_large if m in leaner and k in (kind, ("sharded", True))
-            ]
-            if any(size <= local for size in known):
+
+def of_profile(choice: Choice) -> Choice:
+    """The choice whose trace gives the profile for this one, up to its accumulation."""
+    return choice.base._replace(mode=choice.mode)
+
+
+def together(choice: Choice) -> Choice:
+    """Equal for choices whose plans share traces: the pipelines with the same stages."""
+    return choice._replace(schedule="1f1b", stages_per_rank=0)
+
+
+@dataclass
+class Found:
+    """The answer of a search."""
+
+    ranking: list[Candidate]  # the fastest that fit, as many as were asked for
+    said: str  # what was left out
+
+
+def by_speed(row: Candidate) -> tuple:
+    """Sort key: the fastest first; of equals in the order of their settings."""
+    return -row.tokens_per_second, row.choice
+
+
+@dataclass
+class Search:
+    """The state of a search: what is open, what is known."""
+
+    cfg: Config
+    inputs: PlanInputs
+    shown: int
+    bounds: Bounds
+    open: dict[Choice, None] = field(default_factory=dict)
+    too_large: int = 0  # choices that were left out since they cannot fit
+    too_slow: int = 0  # since they cannot be among those that are shown
+    known: dict[Choice, Candidate] = field(default_factory=dict)
+    profiles: dict[Choice, Profile] = field(default_factory=dict)
+    running: dict[Future, list[Choice]] = field(default_factory=dict)
+    # choice -> profile that the bounds come from, seconds, bytes
+    cached: dict[Choice, tuple[Profile, float, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.choices = every_choice(self.cfg, self.inputs)
+        self.legal = set(self.choices)
+        self.open = dict.fromkeys(self.choices)
+        self.leaners: dict[Choice, list[Choice]] = {}
+        self.capacity = self.inputs.device.memory_gib * GIB
+        self.tokens = self.cfg.training.global_batch_size * self.cfg.training.seq_len
+        self.profiled: dict[Choice, Choice] = {}  # what `of_profile` gives -> whom to trace for it
+        for choice in self.choices:
+            if choice.pipeline_parallel == choice.local_batch_size == 1:
+                self.profiled[of_profile(choice)] = choice
+
+    def bound(self, choice: Choice) -> tuple[float, float]:
+        """The least seconds and bytes of a choice. A mode that keeps more computes less, so its
+        profile gives a bound too; of bytes only the own one does."""
+        own = of_profile(choice)
+        for mode in MODES[MODES.index(choice.mode) :]:
+            known = self.profiles.get(own._replace(mode=mode))
+            if known is None:
                 continue
-            if not legal(choice.applied_to(cfg), inputs):
-                break
-            tried.append(candidate(choice, cfg, inputs))
-            if tried[-1].fits:
-                break
-            too_large.append((mode, local, kind))
-    return tried
+            cached = self.cached.get(choice)
+            if cached is None or cached[0] is not known:
+                seconds = self.bounds.seconds(choice, known)
+                needed = self.bounds.needed(choice, known) if mode == choice.mode else 0.0
+                cached = self.cached[choice] = known, seconds, needed
+            return cached[1:]
+        return 0.0, 0.0
 
+    def at_most(self, choice: Choice) -> float:
+        """Tokens per second that the choice cannot exceed."""
+        seconds, _ = self.bound(choice)
+        return self.tokens / seconds if seconds else inf
 
-def bases(cfg: Config, inputs: PlanInputs) -> list[Choice]:
-    """The starting points of `candidates`: every degree of tensor parallelism, combined with every
-    degree of context parallelism that leaves a rank LEAST_TOKENS of a sequence. Models with experts
-    get every degree of expert parallelism that divides the experts, but no tensor parallelism,
-    which splits no expert."""
-    degrees = []
-    for tp in range(1, inputs.per_host + 1):
-        if inputs.per_host % tp == 0 and inputs.gpus % tp == 0:
-            degrees.append(tp)
-    shared = [2**i for i in range(1, 12) if 2**i * LEAST_TOKENS <= cfg.training.seq_len]
-    methods = get_args(Parallelism.model_fields["context_parallel_method"].annotation)
-    contexts = [(1, "gather"), *product(shared, methods)]
-    experts = (1,)
-    if check.architecture(cfg.model).get("n_experts"):
-        degrees = [1]
-        experts = EXPERT_RANKS
-    choices = []
-    for tp, (cp, method), ep in product(degrees, contexts, experts):
-        if inputs.gpus % (tp * cp):
-            continue
-        choice = Choice(
-            tp, 1, "full", 1, "whole", context_parallel=cp, method=method, expert_parallel=ep
+    def is_too_large(self, choice: Choice) -> bool:
+        """Whether it cannot fit: by its bound, or since one that needs no more does not."""
+        _, needed = self.bound(choice)
+        if needed > self.capacity:
+            return True
+        known = [self.known[one] for one in self.leaner(choice) if one in self.known]
+        return not all(row.fits for row in known)
+
+    def leaner(self, choice: Choice) -> list[Choice]:
+        """Other choices that need no more memory: of a mode that keeps no more, with sharded
+        gradients; without a pipeline also with a smaller microbatch. The largest microbatch has no
+        accumulation, so of the smaller ones only sharded gradients need no more."""
+        if choice not in self.leaners:
+            modes = MODES[: MODES.index(choice.mode) + 1]
+            sizes = [choice.local_batch_size]
+            if choice.pipeline_parallel == 1:
+                every = self.sizes(choice)
+                sizes = every[: every.index(choice.local_batch_size) + 1]
+            found = []
+            for mode, size in product(modes, sizes):
+                one = choice._replace(mode=mode, local_batch_size=size)
+                found.append(one._replace(accumulate="sharded"))
+                if self.accumulates(one) == self.accumulates(choice):
+                    found.append(one)
+            legal_ones = [one for one in found if one in self.legal and one != choice]
+            self.leaners[choice] = legal_ones
+        return self.leaners[choice]
+
+    def accumulates(self, choice: Choice) -> bool:
+        return self.bounds.microbatches(choice) > 1
+
+    def sizes(self, choice: Choice) -> list[int]:
+        """The microbatches that are tried with a mesh, the smallest first."""
+        ranks = choice.tensor_parallel * choice.context_parallel
+        largest = self.cfg.training.global_batch_size * ranks // self.inputs.gpus
+        return [*(2**i for i in range(12) if 2**i < largest), largest]
+
+    def best(self) -> list[Candidate]:
+        """The fastest of what fits; with sharded accumulation only where whole does not fit."""
+        rows = [row for row in self.known.values() if row.fits and self.counts(row.choice)]
+        return sorted(rows, key=by_speed)[: self.shown]
+
+    def counts(self, choice: Choice) -> bool:
+        if choice.accumulate == "whole" or choice.whole in self.known:
+            return self.may_count(choice)
+        return self.is_too_large(choice.whole)
+
+    def may_count(self, choice: Choice) -> bool:
+        """Whether nothing says yet that whole gradients fit too."""
+        if choice.accumulate == "whole" or choice.whole not in self.known:
+            return True
+        return not self.known[choice.whole].fits
+
+    def leave_out(self) -> None:
+        """Close what cannot fit, and what cannot be among the best."""
+        best = self.best()
+        slowest = best[-1].tokens_per_second if len(best) == self.shown else 0.0
+        for choice in list(self.open):
+            if self.is_too_large(choice):
+                self.too_large += 1
+            elif self.at_most(choice) < slowest or not self.may_count(choice):
+                self.too_slow += 1
+            else:
+                continue
+            del self.open[choice]
+
+    def next(self) -> list[Choice]:
+        """What to trace next: the choice that may be fastest, with those that share its traces; or
+        first the one that bounds it. Empty: nothing before something that is traced now."""
+        self.leave_out()
+        order = sorted(self.open, key=self.promise)
+        in_flight = {choice for choices in self.running.values() for choice in choices}
+        profiles_in_flight = {of_profile(choice) for choice in in_flight}
+        for choice in order:
+            own = of_profile(choice)
+            if own in self.profiled and own not in self.profiles:
+                if own in profiles_in_flight:
+                    continue
+                return [self.profiled[own]]
+            whole = choice.whole
+            if whole != choice and whole in in_flight:
+                continue  # whether that fits decides whether this one counts
+            if whole in self.open:
+                choice = whole
+            return [one for one in order if together(one) == together(choice)]
+        return []
+
+    def promise(self, choice: Choice) -> tuple:
+        """Sort key: what may be fastest first; where nothing is known the mode that computes
+        least, whose profile bounds the others."""
+        return -self.at_most(choice), -MODES.index(choice.mode), choice
+
+    def next_smallest(self) -> list[Choice]:
+        """What to trace next where nothing fits: what may need the least memory, until all that is
+        left needs more than the nearest."""
+        if self.running:
+            return []
+        nearest = min((row.needed for row in self.known.values()), default=inf)
+        rows = []
+        for choice in self.choices:
+            if choice in self.known or self.leaner(choice):
+                continue
+            _, needed = self.bound(choice)
+            rows.append((needed, choice))
+        return [choice for needed, choice in sorted(rows)[:1] if needed < nearest]
+
+    def learn(self, choices: list[Choice], found: list[Candidate], known: Profile | None) -> None:
+        for row in found:
+            self.known[row.choice] = row
+        if known is not None:
+            self.profiles.setdefault(of_profile(choices[0]), known)
+
+    def start(self, pool: ProcessPoolExecutor, choices: list[Choice]) -> None:
+        for choice in choices:
+            self.open.pop(choice, None)
+        self.running[pool.submit(planned, choices, self.cfg, self.inputs)] = choices
+
+    def run(
+        self, pool: ProcessPoolExecutor, work: Callable[[], list[Choice]], say: Callable | None
+    ) -> None:
+        """Trace what `work` asks for, until it asks for no more."""
+        said = time.monotonic()
+        while True:
+            while len(self.running) < pool._max_workers:
+                choices = work()
+                if not choices:
+                    break
+                self.start(pool, choices)
+            if not self.running:
+                return
+            done, _ = wait(self.running, return_when=FIRST_COMPLETED)
+            for future in done:
+                self.learn(self.running.pop(future), *future.result())
+            if say and time.monotonic() - said > EVERY:
+                said = time.monotonic()
+                say(self.progress())
+
+    def progress(self) -> str:
+        best = self.best()
+        line = f"searching: {len(self.known)} of {len(self.choices):,} choices traced"
+        if best:
+            first = best[0]
+            line += f"; best so far {first.tokens_per_second:,.0f} tokens/s: {first.choice}"
+        return line
+
+    def left_out(self) -> str:
+        traced = len(self.known)
+        return (
+            f"{traced:,} of {len(self.choices):,} choices were traced; of the others "
+            f"{self.too_large:,} cannot fit, and {self.too_slow:,} cannot be among the first "
+            f"{self.shown}"
         )
-        tp_only = cp == 1 and len(experts) == 1
-        if tp_only or legal(choice.applied_to(cfg), inputs):
-            choices.append(choice)
-    return choices
 
 
-def tokens_per_second(tried: Candidate) -> float:
-    return tried.tokens_per_second
-
-
-def best_speed(tried: list[Candidate]) -> float:
-    """Tokens per second of the fastest that fits; 0 where none does."""
-    return max((c.tokens_per_second for c in tried if c.fits), default=0.0)
-
-
-def columns(starts: list[Choice], cfg: Config, inputs: PlanInputs) -> list[Candidate]:
-    """The candidates of all starts. Expert parallelism across hosts is tried with more and more
-    ranks until that is slower than with fewer."""
-    inside = [start for start in starts if start.expert_parallel <= inputs.per_host]
-    tried = column_of(inside, cfg, inputs)
-    across = {start.expert_parallel for start in starts if start not in inside}
-    for degree in sorted(across):
-        wider = [start for start in starts if start.expert_parallel == degree]
-        column = column_of(wider, cfg, inputs)
-        slower = best_speed(column) < best_speed(tried)
-        tried += column
-        if slower:
-            break
-    return tried
-
-
-def column_of(starts: list[Choice], cfg: Config, inputs: PlanInputs) -> list[Candidate]:
-    """The candidates of these starts, traced in parallel."""
-    of_starts = in_processes(candidates, [(start, cfg, inputs) for start in starts])
-    return list(chain.from_iterable(of_starts))
-
-
-def pipelines(degrees: list[tuple[int, int]], cfg: Config, inputs: PlanInputs) -> list[Candidate]:
-    """The choices with pipelines of 2 to 16 ranks and every schedule. degrees: of tensor and of
-    expert parallelism. None on one host: pipelines are for links that are too slow for everything
-    else.
-
-    A deeper pipeline has more bubble and needs less memory, so depths grow until one is slower than
-    a fitting one before it."""
-    stages = Stages()
-    tried = []
-    depths = []
-    if inputs.gpus != inputs.per_host:
-        depths = [depth for depth in (2, 4, 8, 16) if inputs.gpus % depth == 0]
-    for tp, ep in degrees:
-        fastest = 0.0
-        for depth in depths:
-            base = Choice(tp, 1, "full", 1, "whole", depth, expert_parallel=ep)
-            column = of_depth(base, cfg, inputs, stages)
-            tried += column
-            if best_speed(column) < fastest:
-                break
-            fastest = best_speed(column)
-    return tried
-
-
-def of_depth(base: Choice, cfg: Config, inputs: PlanInputs, stages: Stages) -> list[Candidate]:
-    """The choices with the pipeline of `base`. Microbatches are small, since the bubble is smaller
-    the more there are. Only the leanest mode that fits is compared with the next, since each needs
-    traces of its own. Where the first schedule, 1f1b, does not fit, the others are not tried."""
-    tried: list[Candidate] = []
-    per_rank = []
-    for name, row in SCHEDULES.items():
-        fewest, most = row.stages_per_rank
-        per_rank += [(name, v) for v in (1, 2, 4) if fewest <= v <= most]
-    for accumulate in ("whole", "sharded"):
-        for mode in MODES:
-            of_mode: list[Candidate] = []
-            for schedule, v in per_rank:
-                choice = base._replace(
-                    mode=mode, accumulate=accumulate, schedule=schedule, stages_per_rank=v
-                )
-                if legal(choice.applied_to(cfg), inputs):
-                    of_mode.append(candidate(choice, cfg, inputs, stages))
-                    if not of_mode[0].fits:
-                        break
-            tried += of_mode
-            if not any(c.fits for c in of_mode):
-                break
-        if any(c.fits for c in tried):
-            break
-    return tried
-
-
-def search(cfg: Config, inputs: PlanInputs) -> list[Candidate]:
-    """The choices that fit, fastest first. Raises InputError where none does; it names the nearest."""
-    starts = bases(cfg, inputs)
-    tried = columns(starts, cfg, inputs)
-    promising = [tried_one.choice for tried_one in sorted(tried, key=promise)] or starts[-1:]
-    degrees = dict.fromkeys((c.tensor_parallel, c.expert_parallel) for c in promising)
-    tried += pipelines(list(degrees)[:2], cfg, inputs)
-    if not tried:
+def search(
+    cfg: Config, inputs: PlanInputs, shown: int = SHOWN, say: Callable | None = None
+) -> Found:
+    """The choices that fit, the fastest `shown` of them. say: called now and then with a line about
+    how far the search is. Raises InputError where nothing fits; it names the nearest."""
+    state = Search(cfg, inputs, shown, Bounds(cfg, inputs))
+    if not state.choices:
         raise InputError(
             f"no mesh of {inputs.gpus} GPUs is legal, training.global_batch_size = "
             f"{cfg.training.global_batch_size}: "
@@ -292,36 +311,29 @@ def search(cfg: Config, inputs: PlanInputs) -> list[Candidate]:
             "context_parallel / "
             "pipeline_parallel"
         )
-    fitting = [c for c in tried if c.fits]
-    if not fitting:
-        nearest = min(tried, key=bytes_needed)
+    with workers() as pool:
+        state.run(pool, state.next, say)
+        best = state.best()
+        if not best:
+            state.run(pool, state.next_smallest, say)
+        hybrids = replicated([row.choice for row in best], cfg, inputs)
+        done = [pool.submit(planned, [choice], cfg, inputs) for choice in hybrids]
+        for future in done:
+            (row,), _ = future.result()
+            if row.fits:
+                best.append(row)
+    if not best:
+        nearest = min(state.known.values(), key=by_memory)
         raise InputError(
             f"nothing fits {inputs.device.memory_gib:.1f} GiB on {inputs.gpus} GPUs; the nearest is "
             f"{nearest.choice}, which needs "
             f"{nearest.needed / GIB:.1f} GiB: {what_would_do(cfg, inputs, nearest)}"
         )
-    # Replicas on top of shards (HSDP), for the best three.
-    hosts = inputs.gpus // inputs.per_host
-    powers = [2**i for i in range(1, 12)]
-    replicas = [n for n in powers if n <= hosts and inputs.gpus % n == 0][:3]
-    fastest = sorted(fitting, key=tokens_per_second, reverse=True)
-    best = [c.choice for c in fastest if c.choice.pipeline_parallel == 1][:3]
-    hybrids = [choice._replace(replicas=count) for choice in best for count in replicas]
-    hybrids = [choice for choice in hybrids if legal(choice.applied_to(cfg), inputs)]
-    replicated = in_processes(candidate, [(choice, cfg, inputs) for choice in hybrids])
-    fitting += [c for c in replicated if c.fits]
-    return sorted(fitting, key=tokens_per_second, reverse=True)
+    return Found(sorted(best, key=by_speed)[:shown], state.left_out())
 
 
-def promise(tried: Candidate) -> tuple[bool, float]:
-    """Sort key: the fastest that fits first; then those that do not fit, by the memory needed."""
-    if tried.fits:
-        return False, -tried.tokens_per_second
-    return True, tried.needed
-
-
-def bytes_needed(tried: Candidate) -> float:
-    return tried.needed
+def by_memory(row: Candidate) -> tuple:
+    return row.needed, row.choice
 
 
 def what_would_do(cfg: Config, inputs: PlanInputs, nearest: Candidate) -> str:
@@ -378,11 +390,9 @@ def cells_of(c: Candidate) -> list[str]:
     ]
 
 
-def table(ranking: list[Candidate], shown: int = 20) -> str:
+def table(found: Found) -> str:
     rows = ["".join(f"{title:>{width}}" for title, width in COLUMNS.items())]
-    for c in ranking[:shown]:
+    for c in found.ranking:
         cells = zip(cells_of(c), COLUMNS.values(), strict=True)
         rows.append("".join(f"{cell:>{width}}" for cell, width in cells))
-    if len(ranking) > shown:
-        rows.append(f"and {len(ranking) - shown} more that fit")
-    return "\n".join(rows)
+    return "\n".join([*rows, found.said])

@@ -30,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -841,6 +842,9 @@ def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
         finally:
             dist.destroy_process_group()
             log.setLevel(level)
+            # what DTensor has found for a mesh names its groups, which are gone; the next mesh may
+            # be equal
+            _clear_sharding_prop_cache()
 
 
 def tracing(cfg: Config) -> Config:

@@ -1,0 +1,219 @@
+"""tools/plan/search.py finds what a search without bounds and without shared traces finds."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+
+from configs.load import load_config
+from configs.schema import Config, InputError
+from tools.plan import search
+from tools.plan.bounds import Bounds, Profile, profile
+from tools.plan.choices import Candidate, Choice, every_choice, replicated
+from tools.plan.device import load_device
+from tools.plan.pipeline import Stages
+from tools.plan.plan import PlanInputs, make_plan
+from tools.plan.search import by_speed, candidate, planned
+from tools.plan.step import GIB
+from tools.plan.workers import in_processes
+
+# Two hosts of one GPU: microbatches of 1 and 2 sequences, and pipelines of 2 ranks.
+SMALL = [
+    "--training.seq_len=256",
+    "--model.n_layers=2",
+    "--training.global_batch_size=4",
+    "--compile.enabled=true",
+    "--training.param_dtype=bfloat16",
+]
+# A model this small is all latency on a fast device.
+SLOW = load_device("h100").model_copy(
+    update={"peak_tflops": 0.5, "name": "", "memory_gb_per_s": 20, "fabric_gb_per_s": 0.5}
+)
+ALL = 100  # rows: more than there are choices
+
+Plain = dict[Choice, tuple[Candidate, Profile | None]]
+
+
+def traced_alone(
+    choice: Choice, cfg: Config, machines: list[PlanInputs]
+) -> list[tuple[Candidate, Profile | None]]:
+    """The choice's plan on every machine. It shares traces with no other choice."""
+    stages = Stages(parallel=False)
+    found = []
+    for inputs in machines:
+        plan = make_plan(choice.applied_to(cfg), inputs, stages)
+        alone = choice.pipeline_parallel == choice.local_batch_size == 1
+        found.append((candidate(choice, plan), profile(plan) if alone else None))
+    return found
+
+
+class Space:
+    """Everything that can be chosen, traced choice by choice, on machines with different memory."""
+
+    def __init__(self, options: list[str], inputs: PlanInputs) -> None:
+        self.cfg = load_config(options)
+        self.choices = every_choice(self.cfg, inputs)
+        of_replicas = [choice for choice in self.choices if choice.pipeline_parallel == 1]
+        self.hybrids = []
+        for choice in of_replicas:
+            self.hybrids += replicated([choice], self.cfg, inputs)
+        everything = self.choices + self.hybrids
+        calls = [(choice, self.cfg, [inputs]) for choice in everything]
+        found = in_processes(traced_alone, calls)
+        self.plain: Plain = {choice: one for choice, (one,) in zip(everything, found)}
+        self.inputs = inputs
+        self.asked = 0  # choices that a search has traced
+
+    def of_memory(self, gib: float) -> PlanInputs:
+        device = self.inputs.device.model_copy(update={"memory_gib": gib})
+        return replace(self.inputs, device=device)
+
+    def row(self, choice: Choice, inputs: PlanInputs) -> Candidate:
+        """What was traced, on a device with another memory: only whether it fits depends on that."""
+        row, _ = self.plain[choice]
+        return replace(row, fits=row.needed <= inputs.device.memory_gib * GIB)
+
+    def ranking(self, inputs: PlanInputs, shown: int) -> list[Candidate]:
+        """The answer of a search without bounds: everything, sorted."""
+        rows = {choice: self.row(choice, inputs) for choice in self.choices}
+        fitting = []
+        for choice, row in rows.items():
+            superfluous = choice.accumulate == "sharded" and rows[choice.whole].fits
+            if row.fits and not superfluous:
+                fitting.append(row)
+        best = sorted(fitting, key=by_speed)[:shown]
+        for choice in replicated([row.choice for row in best], self.cfg, inputs):
+            row = self.row(choice, inputs)
+            if row.fits:
+                best.append(row)
+        return sorted(best, key=by_speed)[:shown]
+
+    def planned(
+        self, choices: list[Choice], cfg: Config, inputs: PlanInputs
+    ) -> tuple[list[Candidate], Profile | None]:
+        """In the place of search.planned: what was traced before."""
+        self.asked += len(choices)
+        _, known = self.plain[choices[-1]]
+        return [self.row(choice, inputs) for choice in choices], known
+
+    @contextmanager
+    def workers(self) -> Iterator["Space"]:
+        """In the place of search.workers."""
+        yield self
+
+    _max_workers = 2
+
+    def submit(self, function, *call) -> Future:
+        done: Future = Future()
+        done.set_result(self.planned(*call))
+        return done
+
+    def searched(self, inputs: PlanInputs, shown: int) -> list[Candidate]:
+        self.asked = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(search, "workers", self.workers)
+            return search.search(self.cfg, inputs, shown).ranking
+
+    def memories(self) -> list[float]:
+        """GiB with which more and more of the choices fit."""
+        needed = sorted(row.needed / GIB for row, _ in self.plain.values())
+        return [needed[i] + 1e-6 for i in range(0, len(needed), len(needed) // 8)] + [100.0]
+
+
+@pytest.fixture(scope="module")
+def small() -> Space:
+    return Space(SMALL, PlanInputs(2, 1, SLOW))
+
+
+def differences(space: Space) -> list[tuple[float, int]]:
+    """(GiB, rows) for which the search and the plain one differ."""
+    found = []
+    for gib in space.memories():
+        inputs = space.of_memory(gib)
+        for shown in (1, 3, ALL):
+            if space.searched(inputs, shown) != space.ranking(inputs, shown):
+                found.append((gib, shown))
+    return found
+
+
+def test_the_search_finds_what_tracing_everything_finds(small):
+    assert len(small.choices) == 15 and len(small.memories()) > 8
+    assert not differences(small)
+
+
+def test_the_search_traces_less(small):
+    """For the best alone, of what has 15 choices."""
+    small.searched(small.of_memory(100.0), 1)
+    assert small.asked < 12
+
+
+@pytest.mark.parametrize("name", ("seconds", "needed"))
+def test_negative_control_a_bound_that_is_too_tight_changes_the_answer(small, monkeypatch, name):
+    exact = getattr(Bounds, name)
+
+    def tight(self, choice, known):
+        return exact(self, choice, known) * 2
+
+    monkeypatch.setattr(Bounds, name, tight)
+    assert differences(small)
+    assert broken_bounds(small)
+
+
+def broken_bounds(space: Space) -> list[str]:
+    """The choices whose plan is faster or smaller than their bounds."""
+    profiles = {}
+    for choice, (_, known) in space.plain.items():
+        if known is not None and choice.replicas == 1:
+            profiles[search.of_profile(choice)] = known  # of sharded gradients, if there are any
+    bounds = Bounds(space.cfg, space.inputs)
+    broken = []
+    for choice in space.choices:
+        known = profiles[search.of_profile(choice)]
+        row, _ = space.plain[choice]
+        if bounds.seconds(choice, known) > row.seconds or bounds.needed(choice, known) > row.needed:
+            broken.append(str(choice))
+    return broken
+
+
+def test_no_plan_is_below_its_bounds(small):
+    assert not broken_bounds(small)
+
+
+def test_where_nothing_fits_the_nearest_is_named(small, monkeypatch):
+    monkeypatch.setattr(search, "what_would_do", lambda *_: "")
+    nearest = min((small.plain[choice][0] for choice in small.choices), key=search.by_memory)
+    with pytest.raises(InputError, match="nothing fits") as error:
+        small.searched(small.of_memory(0.1), 3)
+    assert f"the nearest is {nearest.choice}, which" in str(error.value)
+
+
+def test_plans_that_share_traces_are_those_that_do_not():
+    """Pipelines with one and with two stages on each rank, whose stages have 4 and 2 layers."""
+    cfg = load_config([*SMALL, "--model.n_layers=8"])
+    inputs = PlanInputs(2, 1, SLOW)
+    pipelines = [
+        Choice(1, 1, "full", 1, "whole", 2, "1f1b", 1),
+        Choice(1, 1, "full", 1, "whole", 2, "interleaved_1f1b", 2),
+    ]
+    calls = [([pipelines[0]], cfg, inputs), ([pipelines[1]], cfg, inputs), (pipelines, cfg, inputs)]
+    (first, _), (second, _), (shared, _) = in_processes(planned, calls)
+    assert shared == first + second and first[0].seconds != second[0].seconds
+
+
+@pytest.mark.exhaustive
+@pytest.mark.cap(3600)
+@pytest.mark.parametrize(
+    "options",
+    (
+        ["--model.n_layers=6", "--training.global_batch_size=16"],
+        ["--model.family=deepseek_v3", "--model.flavor=debug", "--training.global_batch_size=16"],
+    ),
+)
+def test_larger_spaces_are_searched_alike(options):
+    """With tensor parallelism, with experts, with every schedule."""
+    options = [*SMALL[:1], "--training.param_dtype=bfloat16", *options]
+    space = Space(options, PlanInputs(4, 2, SLOW))
+    assert not broken_bounds(space)
+    assert not differences(space)

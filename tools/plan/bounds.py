@@ -1,0 +1,305 @@
+"""The least time and memory that a choice can need, without tracing it.
+
+A block computes the same whatever ranks FSDP spreads it over, whatever the pipeline, whatever the
+accumulation. So one trace for each mode of checkpointing and each degree of tensor, context and
+expert parallelism shows what all the others cannot be faster than. Bounds leave out what they do
+not know: they are never above the plan (`tests/test_plan_search.py`).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import train
+from configs.schema import Config
+from parallelisms import pp, schedules
+from parallelisms.dp import DTYPES
+from tools.plan.choices import Choice
+from tools.plan.device import MEMORY_EFFICIENCY
+from tools.plan.estimate import EVERY_ROW, Playback, Ring
+from tools.plan.pipeline import groups
+from tools.plan.plan import Plan, PlanInputs, machine, with_margin
+from tools.plan.step import Op, Stretch, fsdp_dimension
+from training.optimizers import OPTIMIZERS
+
+SLACK = 1 - 1e-9  # sums in another order differ by rounding
+# How often at most each element of a gradient's shard is moved in a microbatch: divided, added to
+# what is there, and each time read and written.
+SHARD_MOVES = 8
+# Bytes that memory-bound operators move at most for each gathered weight and its gradient. All else
+# that a block moves is of tokens.
+OF_WEIGHTS = {"forward": 4, "backward": 24}
+MASTER = 4  # bytes of a master weight, and of its gradient
+
+
+class Layer(NamedTuple):
+    """The least that one block costs a rank, for a microbatch of one sequence."""
+
+    forward: float  # seconds
+    backward: float
+    kept: int  # bytes of activations from forward to backward
+    elements: int
+    gathered: int  # elements on a rank while FSDP has it unsharded
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What the trace of one choice says of all with the same mode and the same tensor, context
+    and expert parallelism."""
+
+    layers: tuple[Layer, ...]
+    before: Layer  # what comes before the first block
+    after: Layer
+    linear: float  # seconds of a microbatch that grow with its tokens
+    moments: float  # bytes of optimizer state for each byte of a weight
+
+
+def profile(plan: Plan) -> Profile:
+    """plan: without a pipeline, of microbatches of one sequence whose gradients are reduced."""
+    step = plan.step
+    least: dict[tuple[str, int], Seconds] = {}
+    for (phase, block, _), seconds in seconds_by_place(plan).items():
+        before = least.get((phase, block), seconds)
+        smaller = [min(pair) for pair in zip(before, seconds)]
+        least[phase, block] = Seconds(*smaller)
+    bandwidth = plan.inputs.device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
+    linear = 0.0
+    for (phase, block), seconds in least.items():
+        linear += seconds.growing
+        if 0 <= block < step.layers:
+            of_weights = OF_WEIGHTS[phase] * step.parameters[block].gathered / bandwidth
+            linear += max(0.0, seconds.moving - of_weights)
+    kept: dict[int, int] = {}
+    tokens = plan.cfg.training.seq_len // plan.cfg.parallelism.context_parallel
+    tokens //= plan.cfg.parallelism.tensor_parallel
+    for memory in step.memory.values():
+        # what is smaller than a number for each token does not grow with them
+        of_tokens = memory.kind == "activations" and memory.size >= 2 * tokens
+        if of_tokens and memory.born.micro == 0:
+            block = memory.born.block
+            kept[block] = kept.get(block, 0) + memory.size
+
+    def layer(block: int) -> Layer:
+        forward = least.get(("forward", block), Seconds()).all
+        backward = least.get(("backward", block), Seconds()).all
+        part = step.parameters.get(block)
+        if part is None:
+            return Layer(forward, backward, 0, 0, 0)
+        shards = SHARD_MOVES * part.local_bytes / bandwidth
+        backward = max(0.0, backward - shards)
+        return Layer(forward, backward, kept.get(block, 0), part.elements, part.gathered)
+
+    weights = sum(part.local_bytes for part in step.parameters.values())
+    elementwise = all(rule.is_one_kernel for rule in OPTIMIZERS[plan.cfg.optimizer.kind].rules)
+    return Profile(
+        tuple(layer(block) for block in range(step.layers)),
+        layer(-1)._replace(elements=0, gathered=0),  # its weights may be the last stage's
+        layer(step.layers),
+        linear,
+        step.before().get("optimizer state", 0) / weights if elementwise else 0.0,
+    )
+
+
+class Seconds(NamedTuple):
+    """Of one place in the step, without FSDP's operators."""
+
+    all: float = 0.0
+    growing: float = 0.0  # that certainly grow with the tokens of a microbatch
+    moving: float = 0.0  # of memory-bound operators
+
+
+def seconds_by_place(plan: Plan) -> dict[tuple[str, int, int], Seconds]:
+    """(phase, block, microbatch) -> its seconds."""
+    step = plan.step
+    m = machine(plan.cfg, plan.inputs)
+    device = m.device.model_copy(update={"overhead_us": 0.0, "policy_us": 0.0})
+    playback = Playback(
+        step, device, m.per_host, m.compiled, m.selective, m.stack, m.experts_per_token
+    )
+    found: dict[tuple[str, int, int], Seconds] = {}
+    for stretch in step.stretches:
+        where = stretch.where
+        if where.phase not in ("forward", "backward"):
+            continue
+        rows = [row for row in stretch.rows if isinstance(row, Op) and not of_fsdp(row)]
+        began = playback.now
+        moved = playback.result.memory_bound
+        playback.play_stretch(Stretch(where, rows))
+        moved = playback.result.memory_bound - moved
+        growing = sum(grows(row, playback) for row in rows)
+        key = where.phase, where.block, where.micro
+        before = found.get(key, Seconds())
+        found[key] = Seconds(
+            before.all + playback.now - began,
+            before.growing + growing,
+            before.moving + moved / step.times(where),
+        )
+    return found
+
+
+def of_fsdp(op: Op) -> bool:
+    return op.background or op.name.startswith("fsdp")
+
+
+def grows(op: Op, playback: Playback) -> float:
+    """Seconds of an operator that are twice as many for twice the tokens."""
+    device = playback.device
+    if op.kind:
+        ring = playback.rings.get(op.dimension)
+        if ring is None or op.kind in ("send", "receive"):
+            return 0.0
+        seconds = ring.seconds(op.kind, op.message, device, playback.sent(op))
+        at_once = ring.seconds(op.kind, 0, device, EVERY_ROW)
+        return (seconds - at_once) * (1 - playback.hidden(op))
+    rate = device.peak * device.matmul_efficiency * playback.stack.float8
+    attention = (op.attention_flops / 2 + op.attention_unmasked) / (
+        device.peak * device.attention_efficiency
+    )
+    if "backward" in op.name:
+        attention /= device.attention_backward
+    return op.matmul_flops / rate + attention
+
+
+class Bounds:
+    """The bounds of a search, from the profiles that it has so far."""
+
+    def __init__(self, cfg: Config, inputs: PlanInputs) -> None:
+        self.cfg = cfg
+        self.inputs = inputs
+        self.layouts: dict[tuple[str, int, int], tuple[list[int], list[range]]] = {}
+        self.reduced = DTYPES[cfg.training.reduce_dtype].itemsize
+        self.narrow = DTYPES.get(cfg.training.param_dtype, DTYPES["bfloat16"]).itemsize
+
+    def layout(self, choice: Choice) -> tuple[list[int], list[range]]:
+        """The rank of each stage, and its layers."""
+        key = choice.schedule, choice.pipeline_parallel, choice.stages_per_rank
+        if choice.pipeline_parallel == 1:
+            key = "1f1b", 1, 0
+        if key not in self.layouts:
+            cfg = choice.applied_to(self.cfg)
+            placement = schedules.placement(*key)
+            self.layouts[key] = placement, pp.layers_of_stages(cfg, *train.architecture(cfg))
+        return self.layouts[key]
+
+    def data_parallel(self, choice: Choice) -> int:
+        shared = choice.tensor_parallel * choice.context_parallel * choice.pipeline_parallel
+        return self.inputs.gpus // shared
+
+    def microbatches(self, choice: Choice) -> int:
+        sequences = self.cfg.training.global_batch_size // self.data_parallel(choice)
+        return sequences // choice.local_batch_size
+
+    def stages(self, choice: Choice, known: Profile) -> list[list[Layer]]:
+        """What each stage consists of."""
+        _, layers = self.layout(choice)
+        stages = [[known.layers[i] for i in of_stage] for of_stage in layers]
+        stages[0].insert(0, known.before)
+        stages[-1].append(known.after)
+        return stages
+
+    def seconds(self, choice: Choice, known: Profile) -> float:
+        """The least seconds of a step."""
+        microbatches = self.microbatches(choice)
+        stages = self.stages(choice, known)
+        if choice.pipeline_parallel == 1:
+            of_one = known.linear * choice.local_batch_size
+            if choice.local_batch_size == 1:
+                of_one = max(of_one, work(stages[0]))
+            busy = microbatches * of_one
+        else:
+            busy = self.pipelined(choice, stages, microbatches)
+        return max(busy, self.link(choice, stages, microbatches)) * SLACK
+
+    def pipelined(self, choice: Choice, stages: list[list[Layer]], microbatches: int) -> float:
+        """A rank begins when the first microbatch has come down to it. It is busy with all of
+        them. After its last backward the gradient goes up to the first stage."""
+        placement, _ = self.layout(choice)
+        most = 0.0
+        for rank in range(choice.pipeline_parallel):
+            own = [stage for stage, its_rank in enumerate(placement) if its_rank == rank]
+            way = sum(layer.forward for stage in stages[: own[0]] for layer in stage)
+            if choice.schedule in ("1f1b", "interleaved_1f1b"):  # no backward in two halves
+                way += sum(layer.backward for stage in stages[: own[0]] for layer in stage)
+            busy = microbatches * sum(work(stages[stage]) for stage in own)
+            most = max(most, way + busy)
+        return most
+
+    def link(self, choice: Choice, stages: list[list[Layer]], microbatches: int) -> float:
+        """The least seconds of FSDP's collectives on the fullest rank."""
+        p = self.cfg.parallelism
+        of_groups = groups(choice.applied_to(self.cfg), 0, self.data_parallel(choice))
+        names = {fsdp_dimension(of_groups), "edp" if "edp" in of_groups else "dp_shard"}
+        per_byte = min(self.seconds_per_byte(of_groups[name]) for name in names)
+        placement, _ = self.layout(choice)
+        elements = [0] * choice.pipeline_parallel
+        for stage, rank in enumerate(placement):
+            elements[rank] += sum(layer.gathered for layer in stages[stage])
+        reductions = microbatches if choice.accumulate == "sharded" else 1
+        gathers = 1
+        if p.reshard_after_backward and not p.keep_gathered and choice.pipeline_parallel == 1:
+            gathers = 1 if p.reshard_after_forward is False else microbatches
+            if p.reshard_after_forward in ("default", True):
+                gathers = 2 * microbatches
+        if self.inputs.stack.early_gathers:
+            gathers = 0
+        bytes_of_one = gathers * self.narrow + reductions * self.reduced
+        return max(elements) * bytes_of_one * per_byte
+
+    def seconds_per_byte(self, ranks: list[int]) -> float:
+        if len(ranks) == 1:
+            return 0.0
+        ring = Ring.of(ranks, self.inputs.per_host)
+        return (len(ranks) - 1) / len(ranks) / ring.bandwidth(self.inputs.device)
+
+    def needed(self, choice: Choice, known: Profile) -> float:
+        """The least bytes of the fullest rank: `Plan.needed` of what is certainly live at one
+        time."""
+        placement, _ = self.layout(choice)
+        stages = self.stages(choice, known)
+        most = 0.0
+        for rank in range(choice.pipeline_parallel):
+            own = [stage for stage, its_rank in enumerate(placement) if its_rank == rank]
+            most = max(most, self.live(choice, known, [stages[stage] for stage in own], rank))
+        return with_margin(most, self.inputs) * SLACK
+
+    def live(self, choice: Choice, known: Profile, own: list[list[Layer]], rank: int) -> float:
+        """own: the rank's stages."""
+        microbatches = self.microbatches(choice)
+        layers = [layer for stage in own for layer in stage]
+        shards = self.inputs.gpus // choice.pipeline_parallel // choice.replicas
+        elements = sum(layer.elements for layer in layers)
+        gathered = sum(layer.gathered for layer in layers)
+        state = MASTER * (1 + known.moments) * elements / shards
+        gradients = MASTER * elements / shards
+        if choice.accumulate == "whole" and microbatches > 1:
+            gradients = self.reduced * gathered
+        if choice.pipeline_parallel == 1:
+            kept = choice.local_batch_size * sum(layer.kept for layer in layers[1:-1])
+            # the last forward ends when the gradients of the others are there
+            return state + (gradients + kept if microbatches > 1 else max(gradients, kept))
+        if microbatches == 1:
+            gradients = 0  # what is gathered may be free before they are there
+        if self.data_parallel(choice) > 1 and self.cfg.parallelism.reshard_after_forward in (
+            "default",
+            False,
+        ):
+            state += self.narrow * gathered  # until backward
+        kept = 0
+        if choice.schedule in ("1f1b", "interleaved_1f1b"):
+            kept = held(choice, own, rank, microbatches)
+        return state + max(gradients, kept)
+
+
+def work(layers: list[Layer]) -> float:
+    """Seconds of a microbatch."""
+    return sum(layer.forward + layer.backward for layer in layers)
+
+
+def held(choice: Choice, own: list[list[Layer]], rank: int, microbatches: int) -> int:
+    """Bytes of activations when a rank begins its first backward, which is of its last stage.
+    As many microbatches as there are ranks have then gone through its other stages."""
+    sizes = [sum(layer.kept for layer in stage) for stage in own]
+    several = min(microbatches, choice.pipeline_parallel)
+    in_last = 1
+    if len(own) == 1:
+        in_last = min(microbatches, choice.pipeline_parallel - rank)
+    return several * sum(sizes[:-1]) + in_last * sizes[-1]
