@@ -35,11 +35,11 @@ from tests.steps import (
 from tools.plan import estimate as estimates
 from tools.plan import report, trace
 from tools.plan.__main__ import arguments, main, read_inputs
+from tools.plan.choices import bases
 from tools.plan.device import load_device
 from tools.plan.estimate import Ring, estimate
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.repeat import traced, with_layers
-from tools.plan.search import bases
 from tools.plan.step import Op, Step, Stretch, Where
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -18,14 +18,14 @@ from models import moe
 from parallelisms import ep_hosts
 from tests.ranks import run_ranks
 from tests.steps import apart, assert_same_step, composed_and_layers, real_step
-from tools.plan import search, trace
+from tools.plan import trace
 from tools.plan.__main__ import main
+from tools.plan.choices import bases
 from tools.plan.device import load_device
 from tools.plan.page import hosts
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.repeat import traced
 from tools.plan.routing import Routing, load_routing, reached
-from tools.plan.search import bases
 
 H100 = load_device("h100")
 NONE, FULL, SELECTIVE = (
@@ -343,38 +343,6 @@ def test_a_search_shares_experts():
         4,
     }
     assert degrees("--model.family=qwen3") == {1}
-
-
-def test_a_search_shares_experts_between_hosts_until_that_is_slower(monkeypatch):
-    """Here one rank is too few to fit, 16 are faster than 8, and 32 slower."""
-    speeds, asked = {1: 900.0, 4: 300.0, 8: 400.0, 16: 500.0, 32: 450.0, 64: 600.0}, []
-
-    def imagined(_: object, calls: list[tuple]) -> list[list[search.Candidate]]:
-        degrees = [start.expert_parallel for start, *_ in calls]
-        asked.append(degrees)
-        return [
-            [search.Candidate(call[0], 1, 1.0, degree > 1, 1.0, speeds[degree], 0.5, 0.0)]
-            for call, degree in zip(calls, degrees)
-        ]
-
-    monkeypatch.setattr(search, "in_processes", imagined)
-    cfg = load_config(
-        [
-            *QWEN3,
-            "--model.n_experts=64",
-            "--training.global_batch_size=128",
-            "--training.local_batch_size=1",
-        ]
-    )
-    inputs = PlanInputs(64, 8, H100)
-    assert [c.choice.expert_parallel for c in search.columns(bases(cfg, inputs), cfg, inputs)] == [
-        1,
-        4,
-        8,
-        16,
-        32,
-    ]
-    assert asked == [[1, 4, 8], [16], [32]]
 
 
 def test_the_report_names_the_routing(capsys):

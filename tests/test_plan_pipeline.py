@@ -20,7 +20,7 @@ from parallelisms import pp, schedules
 from parallelisms.mesh import open_mesh
 from parallelisms.schedules import BACKWARD
 from tests.ranks import run_ranks
-from tools.plan import pipeline, search, trace
+from tools.plan import pipeline, trace
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
 from tools.plan.drawing import drawing
@@ -360,44 +360,3 @@ def test_a_search_tries_pipelines(tmp_path, capsys):
     assert ranking[0].split()[4] == "2" and {"1f1b", "zero_bubble", "-"} <= {
         word for row in ranking for word in row.split()
     }
-
-
-def test_a_search_leaves_out_what_cannot_fit_or_win(monkeypatch):
-    """Here nothing fits with whole gradients or without checkpointing, and a pipeline of 4 ranks is
-    slower than one of 2."""
-    tried = []
-
-    def imagined(choice: search.Choice, *_: object) -> search.Candidate:
-        tried.append(
-            (
-                choice.pipeline_parallel,
-                choice.accumulate,
-                choice.mode,
-                choice.schedule,
-                choice.stages_per_rank,
-            )
-        )
-        fits = choice.accumulate == "sharded" and choice.mode != "none"
-        return search.Candidate(
-            choice, 8, 1.0, fits, 1.0, 100.0 / choice.pipeline_parallel, 0.5, 0.0
-        )
-
-    monkeypatch.setattr(search, "candidate", imagined)
-    cfg = load_config(
-        ["--model.n_layers=16", "--training.global_batch_size=512", "--compile.enabled=true"]
-    )
-    search.pipelines([(1, 1)], cfg, PlanInputs(32, 8, load_device("h100")))
-    looped = [("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 4)]
-    assert tried == [
-        row
-        for depth in (2, 4)
-        for row in (
-            (depth, "whole", "full", "1f1b", 1),
-            *(
-                (depth, "sharded", mode, *schedule)
-                for mode in ("full", "selective")
-                for schedule in looped
-            ),
-            (depth, "sharded", "none", "1f1b", 1),
-        )
-    ]

@@ -15,13 +15,13 @@ from tools.bench import published
 from tools.bench.scatter import BAND, Point, scatter
 from tools.plan import unmodelled
 from tools.plan.__main__ import arguments, main, read_inputs
+from tools.plan.choices import Candidate, Choice
 from tools.plan.cluster import Cluster, answer
 from tools.plan.device import load_device
 from tools.plan.estimate import Playback, Ring, op_seconds
 from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
-from tools.plan.search import Candidate, Choice
 from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack, reached, scaling_loss
 from tools.plan.step import Op, Step, Stretch, Where
 from tools.plan.trace import tracing
