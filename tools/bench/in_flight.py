@@ -34,7 +34,7 @@ SHARES = (0.25, 0.5, 1.0)  # of the shared experts' forward, that a transfer tak
 WAYS = {"as it is": False, "waits at once": True}
 
 
-class Wire:
+class SlowLink:
     """Rows are there after `seconds`."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ def measure(rounds: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())
     tokens = torch.randn(1, TOKENS, DIM)
-    wire = Wire()
+    wire = SlowLink()
     work = {}
     for way, waits_at_once in WAYS.items():
         mixture = layer(waits_at_once)
