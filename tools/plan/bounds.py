@@ -226,7 +226,8 @@ class Bounds:
     def link(self, choice: Choice, stages: list[list[Layer]], microbatches: int) -> float:
         """The least seconds of FSDP's collectives on the fullest rank."""
         p = self.cfg.parallelism
-        of_groups = groups(choice.applied_to(self.cfg), 0, self.data_parallel(choice))
+        cfg = choice.applied_to(self.cfg)
+        of_groups = groups(cfg, 0, self.data_parallel(choice), self.inputs.per_host)
         names = {fsdp_dimension(of_groups), "edp" if "edp" in of_groups else "dp_shard"}
         per_byte = min(self.seconds_per_byte(of_groups[name]) for name in names)
         placement, _ = self.layout(choice)
