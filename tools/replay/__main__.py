@@ -12,7 +12,8 @@ by OTHER too, which is another run's folder, or a checkpoint: then the state bef
 batch, the output of every module, and all gradients are compared; and the first step that begins
 alike and ends differently is computed once more, to find the operator or collective that is wrong.
 RUN is only read. Prints a table: step, what differs, the first module or parameter where it does,
-and by how much relative to the value. Exit code 0: equal; 1: it differs; 2: a mistake in the call. docs/reliability.md says more.
+and by how much relative to the value. Exit code 0: equal; 1: it differs; 2: a mistake in the call.
+docs/reliability.md says more.
 """
 
 import argparse
