@@ -10,7 +10,7 @@ import numpy as np
 from tools.parity import compare
 from tools.parity.compare import relative
 from tools.replay.judge import Limits, Row, computed_by
-from tools.replay.operators import Collective, Operation, Summary
+from tools.replay.operators import CheckedCollective, Operation, Summary
 from tools.replay.steps import StepNotes
 
 # With tensor parallelism each rank looks up what is in its part of the vocabulary, and what it finds
@@ -52,19 +52,19 @@ def error_of(got: Summary, wanted: list[Summary], factor: float = 1.0) -> float:
     return 0.0 if apart == 0 or strange else apart / max(size, np.finfo(np.float32).tiny)
 
 
-def reduce(calls: list[Collective], i: int) -> list[tuple[Summary, list[Summary]]]:
+def reduce(calls: list[CheckedCollective], i: int) -> list[tuple[Summary, list[Summary]]]:
     return [(calls[i].got[0], [call.sent[0] for call in calls])]
 
 
-def reduce_scatter(calls: list[Collective], i: int) -> list[tuple[Summary, list[Summary]]]:
+def reduce_scatter(calls: list[CheckedCollective], i: int) -> list[tuple[Summary, list[Summary]]]:
     return [(calls[i].got[0], [call.sent[i] for call in calls])]
 
 
-def gather(calls: list[Collective], i: int) -> list[tuple[Summary, list[Summary]]]:
+def gather(calls: list[CheckedCollective], i: int) -> list[tuple[Summary, list[Summary]]]:
     return [(part, [call.sent[0]]) for part, call in zip(calls[i].got, calls, strict=True)]
 
 
-def exchange(calls: list[Collective], i: int) -> list[tuple[Summary, list[Summary]]]:
+def exchange(calls: list[CheckedCollective], i: int) -> list[tuple[Summary, list[Summary]]]:
     return [(part, [call.sent[i]]) for part, call in zip(calls[i].got, calls, strict=True)]
 
 
@@ -81,7 +81,7 @@ def of_collectives(ranks: list[StepNotes], step: int) -> list[Row]:
     """At most two rows: the first collective whose result is not what its definition says, and the
     modules whose gradient no collective has reduced."""
     rows = []
-    wrong: list[tuple[int, Collective, list[int], float]] = []
+    wrong: list[tuple[int, CheckedCollective, list[int], float]] = []
     for group, calls_of in calls_by_group(ranks).items():
         for calls in zip(*calls_of, strict=False):  # one of each rank of the group
             errors = {}
@@ -124,9 +124,9 @@ def usual_reduction(ranks: list[StepNotes]) -> str:
     return names.most_common(1)[0][0] if names else "all-reduce"
 
 
-def calls_by_group(ranks: list[StepNotes]) -> dict[tuple[int, ...], list[list[Collective]]]:
+def calls_by_group(ranks: list[StepNotes]) -> dict[tuple[int, ...], list[list[CheckedCollective]]]:
     """The ranks of a group -> the calls of each in that group."""
-    groups: dict[tuple[int, ...], list[list[Collective]]] = {}
+    groups: dict[tuple[int, ...], list[list[CheckedCollective]]] = {}
     for rank, seen in enumerate(ranks):
         for call in seen.operators.collectives:
             of_ranks = groups.setdefault(call.ranks, [[] for _ in call.ranks])
@@ -134,7 +134,7 @@ def calls_by_group(ranks: list[StepNotes]) -> dict[tuple[int, ...], list[list[Co
     return groups
 
 
-def error_of_call(calls: list[Collective], i: int) -> float:
+def error_of_call(calls: list[CheckedCollective], i: int) -> float:
     """The largest error of what the rank number i of the group got. 0 for what is not compared: a
     maximum, and calls that are not the same on all ranks."""
     if len({(call.name, call.reduction) for call in calls}) > 1:
