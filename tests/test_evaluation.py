@@ -656,11 +656,11 @@ def test_a_signal_during_evaluation_stops_the_run_with_a_checkpoint(options, fil
 def test_a_step_of_evaluation_has_the_time_of_a_step(files):
     """Before each batch the watchdog is told how long it may take."""
     armed = []
-    watchdog = SimpleNamespace(arm=armed.append)
+    watchdog = SimpleNamespace(arm=lambda seconds, phase: armed.append((seconds, phase)))
     stop = SimpleNamespace(asked=lambda: False)
     mesh = SimpleNamespace(device=torch.device("cpu"), sum_over_ranks=lambda flag: flag)
     assert list(until_stopped(iter("abc"), mesh, stop, watchdog, 7)) == ["a", "b", "c"]
-    assert armed == [7, 7, 7]
+    assert armed == [(7, "validate")] * 3
 
 
 def test_a_wrong_file_is_named_before_anything_starts(tmp_path, capsys):
