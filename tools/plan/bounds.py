@@ -205,9 +205,12 @@ class Bounds:
             if choice.local_batch_size == 1:
                 of_one = max(of_one, work(stages[0]))
             busy = microbatches * of_one
+            busy = max(busy, self.link(choice, stages[0], microbatches))
         else:
+            # a pipeline's plan lets the reductions of one action overlap with all that follow, so
+            # the link is no bound of it
             busy = self.pipelined(choice, stages, microbatches)
-        return max(busy, self.link(choice, stages, microbatches)) * SLACK
+        return busy * SLACK
 
     def pipelined(self, choice: Choice, stages: list[list[Layer]], microbatches: int) -> float:
         """A rank begins when the first microbatch has come down to it. It is busy with all of
@@ -223,27 +226,22 @@ class Bounds:
             most = max(most, way + busy)
         return most
 
-    def link(self, choice: Choice, stages: list[list[Layer]], microbatches: int) -> float:
-        """The least seconds of FSDP's collectives on the fullest rank."""
+    def link(self, choice: Choice, layers: list[Layer], microbatches: int) -> float:
+        """The least seconds of FSDP's collectives, without a pipeline."""
         p = self.cfg.parallelism
         cfg = choice.applied_to(self.cfg)
         of_groups = groups(cfg, 0, self.data_parallel(choice), self.inputs.per_host)
         names = {fsdp_dimension(of_groups), "edp" if "edp" in of_groups else "dp_shard"}
         per_byte = min(self.seconds_per_byte(of_groups[name]) for name in names)
-        placement, _ = self.layout(choice)
-        elements = [0] * choice.pipeline_parallel
-        for stage, rank in enumerate(placement):
-            elements[rank] += sum(layer.gathered for layer in stages[stage])
         reductions = microbatches if choice.accumulate == "sharded" else 1
         gathers = 1
-        if p.reshard_after_backward and not p.keep_gathered and choice.pipeline_parallel == 1:
-            gathers = 1 if p.reshard_after_forward is False else microbatches
-            if p.reshard_after_forward in ("default", True):
-                gathers = 2 * microbatches
+        resharded = p.reshard_after_backward and not p.keep_gathered
+        if resharded and p.reshard_after_forward in ("default", True):
+            gathers = 2 * microbatches
         if self.inputs.stack.early_gathers:
             gathers = 0
         bytes_of_one = gathers * self.narrow + reductions * self.reduced
-        return max(elements) * bytes_of_one * per_byte
+        return sum(layer.gathered for layer in layers) * bytes_of_one * per_byte
 
     def seconds_per_byte(self, ranks: list[int]) -> float:
         if len(ranks) == 1:

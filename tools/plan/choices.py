@@ -111,6 +111,12 @@ def legal(cfg: Config, inputs: PlanInputs) -> bool:
     return not check.broken_rules(cfg, inputs.gpus, inputs.per_host)
 
 
+def with_batch(sequences: int, cfg: Config) -> Config:
+    """The configuration with another number of sequences in a step."""
+    training = cfg.training.model_copy(update={"global_batch_size": sequences})
+    return cfg.model_copy(update={"training": training})
+
+
 def bases(cfg: Config, inputs: PlanInputs) -> list[Choice]:
     """Every degree of tensor parallelism, combined with every degree of context parallelism that
     leaves a rank LEAST_TOKENS of a sequence. Models with experts get every degree of expert
@@ -134,7 +140,7 @@ def bases(cfg: Config, inputs: PlanInputs) -> list[Choice]:
             tp, 1, "full", 1, "whole", context_parallel=cp, method=method, expert_parallel=ep
         )
         tp_only = cp == 1 and len(experts) == 1
-        if tp_only or legal(choice.applied_to(cfg), inputs):
+        if tp_only or legal(choice.applied_to(with_batch(inputs.gpus, cfg)), inputs):
             choices.append(choice)
     return choices
 

@@ -14,7 +14,15 @@ from math import inf
 
 from configs.schema import Config, InputError
 from tools.plan.bounds import Bounds, Profile, profile
-from tools.plan.choices import MODES, Candidate, Choice, every_choice, legal, replicated
+from tools.plan.choices import (
+    MODES,
+    Candidate,
+    Choice,
+    every_choice,
+    legal,
+    replicated,
+    with_batch,
+)
 from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.step import GIB
@@ -70,6 +78,18 @@ def planned(
     return found, known
 
 
+def stand_in(
+    choice: Choice, cfg: Config, inputs: PlanInputs
+) -> tuple[list[Candidate], Profile | None]:
+    """The profile alone, of a choice that the batch does not allow: three microbatches are as good.
+    Called in a worker."""
+    cfg = with_batch(3 * Bounds(cfg, inputs).data_parallel(choice), cfg)
+    cfg = choice.applied_to(cfg)
+    if not legal(cfg, inputs):
+        return [], None
+    return [], profile(make_plan(cfg, inputs, Stages(parallel=False)))
+
+
 def of_profile(choice: Choice) -> Choice:
     """The choice whose trace gives the profile for this one, up to its accumulation."""
     return choice.base._replace(mode=choice.mode)
@@ -105,7 +125,8 @@ class Search:
     too_large: int = 0  # choices that were left out since they cannot fit
     too_slow: int = 0  # since they cannot be among those that are shown
     known: dict[Choice, Candidate] = field(default_factory=dict)
-    profiles: dict[Choice, Profile] = field(default_factory=dict)
+    # None: that cannot be traced, so there are no bounds
+    profiles: dict[Choice, Profile | None] = field(default_factory=dict)
     running: dict[Future, list[Choice]] = field(default_factory=dict)
     # choice -> profile that the bounds come from, seconds, bytes
     cached: dict[Choice, tuple[Profile, float, float]] = field(default_factory=dict)
@@ -218,10 +239,10 @@ class Search:
         profiles_in_flight = {of_profile(choice) for choice in in_flight}
         for choice in order:
             own = of_profile(choice)
-            if own in self.profiled and own not in self.profiles:
+            if own not in self.profiles:
                 if own in profiles_in_flight:
                     continue
-                return [self.profiled[own]]
+                return [self.profiled.get(own, own._replace(accumulate="sharded"))]
             whole = choice.whole
             if whole != choice and whole in in_flight:
                 continue  # whether that fits decides whether this one counts
@@ -252,13 +273,17 @@ class Search:
     def learn(self, choices: list[Choice], found: list[Candidate], known: Profile | None) -> None:
         for row in found:
             self.known[row.choice] = row
-        if known is not None:
+        if choices[0].pipeline_parallel == choices[0].local_batch_size == 1:
             self.profiles.setdefault(of_profile(choices[0]), known)
 
     def start(self, pool: ProcessPoolExecutor, choices: list[Choice]) -> None:
         for choice in choices:
             self.open.pop(choice, None)
-        self.running[pool.submit(planned, choices, self.cfg, self.inputs)] = choices
+        if choices[0] in self.legal:
+            future = pool.submit(planned, choices, self.cfg, self.inputs)
+        else:
+            future = pool.submit(stand_in, choices[0], self.cfg, self.inputs)
+        self.running[future] = choices
 
     def run(
         self, pool: ProcessPoolExecutor, work: Callable[[], list[Choice]], say: Callable | None
