@@ -313,7 +313,7 @@ class Alone(NamedTuple):
         torch.set_num_threads(1)
         parallelism = cfg.parallelism.model_copy(update={"pipeline_layers": (self.layers,) * ALONE})
         numbers = {"n_layers": self.layers * ALONE}
-        if cfg.model.n_dense_layers is not None:
+        if "n_dense_layers" in check.architecture(cfg.model):  # of the flavor, if not given
             numbers["n_dense_layers"] = self.position * self.layers + self.dense
         model = cfg.model.model_copy(update=numbers)
         cfg = cfg.model_copy(update={"parallelism": parallelism, "model": model})
