@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from configs import check
 from configs.load import load_config
 from configs.schema import Config, InputError
-from tools.plan import search
+from tools.plan import pipeline, search
 from tools.plan.bounds import Bounds, Profile, profile
 from tools.plan.choices import Candidate, Choice, every_choice, replicated
 from tools.plan.device import load_device
@@ -235,3 +236,15 @@ def test_larger_spaces_are_searched_alike(options):
     space = Space(options, PlanInputs(4, 2, SLOW))
     assert not broken_bounds(space)
     assert not differences(space)
+
+
+def test_a_stage_is_traced_with_its_own_dense_layers(monkeypatch):
+    """Also where the flavor, and not the file, says how many the model has: here three."""
+    cfg = load_config(["configs/deepseek_v3_671b.toml", "--parallelism.expert_parallel=1"])
+    traced = []
+    monkeypatch.setattr(pipeline, "trace_step", lambda cfg, *_, **__: traced.append(cfg))
+    for position, layers, dense in ((0, 4, 3), (1, 2, 1), (1, 2, 0), (2, 1, 0)):
+        pipeline.Alone(position, layers, False, 1, 8, True, dense).trace_whole(cfg)
+        first = position * layers  # of the stage, in the model in which it is traced
+        numbers = check.architecture(traced[-1].model)
+        assert numbers["n_dense_layers"] - first == dense

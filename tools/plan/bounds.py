@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import train
+from configs import check
 from configs.schema import Config
 from parallelisms import pp, schedules
 from parallelisms.dp import DTYPES
@@ -28,6 +29,9 @@ SHARD_MOVES = 8
 # Bytes that memory-bound operators move at most for each gathered weight and its gradient. All else
 # that a block moves is of tokens.
 OF_WEIGHTS = {"forward": 4, "backward": 24}
+# The same for the weights of blocks with experts alone, which FSDP shards by another dimension than
+# the first: it copies them after each gather and before each reduction, and a pipeline gathers once.
+OF_EXPERTS = {"forward": 4, "backward": 12}
 MASTER = 4  # bytes of a master weight, and of its gradient
 
 
@@ -78,9 +82,18 @@ def profile(plan: Plan) -> Profile:
             block = memory.born.block
             kept[block] = kept.get(block, 0) + memory.size
 
+    has_experts = "n_experts" in check.architecture(plan.cfg.model)
+
+    def at_least(phase: str, block: int) -> float:
+        seconds = least.get((phase, block), Seconds())
+        part = step.parameters.get(block)
+        if part is None or not has_experts:
+            return seconds.all
+        return seconds.all - min(seconds.moving, OF_EXPERTS[phase] * part.gathered / bandwidth)
+
     def layer(block: int) -> Layer:
-        forward = least.get(("forward", block), Seconds()).all
-        backward = least.get(("backward", block), Seconds()).all
+        forward = at_least("forward", block)
+        backward = at_least("backward", block)
         part = step.parameters.get(block)
         if part is None:
             return Layer(forward, backward, 0, 0, 0)
