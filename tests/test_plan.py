@@ -504,7 +504,7 @@ DEBUG = ["--training.seq_len=64", "--model.n_layers=2"]
             ["--gpus", "4", "--training.param_dtype=float32", "--training.local_batch_size=2"],
             ["float32", "bfloat16"],
         ),
-        (["--gpus", "64", "--search"], ["no mesh of 64 GPUs is legal", "global_batch_size = 8"]),
+        (["--gpus", "512", "--search"], ["no mesh of 512 GPUs is legal", "global_batch_size = 8"]),
     ],
 )
 def test_a_mistake_is_a_sentence(argv, words, capsys):
