@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,22 @@ from configs.schema import InputError
 from reliability import objects
 from reliability.objects import location
 from tests.ranks import NEIGHBOURS
-from tests.s3 import Server, server
+from tests.s3 import Server
+from tests.stores import (
+    emptied,
+    running_store,  # noqa: F401  a fixture
+)
 from tools import mirror
 
 ROOT = Path(__file__).parents[1]
 URL = "s3://bucket/runs/a"
 AT = "runs/a/"
+HURRY = (
+    (objects, "PAUSE", 0.05),
+    (objects, "RETRIES", 1),
+    (objects, "BACKOFF", 0.02),
+    (objects, "TRIES", 2),
+)
 # writes lines for some seconds, and ends with a code
 WRITER = """
 import pathlib, signal, sys, time
@@ -42,24 +52,9 @@ sys.exit(code)
 """
 
 
-@pytest.fixture(scope="module")
-def _store() -> Iterator[Server]:
-    with server() as running:
-        yield running
-
-
 @pytest.fixture
-def store(_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    for name, value in _store.environment.items():
-        monkeypatch.setenv(name, value)
-    for name, value in {"PAUSE": 0.05, "RETRIES": 1, "BACKOFF": 0.02, "TRIES": 2}.items():
-        monkeypatch.setattr(objects, name, value)
-    objects._open.cache_clear()
-    _store.rules()
-    for key in _store.keys():
-        _store.remove(key)
-    _store.ask("clear", b"")
-    return _store
+def store(running_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    return emptied(running_store, monkeypatch, HURRY)
 
 
 def command(folder: Path, seconds: float, code: int = 0) -> list[str]:

@@ -2,7 +2,6 @@
 fetched than they need."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -20,7 +19,11 @@ from reliability import objects
 from reliability.objects import location
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
-from tests.s3 import Server, server
+from tests.s3 import Server
+from tests.stores import (
+    emptied,
+    running_store,  # noqa: F401  a fixture
+)
 from tools import adapters, convert, evaluate, generate, new_checkpoint, places
 
 URL = "s3://bucket/runs/a"
@@ -28,24 +31,10 @@ SMALL = [*SMALL_MODEL, "--model.n_heads=5", "--model.n_kv_heads=1", "--model.hea
 LLAMA = MODELS["llama"]
 
 
-@pytest.fixture(scope="module")
-def _store() -> Iterator[Server]:
-    with server() as running:
-        yield running
-
-
 @pytest.fixture
-def store(_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
-    """A server with an empty bucket, which this process and its ranks can reach."""
-    for name, value in _store.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(objects, "PAUSE", 0.05)
-    objects._open.cache_clear()
+def store(running_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     places._fetched.cache_clear()
-    for key in _store.keys():
-        _store.remove(key)
-    _store.ask("clear", b"")
-    return _store
+    return emptied(running_store, monkeypatch, ((objects, "PAUSE", 0.05),))
 
 
 def upload(store: Server, folder: Path, below: str = "runs/a") -> None:

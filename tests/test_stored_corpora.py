@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,17 +36,15 @@ from reliability import objects
 from tests import ranks
 from tests.ranks import run_ranks
 from tests.runs import run, samples, series, tiny_run
-from tests.s3 import Server, server
+from tests.s3 import Server
+from tests.stores import (
+    emptied,
+    running_store,  # noqa: F401  a fixture
+)
 
 URL = "s3://bucket/corpora/a"
 AT = "corpora/a/"
 T, G = 13, 12
-
-
-@pytest.fixture(scope="module")
-def _store() -> Iterator[Server]:
-    with server() as running:
-        yield running
 
 
 HURRY = (  # no test waits as long as a run does
@@ -62,18 +60,8 @@ HURRY = (  # no test waits as long as a run does
 
 
 @pytest.fixture
-def store(_store, monkeypatch) -> Server:
-    """A server with an empty bucket and no faults, which this process and its ranks can reach."""
-    for name, value in _store.environment.items():
-        monkeypatch.setenv(name, value)
-    for module, name, value in HURRY:
-        monkeypatch.setattr(module, name, value)
-    objects._open.cache_clear()
-    _store.rules()
-    for key in _store.keys():
-        _store.remove(key)
-    _store.ask("clear", b"")
-    return _store
+def store(running_store, monkeypatch) -> Server:
+    return emptied(running_store, monkeypatch, HURRY)
 
 
 def there(fn: Callable, *args: Any) -> Any:

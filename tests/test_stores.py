@@ -10,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -43,7 +43,11 @@ from tests.checkpoints import (
 )
 from tests.ranks import run_ranks
 from tests.runs import MESHES, run, series, tiny_run
-from tests.s3 import Server, server
+from tests.s3 import Server
+from tests.stores import (
+    emptied,
+    running_store,  # noqa: F401  a fixture
+)
 from tools import check
 
 URL = "s3://bucket/runs/a"
@@ -51,25 +55,9 @@ AT = "runs/a/"
 MANIFEST = verify.MANIFEST
 
 
-@pytest.fixture(scope="module")
-def _store() -> Iterator[Server]:
-    with server() as running:
-        yield running
-
-
 @pytest.fixture
-def store(_store, monkeypatch) -> Server:
-    """A server with an empty bucket and no faults, which this process and its ranks can reach."""
-    for name, value in _store.environment.items():
-        monkeypatch.setenv(name, value)
-    for module, name, value in HURRY:
-        monkeypatch.setattr(module, name, value)
-    objects._open.cache_clear()
-    _store.rules()
-    for key in _store.keys():
-        _store.remove(key)
-    _store.ask("clear", b"")
-    return _store
+def store(running_store, monkeypatch) -> Server:
+    return emptied(running_store, monkeypatch, HURRY)
 
 
 HURRY = (  # no test waits as long as a run does
