@@ -24,6 +24,7 @@ from tests.covering import covering_array
 from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks
 from tests.runs import STEPS, run, series, stopped_at, tiny_run
+from tools.bench.in_flight import wait_at_once
 
 # Three hosts of two ranks; each rank has two experts. All sizes differ.
 HOSTS, RANKS, OF_RANK = 3, 2, 2
@@ -403,17 +404,6 @@ def orders(exchange: str) -> tuple[list[str], list[str]]:
             out.sum().backward()
         found.append(order.seen)
     return tuple(found)
-
-
-def wait_at_once(mixture: nn.Module) -> None:
-    """The mistake: nothing is computed while rows are on their way."""
-    dispatch = mixture.dispatch
-
-    def at_once(*inputs: Tensor) -> Callable[[], Tensor]:
-        results = dispatch(*inputs)()
-        return lambda: results
-
-    mixture.dispatch = at_once
 
 
 def numbers_of_a_mixture() -> SimpleNamespace:

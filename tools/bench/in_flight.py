@@ -74,14 +74,19 @@ def layer(waits_at_once: bool) -> MixtureOfExperts:
         setattr(mixture.experts, name, nn.Parameter(half))
     mixture.experts.begin = ep.exchanged(mixture.experts, dist.group.WORLD)
     if waits_at_once:
-        dispatch = mixture.dispatch
-
-        def at_once(*inputs: Tensor) -> Callable[[], Tensor]:
-            results = dispatch(*inputs)()
-            return lambda: results
-
-        mixture.dispatch = at_once
+        wait_at_once(mixture)
     return mixture
+
+
+def wait_at_once(mixture: MixtureOfExperts) -> None:
+    """Compute nothing while rows are on their way."""
+    dispatch = mixture.dispatch
+
+    def at_once(*inputs: Tensor) -> Callable[[], Tensor]:
+        results = dispatch(*inputs)()
+        return lambda: results
+
+    mixture.dispatch = at_once
 
 
 def measure(rounds: int) -> None:
