@@ -369,9 +369,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 meter.reported |= guard.late_ranks(step, cfg.metrics.straggler_interval)
             if every(step, cfg.metrics.expert_interval):
                 meter.report_experts(step, job.model, metrics)
-            if result.gradient_digests:
-                numbers = digests.of_all_stages(result.gradient_digests, mesh)
-                metrics.record_gradients(step, numbers)
+            metrics.record_gradients(step, result.gradient_digests, mesh)
             if every(step, cfg.metrics.interval) or step in (start + 1, steps) or stopping:
                 line = meter.line(step, order, result.loss, result.grad_norm, lr)
                 metrics.log(step, line | clock.metrics())

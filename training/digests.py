@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
 from training import init
-from training.optim import split_over
+from training.optim import parts_of
 
 FILE = "gradients.jsonl"
 CHUNK = 1 << 18  # elements at a time that become float64
@@ -69,14 +69,12 @@ def of_gradients(parameters: Iterable[tuple[str, nn.Parameter]], device: torch.d
         if not param.requires_grad:
             continue
         gradient = param.grad
-        key: tuple[Any, tuple[int, ...]] = (None, ())
-        if isinstance(param, DTensor):
-            key = (param.device_mesh, split_over(param if gradient is None else gradient))
         if gradient is None:
             own = torch.zeros(2, dtype=torch.float64)
         else:
             own = of_tensor(name, gradient)
-        split.setdefault(key, {})[name] = own.to(device, non_blocking=True)
+        parts = parts_of(param if gradient is None else gradient)
+        split.setdefault(parts, {})[name] = own.to(device, non_blocking=True)
     result: Digests = {}
     for (mesh, dims), digests in split.items():
         table = torch.stack(list(digests.values()))

@@ -289,8 +289,12 @@ class MetricsWriter:
         """Add a line of `training/experts.py::ExpertLoad` to the run's `experts.jsonl`."""
         self._record(experts.FILE, counts)
 
-    def record_gradients(self, step: int, numbers: dict[str, list[float]]) -> None:
-        """Add a line to the run's `gradients.jsonl`. numbers: of `training/digests.py::numbers`."""
+    def record_gradients(self, step: int, of_rank: digests.Digests, mesh: Mesh) -> None:
+        """Add a line to the run's `gradients.jsonl`, unless the step has computed no digests. Called
+        by all ranks."""
+        if not of_rank:
+            return
+        numbers = digests.of_all_stages(of_rank, mesh)
         pairs = {name: list(map(_json_number, pair)) for name, pair in numbers.items()}
         self._record(digests.FILE, {"step": step, "gradients": pairs})
 

@@ -139,10 +139,7 @@ def clip_grad_norm(
     # (mesh, its dimensions that split the tensor) -> this rank's shards
     split: dict[tuple, list[Tensor]] = {}
     for grad, shard in zip(grads, local):
-        key: tuple[Any, tuple[int, ...]] = (None, ())
-        if isinstance(grad, DTensor):
-            key = (grad.device_mesh, split_over(grad))
-        split.setdefault(key, []).append(shard)
+        split.setdefault(parts_of(grad), []).append(shard)
     total = torch.zeros((), dtype=torch.float64, device=local[0].device if local else None)
     for (mesh, dims), shards in split.items():
         squares = _sum_of_squares(shards)
@@ -156,6 +153,13 @@ def clip_grad_norm(
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         torch._foreach_mul_(local, factor)
     return norm
+
+
+def parts_of(tensor: Tensor) -> tuple[Any, tuple[int, ...]]:
+    """Its mesh, and the dimensions of it that split the tensor: (None, ()) for a plain one."""
+    if not isinstance(tensor, DTensor):
+        return None, ()
+    return tensor.device_mesh, split_over(tensor)
 
 
 def split_over(grad: DTensor) -> tuple[int, ...]:
