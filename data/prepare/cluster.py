@@ -1,9 +1,9 @@
 """Makes parts on the machines of a Ray cluster, one task for each part.
 
-Ray chooses the machine of a part, and gives the part to another one when its process or its machine
-is lost. A part is finished when its record is in place (part.py), so nothing of a lost process is
-taken. Two processes may make one part at a time, if a machine was only thought to be lost: they
-write under names of their own, and both put the same bytes in place.
+Ray schedules the parts over the machines, and retries a part whose process or machine is lost. A
+part is finished when its record is in place (part.py), so nothing of a lost process is taken. Two
+processes may make one part at a time, if a machine was only thought to be lost: they write under
+names of their own, and both put the same bytes in place.
 
 The folder, the source, this repository and its Python must have the same paths on all machines.
 """
