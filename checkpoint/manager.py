@@ -78,7 +78,7 @@ class CheckpointManager:
         self.folder = self.place.path  # a folder, or a prefix of a store
         self.mesh = mesh
         self.facts = json.loads(json.dumps(facts))  # as it will be read back, with lists for tuples
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        self.group = _group()
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.in_flight: tuple[int, concurrent.futures.Future] | None = None
 
@@ -349,7 +349,12 @@ class CheckpointManager:
             self.failures = 0
             self.last_step = step
             return
-        cause = f"{error}" if error else "another rank failed"
+        cause = f"{error}" if error else "another rank failed, and its log says why"
+        if self.mesh.any_rank(error is None):
+            # It failed in the messages of the group, which no longer pair up between the ranks.
+            self.group = _group()
+            if error and self.mesh.rank != 0:
+                say.error(f"this rank failed in the checkpoint of step {step}", exc_info=error)
         if isinstance(error, NotFinite):
             raise NotFinite(
                 f"step {step} left a state that is not finite, so it is not saved: {cause}"
@@ -575,6 +580,11 @@ class CheckpointManager:
     def _say(self, level: int, text: str) -> None:
         if self.mesh.rank == 0:
             say.log(level, text)
+
+
+def _group() -> dist.ProcessGroup:
+    """All ranks, for the messages of the checkpoints' threads."""
+    return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 
 def _step(name: str) -> int:

@@ -37,7 +37,7 @@ import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
 import train
-from checkpoint import lease, retention, storage, verify
+from checkpoint import lease, manager, retention, storage, verify
 from checkpoint.manager import CheckpointManager
 from checkpoint.verify import Damaged
 from configs.schema import InputError
@@ -632,6 +632,35 @@ def test_d2_files_that_cannot_grow(sizes, tmp_path):
             2, fails_then_works, tmp_path / str(size), partial(file_size_limit, size), True
         )
         check_failed_save(results, tmp_path / str(size), "File too large")
+
+
+@contextmanager
+def out_of_step():
+    """Rank 1 sends a message that rank 0 does not wait for, and fails when they have agreed."""
+    agreed, stray = manager.agree, []
+
+    def agree(error: BaseException | None, group: dist.ProcessGroup) -> None:
+        agreed(error, group)
+        if dist.get_rank() == 1:
+            stray.append(dist.broadcast(torch.zeros(1), src=1, group=group, async_op=True))
+            raise ConnectionError("the peer is gone")
+
+    manager.agree = agree
+    try:
+        yield
+    finally:
+        manager.agree = agreed
+
+
+def test_ranks_that_did_not_agree_save_again(tmp_path):
+    """A rank fails where the others do not know it: all go on, its own log has the cause, and the
+    next save does not wait for a message that has gone astray."""
+    results = run_ranks(2, fails_then_works, tmp_path, out_of_step, True)
+    assert [[failures for failures, *_ in saves] for saves in results] == [[0, 1, 0]] * 2
+    told, cause = (saves[1][2] for saves in results)
+    assert "another rank failed" in told[0] and "the checkpoint of step 2" in cause[0]
+    for step in (1, 2, 3):
+        verify.verify(tmp_path / verify.step_name(step, 0))
 
 
 # Slow and late file systems

@@ -128,7 +128,7 @@ def test_two_hosts_train_as_one_through_cuts_and_the_death_of_either(
     time.sleep(4)
     waited_in = len(series(folder)) + 1
     hosts.cable("up")
-    assert waited_in == 6
+    assert waited_in == 6, words(said)
     until_held(running, said)  # in step 8
     assert "launch:" not in words(said), "the cut cost its time and no more"
 
