@@ -1,6 +1,6 @@
 """`python -m tools.replay`: faults, each put into a run's record or into one of two computations, and
-each located by name; where an operator or a collective is at fault, that is named. Without a fault
-there is nothing to find, and the run is not touched."""
+each located by name; where an operator, a collective or a message is at fault, that is named. Without
+a fault there is nothing to find, and the run is not touched."""
 
 import hashlib
 import shutil
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from checkpoint.storage import local
 from configs.load import load_config
 from data import loader
 from models.kernels.ruled_attention import AttentionRule
-from parallelisms import dp
+from parallelisms import dp, pp
 from parallelisms.mesh import world
 from tests.checkpoints import open_manager
 from tests.ranks import run_ranks
@@ -187,6 +188,27 @@ def wrong_exchange(patch: Patch) -> str:
     return "forward   layers.1.feed_forward "
 
 
+def wrong_message(patch: Patch) -> str:
+    """A number changes on the way to the second stage, in the second microbatch."""
+    real = pp.Link.receive
+    received = []
+
+    def receive(self: pp.Link, name: str, tensor: torch.Tensor, rank: int) -> Any:
+        work = real(self, name, tensor, rank)
+        received.append(name)
+        if "hidden" not in name or len(received) != 2:
+            return work
+
+        def wait(*limit: Any) -> None:
+            work.wait(*limit)
+            tensor.view(-1)[5] += 1.0
+
+        return SimpleNamespace(wait=wait)
+
+    patch.setattr(pp.Link, "receive", receive)
+    return "forward   layers.2"
+
+
 def wrong_scale(patch: Patch) -> str:
     """The third expert of a layer is multiplied by 1.01."""
     real = train.build
@@ -224,6 +246,7 @@ COMPUTED = {  # fault -> what is asked
     wrong_product_of_backward: ["--mesh", "fsdp2"],
     wrong_sum: ["--mesh", "fsdp2"],
     wrong_exchange: ["--mesh", "ep2"],
+    wrong_message: ["--mesh", "pp2"],
     wrong_scale: ["--against", "RUN"],
 }
 
@@ -238,6 +261,7 @@ NAMED = {  # fault -> the operator or collective that is named; none is at fault
     wrong_sum: "collective   c10d._reduce_scatter_base_ of layers.2 on rank 0, ",
     wrong_exchange: "collective   _c10d_functional.all_to_all_single of layers.1.feed_forward "
     "on rank 1, parallelisms/in_flight.py:",
+    wrong_message: "message   the hidden of stage 0, microbatch 1, from rank 0 to rank 1 ",
     wrong_scale: "operator   aten.ones in place of plumbline.grouped_product in "
     "layers.2.feed_forward.experts, ",
 }
@@ -388,9 +412,8 @@ def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
     first = said.splitlines()[2]
     other = str(healthy) if "RUN" in COMPUTED[fault] else "one process"
     assert code == 1 and first.startswith(f"{BEGINS + 1}   {other}   {expected}"), said
-    named = [
-        row for row in said.splitlines() if "   operator   " in row or "   collective   " in row
-    ]
+    kinds = "   operator   ", "   collective   ", "   message   "
+    named = [row for row in said.splitlines() if any(kind in row for kind in kinds)]
     assert len(named) == (fault in NAMED) and all(NAMED[fault] in row for row in named), said
 
 

@@ -1,4 +1,4 @@
-"""The first operator or collective that is wrong, of what all ranks have noted of a step
+"""The first operator, collective or message that is wrong, of what all ranks have noted of a step
 (tools/replay/operators.py)."""
 
 from collections import Counter
@@ -28,7 +28,7 @@ def located(
 ) -> list[Row]:
     """Rows for a step of which a mesh, or one process, and `other` began with the same state."""
     limit = limits.values if is_first else limits.state
-    rows = of_collectives(ranks, other.step)
+    rows = of_collectives(ranks, other.step) + of_messages(ranks, other.step)
     if rows:
         return rows  # what operators make of it is no news
     if len(ranks) == 1:
@@ -144,6 +144,26 @@ def error_of_call(calls: list[CheckedCollective], i: int) -> float:
     factor = 1 / len(calls) if calls[i].reduction == "avg" else 1.0
     pairs = DEFINITIONS[calls[i].kind](calls, i)
     return max(error_of(got, wanted, factor) for got, wanted in pairs)
+
+
+# Messages of a pipeline ----------------------------------------------------------------------------
+
+
+def of_messages(ranks: list[StepNotes], step: int) -> list[Row]:
+    """At most one row: the first message that did not arrive as it was sent, in the order of the
+    first rank that got a wrong one."""
+    wrong: list[tuple[str, float]] = []
+    for receiver, seen in enumerate(ranks):
+        for (sender, name), parts in seen.messages.got.items():
+            sent = ranks[sender].messages.sent[receiver, name]
+            for got, want in zip(parts, sent, strict=True):
+                error = error_of(got, [want])
+                if error > 0:
+                    wrong.append((f"{name}, from rank {sender} to rank {receiver}", error))
+    if not wrong:
+        return []
+    where, error = wrong[0]
+    return [Row(step, "what was sent", "message", where, error, len(wrong) - 1)]
 
 
 # Operators ----------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from reliability.objects import location
 from tools.parity import trajectory
 from tools.parity.trajectory import Notes, whole
 from tools.replay import operators
+from tools.replay.messages import MessageNotes, noting_messages
 from tools.replay.operators import OperatorNotes
 from training import digests
 from training.optim import learning_rate, set_learning_rate
@@ -53,6 +54,7 @@ class StepNotes(Notes):
     # by parameter of the whole model: its gradient's norm and digest (training/digests.py)
     digests: dict[str, list[float]] = field(default_factory=dict)
     operators: OperatorNotes | None = None
+    messages: MessageNotes | None = None
 
 
 def recompute(task: Recomputation) -> list[StepNotes]:
@@ -101,7 +103,7 @@ def noted_step(
     noting = trajectory.noting(job, seen)
     if task.search:
         noting = operators.noting(job, seen, task.scope)
-    with noting:
+    with noting, noting_messages(job) as seen.messages:
         result = train.train_step(job, batch, skip_above, digest=not task.search)
     seen.digests = digests.of_all_stages(result.gradient_digests, job.mesh)
     trajectory.add(result, job, seen)
