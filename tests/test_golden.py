@@ -119,6 +119,13 @@ def test_r6_an_old_checkpoint_loads(golden, ranks, mesh, tmp_path):
         )
 
 
+def test_the_generators_of_all_ranks_are_rows_of_one_tensor():
+    """Also of format 1, which kept each as a tensor of its own."""
+    for path in GOLDEN.glob("*/step-*"):
+        shape = verify.read_manifest(path)["tensors"]["rng.cpu"]["shape"]
+        assert shape[0] == RANKS, path
+
+
 def test_the_golden_checkpoints_are_small_and_of_every_format():
     formats = {verify.read_manifest(path)["format"] for path in GOLDEN.glob("*/step-*")}
     assert formats == set(range(1, verify.FORMAT + 1))

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,6 +237,14 @@ GATHERS = {
     "false": (6, 0),
     "default --parallelism.keep_gathered=3": (6, 1),
 }
+
+
+def test_one_rank_frees_no_weights():
+    mesh = SimpleNamespace(fsdp_mesh=SimpleNamespace(size=lambda _: 1), experts_mesh=None, pp=1)
+    cfg = SimpleNamespace(reshard_after_forward="default")
+    assert dp.reshard_of_blocks(mesh, cfg) is False
+    mesh.fsdp_mesh.size = lambda _: 2
+    assert dp.reshard_of_blocks(mesh, cfg) == "default"
 
 
 def gathers_of_each_option() -> list[tuple[int, int]]:

@@ -224,3 +224,8 @@ def test_layers_of_stages_by_cost(layers, stages, ends, counts):
 def test_more_stages_than_layers():
     with pytest.raises(ValueError, match="3 layers are too few for 4 stages"):
         stage_layers(3, 4, 0, 0)
+
+
+def test_layers_are_named_as_their_weights_are():
+    names = [schedules.layers_text(layers) for layers in (range(3, 6), range(3, 4))]
+    assert names == ["3-5", "3"]

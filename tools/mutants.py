@@ -344,6 +344,7 @@ TESTS = {
     "data/stores/upload.py": ["stored_corpora"],
     "data/loader.py": [
         "loader",
+        "mixture",
         "context::test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole",
     ],
     "checkpoint/state.py": [
@@ -365,13 +366,14 @@ TESTS = {
         "contract::test_a_checkpoint_is_compared_with_what_all_ranks_hold",
     ],
     "checkpoint/place.py": ["stores", "checkpoint"],
-    "reliability/objects.py": ["stores", "stored_corpora"],
+    "reliability/objects.py": ["stores", "mirror", "stored_corpora"],
     "checkpoint/stores/bucket.py": ["stores"],
     "checkpoint/stores/lease.py": ["stores"],
     "checkpoint/verify.py": [
         "checkpoint::test_the_manifest_knows_how_many_bytes_a_number_has",
         "checkpoint::test_a_manifest_that_contradicts_itself_or_its_files_is_damaged",
         "checkpoint::test_a_newer_format_is_refused_by_name",
+        "golden::test_the_generators_of_all_ranks_are_rows_of_one_tensor",
         "checkpoint::test_what_is_not_a_checkpoint_is_ignored",
         "checkpoint::test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch",
         "checkpoint::test_a_rank_reads_and_verifies_only_the_blocks_it_needs",
