@@ -101,9 +101,16 @@ hard=$(ulimit -Hn)
 ulimit -Sn "$hard" 2>/dev/null || true
 umask "$(printf '%o' $(($(umask) | 2)))" # whatever the shell's umask is, others may not write to what a run leaves
 
-if ((NGPU * MOST == 1 && RESTARTS == 0)); then
-    exec "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without it
+mirror=() # run.mirror, or a URL as run.folder: logs and metrics are copied there meanwhile
+if [[ ${program[0]} == train.py ]]; then
+    while IFS= read -r word || [[ $word ]]; do
+        mirror+=("$word")
+    done < <("$PYTHON" -m configs.load --mirror "$@")
+    ((${#mirror[@]} == 0)) || mirror=("$PYTHON" -m tools.mirror "${mirror[@]}")
 fi
-exec "$PYTHON" -m tools.launch --nproc-per-node="$NGPU" --nnodes="$NNODES" --node-rank="$NODE_RANK" \
+if ((NGPU * MOST == 1 && RESTARTS == 0)); then
+    exec ${mirror[@]+"${mirror[@]}"} "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without it
+fi
+exec ${mirror[@]+"${mirror[@]}"} "$PYTHON" -m tools.launch --nproc-per-node="$NGPU" --nnodes="$NNODES" --node-rank="$NODE_RANK" \
     --master-addr="${MASTER_ADDR-}" --master-port="$MASTER_PORT" \
     --max-restarts="$RESTARTS" --shutdown-timeout="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30}" "${program[@]}" "$@"

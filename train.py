@@ -42,6 +42,7 @@ from parallelisms.mesh import Mesh
 from reliability import collectives, health
 from reliability.exit import CRASH_LOOP, DONE, STOPPED, refuse
 from reliability.guard import Guard
+from reliability.objects import check_mirrored
 from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
 from training import attention, digests, init, log
@@ -454,6 +455,7 @@ def main(argv: list[str] | None = None) -> int:
         return DONE
     try:
         cfg = load_config(argv, here.size, here.local_size)
+        check_mirrored(cfg.run.mirror)
         folder = Path(cfg.run.folder)
         with Start(folder, here.rank, argv, *as_given(argv), dump(cfg), os.environ) as this_start:
             log.setup(folder, here.rank, log.writes_log(cfg.run.logs, here.size, here.local_rank))

@@ -13,6 +13,7 @@ stands in models/flavors/, and what a mesh demands of them here: a family says w
 """
 
 import glob
+import hashlib
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from difflib import get_close_matches
 from types import SimpleNamespace
 
 from configs.schema import (
+    CACHE,
     SCHEDULES,
     Config,
     Data,
@@ -111,7 +113,20 @@ def derive(cfg: Config, world_size: int | None) -> Config:
         training = training.model_copy(update={"local_batch_size": Derived(max(1, rows))})
     if schedule.warmup_steps is None:
         schedule = schedule.model_copy(update={"warmup_steps": Derived(_warmup_steps(cfg))})
-    return cfg.model_copy(update={"training": training, "lr_schedule": schedule})
+    derived = cfg.model_copy(update={"training": training, "lr_schedule": schedule})
+    return in_store(derived) if "://" in cfg.run.folder else derived
+
+
+def in_store(cfg: Config) -> Config:
+    """The configuration of a run whose folder is a URL: a folder on this machine, which is mirrored
+    there, and checkpoints in the store alone. Every machine and start finds the same folder."""
+    url = cfg.run.folder
+    name = f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
+    folder = os.path.join(os.path.expanduser(cfg.data.cache or CACHE), "runs", name)
+    run = cfg.run.model_copy(update={"folder": folder, "mirror": cfg.run.mirror or url})
+    store = cfg.checkpoint.store or f"{url}/checkpoints"
+    checkpoint = cfg.checkpoint.model_copy(update={"store": store})
+    return cfg.model_copy(update={"run": run, "checkpoint": checkpoint})
 
 
 def _warmup_steps(cfg: Config) -> int:

@@ -8,8 +8,8 @@ fraction of a second:
     python -m configs.load configs/llama_8b.toml --training.seq_len=4096 --world-size=64 --local-world-size=8
 
 prints the resolved configuration, or the mistakes (exit code 2); `--quiet` prints the mistakes
-only. `run_train.sh` runs it before it launches anything. `--help` lists every option;
-`--write-schema` writes `schema.json` for editors.
+only, `--mirror` the URL and the folder of a run that is mirrored. `run_train.sh` runs it before it
+launches anything. `--help` lists every option; `--write-schema` writes `schema.json` for editors.
 """
 
 import argparse
@@ -493,6 +493,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--write-schema", action="store_true")
+    parser.add_argument("--mirror", action="store_true")
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--local-world-size", type=int)
     flags, run_arguments = parser.parse_known_args(argv)
@@ -509,7 +510,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if not flags.quiet:
+    if flags.mirror:
+        print(f"{cfg.run.mirror}\n{cfg.run.folder}" if cfg.run.mirror else "", end="")
+    elif not flags.quiet:
         print(dump(cfg), end="")
     return 0
 

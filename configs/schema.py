@@ -77,14 +77,21 @@ def _folder(value: str) -> str:
     own options.)"""
     if value.startswith("~"):
         raise ValueError("must be written out: ~ is not expanded")
-    if "://" in value:
+    if value.startswith("file:///"):
+        return value.removeprefix("file://")
+    return _mirror(value) if "://" in value else value
+
+
+def _mirror(value: str) -> str:
+    found = STORE_URL.fullmatch(value)
+    if value and not (found and found["scheme"]):
         raise ValueError(
-            "must be a folder on this machine: give the URL to checkpoint.store; tools.mirror "
-            "copies logs and metrics to a store"
+            "must be a URL such as s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
         )
-    return value
+    return value.rstrip("/")
 
 
+CACHE = "~/.cache/plumbline"  # of data.cache, where it is empty
 # A place in an object store, or a folder; no user, password, query or empty part.
 STORE_URL = re.compile(
     r"(?P<scheme>s3|gs|az)://(?P<rest>[\w.-]+(/[\w.=+-]+)*)/?|(?P<file>file)://(?P<folder>/[^?#]*)"
@@ -171,8 +178,13 @@ class Run(Table):
     folder: Annotated[PathText, AfterValidator(_folder)] = Field(
         "runs/debug", min_length=1, max_length=240
     )
-    """Folder of this run: config, metrics, logs, TensorBoard, checkpoints. To resume, start with
-    the same folder."""
+    """Folder of this run, or a URL (s3://...): config, metrics, logs, TensorBoard, checkpoints. The
+    same resumes."""
+    mirror: Annotated[PathText, AfterValidator(_mirror)] = Field(
+        "", max_length=240, examples=["s3://bucket/prefix"]
+    )
+    """Copy run.folder, but no checkpoints, below this URL every minute; empty: the URL of
+    run.folder."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the initial weights and of the order of the data. The same seed gives the same run on
     any mesh."""
@@ -335,7 +347,7 @@ class Data(Table):
     bpe_vocab_size: int = Field(4096, ge=257, le=1_000_000)
     """Vocabulary size of the trained BPE, special tokens included; only used by tokenizer = "bpe"."""
     cache: LocalPath = Field("", max_length=240)
-    """Folder of tokenised corpora; empty: ~/.cache/plumbline."""
+    """Folder of tokenised corpora, and of runs with a URL; empty: ~/.cache/plumbline."""
     cache_gb: float = Field(20.0, gt=0)
     """Of a prepared corpus in an object store, the most that a host keeps in data.cache, for each
     source, in GB."""

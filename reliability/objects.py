@@ -49,6 +49,8 @@ CLIENT = (
     "proxy_ca_certificate",
     "proxy_excludes",
 )
+# tools/mirror.py says in this variable which URL it keeps a copy at.
+MIRRORED = "PLUMBLINE_MIRROR"
 PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 
 
@@ -84,6 +86,15 @@ def location(text: "str | Path | Key") -> "Path | Key":
         return Path(url["folder"])
     bucket, _, prefix = url["rest"].partition("/")
     return Key(url["scheme"], bucket, prefix.strip("/"))
+
+
+def check_mirrored(url: str) -> None:
+    """Raises InputError if nobody keeps the copy of this run's folder that run.mirror asks for."""
+    if url and os.environ.get(MIRRORED) != str(location(url)):
+        raise InputError(
+            f"run.mirror = {url}: nothing copies the run's folder there: start the run with "
+            "./run_train.sh, or with python -m tools.mirror before its command"
+        )
 
 
 def missing_package(url: str) -> str:

@@ -285,8 +285,8 @@ BAD_FILES = {
         'run.folder = "~/x": must be written out: ~ is not expanded',
     ),
     "a run's folder in a store": (
-        '[run]\nfolder = "s3://bucket/x"',
-        'run.folder = "s3://bucket/x": must be a folder on this machine: give the URL to checkpoint',
+        '[run]\nfolder = "http://bucket/x"',
+        'run.folder = "http://bucket/x": must be a URL such as s3://bucket/prefix',
     ),
     "a Hugging Face folder in a store": (
         '[checkpoint]\nload_hf = "s3://bucket/x"',

@@ -357,10 +357,10 @@ VALUES = {
     "IMAGE": "registry/plumbline:1",
     "NODES": "4",
     "GPUS": "8",
-    "STORE": "s3://bucket/llama-8b",
+    "RUN": "s3://bucket/llama-8b",
     "RUNS": "emptyDir: {}",
 }
-SHARED = {"STORE": "", "RUNS": "persistentVolumeClaim: {claimName: runs}"}
+SHARED = {"RUN": "/runs/llama-8b", "RUNS": "persistentVolumeClaim: {claimName: runs}"}
 
 
 def manifest(**changed: str) -> list[dict]:
@@ -419,7 +419,8 @@ def test_the_kubernetes_manifest_keeps_checkpoints_where_all_pods_find_them(valu
     config = load_config([str(ROOT / "configs" / "llama_8b.toml"), *given])
     volume = next(volume for volume in pod["volumes"] if volume["name"] == "runs")
     assert bool(config.checkpoint.store) != ("persistentVolumeClaim" in volume)
-    assert config.run.folder == "/runs/llama-8b"
+    assert bool(config.run.mirror) == bool(config.checkpoint.store)
+    assert config.run.folder.startswith("/runs/")
 
 
 @pytest.mark.slow
@@ -439,8 +440,8 @@ def test_the_skypilot_file_names_what_run_train_needs():
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
     assert all(f"{name}=" in task["run"] for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR"))
     assert (ROOT / task["envs"]["CONFIG"]).exists()
-    assert '--checkpoint.store="$STORE"' in task["run"] and "file_mounts" not in task
-    load_config([str(ROOT / task["envs"]["CONFIG"]), f"--checkpoint.store={task['envs']['STORE']}"])
+    assert '--run.folder="$STORE"' in task["run"] and "file_mounts" not in task
+    load_config([str(ROOT / task["envs"]["CONFIG"]), f"--run.folder={task['envs']['STORE']}"])
     pins = (ROOT / "requirements.txt").read_text()
     assert re.search(r"obstore==[\d.]+", task["setup"])[0] in pins
     assert subprocess.run(["bash", "-n"], input=task["run"], text=True).returncode == 0

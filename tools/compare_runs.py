@@ -32,6 +32,7 @@ import tomli
 from checkpoint import verify
 from configs.schema import InputError
 from reliability import goodput
+from tools.places import run_folder
 
 # Metrics that measure the machine, not the model.
 TIMINGS = {
@@ -439,8 +440,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare_runs", description="Did my change alter the numbers?"
     )
-    parser.add_argument("a", type=Path, help="the folder of a run")
-    parser.add_argument("b", type=Path, help="the folder of another")
+    parser.add_argument("a", type=run_folder, help="the folder or the URL of a run")
+    parser.add_argument("b", type=run_folder, help="of another")
     parser.add_argument(
         "--tolerance", type=float, help="relative difference that passes for equal (exit code 0)"
     )

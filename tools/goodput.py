@@ -15,10 +15,10 @@ import math
 import random
 import signal
 import sys
-from pathlib import Path
 
 from configs.schema import InputError
 from reliability.goodput import KINDS, Account, account, read
+from tools.places import run_folder
 
 MEASURED = {  # by `Account.per_event`: what else to assume
     "stall": (1.0, "seconds that a save holds training up"),
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.goodput", description="Where the time of a run went."
     )
-    parser.add_argument("run", type=Path, nargs="?", help="the folder of a run")
+    parser.add_argument("run", type=run_folder, nargs="?", help="the folder or the URL of a run")
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
         "--simulate", action="store_true", help="a run with these times instead of one that was"

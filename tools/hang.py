@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from configs.schema import InputError
 from reliability import position
 from reliability.position import PHASES, QUIET
+from tools.places import run_folder
 
 # Each rank gives and gets a size of its own, so only the kind is compared.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "barrier")
@@ -507,7 +508,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("run", type=run_folder, help="the folder or the URL of a run")
     try:
         verdict = judge(read(parser.parse_args(argv).run))
     except (InputError, OSError) as error:

@@ -1,8 +1,8 @@
 """Run a command, and keep a copy of its run's folder in an object store meanwhile: logs, metrics,
 TensorBoard, all but checkpoints, for which `checkpoint.store` is made.
 
-    python -m tools.mirror s3://bucket/debug runs/debug ./run_train.sh configs/llama_debug.toml \
-        --run.folder=runs/debug --checkpoint.store=s3://bucket/debug/checkpoints
+    ./run_train.sh configs/llama_debug.toml --run.folder=s3://bucket/debug      # runs this
+    python -m tools.mirror s3://bucket/debug FOLDER COMMAND ...
 
 Before the command starts, what the store has and this machine lacks, or has in an older version, is
 fetched. So a run goes on with its metrics on a new machine. What has changed is sent every
@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from configs.schema import InputError
-from reliability.objects import CHUNK, Key, location
+from reliability.objects import CHUNK, MIRRORED, Key, location
 
 LEFT_OUT = "checkpoints"  # the subfolder that is not copied
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -117,7 +117,7 @@ def keep_sending(mirror: Mirror, seconds: float, ended: threading.Event) -> None
 
 def run(mirror: Mirror, command: list[str], seconds: float) -> int:
     """Returns the exit code of the command, 128 + n if signal n has killed it."""
-    process = subprocess.Popen(command)
+    process = subprocess.Popen(command, env={**os.environ, MIRRORED: str(mirror.key)})
 
     def pass_on(number: int, frame: object) -> None:
         process.send_signal(number)
@@ -161,8 +161,11 @@ def main(argv: list[str] | None = None) -> int:
         if not args.command:
             raise InputError("there is no command to run after the folder")
         mirror = Mirror(args.folder, key)
-        if count := mirror.fetch():
-            say(f"{count} files of {key} are in {args.folder} now")
+        count = mirror.fetch()
+        say(
+            f"{args.folder} is copied to {key} every {args.seconds:g} s"
+            + (f"; {count} files came from there" if count else "")
+        )
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

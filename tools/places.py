@@ -9,6 +9,7 @@ are looked for beside the checkpoints: `checkpoint.store` holds checkpoints alon
 folder has them.
 """
 
+import argparse
 import functools
 import tempfile
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TypeGuard
 
 from configs.schema import InputError
 from reliability.objects import Key, location
+from tools.mirror import Mirror
 
 # what tools read of a run's folder: its tokenizer, its chat template, its options
 OF_RUN = ("tokenizer.json", "data.json", "config.toml")
@@ -30,6 +32,35 @@ def folder_here(text: str | Path, what: str) -> Path:
             f"{what} is a path on this machine, and {found} is a URL: copy what it names"
         )
     return found
+
+
+def run_folder(text: str) -> Path:
+    """The folder of a run that a tool reads. Of a URL it is a copy without checkpoints, which goes
+    with this process. For argparse: raises ArgumentTypeError."""
+    try:
+        found = location(text)
+        if isinstance(found, Path):
+            return found
+        copy = Path(_temporary(text).name, found.name or found.bucket)
+        if not Mirror(copy, found).fetch():
+            raise InputError(f"{found} has no files of a run")
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return copy
+
+
+def here(text: str) -> Path:
+    """A folder that a tool reads with its checkpoints. For argparse: raises ArgumentTypeError for a
+    URL."""
+    try:
+        return folder_here(text, "this")
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+@functools.cache
+def _temporary(url: str) -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory()
 
 
 def is_hugging_face(place: Path | Key) -> TypeGuard[Path]:

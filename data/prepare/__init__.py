@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from configs.schema import Data, InputError, is_prepared
+from configs.schema import CACHE, Data, InputError, is_prepared
 from data import formats, sources, tokenizer
 from data.prepare import cluster
 from data.prepare.encoding import open_tokenizer
@@ -120,7 +120,7 @@ def kept_in(cfg: Data) -> str:
 
 
 def _cached(cfg: Data, key: str) -> str:
-    return os.path.join(cfg.cache or "~/.cache/plumbline", key)
+    return os.path.join(cfg.cache or CACHE, key)
 
 
 def _is_there(folder: str) -> bool:

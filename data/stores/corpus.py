@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 import xxhash
 
-from configs.schema import Data, InputError
+from configs.schema import CACHE, Data, InputError
 from data.packing import PackedTokens
 from data.stores.blocks import Blocks
 from data.stores.places import key_of
@@ -32,7 +32,6 @@ from reliability.objects import Key
 MANIFEST = "manifest.json"
 HASHES = "hashes"
 PIECE = 1 << 24  # bytes of a table that are fetched at a time
-CACHE = "~/.cache/plumbline"
 NAME = re.compile(r"\w[\w.-]*")  # of a file: none leads out of the folder
 AGAIN = "upload it again: python -m data.prepare --source FOLDER --out {}"
 

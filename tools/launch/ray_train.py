@@ -90,7 +90,13 @@ def main(argv: list[str]) -> int:
     options, arguments = parser.parse_known_args(argv)
     ranks = options.gpus or options.ranks
     try:
-        folder = Path(load_config(arguments, options.nodes * ranks, ranks).run.folder)
+        cfg = load_config(arguments, options.nodes * ranks, ranks)
+        if cfg.run.mirror:
+            raise InputError(
+                f"run.mirror = {cfg.run.mirror}: Ray's nodes need a run.folder that they share; put "
+                f"python -m tools.mirror {cfg.run.mirror} FOLDER before this command to copy it"
+            )
+        folder = Path(cfg.run.folder)
         folder = folder if folder.is_absolute() else ROOT / folder
         return run(options, arguments, ranks, folder)
     except InputError as error:

@@ -30,6 +30,7 @@ from tools.parity import meshes
 from tools.parity.__main__ import refuse
 from tools.parity.meshes import MeshOfRanks
 from tools.parity.ranks import Failed, on_ranks
+from tools.places import here
 from tools.replay.judge import Limits, Row, from_other, from_record
 from tools.replay.locate import located
 from tools.replay.run import Recorded, open_run, state_in
@@ -83,10 +84,10 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Further --table.key=value change the options of both sides: --data.cache=...",
     )
-    parser.add_argument("run", type=Path, help="the folder of a run, or a checkpoint")
+    parser.add_argument("run", type=here, help="the folder of a run, or a checkpoint")
     parser.add_argument("--steps", required=True, help="FIRST:LAST, or one step; the first is 1")
     parser.add_argument("--mesh", help="as fsdp2xtp2 (one process)")
-    parser.add_argument("--against", type=Path, metavar="OTHER", help="another run, or checkpoint")
+    parser.add_argument("--against", type=here, metavar="OTHER", help="another run, or checkpoint")
     parser.add_argument(
         "--dtype", choices=sorted({*LIMITS} - {"auto"}), help="compute in it (the run's)"
     )

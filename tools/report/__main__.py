@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from configs.schema import InputError
+from tools.places import run_folder
 from tools.report.page import build
 from tools.report.run import read_runs
 
@@ -20,7 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.report", description="Writes one HTML page about one or more runs."
     )
-    parser.add_argument("run", type=Path, nargs="+", help="the folder of a run")
+    parser.add_argument("run", type=run_folder, nargs="+", help="the folder or the URL of a run")
     parser.add_argument(
         "--out", type=Path, default=Path("report.html"), help="the page [%(default)s]"
     )
