@@ -161,8 +161,9 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
     """The optimizer's options by group, as JSON: for the record, and for a note if they differ
     after a resume. The learning rate is left out, because its schedule changes it at every step."""
     groups = {}
+    other = ("params", "param_names", "lr")
     for i, group in enumerate(optimizer.param_groups):
-        options = {key: value for key, value in group.items() if key not in ("params", "lr")}
+        options = {key: value for key, value in group.items() if key not in other}
         groups[f"group {i}"] = options
     return json.loads(json.dumps(groups))  # as it will be read back, with lists for tuples
 
@@ -257,7 +258,8 @@ def _differences(stored: dict, wanted: dict) -> list[str]:
         if saved["shape"] != shape:
             lines.append(f"{name} has shape {saved['shape']} there and {shape} here")
         elif saved["dtype"] != dtype:
-            lines.append(f"{name} has type {saved['dtype']} there and {dtype} here")
+            option = " (optimizer.moment_dtype)" if ".exp_avg" in name else ""
+            lines.append(f"{name} has type {saved['dtype']} there and {dtype} here{option}")
     return lines
 
 

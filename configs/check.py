@@ -756,6 +756,11 @@ RULES = {
         "{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or "
         'use kind = "sgd"',
     ),
+    "moment_dtype": (
+        lambda c: c.optimizer.kind != "adamw" and c.optimizer.moment_dtype != "float32",
+        "{optimizer.moment_dtype} is supported with AdamW alone, this is {optimizer.kind}: remove "
+        'it, or use kind = "adamw"',
+    ),
     "muon_options": (
         lambda c: c.optimizer.kind != "muon" and c.options_of_muon != "",
         '{optimizer.kind} does not read {options_of_muon}: leave that out, or use kind = "muon"',

@@ -114,7 +114,7 @@ def global_ids(param: Tensor) -> list[Tensor]:
     return ids
 
 
-def global_indices(param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def global_indices(param: Tensor, chunk: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
     """Pieces of this rank's shard of a (sharded or plain) tensor, views of it, each with the global
     indices of its elements: int64 [rows, elements of a row], in the contiguous whole tensor."""
     local = param.to_local() if isinstance(param, DTensor) else param
@@ -127,7 +127,7 @@ def global_indices(param: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     for dim in range(1, param.ndim):
         offsets = ids[dim] * strides[dim]
         inside = (inside[:, None] + offsets).flatten()
-    rows_at_a_time = max(1, CHUNK // max(1, len(inside)))
+    rows_at_a_time = max(1, chunk // max(1, len(inside)))
     for part, rows in zip(local.split(rows_at_a_time), ids[0].split(rows_at_a_time), strict=True):
         yield part, rows[:, None] * strides[0] + inside
 

@@ -29,7 +29,7 @@ from configs import schema
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from training import digests, experts
-from training.optimizers import tensors_like_parameter
+from training.optimizers import sizes_like_parameter
 
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must
 # match the whole of torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's
@@ -121,21 +121,21 @@ def state_of_training(optimizer: torch.optim.Optimizer) -> tuple[str, int, float
     """What is kept of this rank's weights: how many tensors the optimizer has for each ("2", or "1
     to 2"); bytes of the shards of weights, gradients and these; bytes of all of this for a number
     of the model, on average."""
-    kept: dict[nn.Parameter, int] = {}
+    kept: dict[nn.Parameter, list[int]] = {}
     for group in optimizer.param_groups:
-        number = tensors_like_parameter(optimizer, group)
-        kept |= dict.fromkeys(group["params"], number)
+        sizes = sizes_like_parameter(optimizer, group)
+        kept |= dict.fromkeys(group["params"], sizes)
     share = 0
     whole = 0
     elements = 0
     for param in kept:
-        # weight, gradient and what the optimizer keeps: all in the type of the weight
-        size = (2 + kept[param]) * param.element_size()
+        # the gradient has the type of the weight
+        size = 2 * param.element_size() + sum(kept[param])
         shard = param.to_local() if isinstance(param, DTensor) else param
         share += size * shard.numel()
         whole += size * param.numel()
         elements += param.numel()
-    numbers = sorted(set(kept.values()))
+    numbers = sorted({len(sizes) for sizes in kept.values()})
     shown = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
     return shown, share, whole / elements
 

@@ -52,7 +52,7 @@ def build_optimizer(
                 "weight_decay": cfg.weight_decay if decays else 0.0,
                 **rule.options(cfg),
             }
-        groups[key]["params"].append(param)
+        groups[key]["params"].append((name, param))
     in_order = sorted(groups, key=lambda key: key[0])  # those that decay come first
     return kind.build([groups[key] for key in in_order], cfg, mesh)
 

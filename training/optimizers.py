@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from configs.schema import Optimizer
 from parallelisms.mesh import Mesh
+from training import narrow_adamw
 from training.muon import Muon
 
 Group = dict[str, Any]  # of torch.optim: "params", and the options that they share
@@ -38,6 +39,7 @@ class Kept:
 
 
 LIKE = Kept(like_parameter=True)
+NARROW = Kept(like_parameter=True, dtype=torch.bfloat16)
 SCALAR = Kept(like_parameter=False, dtype=torch.float32)
 
 
@@ -69,7 +71,8 @@ class Kind:
 
 
 def kept_by_adamw(group: Group) -> dict[str, Kept]:
-    state = {"exp_avg": LIKE, "exp_avg_sq": LIKE, "step": SCALAR}
+    average = NARROW if group.get("moment_dtype") == "bfloat16" else LIKE
+    state = {"exp_avg": average, "exp_avg_sq": average, "step": SCALAR}
     return state | ({"max_exp_avg_sq": LIKE} if group.get("amsgrad") else {})
 
 
@@ -81,7 +84,14 @@ def adamw_options(cfg: Optimizer) -> Group:
     return {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps}
 
 
+def moments_of_adamw(cfg: Optimizer) -> Group:
+    """What a checkpoint records of a group, where it is not the default."""
+    return {} if cfg.moment_dtype == "float32" else {"moment_dtype": cfg.moment_dtype}
+
+
 def build_adamw(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
+    if cfg.moment_dtype == "bfloat16":
+        return narrow_adamw.AdamW(groups, **adamw_options(cfg), fused=True)
     # fused: also on a CPU, where it measures several times faster than the default loop
     return torch.optim.AdamW(groups, **adamw_options(cfg), fused=True)
 
@@ -105,7 +115,7 @@ def build_muon(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.
     return Muon(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
 
 
-ADAMW = Rule("AdamW", kept_by_adamw, is_one_kernel=True)
+ADAMW = Rule("AdamW", kept_by_adamw, moments_of_adamw, is_one_kernel=True)
 SGD = Rule("SGD", kept_by_sgd)
 MUON = Rule("Muon", lambda group: {"momentum_buffer": LIKE}, muon_options)
 
@@ -126,10 +136,14 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     raise KeyError(f"the optimizer {name} has no row in training/optimizers.py")
 
 
-def tensors_like_parameter(optimizer: torch.optim.Optimizer, group: Group) -> int:
-    """How many tensors of a parameter's size are kept of each parameter of a group."""
-    state = rule_of(optimizer, group).state(group)
-    return sum(kept.like_parameter for kept in state.values())
+def sizes_like_parameter(optimizer: torch.optim.Optimizer, group: Group) -> list[int]:
+    """Of each tensor of a parameter's size that is kept of the parameters of a group: the bytes of
+    an element."""
+    sizes = []
+    for kept in rule_of(optimizer, group).state(group).values():
+        if kept.like_parameter:
+            sizes.append((kept.dtype or group["params"][0].dtype).itemsize)
+    return sizes
 
 
 def materialise(optimizer: torch.optim.Optimizer) -> None:
