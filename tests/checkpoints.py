@@ -25,6 +25,7 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
+from training.optim import step_if
 from training.optimizers import materialise
 
 MODEL = (
@@ -53,6 +54,20 @@ def open_manager(
     job: train.Job, folder: Path, facts: dict = FACTS, **options: object
 ) -> CheckpointManager:
     return CheckpointManager(Checkpoint(**options), folder, job.mesh, facts)
+
+
+def do_steps(job: train.Job, count: int) -> None:
+    """Steps of the optimizer alone, with gradients that are the same on every mesh, bit by bit."""
+    torch.manual_seed(7)
+    whole = {n: torch.Size(p.shape) for n, p in job.model.named_parameters()}
+    for _ in range(count):
+        for name, param in job.model.named_parameters():
+            gradient = torch.randn(whole[name])
+            param.grad = torch.zeros_like(param)
+            box = storage.box_of(name, param)
+            part = gradient[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+            storage.local(param.grad).copy_(part)
+        step_if(torch.tensor(True), job.optimizer)
 
 
 def tensors(job: train.Job) -> dict[str, torch.Tensor]:

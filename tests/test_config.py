@@ -1139,6 +1139,13 @@ RULE_CASES = {
         'optimizer.momentum = 0.9 has no effect with optimizer.kind = "adamw"|sgd',
         "optimizer.kind=sgd",
     ),
+    "moment_dtype": (
+        "optimizer.moment_dtype=bfloat16 optimizer.kind=muon",
+        1,
+        1,
+        'optimizer.moment_dtype = "bfloat16" is supported with AdamW alone|optimizer.kind = "muon"',
+        "optimizer.kind=adamw",
+    ),
     "muon_options": (
         "optimizer.ns_steps=6 optimizer.nesterov=false",
         1,

@@ -343,7 +343,7 @@ def of_a_fork(folder: Path, tp: int) -> dict:
     first = train.build(with_sign(config(*more)))
     optimizers.materialise(first.optimizer)
     contract.verify(first.model, first.optimizer, first.mesh, {})
-    do_steps(first, 2)
+    checkpoints.do_steps(first, 2)
     writer = checkpoints.open_manager(first, folder)
     writer.save(2, first.model, first.optimizer, {"step": 2})
     writer.close()
@@ -372,19 +372,6 @@ def train_summary(job: train.Job) -> str:
     return model_summary(
         family, args, job.model, job.mesh, torch.float32, job.cfg.training, job.optimizer
     )
-
-
-def do_steps(job: train.Job, count: int) -> None:
-    torch.manual_seed(7)
-    whole = {n: torch.Size(p.shape) for n, p in job.model.named_parameters()}
-    for _ in range(count):
-        for name, param in job.model.named_parameters():
-            gradient = torch.randn(whole[name])
-            param.grad = torch.zeros_like(param)
-            box = state.storage.box_of(name, param)
-            part = gradient[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
-            state.local(param.grad).copy_(part)
-        step_if(torch.tensor(True), job.optimizer)
 
 
 def same_state(a: train.Job, b: train.Job) -> bool:
@@ -416,11 +403,11 @@ def saved_muon(folder: Path, steps: int, then: int, *more: str) -> dict[str, np.
     job = train.build(config("--optimizer.kind=muon", "--optimizer.ns_dtype=float32", *more))
     manager = checkpoints.open_manager(job, folder, async_save=True)
     progress = manager.load(job.model, job.optimizer)
-    do_steps(job, steps if progress is None else 0)
+    checkpoints.do_steps(job, steps if progress is None else 0)
     if progress is None:
         manager.save(steps, job.model, job.optimizer, {"step": steps})
     torch.manual_seed(8)
-    do_steps(job, then)
+    checkpoints.do_steps(job, then)
     manager.close()
     live = state.tensors(job.model, job.optimizer)
     return {n: whole(t).numpy().copy() for n, t in live.items() if not n.startswith("rng.")}

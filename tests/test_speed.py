@@ -581,6 +581,7 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
     [
         (1, []),
         (1, ["--activation_checkpoint.mode=selective"]),
+        (1, ["--optimizer.moment_dtype=bfloat16"]),
         (2, []),
         (2, ["--parallelism.data_parallel_replicate=2"]),
         (2, ["--parallelism.tensor_parallel=2"]),

@@ -39,6 +39,7 @@ from training.optim import first_match, learning_rate
 
 OURS = "plumbline"  # the value by which a folder is known as ours
 KEPT = ("exp_avg", "exp_avg_sq", "step")  # by AdamW, of each parameter
+AVERAGES = (".exp_avg", ".exp_avg_sq")
 # what of a manifest comes back
 RECORDED = ("step", "progress", "facts", "optimizer", "hyperparameters")
 STATE = "optimizer.state."
@@ -324,6 +325,10 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
     check_further(folder, copies, biases)
     dtype = master_dtype(cfg.training)
     check_types(folder, wanted, dtype)
+    of_averages = dtype
+    if cfg.optimizer.moment_dtype == "bfloat16":
+        of_averages = torch.bfloat16
+        check_averages(folder, wanted)
 
     live = {}
     for name in places:
@@ -331,6 +336,8 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
         is_step = name.endswith(".step") and name.startswith("optimizer.")
         # torch.optim counts in float32, whatever the weights are
         its_dtype = torch.float32 if is_step else dtype
+        if name.endswith(AVERAGES):
+            its_dtype = of_averages
         shape = [] if is_step else shapes[parameter]
         live[name] = torch.empty(shape, dtype=its_dtype, device="meta")
 
@@ -385,6 +392,17 @@ def check_further(folder: dcp.Folder, copies: dict[str, str], biases: list[str])
         if folder.read(key).count_nonzero():
             raise InputError(
                 f"{folder.path}: {key} is not 0, and the routers of this family have no bias here"
+            )
+
+
+def check_averages(folder: dcp.Folder, keys: Iterable[str]) -> None:
+    """Raises InputError for an average that bfloat16 would round."""
+    for key in keys:
+        code = CODES[folder.tensors[key].dtype]
+        if key.endswith(AVERAGES) and code != "BF16":
+            raise InputError(
+                f"{folder.path}: {key} has type {code}, which optimizer.moment_dtype = "
+                '"bfloat16" would round: leave that out of --config'
             )
 
 

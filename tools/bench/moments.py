@@ -104,7 +104,9 @@ def main() -> None:
             ]
         )
     columns = ["", "float32's loss", "difference", "deviation over seeds", "most", "median"]
-    notes = f"{args.seeds} seeds, {args.steps} steps; the last {curve.WINDOW} of them; most and median"
+    notes = (
+        f"{args.seeds} seeds, {args.steps} steps; the last {curve.WINDOW} of them; most and median"
+    )
     harness.report(
         "Averages in bfloat16",
         columns,
