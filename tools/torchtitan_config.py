@@ -300,6 +300,8 @@ class Translation:
             self.lose("optimizer.name", "AdamW is used")
         if self.theirs["optimizer.weight_decay"]:
             self.lose("optimizer.weight_decay", "norms do not decay here")
+        if self.theirs.get("optimizer.implementation") == "fused_opt_states_bf16":
+            self.ours["optimizer.moment_dtype"] = "bfloat16"
         self.ours["optimizer.betas"] = [self.theirs[f"optimizer.beta{i}"] for i in (1, 2)]
         decays_at_once = ratio is None or warmup + round(steps * ratio) >= steps
         if shape not in ("linear", "cosine"):
