@@ -306,6 +306,15 @@ def test_the_json_names_no_class_of_recomputation(table, mode, tmp_path, capsys)
     assert cfg.activation_checkpoint.mode == mode
 
 
+@pytest.mark.parametrize(
+    "name, dtype", [("fused", "float32"), ("fused_opt_states_bf16", "bfloat16")]
+)
+def test_the_type_of_adamw_s_averages(name, dtype, tmp_path, capsys):
+    tables = changed(optimizer={"implementation": name})
+    cfg, _ = from_json(tmp_path, capsys, tables)
+    assert cfg.optimizer.moment_dtype == dtype
+
+
 def test_another_model_of_that_name_has_its_own_numbers(tmp_path, capsys):
     """In the JSON stands the model itself, so a fork's numbers are seen."""
     model = copy.deepcopy(MODEL)

@@ -101,7 +101,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "fault_tolerance.enable": False,
 }
 # What a run computes does not depend on these: texts, folders inside the run's, ways to print, and
-# how the same work is done.
+# how the same work is done (an implementation of AdamW with other averages is translated).
 OF_NO_CONSEQUENCE = (
     "job.description",
     "job.print_config",

@@ -47,7 +47,6 @@ OF_NO_CONSEQUENCE = (
     "loss.global_vocab_size",
     "loss.loss_fn.global_vocab_size",
     "loss.num_chunks",
-    "optimizer.implementation",
     "parallelism.context_parallel_ptrr_mask_key",
     "parallelism.spmd_backend",
     "profiler.memory_snapshot_",
@@ -97,6 +96,7 @@ def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def options(tables: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Every option that is set, under the name of 0.2.2, and what has no counterpart."""
     given, lost = adamw(tables["optimizer"]["param_groups"])
+    given["optimizer.implementation"] = tables["optimizer"].get("implementation", "fused")
     given |= recomputation(tables["activation_checkpoint"])
     spec = {name: tables["model_spec"][name] for name in ("name", "flavor")}
     rest = {**tables, "model_spec": spec, "optimizer": {}, "activation_checkpoint": {}}
