@@ -30,6 +30,7 @@ from tools.parity import meshes
 from tools.parity.__main__ import refuse
 from tools.parity.meshes import MeshOfRanks
 from tools.parity.ranks import Failed, on_ranks
+from tools.parity.trajectory import whole
 from tools.places import here
 from tools.replay.judge import Limits, Row, from_other, from_record
 from tools.replay.locate import located
@@ -196,7 +197,7 @@ def judge(plan: Replay, first: list, second: list | None) -> list[Row]:
         ranks = [of_rank[number] for of_rank in first]
         is_first = step == plan.begins + 1
         path = plan.run.checkpoints.get(step)
-        saved = None if path is None else {n: x.numpy() for n, x in state_in(path).items()}
+        saved = None if path is None else {n: whole(x) for n, x in state_in(path).items()}
         if second is not None:
             theirs: StepNotes = second[0][number]
             label = plan.second.label
