@@ -508,6 +508,15 @@ def test_a_run_of_streamed_text_is_replayed(more, tmp_path, capsys) -> None:
     assert code == 0 and "metrics of steps [3, 4], checkpoints of [4]" in said, said
 
 
+def test_a_run_with_averages_in_bfloat16_is_replayed(tmp_path, capsys) -> None:
+    given = [*tiny_run(tmp_path), "--training.steps=4", "--checkpoint.interval=2"]
+    folder = tmp_path / "run"
+    narrow = "--optimizer.moment_dtype=bfloat16"
+    assert run_ranks(1, run, [*given, narrow], folder) == [(0, "")]
+    code, said = ask([str(folder), "--steps=3:4", "--tolerance=0"], capsys)
+    assert code == 0 and "checkpoints of [4]" in said, said
+
+
 @pytest.mark.slow
 @pytest.mark.cap(200)
 def test_from_the_command_line(healthy) -> None:
