@@ -855,7 +855,7 @@ def test_averages_in_bfloat16_come_and_go_and_are_not_rounded(saved, tmp_path):
     options = [*SMALL, "--optimizer.moment_dtype=bfloat16"]
     config = toml_of(options, tmp_path)
     said = refused(saved / "theirs", tmp_path, "--config", config)
-    assert "has type F32, which optimizer.moment_dtype = \"bfloat16\" would round" in said
+    assert 'has type F32, which optimizer.moment_dtype = "bfloat16" would round' in said
     tensors = write_checkpoint(options, tmp_path / "run")
     assert {t.dtype for name, t in tensors.items() if ".exp_avg" in name} == {torch.bfloat16}
     for names, more in (("plumbline", []), ("torchtitan", ["--config", config])):
