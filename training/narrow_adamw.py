@@ -3,10 +3,10 @@
 The arithmetic is that of fused AdamW in the weight's type: a piece of both averages is widened,
 updated by the fused kernel, and rounded for storage alone.
 
-To the nearest bfloat16 the average of squares would stall. A step moves it by 1 - beta2 of itself,
-which is less than half a unit in the last place (2^-8 at most) from beta2 = 0.998 on, so it grows
-and never shrinks (docs/LOG.md has what was measured). So rounding is stochastic: up with the
-probability that keeps the mean. The random bits are a hash of the parameter's name, the step and
+To the nearest bfloat16 the average of squares would stall. A step lowers it by at most 1 - beta2 of
+itself, and half a unit in the last place is 2^-9 to 2^-8 of it: above beta2 = 0.9981 it grows and
+never shrinks (tools/bench/results/moments.txt). So rounding is stochastic: up with the probability
+that keeps the mean. The random bits are a hash of the parameter's name, the step and
 the element's index in the whole tensor. They are the same on every mesh, need no generator, and go
 on after a resume.
 """
