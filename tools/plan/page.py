@@ -4,7 +4,6 @@ collectives, and the mesh on its hosts.
 The drawings are inline SVG. The page loads nothing from anywhere.
 """
 
-import math
 from collections.abc import Iterator
 from html import escape
 from typing import NamedTuple
@@ -12,7 +11,9 @@ from typing import NamedTuple
 from parallelisms import ep_hosts
 from tools.plan.plan import Plan
 from tools.plan.report import model_name
+from tools.plan.steady import stages
 from tools.plan.step import GIB, IN_BLOCKS, KINDS
+from tools.plan.svg import LEFT, WIDTH, image, key, rect, text, ticks
 
 COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/step.py::KINDS
     "parameters": "#264653",
@@ -37,21 +38,24 @@ STREAMS = {
     "all-reduce": "#e9c46a",
     "all-to-all": "#9c6ade",
 }
-ACTIONS = {  # of a pipeline, by kind (parallelisms/schedules.py)
-    "forward": "#2a9d8f",
-    "backward": "#e76f51",
-    "backward_input": "#f4a261",
-    "backward_weight": "#e9c46a",
-}
-WIDTH = 1100
-LEFT = 90
 POINTS = 700
 
 Bar = tuple[float, float, str]  # start and end in seconds, place in the step
 
-STYLE = """body{font:14px/1.5 system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
-pre{font-size:12px;line-height:1.45;white-space:pre-wrap;background:#f6f6f6;padding:1em}svg{display:block;width:100%;height:auto}
-text{font:12px system-ui,sans-serif;fill:#222}text.dim{fill:#777}figcaption{color:#555;margin:.3em 0 2em}figure{margin:0}"""
+# The drawings stay on light paper where the page is dark: their colors are chosen for it.
+STYLE = """
+:root{color-scheme:light dark}
+body{font:14px/1.5 system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
+pre{font-size:12px;line-height:1.45;white-space:pre-wrap;background:#f6f6f6;padding:1em}
+svg{display:block;width:100%;height:auto;background:#fff}
+text{font:12px system-ui,sans-serif;fill:#222}text.dim{fill:#666}
+figcaption{color:#555;margin:.3em 0 2em}figure{margin:0}
+table{border-collapse:collapse;font-size:13px;margin:1em 0}
+td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #8884}
+td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}
+@media (prefers-color-scheme:dark){body{color:#ddd;background:#16181c}
+pre{background:#22252b}figcaption{color:#aaa}}
+"""
 
 
 def page(plan: Plan, report: str) -> str:
@@ -74,7 +78,9 @@ def page(plan: Plan, report: str) -> str:
             "A row for each rank of the pipeline, from the first forward to the last backward, on "
             "the device's numbers. Where a row is empty, the rank waits for another. Of a rank "
             "with several stages, later ones are "
-            "paler. Point at a bar to see its stage and microbatch.",
+            "paler. Of many microbatches the beginning, one period and the end are drawn, on one scale; "
+            "a microbatch is left out where nothing of it is drawn. Point at a bar to see its stage, "
+            "microbatch and times.",
         )
         if plan.pipeline
         else (
@@ -99,43 +105,6 @@ def page(plan: Plan, report: str) -> str:
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f"<pre>{escape(report)}</pre>{body}</body></html>\n"
     )
-
-
-def _svg(height: float, parts: list[str]) -> str:
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} '
-        f'{height:.0f}">{"".join(parts)}</svg>'
-    )
-
-
-def _text(x: float, y: float, label: str, anchor: str = "start", kind: str = "") -> str:
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '
-        f'class="{kind}">{escape(label)}</text>'
-    )
-
-
-def _rect(
-    x: float,
-    y: float,
-    width: float,
-    height: float,
-    color: str,
-    label: str = "",
-    stroke: str = "none",
-) -> str:
-    title = f"<title>{escape(label)}</title>" if label else ""
-    box = f'x="{x:.2f}" y="{y:.1f}" width="{max(width, 0.4):.2f}" height="{height:.1f}"'
-    return f'<rect {box} fill="{color}" stroke="{stroke}">{title}</rect>'
-
-
-def _ticks(top: float) -> list[float]:
-    """Round numbers from 0 to `top`: five or so."""
-    rough = max(top, 1e-9) / 5
-    power = 10 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    count = int(top / step * (1 + 1e-9)) + 1
-    return [round(i * step, 9) for i in range(count)]
 
 
 class Samples(NamedTuple):
@@ -203,44 +172,32 @@ def memory(plan: Plan) -> str:
         )
         floor = roof
     unit, per = ("GiB", GIB) if top >= GIB else ("MiB", 2**20)
-    for value in _ticks(top / per):
+    for value in ticks(top / per):
         at = y(value * per)
         parts += [
             f'<line x1="{LEFT - 4}" x2="{LEFT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#777"/>',
-            _text(LEFT - 8, at + 4, f"{value:g} {unit}", "end", "dim"),
+            text(LEFT - 8, at + 4, f"{value:g} {unit}", "end", "dim"),
         ]
     if usable < top:
         parts += [
             f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(usable):.1f}" y2="{y(usable):.1f}" '
             'stroke="#c00" stroke-dasharray="6 4"/>',
-            _text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}"),
+            text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}"),
         ]
     ends = [begin for begin, _ in phases[1:]] + [events]
     for (begin, phase), end in zip(phases, ends):
         if x(end) - x(begin) > 45:
             middle = (x(begin) + x(end)) / 2
-            parts.append(_text(middle, bottom + 16, phase, "middle", "dim"))
+            parts.append(text(middle, bottom + 16, phase, "middle", "dim"))
+        if x(end) - x(begin) < 3:  # many microbatches: their lines would cover the curve
+            continue
         parts.append(
             f'<line x1="{x(begin):.1f}" x2="{x(begin):.1f}" y1="20" y2="{bottom + 6}" '
             'stroke="#0002"/>'
         )
     seen = {kind for _, sizes in samples for kind, size in sizes.items() if size}
-    legend = [(KINDS[kind], color) for kind, color in COLORS.items() if kind in seen]
-    return _svg(height, parts) + _legend(legend)
-
-
-def _legend(rows: list[tuple[str, str]]) -> str:
-    parts = []
-    x = LEFT
-    y = 14
-    for label, color in rows:
-        width = 30 + 7 * len(label)
-        if x + width > WIDTH:
-            x = LEFT
-            y += 20
-        parts += [_rect(x, y - 10, 12, 12, color), _text(x + 17, y, label)]
-        x += width
-    return _svg(y + 10, parts)
+    rows = [(KINDS[kind], color) for kind, color in COLORS.items() if kind in seen]
+    return image(height, parts) + key(rows)
 
 
 def _merged(bars: list[Bar], gap: float) -> Iterator[Bar]:
@@ -274,21 +231,21 @@ def _timeline(plan: Plan, begin: float, end: float) -> str:
     parts = []
     for i, (stream, bars) in enumerate(rows.items()):
         y = 10 + 28 * i
-        parts.append(_text(170, y + 14, stream, "end"))
+        parts.append(text(170, y + 14, stream, "end"))
         for start, stop, where in _merged(bars, 0.3 / scale):
             label = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
             x = 180 + (start - begin) * scale
             color = STREAMS[stream.split()[-1]]
-            parts.append(_rect(x, y, (stop - start) * scale, 20, color, label))
+            parts.append(rect(x, y, (stop - start) * scale, 20, color, label))
     bottom = 10 + 28 * len(rows)
-    for value in _ticks((end - begin) * per):
+    for value in ticks((end - begin) * per):
         x = 180 + value / per * scale
         anchor = "middle" if x < WIDTH - 40 else "end"
         parts += [
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 4}" stroke="#0002"/>',
-            _text(x, bottom + 18, f"{value:g} {unit}", anchor, "dim"),
+            text(x, bottom + 18, f"{value:g} {unit}", anchor, "dim"),
         ]
-    return _svg(bottom + 26, parts)
+    return image(bottom + 26, parts)
 
 
 def timeline(plan: Plan) -> str:
@@ -310,45 +267,6 @@ def timeline(plan: Plan) -> str:
                 _timeline(plan, min(times), max(times)),
             ]
     return "".join(figures)
-
-
-def stages(plan: Plan) -> str:
-    """The time line of a pipeline: a row for each rank, a bar for each action of its schedule."""
-    pipeline = plan.pipeline
-    row = 22
-    end = max(stop for actions in pipeline.played for _, _, stop in actions)
-    scale = (WIDTH - LEFT - 10) / end
-    parts = []
-    for rank, actions in zip(pipeline.ranks, pipeline.played):
-        y = 6 + row * rank.number
-        parts.append(_text(LEFT - 8, y + 13, f"rank {rank.number}", "end"))
-        own = list(rank.stages)
-        for action, start, stop in actions:
-            label = (
-                f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}: "
-                f"{start:.3f} to {stop:.3f} s"
-            )
-            color = ACTIONS[action.kind]
-            if len(own) > 1:  # later stages are paler
-                opacity = 255 - 150 * own.index(action.stage) // (len(own) - 1)
-                color += f"{opacity:02x}"
-            x = LEFT + start * scale
-            width = (stop - start) * scale
-            parts.append(_rect(x, y, width, row - 4, color, label, "#fff"))
-    bottom = 6 + row * len(pipeline.ranks)
-    for value in _ticks(end):
-        x = LEFT + value * scale
-        anchor = "middle" if x < WIDTH - 40 else "end"
-        parts += [
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 2}" stroke="#0002"/>',
-            _text(x, bottom + 16, f"{value:g} s", anchor, "dim"),
-        ]
-    kinds = {action.kind for actions in pipeline.played for action, _, _ in actions}
-    legend = []
-    for kind, color in ACTIONS.items():
-        if kind in kinds:
-            legend.append((kind.replace("_", " of the "), color))
-    return _svg(bottom + 24, parts) + _legend(legend)
 
 
 def hosts(plan: Plan, shown: int = 32) -> str:
@@ -380,8 +298,8 @@ def hosts(plan: Plan, shown: int = 32) -> str:
         left = 10 + (h % across) * (width + 8)
         top = 6 + (h // across) * (height + 8)
         parts += [
-            _rect(left, top, width, height, "#f6f6f6", stroke="#ccc"),
-            _text(left + 6, top + 15, f"host {h}", kind="dim"),
+            rect(left, top, width, height, "#f6f6f6", stroke="#ccc"),
+            text(left + 6, top + 15, f"host {h}", kind="dim"),
         ]
         for g in range(per_host):
             rank = h * per_host + g
@@ -394,11 +312,11 @@ def hosts(plan: Plan, shown: int = 32) -> str:
             label = f"rank {rank}"
             if dims:
                 label += f": with rank 0 in {', '.join(dims)}"
-            parts.append(_rect(x, y, cell, cell, color, label))
+            parts.append(rect(x, y, cell, cell, color, label))
     bottom = 6 + -(-min(count, shown) // across) * (height + 8)
     if count > shown:
         parts.append(
-            _text(10, bottom + 14, f"and {count - shown:,} more hosts like these", kind="dim")
+            text(10, bottom + 14, f"and {count - shown:,} more hosts like these", kind="dim")
         )
         bottom += 22
     rows = [
@@ -406,4 +324,4 @@ def hosts(plan: Plan, shown: int = 32) -> str:
         *((f"its {dim} group of {len(ranks)}", colors[dim]) for dim, ranks in groups.items()),
         ("others", "#ddd"),
     ]
-    return _svg(bottom + 4, parts) + _legend(rows)
+    return image(bottom + 4, parts) + key(rows)
