@@ -8,6 +8,9 @@ from configs.load import load_config
 from configs.schema import SCHEDULES
 from parallelisms import schedules
 from parallelisms.schedules import BACKWARD, FORWARD, Timeline
+from tools.plan import compare, front
+from tools.plan.__main__ import main
+from tools.plan.choices import Candidate, Choice
 from tools.plan.device import load_device
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.steady import Sheet, inside, period, stages, windows
@@ -141,3 +144,74 @@ def test_the_page_draws_the_actions_of_the_plan():
     drawn = {int(n) for n in re.findall(r"microbatch (\d+):", drawing)}
     assert len(left_out) == 2 and sum(left_out) + len(drawn) == 96
     assert f"{FORWARD} of stage 0, microbatch 0:" in drawing
+
+
+SMALL = ["--training.seq_len=64", "--model.n_layers=2", "--training.global_batch_size=4"]
+
+
+@pytest.fixture(scope="module")
+def two_plans():
+    inputs = PlanInputs(4, 2, load_device("h100").model_copy(update={"peak_tflops": 0.1}))
+    options = [*SMALL, "--training.param_dtype=bfloat16"]
+    pipeline = ["--parallelism.pipeline_parallel=2", "--training.local_batch_size=1"]
+    first = make_plan(load_config(options, 4, 2), inputs)
+    return first, make_plan(load_config([*options, *pipeline], 4, 2), inputs)
+
+
+def test_two_plans_are_compared_in_what_their_steps_go_into(two_plans):
+    for plan in two_plans:
+        parts = compare.parts_of_step(plan)
+        assert sum(parts.values()) == pytest.approx(plan.time.seconds)
+        assert min(parts.values()) > -1e-3 * plan.time.seconds
+    differences = compare.differences(*two_plans)
+    sizes = [abs(b - a) for _, a, b in differences]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
+    total = sum(b - a for _, a, b in differences)
+    assert total == pytest.approx(two_plans[1].time.seconds - two_plans[0].time.seconds)
+    said = compare.table(*two_plans)
+    assert re.search(r"parallelism.pipeline_parallel +1 +2\n", said)
+    assert re.search(r"bubble of the pipeline +0.0% +\d+.\d% +\+", said)
+    assert "dp_shard all-gather, hidden" in said and "tokens/s per GPU" in said
+    backwards = compare.table(*reversed(two_plans))
+    assert re.search(r"bubble of the pipeline +\d+.\d% +0.0% +-", backwards)
+
+
+def test_a_comparison_of_a_plan_with_itself_shows_no_difference(two_plans):
+    plan, _ = two_plans
+    assert all(row[3] in ("", "=") for rows in compare.blocks(plan, plan).values() for row in rows)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    (
+        (["--compare", "--training.seed=42"], "changes no option"),
+        (["--compare", "nowhere.toml"], "nowhere.toml"),
+        (["--compare", "a.toml", "--compare", "b.toml"], "takes one file"),
+        (["--compare", "--training.sed=1"], "sed"),
+        (["--compare", "--parallelism.tensor_parallel=3"], "tensor_parallel"),
+        (["--compare", "--training.seed=1", "--search"], "leave --search out"),
+    ),
+)
+def test_a_mistake_in_a_comparison_is_a_sentence(options, words, capsys):
+    assert main([*SMALL, "--training.seed=42", "--gpus", "4", *options]) == 2
+    said = capsys.readouterr()
+    assert words in said.err and "Traceback" not in said.err and not said.out
+
+
+def candidate(tokens: float, needed: float) -> Candidate:
+    choice = Choice(1, 1, "full", int(tokens * 1000 + needed), "whole")
+    return Candidate(choice, 1, needed * 2**30, True, 1.0, tokens, 0.5, 0.0)
+
+
+def test_the_front_is_drawn_with_its_options():
+    rows = [candidate(*one) for one in ((5, 50), (3, 20), (2, 30), (4, 50), (1, 10))]
+    best = front.front(rows)
+    assert [(row.tokens_per_second, row.needed // 2**30) for row in best] == [
+        (1, 10),
+        (3, 20),
+        (5, 50),
+    ]
+    drawing = front.plot(rows, best)
+    assert drawing.count("beaten: ") == 2 and drawing.count("#264653") == 3
+    html = front.section(rows, 8, "said")
+    assert html.count("<code>--parallelism.tensor_parallel=1 ") == 3

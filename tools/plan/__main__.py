@@ -3,6 +3,7 @@
     python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100 [--table.key=value ...]
     python -m tools.plan configs/llama_405b.toml --gpus 1024 --search --write best.toml
     python -m tools.plan configs/llama_8b.toml --gpus 64 --html plan.html
+    python -m tools.plan configs/llama_8b.toml --gpus 64 --compare --parallelism.tensor_parallel=4
     python -m tools.plan configs/llama_8b.toml --tokens 1e12 --days 30    # how many GPUs
 
 Runs the same `train.build` and `train.train_step` as a run does, on a fake process group with fake
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
+from tools.plan import compare, front
 from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
 from tools.plan.page import page
@@ -42,14 +44,18 @@ ONE_PROCESS = (
 
 
 def check_question(flags: argparse.Namespace) -> None:
-    """Raises InputError where --days or --usd ask how many GPUs, and something else contradicts."""
+    """Raises InputError where --days or --usd ask how many GPUs, or --compare asks for two plans, and
+    something else contradicts."""
+    for name in ("search", "stages", "write"):
+        if flags.compare and getattr(flags, name):
+            raise InputError(f"--compare shows two plans side by side: leave --{name} out")
     if flags.gpus is not None and flags.gpus < 1:
         raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     if flags.days < 0 or flags.usd < 0:
         raise InputError("--days and --usd are limits, more than 0")
     if not asks_how_many(flags):
         return
-    for name in ("gpus", "search", "stages", "write", "html"):
+    for name in ("gpus", "search", "stages", "write", "html", "compare"):
         if getattr(flags, name):
             raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
     if flags.tokens <= 0:
@@ -149,7 +155,14 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="OUT.html",
         help="one page with the memory curve, the time line and the mesh",
     )
-    flags, rest = parser.parse_known_args(argv)
+    parser.add_argument(
+        "--compare",
+        action="append",
+        metavar="OTHER",
+        help="a second plan beside this one: a TOML file, or an option to add to this plan's, as "
+        "--parallelism.tensor_parallel=4; may be repeated",
+    )
+    flags, rest = parser.parse_known_args(with_values(argv))
     check_question(flags)
     flags.gpus = flags.gpus or 8
     if flags.gpus < 1 or flags.gpus_per_node < 1:
@@ -165,6 +178,40 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         if getattr(flags, name) <= 0:
             raise InputError(f"--{name.replace('_', '-')} must be more than 0")
     return flags, rest
+
+
+def with_values(argv: list[str]) -> list[str]:
+    """The arguments with "--compare" and its value as one, since the value may begin with dashes."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] == "--compare":
+            joined[-1] = f"--compare={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def second(flags: argparse.Namespace, rest: list[str]) -> list[str]:
+    """What --compare asks for, as the arguments of a plan of its own."""
+    files = [value for value in flags.compare if not value.startswith("--")]
+    if len(files) > 1:
+        raise InputError(f"--compare takes one file, not {len(files)}: {', '.join(files)}")
+    return flags.compare if files else [*rest, *flags.compare]
+
+
+def compared(cfg: Config, inputs: PlanInputs, flags: argparse.Namespace, rest: list[str]) -> int:
+    """Plans two configurations and shows them side by side. Returns the exit code. Raises
+    InputError."""
+    other, _ = read_inputs(flags, second(flags, rest))
+    compare.changes(cfg, other)
+    plans = make_plan(cfg, inputs), make_plan(other, inputs)
+    print(compare.table(*plans))
+    if flags.html:
+        reports = "\n\n".join(f"Plan {name}\n\n{report(p)}" for name, p in zip("AB", plans))
+        text = page(plans[0], reports, plans[1], compare.section(*plans))
+        Path(flags.html).write_text(text, encoding="utf-8")
+        print(f"\nwritten: {flags.html}")
+    return 0 if all(plan.fits for plan in plans) else 1
 
 
 def overridden(device: Device, flags: argparse.Namespace) -> Device:
@@ -253,10 +300,14 @@ def main(argv: list[str] | None = None) -> int:
             print(answer(found, flags.days, flags.usd))
             return 0 if any(one.keeps(flags.days, flags.usd) for one in found) else 1
         cfg, inputs = read_inputs(flags, rest)
+        if flags.compare:
+            return compared(cfg, inputs, flags, rest)
+        section = ""
         if flags.search:
             found = search(cfg, inputs, say=to_stderr)
             print(table(found) + "\n\nThe first of these:\n")
             cfg = found.ranking[0].choice.applied_to(cfg)
+            section = front.section(found.traced, inputs.gpus, found.covered)
         plan = make_plan(cfg, inputs)
     except InputError as error:
         print(error, file=sys.stderr)
@@ -267,7 +318,7 @@ def main(argv: list[str] | None = None) -> int:
         Path(flags.write).write_text(dump(plan.cfg), encoding="utf-8")
         print(f"\nwritten: {flags.write}")
     if flags.html:
-        Path(flags.html).write_text(page(plan, text), encoding="utf-8")
+        Path(flags.html).write_text(page(plan, text, section=section), encoding="utf-8")
         print(f"\nwritten: {flags.html}")
     return 0 if plan.fits else 1
 

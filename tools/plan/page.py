@@ -58,9 +58,27 @@ pre{background:#22252b}figcaption{color:#aaa}}
 """
 
 
-def page(plan: Plan, report: str) -> str:
-    """The page as HTML."""
-    title = f"{model_name(plan.cfg)} on {plan.inputs.gpus:,} x {plan.inputs.device.name}"
+def page(plan: Plan, report: str, other: Plan | None = None, section: str = "") -> str:
+    """The page as HTML. section: HTML below the report. other: a plan beside this one, whose
+    figures follow."""
+    title = title_of(plan)
+    body = section + figures_of(plan)
+    if other:
+        body = f"{section}<h2>Plan A</h2>{figures_of(plan)}<h2>Plan B</h2>{figures_of(other)}"
+    return (
+        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
+        'content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
+        f"<pre>{escape(report)}</pre>{body}</body></html>\n"
+    )
+
+
+def title_of(plan: Plan) -> str:
+    return f"{model_name(plan.cfg)} on {plan.inputs.gpus:,} x {plan.inputs.device.name}"
+
+
+def figures_of(plan: Plan) -> str:
+    """The drawings of a plan with their captions, as HTML."""
     rank = plan.step.number if plan.pipeline else 0
     figures = (
         (
@@ -95,16 +113,11 @@ def page(plan: Plan, report: str) -> str:
             "Rank 0 and the groups that it talks to. A tensor-parallel group stays inside a host.",
         ),
     )
-    body = "".join(
-        f"<h2>{h}</h2><figure>{svg}<figcaption>{caption}</figcaption></figure>"
-        for h, svg, caption in figures
-    )
-    return (
-        '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-        'content="width=device-width">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f"<pre>{escape(report)}</pre>{body}</body></html>\n"
-    )
+    parts = []
+    for heading, drawing, caption in figures:
+        words = f"<figcaption>{caption}</figcaption>"
+        parts.append(f"<h2>{heading}</h2><figure>{drawing}{words}</figure>")
+    return "".join(parts)
 
 
 class Samples(NamedTuple):
