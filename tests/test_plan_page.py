@@ -162,7 +162,6 @@ def test_two_plans_are_compared_in_what_their_steps_go_into(two_plans):
     for plan in two_plans:
         parts = compare.parts_of_step(plan)
         assert sum(parts.values()) == pytest.approx(plan.time.seconds)
-        assert min(parts.values()) > -1e-3 * plan.time.seconds
     differences = compare.differences(*two_plans)
     sizes = [abs(b - a) for _, a, b in differences]
     assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
@@ -184,16 +183,16 @@ def test_a_comparison_of_a_plan_with_itself_shows_no_difference(two_plans):
 @pytest.mark.parametrize(
     "options, words",
     (
-        (["--compare", "--training.seed=42"], "changes no option"),
+        (["--compare", "--run.seed=42"], "changes no option"),
         (["--compare", "nowhere.toml"], "nowhere.toml"),
         (["--compare", "a.toml", "--compare", "b.toml"], "takes one file"),
-        (["--compare", "--training.sed=1"], "sed"),
+        (["--compare", "--run.sed=1"], "sed"),
         (["--compare", "--parallelism.tensor_parallel=3"], "tensor_parallel"),
-        (["--compare", "--training.seed=1", "--search"], "leave --search out"),
+        (["--compare", "--run.seed=1", "--search"], "leave --search out"),
     ),
 )
 def test_a_mistake_in_a_comparison_is_a_sentence(options, words, capsys):
-    assert main([*SMALL, "--training.seed=42", "--gpus", "4", *options]) == 2
+    assert main([*SMALL, "--run.seed=42", "--gpus", "4", *options]) == 2
     said = capsys.readouterr()
     assert words in said.err and "Traceback" not in said.err and not said.out
 

@@ -36,7 +36,7 @@ def parts_of_step(plan: Plan) -> dict[str, float]:
     }
     for (dim, kind), line in t.lines.items():
         parts[f"exposed {dim} {kind}"] = line.exposed
-    parts[REST] = t.seconds - sum(parts.values())
+    parts[REST] = max(0.0, t.seconds - sum(parts.values()))  # 0 but for rounding, or waiting
     return parts
 
 
