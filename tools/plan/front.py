@@ -76,12 +76,14 @@ def plot(rows: list[Candidate], best: list[Candidate]) -> str:
             parts.append(rect(x(row) - 3, y(row) - 3, 6, 6, "#cfcfcf", f"beaten: {row.choice}"))
     steps = [f"{x(row):.1f},{y(row):.1f}" for row in best]
     parts.append(f'<polyline points="{" ".join(steps)}" fill="none" stroke="#2a9d8f"/>')
-    last = -100.0
+    last_x = last_y = -100.0
     for number, row in enumerate(best, 1):
         parts.append(rect(x(row) - 4, y(row) - 4, 8, 8, "#264653", f"{number}: {row.choice}"))
-        if x(row) - last > 16:  # those between have their number in the table
+        apart = x(row) - last_x > 16 or last_y - y(row) > 14
+        if apart:  # those between have their number in the table
             parts.append(text(x(row) - 4, y(row) - 9, str(number), "end"))
-            last = x(row)
+            last_x = x(row)
+            last_y = y(row)
     return image(HEIGHT, parts)
 
 
