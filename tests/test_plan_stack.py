@@ -22,7 +22,8 @@ from tools.plan.estimate import Playback, Ring, op_seconds
 from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
-from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack, reached, scaling_loss
+from tools.plan.routing import Chosen
+from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack, scaling_loss
 from tools.plan.step import Op, Step, Stretch, Where
 from tools.plan.trace import tracing
 
@@ -87,12 +88,21 @@ def test_fused_kernels_move_what_compiled_ones_do():
 
 
 def test_a_token_is_sent_once_to_a_host():
-    """Of 8 experts of a token over 4 hosts, 3.6 hosts are reached on average."""
-    assert reached(4, 8) * 8 == pytest.approx(4 * (1 - 0.75**8))
-    assert reached(1, 8) * 8 == 1
-    assert OURS.sent(32, 4, 8) == (1, 1)
+    """Of 8 experts of a token over 4 hosts, 3.6 hosts are reached on average. Where the router
+    chooses them in 2 of 4 groups, each on a host, it is at most 2."""
+    chosen = Chosen(256, 8)
+    assert chosen.places(4) * 8 == pytest.approx(4 * (1 - 0.75**8))
+    assert chosen.places(1) * 8 == 1
+    assert OURS.sent(32, 4, chosen) == (1, 1)
     once = Software(once_per_host=True)
-    inside, outside = once.sent(32, 4, 8)
+    inside, outside = once.sent(32, 4, chosen)
+    _, in_groups = once.sent(32, 4, Chosen(256, 8, 4, 2))
+    assert in_groups * 8 == pytest.approx(2 * (1 - 0.5**8)) and in_groups < outside
+    numbers = {"experts_per_token": 8, "expert_groups": 4, "groups_per_token": 2, "dim": 5}
+    assert Chosen.by(numbers) == Chosen(0, 8, 4, 2) and Chosen.by({}) == Chosen()
+    beside = Software(once_per_host=True, neighbouring_experts=True)
+    # 4 experts on each of 64 ranks: those of a token are on 2 ranks of one host
+    assert beside.sent(64, 8, chosen) == (2 / 8, 1 / 8)
     ring = Ring(32, 4)
     every = ring.seconds("all-to-all", 1 << 30, H100)
     fewer = ring.seconds("all-to-all", 1 << 30, H100, (inside, outside))

@@ -125,9 +125,7 @@ def seconds_by_place(plan: Plan) -> dict[tuple[str, int, int], Seconds]:
     step = plan.step
     m = machine(plan.cfg, plan.inputs)
     device = m.device.model_copy(update={"overhead_us": 0.0, "policy_us": 0.0})
-    playback = Playback(
-        step, device, m.per_host, m.compiled, m.selective, m.stack, m.experts_per_token
-    )
+    playback = Playback(step, device, m.per_host, m.compiled, m.selective, m.stack, m.chosen)
     found: dict[tuple[str, int, int], Seconds] = {}
     for stretch in step.stretches:
         where = stretch.where

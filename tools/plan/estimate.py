@@ -8,6 +8,7 @@ Nothing is fitted to a configuration. `docs/planning.md` has the formulas and ho
 from dataclasses import dataclass, field
 
 from tools.plan.device import MEMORY_EFFICIENCY, Device
+from tools.plan.routing import NO_EXPERTS, Chosen
 from tools.plan.stack import OURS, Software
 from tools.plan.step import (
     IN_BLOCKS,
@@ -163,11 +164,11 @@ def estimate(
     compiled: bool,
     selective: bool = False,
     stack: Software = OURS,
-    experts_per_token: int = 0,
+    chosen: Chosen = NO_EXPERTS,
 ) -> Estimate:
     """The time of a step. `compiled`: memory-bound operators are fused. `selective`: the overhead
     of selective checkpointing's policy is added."""
-    return Playback(step, device, per_host, compiled, selective, stack, experts_per_token).play()
+    return Playback(step, device, per_host, compiled, selective, stack, chosen).play()
 
 
 class Playback:
@@ -191,14 +192,14 @@ class Playback:
         compiled: bool,
         selective: bool,
         stack: Software = OURS,
-        experts_per_token: int = 0,
+        chosen: Chosen = NO_EXPERTS,
     ) -> None:
         self.step = step
         self.device = device
         self.compiled = compiled
         self.selective = selective
         self.stack = stack
-        self.experts_per_token = experts_per_token
+        self.chosen = chosen
         # whether all-gathers were done before the stretches that are played
         self.early_gathers = False
         self.rings = {dim: Ring.of(ranks, per_host) for dim, ranks in step.groups.items()}
@@ -281,7 +282,7 @@ class Playback:
         if op.dimension != "ep":
             return EVERY_ROW
         ring = self.rings["ep"]
-        return self.stack.sent(ring.ranks, ring.hosts, self.experts_per_token)
+        return self.stack.sent(ring.ranks, ring.hosts, self.chosen)
 
     def hidden(self, op: Op) -> float:
         """The part of a collective that runs behind computation, though the next operator needs

@@ -34,7 +34,7 @@ from parallelisms.schedules import (
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, Line, Playback, Ring
 from tools.plan.repeat import few_layers, traced, with_layers
-from tools.plan.routing import BALANCED, Routing
+from tools.plan.routing import BALANCED, NO_EXPERTS, Chosen, Routing
 from tools.plan.stack import OURS, Software
 from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
 from tools.plan.trace import trace_step, tracing
@@ -53,7 +53,7 @@ class Machine:
     compiled: bool
     selective: bool
     stack: Software = OURS
-    experts_per_token: int = 0
+    chosen: Chosen = NO_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -88,9 +88,7 @@ class Stage:
     def part(self, step: Step) -> Part:
         """step: the whole one with the stretches of this part alone."""
         m = self.machine
-        playback = Playback(
-            step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.experts_per_token
-        )
+        playback = Playback(step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.chosen)
         playback.early_gathers = m.stack.early_gathers
         time = playback.play()
         live: Sizes = {}

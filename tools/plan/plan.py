@@ -14,7 +14,7 @@ from tools.goodput import best_interval, expected
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, estimate
 from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
-from tools.plan.routing import BALANCED, Routing
+from tools.plan.routing import BALANCED, Chosen, Routing
 from tools.plan.stack import OURS, Software
 from tools.plan.step import GIB, Step, Where, fsdp_dimension
 
@@ -256,7 +256,7 @@ def machine(cfg: Config, inputs: PlanInputs) -> Machine:
         cfg.compile.enabled and inputs.on_gpu,
         cfg.activation_checkpoint.mode == "selective",
         inputs.stack.of_run(cfg),
-        check.architecture(cfg.model).get("experts_per_token", 0),
+        Chosen.by(check.architecture(cfg.model)),
     )
 
 
@@ -269,7 +269,5 @@ def make_plan(cfg: Config, inputs: PlanInputs, stages: Stages | None = None) -> 
         pipeline = make_pipeline(cfg, inputs.gpus, inputs.on_gpu, m, stages, inputs.routing)
         return Plan(cfg, inputs, pipeline.worst, pipeline.time(pipeline.slowest), pipeline)
     step = stages.whole(cfg, inputs.gpus, inputs.per_host, inputs.on_gpu, inputs.routing)
-    time = estimate(
-        step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.experts_per_token
-    )
+    time = estimate(step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.chosen)
     return Plan(cfg, inputs, step, time)

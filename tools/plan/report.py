@@ -6,13 +6,14 @@ import torch
 
 import train
 from checkpoint.state import pinned_size
+from configs import check
 from configs.schema import SCHEDULES, Config
 from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms import ep_hosts
 from parallelisms.cores import follows_rule
 from parallelisms.schedules import layers_text
 from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs, with_kernel
-from tools.plan.routing import BALANCED
+from tools.plan.routing import BALANCED, Chosen
 from tools.plan.stack import SCALING_FROM, scaling_loss
 from tools.plan.step import GIB, KINDS
 from tools.plan.unmodelled import not_modelled
@@ -225,9 +226,9 @@ def sent_between_hosts(plan: Plan) -> float:
             here = sum(rank // plan.inputs.per_host == first for rank in ranks)
             part = 1 - here / len(ranks)
             if dim == "ep":
-                _, args = train.architecture(plan.cfg)
+                chosen = Chosen.by(check.architecture(plan.cfg.model))
                 hosts = round(len(ranks) / here)
-                part *= plan.inputs.stack.sent(len(ranks), hosts, args.experts_per_token)[1]
+                part *= plan.inputs.stack.sent(len(ranks), hosts, chosen)[1]
             total += part * line.sent
     return total
 

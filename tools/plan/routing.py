@@ -82,6 +82,31 @@ class Routing(NamedTuple):
         return f"the fullest rank gets {self.factor:g} times the mean"
 
 
+class Chosen(NamedTuple):
+    """How many experts a token is sent to, and of how many groups of experts they are."""
+
+    n_experts: int = 0
+    experts_per_token: int = 0
+    expert_groups: int = 1
+    groups_per_token: int = 1
+
+    @classmethod
+    def by(cls, numbers: dict[str, Any]) -> "Chosen":
+        """numbers: of a model, as `configs.check.architecture` gives them."""
+        return cls(**{name: numbers[name] for name in cls._fields if name in numbers})
+
+    def places(self, number: int) -> float:
+        """On how many of so many hosts, or ranks, the experts of a token are, for each of them."""
+        return number * reached(1 / number, number, self) / self.experts_per_token
+
+    def places_of_neighbours(self, number: int) -> float:
+        """The same where the experts of a token follow each other, from a multiple of their number."""
+        return max(1.0, number * self.experts_per_token / self.n_experts) / self.experts_per_token
+
+
+NO_EXPERTS = Chosen()
+
+
 def reached(share: float, places: int, args: Any) -> float:
     """The part of the tokens that have an expert on one of so many places, which gets this share of
     all rows. The experts of a token are drawn independently, from its groups alone where the router

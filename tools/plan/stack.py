@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from configs.schema import Config, InputError
 from tools.plan.device import Device
+from tools.plan.routing import Chosen
 from tools.plan.step import IN_BLOCKS, Op, Where
 
 TABLE = Path(__file__).resolve().parent / "stacks.toml"
@@ -55,6 +56,7 @@ class Software(BaseModel):
     hidden_tensor: float = Field(0.0, ge=0, le=1)
     hidden_exchange: float = Field(0.0, ge=0, le=1)
     once_per_host: bool = False
+    neighbouring_experts: bool = False
     fused_kernels: bool = False
     fused_accumulation: bool = False
     early_gathers: bool = False
@@ -87,18 +89,14 @@ class Software(BaseModel):
         is_copy = op.fused == op.traffic and op.name.startswith(COPIES)
         return self.fused_kernels and is_copy
 
-    def sent(self, ranks: int, hosts: int, experts_per_token: int) -> tuple[float, float]:
+    def sent(self, ranks: int, hosts: int, chosen: Chosen) -> tuple[float, float]:
         """The part of an exchange's rows that is sent inside the host, and of those for other
         hosts. A token is sent once to a rank, and once to a host: its experts are on fewer of them
         than there are experts, if they are chosen at random."""
-        if not self.once_per_host or experts_per_token < 2:
+        if not self.once_per_host or chosen.experts_per_token < 2:
             return 1.0, 1.0
-        return reached(ranks, experts_per_token), reached(hosts, experts_per_token)
-
-
-def reached(places: int, experts_per_token: int) -> float:
-    """Places that the experts of a token are on, for each of its experts."""
-    return places * (1 - (1 - 1 / places) ** experts_per_token) / experts_per_token
+        places = chosen.places_of_neighbours if self.neighbouring_experts else chosen.places
+        return places(ranks), places(hosts)
 
 
 OURS = Software()
