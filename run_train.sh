@@ -106,7 +106,7 @@ if [[ ${program[0]} == train.py ]]; then
     while IFS= read -r word || [[ $word ]]; do
         mirror+=("$word")
     done < <("$PYTHON" -m configs.load --mirror "$@")
-    ((${#mirror[@]} == 0)) || mirror=("$PYTHON" -m tools.mirror "${mirror[@]}")
+    ((${#mirror[@]} == 0)) || mirror=("$PYTHON" -m tools.mirror --node="$NODE_RANK" "${mirror[@]}")
 fi
 if ((NGPU * MOST == 1 && RESTARTS == 0)); then
     exec ${mirror[@]+"${mirror[@]}"} "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without it

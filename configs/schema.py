@@ -79,6 +79,8 @@ def _folder(value: str) -> str:
         raise ValueError("must be written out: ~ is not expanded")
     if value.startswith("file:///"):
         return value.removeprefix("file://")
+    if re.match(r"(s3|gs|az|https?|file):/?[^/]", value):
+        raise ValueError("must have two slashes after the colon, as in s3://bucket/prefix")
     return _mirror(value) if "://" in value else value
 
 

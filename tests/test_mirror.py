@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -75,7 +76,8 @@ def started(folder: Path) -> subprocess.Popen:
 
 
 def copies(store: Server) -> dict[str, bytes]:
-    return {key.removeprefix(AT): store.object(key) for key in store.keys()}
+    names = [key for key in store.keys() if mirror.LEASE not in key]
+    return {key.removeprefix(AT): store.object(key) for key in names}
 
 
 def test_the_copy_has_what_the_folder_has_but_checkpoints(store, tmp_path, capsys):
@@ -139,6 +141,38 @@ def test_a_new_machine_goes_on_with_what_the_store_has(store, tmp_path):
     assert not (first / "checkpoints" / "metrics.jsonl").exists()
 
 
+def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, capsys):
+    """It starts before the first is asked to stop, as where a machine is taken away. If it fetched
+    at once, it would put an older log over the first one's."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    running = started(first)
+    until(lambda: AT + "logs/rank-00000.log" in store.keys())
+    timer = threading.Timer(1.5, running.terminate)
+    timer.start()
+    assert mirror.main([URL, str(second), *command(second, 0.1)]) == 0
+    assert running.wait(30 * NEIGHBOURS) == 75
+    log = "logs/rank-00000.log"
+    last = (first / log).read_bytes()
+    assert copies(store)[log].startswith(last) and (second / log).read_bytes().startswith(last)
+    assert "another run still writes there: waiting" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_is_not_taken_over(store, tmp_path, monkeypatch, capsys):
+    """Nodes of one run do not wait for each other."""
+    monkeypatch.setattr(mirror, "HANDOVER", 0.0)
+    running = started(tmp_path / "first")
+    try:
+        until(lambda: AT + "logs/rank-00000.log" in store.keys())
+        second = tmp_path / "second"
+        assert mirror.main([URL, str(second), *command(second, 0.1)]) == 2
+        assert "is being written by another run: stop it" in capsys.readouterr().err
+        assert not second.exists()
+        assert mirror.main(["--node=1", URL, str(second), *command(second, 0.1)]) == 0
+    finally:
+        running.terminate()
+        running.wait(30 * NEIGHBOURS)
+
+
 def test_a_node_does_not_send_what_another_one_writes(store, tmp_path):
     """Of two nodes without a shared folder, the second has fetched the first one's metrics. Negative
     control: if it did not know what it has fetched, it would put the old ones back."""
@@ -176,9 +210,12 @@ def test_what_is_newer_here_is_sent_and_not_replaced(store, tmp_path):
 
 def test_a_store_that_fails_does_not_end_the_command(store, tmp_path, capsys):
     folder = tmp_path / "run"
-    store.rules({"kind": "denied", "methods": ["PUT"], "rate": 1.0})
-    options = ["--seconds=0.1", URL, str(folder), *command(folder, 0.5)]
+    denied = {"kind": "denied", "methods": ["PUT"], "rate": 1.0}
+    later = threading.Timer(1.0, store.rules, [denied])
+    later.start()
+    options = ["--seconds=0.1", URL, str(folder), *command(folder, 2.0)]
     assert mirror.main(options) == 0
+    later.join()
     said = capsys.readouterr().err
     assert "it is tried again in 0 s" in said
     assert f"what else is missing in {URL} is still in {folder}" in said

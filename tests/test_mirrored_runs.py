@@ -117,6 +117,11 @@ def test_what_is_no_place_in_a_store_is_a_sentence(url):
             load_config([f"--run.{option}={url}"])
 
 
+def test_a_url_with_one_slash_is_no_folder():
+    with pytest.raises(InputError, match="must have two slashes after the colon"):
+        load_config(["--run.folder=s3:/bucket/x"])
+
+
 def test_a_run_that_nothing_copies_is_refused(tmp_path, monkeypatch):
     """train.py by itself, or below the mirror of another run: a sentence, and nothing is written."""
     monkeypatch.delenv(objects.MIRRORED, raising=False)

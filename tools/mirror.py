@@ -9,7 +9,8 @@ fetched. So a run goes on with its metrics on a new machine. What has changed is
 --seconds, and when the command has ended. A machine that is lost loses what was written since.
 
 Several nodes give the same command: each sends the files that change on it, and a rank's files have
-its number. The exit code is the command's, whatever the store does; a copy that fails is said, and
+its number. A second start with the same --node waits until the first has sent its last lines, and
+gives up after HANDOVER seconds. The exit code is the command's, whatever the store does; a copy that fails is said, and
 tried again.
 """
 
@@ -20,13 +21,17 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
+from checkpoint.stores.lease import StoreLease
 from configs.schema import InputError
-from reliability.objects import CHUNK, MIRRORED, Key, location
+from reliability.objects import CHUNK, MIRRORED, Key, Unreachable, location
 
 LEFT_OUT = "checkpoints"  # the subfolder that is not copied
+LEASE = ".mirror-"  # and the number of the node: who sends from there
+HANDOVER = 180.0  # seconds that an earlier start may take to save, end and send
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -43,7 +48,7 @@ class Mirror:
         count = 0
         for name, found in self.key.stats_below().items():
             path = PurePosixPath(name)
-            if path.parts[0] == LEFT_OUT:
+            if path.parts[0] == LEFT_OUT or name.startswith(LEASE):
                 continue
             target = self.folder / path
             if not target.exists() or target.stat().st_mtime_ns < found.mtime_ns:
@@ -108,14 +113,47 @@ def say(sentence: str) -> None:
     print(f"mirror: {sentence}", file=sys.stderr, flush=True)
 
 
-def keep_sending(mirror: Mirror, seconds: float, ended: threading.Event) -> None:
+def take_over(key: Key, node: int) -> StoreLease:
+    """Wait until nobody else sends from this node's place. Raises InputError where somebody still
+    does after HANDOVER seconds."""
+    deadline = time.monotonic() + HANDOVER
+    while True:
+        try:
+            return StoreLease(key / f"{LEASE}{node}")
+        except Unreachable:
+            raise
+        except InputError:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"{key} is being written by another run: stop it, or give another run.folder"
+                ) from None
+            say("another run still writes there: waiting for its end")
+            time.sleep(1)
+
+
+def still_ours(lease: StoreLease) -> bool:
+    """False if another start took this one for dead: its files are newer."""
+    try:
+        return lease.held()
+    except Unreachable:
+        return True  # sending says what is wrong with the store
+
+
+def send_once(mirror: Mirror, lease: StoreLease) -> str:
+    """As `Mirror.send`."""
+    if not still_ours(lease):
+        return f"another run writes to {mirror.key} by now, so nothing more is sent"
+    return mirror.send()
+
+
+def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threading.Event) -> None:
     """Until the command has ended. The last round is the caller's."""
     while not ended.wait(seconds):
-        if problem := mirror.send():
+        if problem := send_once(mirror, lease):
             say(f"{problem}; it is tried again in {seconds:.0f} s")
 
 
-def run(mirror: Mirror, command: list[str], seconds: float) -> int:
+def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -> int:
     """Returns the exit code of the command, 128 + n if signal n has killed it."""
     process = subprocess.Popen(command, env={**os.environ, MIRRORED: str(mirror.key)})
 
@@ -126,7 +164,7 @@ def run(mirror: Mirror, command: list[str], seconds: float) -> int:
     # Ctrl-C reaches the command itself
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
-    sender = threading.Thread(target=keep_sending, args=(mirror, seconds, ended))
+    sender = threading.Thread(target=keep_sending, args=(mirror, lease, seconds, ended))
     sender.start()
     try:
         code = process.wait()
@@ -139,7 +177,7 @@ def run(mirror: Mirror, command: list[str], seconds: float) -> int:
         say(
             f"{mirror.folder / LEFT_OUT} is not copied: checkpoint.store keeps checkpoints in a store"
         )
-    if problem := mirror.send():
+    if problem := send_once(mirror, lease):
         say(f"{problem}; this and what else is missing in {mirror.key} is still in {mirror.folder}")
     return code if code >= 0 else 128 - code
 
@@ -149,6 +187,7 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m tools.mirror",
         description="Run a command, and keep a copy of its run's folder in an object store.",
     )
+    parser.add_argument("--node", type=int, default=0, help="number of this machine [%(default)s]")
     parser.add_argument("--seconds", type=float, default=60, help="between copies [%(default)s]")
     parser.add_argument("url", help="where the copy is kept, such as s3://bucket/debug")
     parser.add_argument("folder", type=Path, help="run.folder of the command")
@@ -161,15 +200,22 @@ def main(argv: list[str] | None = None) -> int:
         if not args.command:
             raise InputError("there is no command to run after the folder")
         mirror = Mirror(args.folder, key)
+        lease = take_over(key, args.node)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    try:
         count = mirror.fetch()
         say(
             f"{args.folder} is copied to {key} every {args.seconds:g} s"
             + (f"; {count} files came from there" if count else "")
         )
+        return run(mirror, lease, args.command, args.seconds)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    return run(mirror, args.command, args.seconds)
+    finally:
+        lease.release()
 
 
 if __name__ == "__main__":
