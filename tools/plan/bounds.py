@@ -134,9 +134,11 @@ def seconds_by_place(plan: Plan) -> dict[tuple[str, int, int], Seconds]:
         rows = [row for row in stretch.rows if isinstance(row, Op) and not of_fsdp(row)]
         began = playback.now
         moved = playback.result.memory_bound
+        waited = exchange_exposed(playback)
         playback.play_stretch(Stretch(where, rows))
         moved = playback.result.memory_bound - moved
         growing = sum(grows(row, playback) for row in rows)
+        growing += waiting_that_grows(playback, waited, rows, step.times(where))
         key = where.phase, where.block, where.micro
         before = found.get(key, Seconds())
         found[key] = Seconds(
@@ -154,6 +156,8 @@ def of_fsdp(op: Op) -> bool:
 def grows(op: Op, playback: Playback) -> float:
     """Seconds of an operator that are twice as many for twice the tokens."""
     device = playback.device
+    if op.kind and op.flight and playback.stack.hidden_dispatch:
+        return 0.0  # waiting_that_grows
     if op.kind:
         ring = playback.rings.get(op.dimension)
         if ring is None or op.kind in ("send", "receive"):
@@ -168,6 +172,25 @@ def grows(op: Op, playback: Playback) -> float:
     if "backward" in op.name:
         attention /= device.attention_backward
     return op.matmul_flops / rate + attention
+
+
+def exchange_exposed(playback: Playback) -> float:
+    """Seconds in which compute has waited for rows of experts."""
+    lines = playback.result.lines
+    return sum(lines[key].exposed for key in lines if key[1] == "all-to-all")
+
+
+def waiting_that_grows(playback: Playback, before: float, rows: list[Op], times: int) -> float:
+    """The same for exchanges that something else may hide. For twice the tokens both are twice as
+    long, without the latency of a message. before: `exchange_exposed` before these rows."""
+    if not playback.stack.hidden_dispatch:
+        return 0.0
+    latency = sum(
+        playback.rings[row.dimension].seconds(row.kind, 0, playback.device, EVERY_ROW)
+        for row in rows
+        if row.kind and row.flight and row.dimension in playback.rings
+    )
+    return max(0.0, (exchange_exposed(playback) - before) / times - latency)
 
 
 class Bounds:

@@ -180,6 +180,8 @@ class Playback:
       computed. Compute waits for the all-gather of its own weights.
     - FSDP's reduce-scatter (and HSDP's all-reduce) starts when the block's gradients are there.
       Clipping waits for the last.
+    - An exchange of experts starts when the one before has ended. Compute waits for it where the
+      trainer does, after the shared experts, or at once if the stack has no `hidden_dispatch`.
     - The collectives of tensor and context parallelism, and all small ones, block compute: the
       next operator needs their result.
     """
@@ -209,6 +211,9 @@ class Playback:
         self.bar_start = 0.0  # start of the present stretch of uninterrupted compute
         self.link_free = 0.0  # when FSDP's stream is free
         self.all_gather_from = 0.0  # earliest start of the next all-gather
+        self.exchange_free = 0.0  # when the last exchange of experts has ended
+        # Op.flight -> its end, mesh dimension
+        self.flights: dict[int, tuple[float, str]] = {}
         # (end, mesh dimension) of the all-gathers in flight
         self.all_gather_ends: list[tuple[float, str]] = []
         # clipping waits for this one
@@ -236,8 +241,12 @@ class Playback:
                 continue
             if op.kind:
                 self.communicate(op, where, times)
+            elif op.flight:
+                self.wait_for(op.flight, where, times)
             else:
                 self.compute(op, where, times)
+        for flight in list(self.flights):
+            self.wait_for(flight, where, times)
         self.end_bar(where)
 
     def end_bar(self, where: Where) -> None:
@@ -263,6 +272,12 @@ class Playback:
         stream = f"{op.dimension} {op.kind}"
         if not op.background:
             seconds *= 1 - self.hidden(op)
+            if op.flight and self.stack.hidden_dispatch:
+                start = max(self.now, self.exchange_free)
+                self.exchange_free = start + seconds
+                self.result.bars.append((stream, start, self.exchange_free, place(where)))
+                self.flights[op.flight] = self.exchange_free, op.dimension
+                return
             self.end_bar(where)
             self.result.bars.append((stream, self.now, self.now + seconds, place(where)))
             line.exposed += times * seconds
@@ -276,6 +291,14 @@ class Playback:
             self.all_gather_ends.append((self.link_free, op.dimension))
         else:
             self.last_reduction = (op.dimension, op.kind)
+
+    def wait_for(self, flight: int, where: Where, times: int) -> None:
+        """Compute needs the rows of an exchange, if one is on its way."""
+        end, dimension = self.flights.pop(flight, (self.now, "ep"))
+        if end > self.now:
+            self.end_bar(where)
+            self.result.line(dimension, "all-to-all").exposed += times * (end - self.now)
+            self.now = self.bar_start = end
 
     def sent(self, op: Op) -> tuple[float, float]:
         """As `Ring.seconds` asks: which part of an all-to-all's rows is sent."""

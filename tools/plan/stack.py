@@ -55,6 +55,7 @@ class Software(BaseModel):
     gemm_traffic: float = Field(0.0, ge=0)
     hidden_tensor: float = Field(0.0, ge=0, le=1)
     hidden_exchange: float = Field(0.0, ge=0, le=1)
+    hidden_dispatch: bool = False
     once_per_host: bool = False
     neighbouring_experts: bool = False
     fused_kernels: bool = False
@@ -99,12 +100,12 @@ class Software(BaseModel):
         return places(ranks), places(hosts)
 
 
-OURS = Software()
-
-
 def load_stack(name: str) -> Software:
     """A row of the table. Raises InputError."""
     table = tomli.loads(TABLE.read_text(encoding="utf-8"))
     if name not in table:
         raise InputError(f"--stack {name}: unknown; known are {', '.join(table)}")
     return Software(**table[name])
+
+
+OURS = load_stack("plumbline")

@@ -77,6 +77,8 @@ class Op:
     bytes_per_moe_layer: int = 0
     background: bool = False  # a collective on FSDP's stream, which overlaps with compute
     wait: bool = False  # FSDP's copy-out, which waits for its all-gather
+    # of an exchange of experts, and of the "wait" for it: which of its stretch, from 1
+    flight: int = 0
     reads: dict[int, int] = field(default_factory=dict)  # storage -> bytes
     writes: dict[int, int] = field(default_factory=dict)
 

@@ -87,6 +87,7 @@ COLLECTIVES = {
 }
 # an unknown operator of these that moves data is an error
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
+EXCHANGES = ("ep", ep_hosts.PEERS, ep_hosts.HOST)  # dimensions of dispatch and combine
 MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
 
@@ -281,6 +282,7 @@ class Trace(TorchDispatchMode):
         # not padded
         self.value_width = 0
         self.moe_layers = 0  # in this rank's part of the model
+        self.flights: dict[int, int] = {}  # storage that an exchange fills -> its Op.flight
         self.patches = ExitStack()
 
     # Memory.
@@ -367,6 +369,7 @@ class Trace(TorchDispatchMode):
             return func(*args, **kwargs)
         if args and isinstance(args[0], FakeTensor):
             if func is functional.wait_tensor.default:
+                self.end_flight(args[0])
                 return args[0]
             if func is aten._local_scalar_dense.default:
                 return 1.0  # a loss, a gradient norm, and that they are finite
@@ -411,7 +414,11 @@ class Trace(TorchDispatchMode):
         known = {self.number(t) for t in inputs}
         made = [t for t in tensors_in(out) if self.number(t) not in known]
         if func in COLLECTIVES:
-            self.rows().append(self.collective(func, args, out))
+            op = self.collective(func, args, out)
+            self.rows().append(op)
+            if op.kind == "all-to-all" and op.dimension in EXCHANGES:
+                op.flight = len(self.rows())
+                self.flights[self.numbers[out.untyped_storage()._cdata]] = op.flight
             return
         _, name = func._schema.name.split("::")
         if func.namespace in COLLECTIVE_NAMESPACES and name not in MOVES_NOTHING:
@@ -450,6 +457,13 @@ class Trace(TorchDispatchMode):
         if len(shape) > 1 and shape[0] == self.moe_layers and self.outside_blocks():
             op.bytes_per_moe_layer = op.message // self.moe_layers
         return op
+
+    def end_flight(self, rows: torch.Tensor) -> None:
+        """Somebody waits for a collective. That matters for those of EXCHANGES, which go on while
+        something else is computed."""
+        number = self.numbers.get(rows.untyped_storage()._cdata)
+        if flight := self.flights.pop(number, 0):
+            self.rows().append(Op("wait", flight=flight))
 
     def outside_blocks(self) -> bool:
         return not 0 <= self.where.block < len(self.job.model.layers)
