@@ -371,6 +371,11 @@ RULES = {
         "hosts, and {parallelism.expert_parallel} is no such multiple of the {local_world} "
         'processes of a host: use "flat", or change expert_parallel',
     ),
+    "ep_chunks": (
+        lambda c: c.parallelism.expert_chunks > 1 and c.parallelism.expert_parallel == 1,
+        "{parallelism.expert_chunks} has no effect without {parallelism.expert_parallel}: no rows "
+        "are exchanged then; set it to 1",
+    ),
     "ep_reshard": (  # as in tp_reshard: experts are sharded over a slice of the ranks
         lambda c: (
             _is_number(c.parallelism.reshard_after_forward) and c.parallelism.expert_parallel > 1

@@ -549,6 +549,8 @@ class Parallelism(Table):
     expert_exchange: Literal["flat", "hierarchical"] = "flat"
     """How tokens reach experts on other hosts: a row for each expert, or (hierarchical) once to each
     host."""
+    expert_chunks: int = Field(1, ge=1, le=16)
+    """Chunks of a rank's tokens: the exchange of one runs behind the experts of another."""
     async_tensor_parallel: bool = False
     """Hide tensor parallelism's gathers and scatters behind its matmuls (needs compiled blocks and
     NVLink)."""

@@ -100,16 +100,8 @@ class Experts(nn.Module):
 
     def weights_for_forward(self) -> list[Tensor]:
         """w1, w2 and w3 as forward multiplies with them, and what else a subclass computes with.
-        Expert parallelism replaces this and `begin`."""
+        Expert parallelism replaces this."""
         return [self.w1, self.w2, self.w3]
-
-    def begin(self, rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
-        """What computes `forward` of these. Where the rows must travel first, they leave now."""
-
-        def compute() -> Tensor:
-            return self(rows, counts)
-
-        return compute
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [M, D], sorted by expert; counts int64 [X]: how many each has -> [M, D]."""
@@ -167,19 +159,13 @@ class MixtureOfExperts(nn.Module):
     ) -> Callable[[], Tensor]:
         """Send each token to its experts. Returns what waits, computes and combines: the weighted
         sum of each token's experts, [N, D]. tokens [N, D]; chosen int64 [N, k]; weights [N, k];
-        counts int64 [X]: the rows of each expert. Expert parallelism may replace this."""
-        k = chosen.shape[1]
+        counts int64 [X]: the rows of each expert. Expert parallelism replaces this."""
         # order [M]: which (token, choice) each row is of
         order = chosen.flatten().argsort(stable=True)
-        compute = self.experts.begin(tokens[order // k], counts)
+        rows = tokens[order // chosen.shape[1]]
 
         def combine() -> Tensor:
-            rows = compute()  # [M, D]
-            # back [M]: which row each (token, choice) has got
-            numbers = torch.arange(len(order), device=order.device)
-            back = torch.empty_like(order).scatter_(0, order, numbers)
-            of_tokens = rows[back].view(*chosen.shape, rows.shape[1])  # [N, k, D]
-            return torch.bmm(weights.to(rows.dtype)[:, None], of_tokens).squeeze(1)
+            return weighted(self.experts(rows, counts), order, weights)
 
         return combine
 
@@ -196,6 +182,16 @@ class MixtureOfExperts(nn.Module):
         # [B, X], 1 where all experts get as many
         share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts
         return self.args.balance_loss * torch.einsum("btx,bx->", affinities, share)
+
+
+def weighted(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts, [N, D]. rows [M, D]: their outputs, sorted by
+    expert; order int64 [M]: which (token, choice) each is of; weights [N, k]."""
+    # back [M]: which row each (token, choice) has got
+    numbers = torch.arange(len(order), device=order.device)
+    back = torch.empty_like(order).scatter_(0, order, numbers)
+    of_tokens = rows[back].view(*weights.shape, rows.shape[1])  # [N, k, D]
+    return torch.bmm(weights.to(rows.dtype)[:, None], of_tokens).squeeze(1)
 
 
 class MixtureBlock(Block):

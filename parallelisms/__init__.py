@@ -15,8 +15,7 @@ hooks, and it replaces methods on instances. This is the whole list of the metho
 | `Experts.weights_for_forward` | ep.py | this rank's part of the DTensors |
 | | models/lora.py | adapters beside them |
 | `Linear.forward` in a block | models/lora.py | adds what the adapters give |
-| `Experts.begin` | ep.py | all-to-alls for dispatch and combine |
-| `MixtureOfExperts.dispatch` | ep_hosts.py | the same in two steps, between hosts and inside |
+| `MixtureOfExperts.dispatch` | ep_chunks.py | all-to-alls for dispatch and combine |
 | `MixtureOfExperts.counts_of_whole_sequences` | ep.py | several ranks share a sequence |
 
 Each is declared on its class (models/layers.py, models/moe.py) and keeps its signature. A core that
@@ -51,6 +50,11 @@ def check_torch(cfg: Config, shares_experts: bool, version: tuple[int, ...] = VE
             f"parallelism.expert_parallel or tensor_parallel) needs torch 2.12, "
             f"and this is {torch.__version__}: set it to false"
         )
+    if version < (2, 12) and cfg.parallelism.expert_chunks > 1:
+        raise InputError(
+            "parallelism.expert_chunks > 1 needs torch 2.12, whose FSDP gathers the experts of a "
+            f"block once for all chunks, and this is {torch.__version__}: set it to 1"
+        )
 
 
 def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, str]) -> nn.Module:
@@ -75,7 +79,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
     """
     check_torch(cfg, mesh.experts_mesh is not None)
     cores.check(model, mesh, cfg.training.attention)
-    ep.apply(model, mesh, cfg.parallelism.expert_exchange)
+    ep.apply(model, mesh, cfg.parallelism)
     tp.apply(model, mesh.tp_mesh, tp_plan)
     lora.apply(model, mesh, cfg, tp_plan)
     if cfg.parallelism.async_tensor_parallel:

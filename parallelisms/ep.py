@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from parallelisms import ep_hosts, in_flight
+from configs.schema import Parallelism
+from models.moe import weighted
+from parallelisms import ep_chunks, ep_hosts, in_flight
 from parallelisms.mesh import Mesh
 
 
-def apply(model: nn.Module, mesh: Mesh, exchange: str = "flat") -> nn.Module:
+def apply(model: nn.Module, mesh: Mesh, cfg: Parallelism) -> nn.Module:
     """Leave this rank its experts, in place, let the mixtures dispatch rows to those of others, and
-    let them count the tokens of whole sequences. The model is on `meta`. exchange: as in
-    `parallelism.expert_exchange`."""
+    let them count the tokens of whole sequences. The model is on `meta`."""
     sharing_dims = [dim for dim in ("cp", "tp") if mesh.sizes[dim] > 1]
     sharing_sequences = [mesh.device_mesh.get_group(dim) for dim in sharing_dims]
     sum_over_ranks = partial(summed, groups=sharing_sequences)
@@ -39,9 +40,15 @@ def apply(model: nn.Module, mesh: Mesh, exchange: str = "flat") -> nn.Module:
         if sharing_sequences:
             mixture.counts_of_whole_sequences = sum_over_ranks
         if mesh.experts_mesh is not None:
-            distribute(mixture.experts, mesh, exchange)
-    if exchange == "hierarchical":
-        ep_hosts.apply(model, mesh)
+            distribute(mixture.experts, mesh)
+    if mesh.ep == 1:
+        return model
+    exchange = partial(flat, group=mesh.experts_mesh["ep"].get_group())
+    if cfg.expert_exchange == "hierarchical":
+        peers, host = ep_hosts.open_groups(mesh)
+        exchange = partial(ep_hosts.by_host, peers=peers, host=host)
+    for mixture in model.mixtures().values():
+        mixture.dispatch = ep_chunks.in_chunks(exchange(mixture.experts), cfg.expert_chunks)
     return model
 
 
@@ -52,16 +59,13 @@ def summed(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
     return counts
 
 
-def distribute(experts: nn.Module, mesh: Mesh, exchange: str) -> None:
-    """Leave this rank its part of the experts, a models/moe.py::Experts, in place. In the flat
-    exchange it is they who dispatch and combine."""
+def distribute(experts: nn.Module, mesh: Mesh) -> None:
+    """Leave this rank its part of the experts, a models/moe.py::Experts, in place."""
     ep_mesh = mesh.experts_mesh["ep"]
     for name, weight in list(experts.named_parameters()):
         part = distribute_tensor(weight, ep_mesh, [Shard(0)], src_data_rank=None)
         experts.register_parameter(name, nn.Parameter(part))
     experts.weights_for_forward = local_parts(experts.weights_for_forward, mesh.tp / mesh.ep)
-    if mesh.ep > 1 and exchange == "flat":
-        experts.begin = exchanged(experts, ep_mesh.get_group())
 
 
 class ScaledGradient(torch.autograd.Function):
@@ -102,31 +106,37 @@ def rows_per_rank(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]
     return sent, received
 
 
-def exchanged(
+def flat(
     experts: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup
-) -> Callable[[Tensor, Tensor], Callable[[], Tensor]]:
-    """A `begin` for `Experts` (rows [M, D] sorted by expert, counts int64 [X]; what it returns gives
-    [M, D]). experts: those of this rank, which get the rows for them from all ranks."""
+) -> ep_chunks.Prepare:
+    """The exchange by one all-to-all of rows, sorted by expert. experts: those of this rank, which
+    get the rows for them from all ranks."""
 
-    def begin(rows: Tensor, counts: Tensor) -> Callable[[], Tensor]:
+    def prepare(x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> ep_chunks.Leave:
+        order = chosen.flatten().argsort(stable=True)  # [M], as in models/moe.py
         leaving = counts.view(group.size(), -1)  # [ranks, X / ep]
         # [ranks, X / ep]
         coming = funcol.wait_tensor(funcol.all_to_all_single(leaving, None, None, group))
         sent, received = rows_per_rank(leaving, coming)
-        # Dispatch: rank after rank, each by expert.
-        flight = in_flight.begin(rows, received, sent, group)
 
-        def finish() -> Tensor:
-            arrived = in_flight.wait(flight)
-            own = torch.arange(coming.shape[1], device=coming.device).repeat(group.size())
-            numbers = own.repeat_interleave(coming.flatten(), output_size=sum(received))
-            order = numbers.argsort(stable=True)  # by expert, whatever the rank
-            results = experts(arrived[order], coming.sum(0))
-            # Combine: back into the order of arrival, and to the ranks that sent the rows.
-            numbers = torch.arange(len(order), device=order.device)
-            back = torch.empty_like(order).scatter_(0, order, numbers)
-            return funcol.all_to_all_single_autograd(results[back], sent, received, group)
+        def leave() -> ep_chunks.Compute:
+            # Dispatch: rank after rank, each by expert.
+            flight = in_flight.begin(x[order // chosen.shape[1]], received, sent, group)
 
-        return finish
+            def compute() -> ep_chunks.Combine:
+                arrived = in_flight.wait(flight)
+                own = torch.arange(coming.shape[1], device=coming.device).repeat(group.size())
+                numbers = own.repeat_interleave(coming.flatten(), output_size=sum(received))
+                by_expert = numbers.argsort(stable=True)  # whatever the rank
+                results = experts(arrived[by_expert], coming.sum(0))
+                # Combine: back into the order of arrival, and to the ranks that sent the rows.
+                numbers = torch.arange(len(by_expert), device=by_expert.device)
+                back = torch.empty_like(by_expert).scatter_(0, by_expert, numbers)
+                returning = in_flight.begin(results[back], sent, received, group)
+                return lambda: weighted(in_flight.wait(returning), order, weights)
 
-    return begin
+            return compute
+
+        return leave
+
+    return prepare

@@ -17,6 +17,7 @@ Shapes:  N tokens of this rank   D = dim   X experts   k experts of a token   H 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from torch.distributed import _functional_collectives as funcol
 
 from configs.schema import InputError
 from models.kernels.precision import wide, wide_type
-from parallelisms import in_flight
+from parallelisms import ep_chunks, in_flight
 from parallelisms.mesh import Mesh, world
 
 PEERS, HOST = "ep_peers", "ep_host"  # names of the two groups, in Mesh.more_groups
@@ -52,17 +53,10 @@ class Sizes(NamedTuple):
     rows: int  # of its experts: a copy has one for each expert that it is there for
 
 
-def apply(model: nn.Module, mesh: Mesh) -> None:
-    """Let the mixtures dispatch and combine by host, in place. parallelisms/ep.py has left this
-    rank its experts. Every rank calls this: it opens two groups."""
-    peers, host = open_groups(mesh)
-    for mixture in model.mixtures().values():
-        mixture.dispatch = by_host(mixture.experts, peers, host)
-
-
 def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The ranks with this one's place on the hosts of its ep group, and the ranks of its host.
-    Raises InputError, on every rank, where hosts have different numbers of ranks."""
+    Every rank calls this. Raises InputError, on every rank, where hosts have different numbers of
+    ranks."""
     local = world().local_size  # configs/check.py: it divides ep
     on_hosts = mesh.gather(local)
     if len(set(on_hosts)) > 1:
@@ -87,28 +81,24 @@ def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 def by_host(
     experts: nn.Module, peers: dist.ProcessGroup, host: dist.ProcessGroup
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Callable[[], Tensor]]:
-    """A `dispatch` for `models/moe.py::MixtureOfExperts`. experts: those of this rank."""
+) -> ep_chunks.Prepare:
+    """The exchange by host. experts: those of this rank."""
 
-    def dispatch(
-        x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
-    ) -> Callable[[], Tensor]:
-        """x [N, D]; chosen int64 [N, k]; weights [N, k]; counts int64 [X]. What it returns gives
-        [N, D]. Copies leave for other hosts at once."""
+    def prepare(x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> ep_chunks.Leave:
         sizes = exchange_sizes(chosen, counts, peers, host)
         of_host = len(counts) // peers.size()  # experts of a host
         of_rank = of_host // host.size()
 
         def on_rank(tokens: Dispatched) -> Tensor:
-            return compute(experts, tokens, of_rank, sizes.rows)
+            return results_of(experts, tokens, of_rank, sizes.rows)
 
         def on_host(tokens: Dispatched) -> Tensor:
-            return visit(host, tokens, of_rank, sizes.to_ranks, sizes.from_ranks, on_rank)()
+            return visit(host, tokens, of_rank, sizes.to_ranks, sizes.from_ranks, on_rank)()()
 
         tokens = Dispatched(x, chosen, weights.to(x.dtype))
-        return visit(peers, tokens, of_host, sizes.to_peers, sizes.from_peers, on_host)
+        return partial(visit, peers, tokens, of_host, sizes.to_peers, sizes.from_peers, on_host)
 
-    return dispatch
+    return prepare
 
 
 def visit(
@@ -118,11 +108,11 @@ def visit(
     sent: list[int],
     received: list[int],
     work: Callable[[Dispatched], Tensor],
-) -> Callable[[], Tensor]:
+) -> ep_chunks.Compute:
     """Send a copy of each token to the ranks of the group where it has experts. What this returns
-    lets `work` turn what arrives [n, D] into results [n, D], and adds those of each token
-    -> [n, D]. size: the experts of a rank, or of all ranks that it stands for. sent, received:
-    copies, by rank."""
+    lets `work` turn what arrives [n, D] into results [n, D], and sends them back; what that returns
+    adds those of each token -> [n, D]. size: the experts of a rank, or of all ranks that it stands
+    for. sent, received: copies, by rank."""
     n, width = tokens.x.shape
     # [m]: rank after rank, each in the tokens' order
     copies = first_true(reached(tokens.experts, group.size(), size).T, sum(sent)) % n
@@ -131,17 +121,17 @@ def visit(
     experts = funcol.all_to_all_single(experts, received, sent, group)
     flight = in_flight.begin(rows, received, sent, group)
 
-    def finish() -> Tensor:
+    def compute() -> ep_chunks.Combine:
         own = funcol.wait_tensor(experts) - group.rank() * size
         arrived = in_flight.wait(flight)  # [n of the next step, D + k]
         results = work(Dispatched(arrived[:, :width], own, arrived[:, width:]))
-        results = funcol.all_to_all_single_autograd(results, sent, received, group)  # [m, D]
-        return added(results, copies, n)
+        returning = in_flight.begin(results, sent, received, group)  # [m, D]
+        return lambda: added(in_flight.wait(returning), copies, n)
 
-    return finish
+    return compute
 
 
-def compute(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:
+def results_of(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:
     """The weighted results of this rank's experts, added for each token -> [n, D]. size: their
     number. rows: for all tokens together."""
     n, k = tokens.experts.shape

@@ -590,6 +590,14 @@ RULE_CASES = {
         'use "flat"',
         "parallelism.expert_parallel=8",
     ),
+    "ep_chunks": (
+        "model.family=deepseek_v3 parallelism.expert_chunks=2",
+        1,
+        1,
+        "parallelism.expert_chunks = 2 has no effect without parallelism.expert_parallel = 1|"
+        "set it to 1",
+        "parallelism.expert_chunks=1",
+    ),
     "ep_reshard": (
         "model.family=qwen3 model.flavor=debug_moe parallelism.expert_parallel=4 "
         "parallelism.reshard_after_forward=2 "

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.schema import InputError
 from models.moe import Experts, MixtureOfExperts
-from parallelisms import ep, ep_hosts, in_flight
+from parallelisms import ep, ep_chunks, ep_hosts, in_flight
 from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
 from tests.covering import covering_array
@@ -30,6 +31,7 @@ from tools.bench.in_flight import wait_at_once
 HOSTS, RANKS, OF_RANK = 3, 2, 2
 WORLD, X, K, DIM, HIDDEN = 6, 12, 5, 7, 11
 PEAK = 13  # tokens of the last rank
+CHUNKS = 4  # more than the tokens of some ranks
 
 
 def tokens_of(rank: int) -> int:
@@ -115,7 +117,9 @@ def plainly(experts: Experts, *inputs: Tensor) -> Tensor:
     return MixtureOfExperts.dispatch(SimpleNamespace(experts=experts), *inputs, counts)()
 
 
-def exchange_errors(name: str, groups: tuple) -> tuple[dict[str, float], dict[str, int]]:
+def exchange_errors(
+    name: str, groups: tuple, chunks: int = 1
+) -> tuple[dict[str, float], dict[str, int]]:
     """The largest errors of this rank's results and gradients; and the rows that it sent to other
     hosts by the hierarchical and by the flat exchange, with what each should be."""
     torch.manual_seed(7)
@@ -131,26 +135,26 @@ def exchange_errors(name: str, groups: tuple) -> tuple[dict[str, float], dict[st
     right_grads = torch.autograd.grad(right, [*all_inputs, *experts.parameters()], grad)
 
     part = part_of(experts, rank)
-    dispatch = ep_hosts.by_host(part, *groups)
+    dispatch = ep_chunks.in_chunks(ep_hosts.by_host(part, *groups), chunks)
     own = [tensor.detach()[mine].requires_grad_() for tensor in (x, weights)]
     counts = chosen[mine].flatten().bincount(minlength=X)
     with CountRows() as by_host:
         out = dispatch(own[0], chosen[mine], own[1], counts)()
         grads = torch.autograd.grad(out, [*own, *part.parameters()], grad[mine])
     flat = part_of(experts, rank)
-    flat.begin = ep.exchanged(flat, dist.group.WORLD)
+    flat_dispatch = ep_chunks.in_chunks(ep.flat(flat, dist.group.WORLD), chunks)
     with CountRows() as of_flat:
-        flat_mixture = SimpleNamespace(experts=flat)
-        out_flat = MixtureOfExperts.dispatch(flat_mixture, own[0], chosen[mine], own[1], counts)()
-        torch.autograd.grad(out_flat, own, grad[mine])
+        out_flat = flat_dispatch(own[0], chosen[mine], own[1], counts)()
+        grads_flat = torch.autograd.grad(out_flat, [*own, *flat.parameters()], grad[mine])
 
     of_rank = slice(rank * OF_RANK, (rank + 1) * OF_RANK)
     wanted = [right[mine], right_grads[0][mine], right_grads[1][mine]]
     wanted += [gradient[of_rank] for gradient in right_grads[2:]]
     names = ("results", "x", "weights", "w1", "w2", "w3")
     errors = {}
-    for what, value, want in zip(names, (out, *grads), wanted, strict=True):
-        errors[what] = ((value - want).norm() / (want.norm() or 1)).item()
+    for exchange, values in ("", (out, *grads)), ("flat ", (out_flat, *grads_flat)):
+        for what, value, want in zip(names, values, wanted, strict=True):
+            errors[exchange + what] = ((value - want).norm() / (want.norm() or 1)).item()
     hosts = chosen[mine] // (OF_RANK * RANKS)  # [N, k]
     others = [host for host in range(HOSTS) if host != rank // RANKS]
     rows = {
@@ -187,14 +191,14 @@ def mesh_of_experts() -> SimpleNamespace:
 
 def fanned_out_twice() -> object:
     """The mistake: a rank gets two copies of a token, and computes with both."""
-    real = ep_hosts.compute
+    real = ep_hosts.results_of
 
     def twice(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:
         both = Dispatched(*(torch.cat((tensor, tensor)) for tensor in tokens))
         results = real(experts, both, size, 2 * rows)
         return results[: len(tokens.x)] + results[len(tokens.x) :]
 
-    return mock.patch.object(ep_hosts, "compute", twice)
+    return mock.patch.object(ep_hosts, "results_of", twice)
 
 
 def combined_early() -> object:
@@ -203,30 +207,49 @@ def combined_early() -> object:
 
     def early(
         group: dist.ProcessGroup, tokens: Dispatched, size: int, sent: list[int], *rest: object
-    ) -> Callable[[], Tensor]:
+    ) -> ep_chunks.Compute:
         def added(rows: Tensor, places: Tensor, n: int) -> Tensor:
             return add(rows[: sent[0]], places[: sent[0]], n)
 
         add = ep_hosts.added
-        finish = real(group, tokens, size, sent, *rest)
+        compute = real(group, tokens, size, sent, *rest)
 
-        def finish_early() -> Tensor:
-            with mock.patch.object(ep_hosts, "added", added):
-                return finish()
+        def compute_all() -> ep_chunks.Combine:
+            combine = compute()
 
-        return finish_early
+            def combine_early() -> Tensor:
+                with mock.patch.object(ep_hosts, "added", added):
+                    return combine()
+
+            return combine_early
+
+        return compute_all
 
     return mock.patch.object(ep_hosts, "visit", early)
 
 
-def every_routing() -> tuple[dict[str, tuple], dict[str, dict]]:
+def swapped_chunks() -> object:
+    """The mistake: the results of the last chunk come first."""
+
+    def cat(chunks: list[Tensor]) -> Tensor:
+        return torch.cat(chunks[::-1])
+
+    wrong = SimpleNamespace(cat=cat, ones_like=torch.ones_like)
+    return mock.patch.object(ep_chunks, "torch", wrong)
+
+
+def every_routing() -> tuple[dict[str, tuple], dict[str, dict], dict[str, dict]]:
+    """The errors of each routing; those of each mistake; and those of each routing in chunks."""
     groups = open_groups()
     right = {name: exchange_errors(name, groups) for name in ROUTINGS}
+    in_chunks = {name: exchange_errors(name, groups, CHUNKS)[0] for name in ROUTINGS}
     wrong = {}
     for mistake in fanned_out_twice, combined_early:
         with mistake():
             wrong[mistake.__name__], _ = exchange_errors("spread", groups)
-    return right, wrong
+    with swapped_chunks():
+        wrong["swapped_chunks"], _ = exchange_errors("spread", groups, CHUNKS)
+    return right, wrong, in_chunks
 
 
 @pytest.fixture(scope="module")
@@ -237,14 +260,21 @@ def routed() -> list[tuple]:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_results_and_gradients_are_those_of_one_process(routed, name):
-    for rank, (right, _) in enumerate(routed):
+    for rank, (right, *_) in enumerate(routed):
         errors, _ = right[name]
         assert max(errors.values()) < 1e-12, (rank, errors)
 
 
-@pytest.mark.parametrize("mistake", ["fanned_out_twice", "combined_early"])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_chunks_have_the_results_and_gradients_of_one_process(routed, name):
+    """Also on ranks with fewer tokens than chunks, and with none."""
+    for rank, (_, _, in_chunks) in enumerate(routed):
+        assert max(in_chunks[name].values()) < 1e-12, (rank, in_chunks[name])
+
+
+@pytest.mark.parametrize("mistake", ["fanned_out_twice", "combined_early", "swapped_chunks"])
 def test_negative_control_a_wrong_exchange_is_seen(routed, mistake):
-    for rank, (_, wrong) in enumerate(routed[1:], start=1):  # rank 0 has no tokens
+    for rank, (_, wrong, _) in enumerate(routed[1:], start=1):  # rank 0 has no tokens
         errors = wrong[mistake]
         assert errors["results"] > 0.1 and errors["x"] > 0.1, (rank, errors)
 
@@ -254,7 +284,7 @@ def test_a_token_crosses_to_a_host_once_and_back_once(routed, name):
     """Rows that a rank sends over the wire: in dispatch and combine of the forward pass, and in
     those of the backward pass. Combine sends the results of other ranks' tokens, so it is their
     sum that counts. Negative control: the flat exchange sends a row for each expert."""
-    every = [right[name][1] for right, _ in routed]
+    every = [right[name][1] for right, *_ in routed]
     for rows in every:
         assert rows["token and host"] <= rows["tokens"] * (HOSTS - 1)
         dispatch, inside, back_inside, _ = rows["by host"][:4]
@@ -321,6 +351,44 @@ def test_a_mesh_of_two_hosts_equals_the_plain_model():
     check("ep4 by host", chosen, factors=FACTORS)
 
 
+IN_CHUNKS = "--parallelism.expert_chunks=3"
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize(
+    "mesh, more",
+    [
+        ("ep2", []),
+        pytest.param("ep4 by host", [], marks=pytest.mark.slow),
+        pytest.param(
+            "ep2xpp2",
+            ["--parallelism.pipeline_schedule=zero_bubble", "--model.n_layers=4"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("experts on ep2xtp2", [], marks=pytest.mark.slow),
+    ],
+)
+def test_chunks_on_a_mesh_equal_the_plain_model(mesh, more):
+    """No rank's tokens can be split into three equal chunks."""
+    rows = [
+        ("deepseek_v3", "float64", "none", "reduced each time"),
+        ("gpt_oss", "float32", "full", "reduced once"),
+        ("qwen3 experts", "float64", "selective", "none"),
+    ]
+    names = ("experts", "dtype", "checkpointing", "accumulation")
+    chosen = [settings(**dict(zip(names, row, strict=True))) for row in rows]
+    check(mesh, chosen[: 1 if more else 3], [IN_CHUNKS, *more], factors=FACTORS)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_compiled_chunks_equal_the_plain_model():
+    more = [IN_CHUNKS, "--compile.enabled=true", "--compile.backend=aot_eager"]
+    check(
+        "ep2", [settings(experts="deepseek_v3", checkpointing="selective")], more, factors=FACTORS
+    )
+
+
 @pytest.mark.exhaustive
 @pytest.mark.cap(600)
 @pytest.mark.parametrize("mesh", MESHES)
@@ -357,7 +425,7 @@ def test_compiled_blocks_equal_the_plain_model():
 
 
 class Order:
-    """Notes when rows leave, when they are waited for, and when the shared experts compute."""
+    """Notes when rows leave, when they are waited for, and when experts compute."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -371,15 +439,19 @@ class Order:
         self.seen.append("arrive")
         return self.real[1](rows)
 
-    def note_shared(self, shared: nn.Module) -> None:
-        shared.register_forward_hook(lambda *_: self.seen.append("shared"))
-        shared.w2.weight.register_hook(lambda _: self.seen.append("shared"))
+    def watch(self, mixture: MixtureOfExperts) -> None:
+        for name, module in ("shared", mixture.shared_experts), ("experts", mixture.experts):
+            module.register_forward_hook(partial(self.note, name))
+
+    def note(self, name: str, _: nn.Module, __: tuple, out: Tensor) -> None:
+        self.seen.append(name)
+        out.register_hook(lambda _: self.seen.append(name))
 
     def patched(self) -> object:
         return mock.patch.multiple(in_flight, send=self.send, arrived=self.arrived)
 
 
-def orders(exchange: str) -> tuple[list[str], list[str]]:
+def orders(exchange: str, chunks: int) -> tuple[list[str], list[str]]:
     """What one rank sees in forward and in backward of a mixture with shared experts, as it is and
     where the rows are waited for at once."""
     torch.manual_seed(dist.get_rank())
@@ -390,14 +462,14 @@ def orders(exchange: str) -> tuple[list[str], list[str]]:
         for weight in mixture.parameters():
             nn.init.normal_(weight, std=0.1)
         mixture.experts = part_of(layer(), dist.get_rank()).float()
-        if exchange == "flat":
-            mixture.experts.begin = ep.exchanged(mixture.experts, dist.group.WORLD)
-        else:
-            mixture.dispatch = ep_hosts.by_host(mixture.experts, *groups)
+        prepare = ep.flat(mixture.experts, dist.group.WORLD)
+        if exchange == "hierarchical":
+            prepare = ep_hosts.by_host(mixture.experts, *groups)
+        mixture.dispatch = ep_chunks.in_chunks(prepare, chunks)
         if at_once:
             wait_at_once(mixture)
         order = Order()
-        order.note_shared(mixture.shared_experts)
+        order.watch(mixture)
         with order.patched():
             out, _ = mixture(torch.randn(1, 5, DIM, requires_grad=True))
             order.seen.append("backward")
@@ -423,15 +495,23 @@ def numbers_of_a_mixture() -> SimpleNamespace:
     )
 
 
+@pytest.mark.parametrize("chunks", [1, 2, 3])
 @pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
-def test_shared_experts_compute_while_rows_are_on_their_way(exchange):
-    """In forward, and in backward those of the gradients. Between hosts, that is: the rows for the
-    ranks of this host follow. Negative control: waiting at once."""
-    inside = ["leave", "arrive"] if exchange == "hierarchical" else []
-    overlapped = ["leave", "shared", "arrive", *inside]
-    for seen, at_once in run_ranks(WORLD, orders, exchange):
-        assert seen == [*overlapped, "backward", *inside, "leave", "shared", "arrive"]
-        assert at_once != seen and at_once[:2] == ["leave", "arrive"]
+def test_experts_compute_while_rows_are_on_their_way(exchange, chunks):
+    """The shared ones behind all dispatches, the others behind the next dispatch and the combine
+    before; in backward the same in reverse. Between hosts, that is: the rows for the ranks of this
+    host follow. Negative control: waiting at once."""
+    experts = ["experts"]
+    if exchange == "hierarchical":
+        experts = ["leave", "arrive", "experts", "leave", "arrive"]
+    of_chunk = ["arrive", *experts, "leave"]
+    forward = ["leave"] * chunks + ["shared"] + of_chunk * chunks + ["arrive"] * chunks
+    other = {"leave": "arrive", "arrive": "leave"}
+    backward = [other.get(event, event) for event in reversed(forward)]
+    for seen, at_once in run_ranks(WORLD, orders, exchange, chunks):
+        assert seen == [*forward, "backward", *backward]
+        assert at_once != seen and at_once[:chunks] == ["leave"] * chunks
+        assert at_once.index("shared") > at_once.index("arrive")
 
 
 def on_two_hosts(fn: Callable, *args: object) -> object:

@@ -42,6 +42,7 @@ QWEN3 = [*BASE, "--model.family=qwen3", "--model.flavor=debug_moe"]
 DEEPSEEK = [*BASE, "--model.family=deepseek_v3", "--model.flavor=debug"]
 GPT_OSS = [*BASE, "--model.family=gpt_oss", "--model.flavor=debug"]
 CP2 = "--parallelism.context_parallel=2"
+CHUNKS = "--parallelism.expert_chunks=4"
 EP2, EP4 = (f"--parallelism.expert_parallel={ranks}" for ranks in (2, 4))
 
 
@@ -97,7 +98,15 @@ def real_steps(cases: list[tuple[str, list[str]]]) -> list[tuple]:
 
 CASES = {  # name: (ranks, (routing, options) of each case)
     "2 ranks": (2, [("uneven", [*QWEN3, EP2, FULL])]),
-    "more on 2 ranks": (2, [("even", [*DEEPSEEK, EP2, SELECTIVE]), ("uneven", [*DEEPSEEK, NONE])]),
+    "more on 2 ranks": (
+        2,
+        [
+            ("even", [*DEEPSEEK, EP2, SELECTIVE]),
+            ("uneven", [*DEEPSEEK, NONE]),
+            ("even", [*DEEPSEEK, EP2, FULL, CHUNKS]),
+            ("even", [*GPT_OSS, EP2, NONE, CHUNKS]),
+        ],
+    ),
     # apart: PyTorch keeps the groups of a first mesh for a second
     "ep2xfsdp2": (4, [("uneven", [*DEEPSEEK, EP2, FULL])]),
     "ep4": (4, [("uneven", [*QWEN3, EP4, SELECTIVE, "--training.local_batch_size=1"])]),

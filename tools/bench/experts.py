@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from models.layers import FeedForward
 from models.moe import Experts, MixtureOfExperts
-from parallelisms import ep
+from parallelisms import ep, ep_chunks
 from parallelisms import mesh as meshes
 from tools.bench import harness
 
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace) -> None:
     for name, weight in list(dealt.experts.named_parameters()):
         part = weight.detach().chunk(here.size)[here.rank].clone()
         setattr(dealt.experts, name, nn.Parameter(part))
-    dealt.experts.begin = ep.exchanged(dealt.experts, dist.group.WORLD)
+    dealt.dispatch = ep_chunks.in_chunks(ep.flat(dealt.experts, dist.group.WORLD), 1)
     seconds = harness.alternate(
         {"local": work(local, tokens), "dealt": work(dealt, tokens.clone())},
         args.rounds,

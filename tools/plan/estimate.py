@@ -180,7 +180,7 @@ class Playback:
       computed. Compute waits for the all-gather of its own weights.
     - FSDP's reduce-scatter (and HSDP's all-reduce) starts when the block's gradients are there.
       Clipping waits for the last.
-    - An exchange of experts starts when the one before has ended. Compute waits for it where the
+    - An exchange of experts starts when the one before of its group has ended. Compute waits for it where the
       trainer does, after the shared experts, or at once if the stack has no `hidden_dispatch`.
     - The collectives of tensor and context parallelism, and all small ones, block compute: the
       next operator needs their result.
@@ -211,7 +211,8 @@ class Playback:
         self.bar_start = 0.0  # start of the present stretch of uninterrupted compute
         self.link_free = 0.0  # when FSDP's stream is free
         self.all_gather_from = 0.0  # earliest start of the next all-gather
-        self.exchange_free = 0.0  # when the last exchange of experts has ended
+        # mesh dimension -> when its last exchange of experts has ended
+        self.exchange_free: dict[str, float] = {}
         # Op.flight -> its end, mesh dimension
         self.flights: dict[int, tuple[float, str]] = {}
         # (end, mesh dimension) of the all-gathers in flight
@@ -273,10 +274,10 @@ class Playback:
         if not op.background:
             seconds *= 1 - self.hidden(op)
             if op.flight and self.stack.hidden_dispatch:
-                start = max(self.now, self.exchange_free)
-                self.exchange_free = start + seconds
-                self.result.bars.append((stream, start, self.exchange_free, place(where)))
-                self.flights[op.flight] = self.exchange_free, op.dimension
+                start = max(self.now, self.exchange_free.get(op.dimension, 0.0))
+                end = self.exchange_free[op.dimension] = start + seconds
+                self.result.bars.append((stream, start, end, place(where)))
+                self.flights[op.flight] = end, op.dimension
                 return
             self.end_bar(where)
             self.result.bars.append((stream, self.now, self.now + seconds, place(where)))

@@ -927,7 +927,7 @@ def trace_step(
         job = train.build(cfg)
         if job.mesh.ep > 1:
             tokens = cfg.training.local_batch_size * cfg.training.seq_len
-            tokens //= job.mesh.cp * job.mesh.tp
+            tokens //= job.mesh.cp * job.mesh.tp * cfg.parallelism.expert_chunks
             rows = tokens * job.args.experts_per_token
             sizes = routing.all_to_all_splits(rows, job.mesh.ep)
             stack.enter_context(mock.patch.object(ep, "rows_per_rank", lambda *_: sizes))
