@@ -177,6 +177,16 @@ def keep_gathered(model: nn.Module, keep: bool) -> None:
         model.set_reshard_after_backward(not keep)
 
 
+def gather_ahead(model: nn.Module) -> None:
+    """Begin to all-gather all weights, in the order of forward, which waits for those of each module
+    as it comes to it. The optimizer has made its step, and nothing is unsharded."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()  # before the first forward FSDP does not know its root
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
+
+
 def end_backward(model: nn.Module) -> None:
     """Run FSDP's post-backward by hand: reduce-scatter the gradients and reshard.
 

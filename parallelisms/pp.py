@@ -357,6 +357,8 @@ class PipelineStep:
         # (stage, microbatch) -> what its backward needs
         self.in_flight: dict[tuple[int, int], tuple] = {}
         self.left = dict(table.backwards)  # backwards of each stage that have not ended
+        # whether weights stay unsharded from a stage's first forward to its last backward
+        self.gathers_once = model.cfg.reshard_after_forward in ("default", False)
 
     def play(self) -> None:
         play = {
@@ -366,6 +368,10 @@ class PipelineStep:
             BACKWARD_WEIGHT: self.backward_weight,
         }
         stages = len(self.model.placement)
+        if self.scale is not None and self.gathers_once:
+            # while the first microbatch is with other ranks
+            for number in dict.fromkeys(action.stage for action in self.table.actions):
+                dp.gather_ahead(self.model.stages[number])
         for i, action in enumerate(self.table.actions):
             began = time.monotonic()
             waited = self.messages.waited
@@ -460,14 +466,11 @@ class PipelineStep:
 
     def synchronise(self, number: int, stage: nn.Module) -> None:
         """Before FSDP's post-backward. In the last backward of a stage it reduces the gradients over
-        the data-parallel ranks, and reshards. The weights stay unsharded until then, unless every
-        forward reshards too."""
+        the data-parallel ranks, and reshards, unless every forward does."""
         self.left[number] -= 1
         is_last = self.left[number] == 0
         dp.synchronise_gradients(stage, is_last, self.model.cfg.accumulate_gradients)
-        dp.keep_gathered(
-            stage, not is_last and self.model.cfg.reshard_after_forward in ("default", False)
-        )
+        dp.keep_gathered(stage, not is_last and self.gathers_once)
 
 
 def name_of(key: Result) -> str:

@@ -279,10 +279,12 @@ def timeline(
     placement: list[int],
     seconds: Callable[[Action], float],
     travel: Callable[[int, int], float] = lambda *_: 0.0,
+    ready: Callable[[Action], float] = lambda _: 0.0,
 ) -> Timeline:
-    """When every action begins and ends, if each takes `seconds(action)`, and a result that another
-    rank needs travels for `travel(sender, receiver)` seconds, during which both work on. Raises
-    ValueError for a table in which ranks wait for each other for ever."""
+    """When every action begins and ends, if each takes `seconds(action)`, none begins before
+    `ready(action)`, and a result that another rank needs travels for `travel(sender, receiver)`
+    seconds, during which both work on. Raises ValueError for a table in which ranks wait for each
+    other for ever."""
     ended: dict[Result, float] = {}
     played: Timeline = [[] for _ in table]
     left = sum(map(len, table))
@@ -293,7 +295,7 @@ def timeline(
                 needed = needs(action, len(placement))
                 if any(r not in ended for r in needed):
                     break
-                begin = played[rank][-1][2] if played[rank] else 0.0
+                begin = max(ready(action), played[rank][-1][2] if played[rank] else 0.0)
                 for r in needed:
                     sender = placement[r[1]]
                     on_the_way = travel(sender, rank) if sender != rank else 0.0

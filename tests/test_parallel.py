@@ -14,16 +14,19 @@ import importlib.util
 import itertools
 import shutil
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from parallelisms import async_tp, tp
+from parallelisms import async_tp, dp, pp, tp
 from parallelisms.mesh import world
+from tests import parity
 from tests.covering import covering_array, every_pair, pairs
 from tests.parity import (
     BATCH,
@@ -35,11 +38,13 @@ from tests.parity import (
     SGD,
     STEPS,
     TWO_MICROBATCHES,
+    VOCAB,
     check,
     combination_of,
     compare,
     matrix,
     plain,
+    trajectories,
     trajectory,
     whole_model,
 )
@@ -177,6 +182,79 @@ def test_several_stages_per_rank_on_four_ranks_equal_the_plain_model():
         [combination_of(accumulation="reduced once", optimizer="sgd", embeddings="tied")],
         layers,
     )
+
+
+class Order(TorchDispatchMode):
+    """The all-gathers of weights and the forward passes of a step, as they begin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.seen.append("all-gather")
+        elif func.namespace == "profiler" and args[0] is not None and str(args[0]) == "forward":
+            self.seen.append("forward")
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_a_step(options: list[str]) -> list[str]:
+    """Of the first step."""
+    job = train.build(load_config(options, 4, 4))
+    with Order() as order:
+        train.train_step(job, random_batch(job))
+    return order.seen
+
+
+def random_batch(job: train.Job) -> dict[str, torch.Tensor]:
+    microbatches = job.cfg.training.microbatches(job.mesh.dp_size)
+    shape = (microbatches, job.cfg.training.local_batch_size, job.cfg.training.seq_len)
+    return {name: torch.randint(VOCAB, shape) for name in ("tokens", "labels")}
+
+
+TWO_STAGES_A_RANK = [
+    *OPTIONS,
+    "--training.local_batch_size=1",
+    "--parallelism.pipeline_parallel=2",
+    "--parallelism.pipeline_schedule=interleaved_1f1b",
+    "--model.n_layers=5",
+]
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+def test_a_pipeline_gathers_the_weights_of_all_stages_before_its_first_forward(reshards):
+    """And never again in the step. Negative control: weights that are freed after each forward are
+    gathered as they are needed."""
+    more = ["--parallelism.reshard_after_forward=true"] if reshards else []
+    for seen in run_ranks(4, order_of_a_step, [*TWO_STAGES_A_RANK, *more]):
+        before = seen.index("forward")
+        after = seen.count("all-gather") - before
+        assert (after > 0) if reshards else (before > 2 and after == 0), seen
+
+
+def gathered_before_the_update(*args: object) -> list:
+    """The mistake: the weights of the next step are gathered when the last one's microbatches are
+    done, which is before the optimizer."""
+    real = pp.PipelineStep.play
+
+    def play(step: pp.PipelineStep) -> None:
+        real(step)
+        if step.scale is not None:
+            for stage in step.model.stages.values():
+                dp.gather_ahead(stage)
+
+    with mock.patch.object(pp.PipelineStep, "play", play):
+        return trajectories(*args)
+
+
+def test_negative_control_weights_of_the_step_before_are_seen():
+    chosen = combination_of(optimizer="sgd", accumulation="reduced once")
+    with (
+        mock.patch.object(parity, "trajectories", gathered_before_the_update),
+        pytest.raises(AssertionError, match="pp2xfsdp2"),
+    ):
+        check("pp2xfsdp2", [chosen])
 
 
 # traced and partitioned for real; fast enough for tests

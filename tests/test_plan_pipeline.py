@@ -18,17 +18,18 @@ from configs.load import load_config
 from configs.schema import SCHEDULES
 from parallelisms import pp, schedules
 from parallelisms.mesh import open_mesh
-from parallelisms.schedules import BACKWARD
+from parallelisms.schedules import BACKWARD, FORWARD, Action
 from tests.ranks import run_ranks
 from tools.plan import pipeline, trace
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
 from tools.plan.drawing import drawing
 from tools.plan.drawing import main as draw
-from tools.plan.estimate import Ring
+from tools.plan.estimate import Estimate, Ring
 from tools.plan.pipeline import Part, Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.report import recomputes_often, report
+from tools.plan.stack import OURS
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = (
@@ -360,3 +361,33 @@ def test_a_search_tries_pipelines(tmp_path, capsys):
     assert ranking[0].split()[4] == "2" and {"1f1b", "zero_bubble", "-"} <= {
         word for row in ranking for word in row.split()
     }
+
+
+def test_first_forwards_begin_when_their_weights_come():
+    """A rank gathers the weights of its stages in their order, each four layers in 2 seconds, and
+    computes each in 1: the last layer, a quarter of a second, begins when its weights are there."""
+    first, second = Action(FORWARD, 0, 0), Action(FORWARD, 2, 0)
+    part = Part(Estimate(1.0), 0.0, (0, 0), {}, {}, {}, gathers=2.0)
+    rank = SimpleNamespace(
+        actions=[first, second, Action(FORWARD, 0, 1), Action(BACKWARD, 2, 0)],
+        costs={first: part, second: part},
+        layers_of={0: range(4), 2: range(8, 12)},
+    )
+    gathers = pipeline.Gathers([rank])
+    assert [gathers.ready(action) for action in rank.actions] == [1.25, 3.25, 0.0, 0.0]
+
+
+def test_gathering_ahead_is_planned_between_gathers_on_demand_and_none():
+    cfg = config(4, "interleaved_1f1b")
+    slow = load_device("h100").model_copy(update={"link_gb_per_s": 0.5})
+    stages, seconds = Stages(), {}
+    for name, p, early in (
+        ("on demand", {"reshard_after_forward": True}, False),
+        ("ahead", {}, False),
+        ("free", {}, True),
+    ):
+        inputs = PlanInputs(4, 4, slow, stack=OURS.model_copy(update={"early_gathers": early}))
+        parallelism = cfg.parallelism.model_copy(update=p)
+        again = cfg.model_copy(update={"parallelism": parallelism})
+        seconds[name] = make_plan(again, inputs, stages).time.seconds
+    assert seconds["free"] < 0.99 * seconds["ahead"] < 0.98 * seconds["on demand"], seconds

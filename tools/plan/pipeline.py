@@ -54,6 +54,8 @@ class Machine:
     selective: bool
     stack: Software = OURS
     chosen: Chosen = NO_EXPERTS
+    # a pipeline's stages gather their weights at the start of the step: parallelisms/dp.py::gather_ahead
+    gathers_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Part:
     change: Sizes  # what it leaves more or less
     peak: Sizes  # more or less than at its begin, when it needs most
     most: Sizes  # each kind by itself, at most
+    gathers: float = 0.0  # seconds of its all-gathers, where they have begun before
 
 
 class Stage:
@@ -89,8 +92,12 @@ class Stage:
         """step: the whole one with the stretches of this part alone."""
         m = self.machine
         playback = Playback(step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.chosen)
-        playback.early_gathers = m.stack.early_gathers
+        playback.early_gathers = m.stack.early_gathers or m.gathers_ahead
         time = playback.play()
+        gathers = 0.0
+        if m.gathers_ahead and not m.stack.early_gathers:
+            keys = [(op.dimension, op.kind) for _, _, op in step.ops() if op.background]
+            gathers = sum(time.lines[key].seconds for key in set(keys) if key[1] == "all-gather")
         live: Sizes = {}
         most: Sizes = {}
         peak: Sizes = {}
@@ -103,7 +110,7 @@ class Stage:
                 highest = total
                 peak = dict(live)
         tail = max(0.0, playback.link_free - playback.now)
-        return Part(time, tail, step.flops(), live, peak, most)
+        return Part(time, tail, step.flops(), live, peak, most, gathers)
 
     def action(self, action: Action, microbatches: int) -> Part:
         traced = self.step.microbatches
@@ -468,8 +475,9 @@ def played(
     def seconds(action: Action) -> float:
         return ranks[placement[action.stage]].seconds(action)
 
-    at_once = schedules.timeline(table, placement, seconds)
-    real = schedules.timeline(table, placement, seconds, travel)
+    gathers = Gathers(ranks)
+    at_once = schedules.timeline(table, placement, seconds, ready=gathers.ready)
+    real = schedules.timeline(table, placement, seconds, travel, gathers.ready)
     ends = []  # of each rank's last action
     reduced = []  # of its last gradient reduction
     for rank, actions in zip(ranks, real):
@@ -485,6 +493,29 @@ def played(
     step_seconds = start + max(reduced) + rest + 2 * tied
     reduction = max(reduced) - max(ends)
     return Pipeline(ranks, real, schedules.bubble(real), p2p, reduction, step_seconds)
+
+
+class Gathers:
+    """The all-gathers of a pipeline's weights that a rank begins at the start of the step, one after
+    another, in the order in which its stages come to their first forward."""
+
+    def __init__(self, ranks: list[Rank]) -> None:
+        self.begins: dict[Action, float] = {}  # first forward of a stage -> earliest begin
+        for rank in ranks:
+            gathered = 0.0
+            for action in rank.actions:
+                if action.kind != FORWARD or action.microbatch > 0:
+                    continue
+                part = rank.costs[action]
+                layers = max(1, len(rank.layers_of[action.stage]))
+                # Forward waits for its first layer, and has its last one left when that comes.
+                first_layer = gathered + part.gathers / layers
+                gathered += part.gathers
+                last_layer = gathered - part.time.seconds * (layers - 1) / layers
+                self.begins[action] = max(first_layer, last_layer)
+
+    def ready(self, action: Action) -> float:
+        return self.begins.get(action, 0.0)
 
 
 def largest_sent(part: Part) -> int:

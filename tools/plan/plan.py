@@ -257,6 +257,7 @@ def machine(cfg: Config, inputs: PlanInputs) -> Machine:
         cfg.activation_checkpoint.mode == "selective",
         inputs.stack.of_run(cfg),
         Chosen.by(check.architecture(cfg.model)),
+        cfg.parallelism.reshard_after_forward in ("default", False),
     )
 
 
