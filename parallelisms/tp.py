@@ -58,24 +58,8 @@ from parallelisms.tp_plain import (
     RouterOfSlice,
     SequenceSlice,
     SplitSinks,
+    VocabEmbedding,
 )
-
-
-class VocabEmbedding(RowwiseParallel):
-    """Splits the vocabulary rows of an embedding. The output is this rank's slice of the sequence,
-    as a plain tensor.
-
-    Its reduce-scatter is synchronous. RowwiseParallel's asynchronous one hands the first block a
-    tensor that torch 2.13 unwraps without its gradient when the block is compiled: the embedding
-    would silently not be trained.
-    """
-
-    def __init__(self):
-        super().__init__(input_layouts=Replicate(), output_layouts=Shard(1))
-
-    @staticmethod
-    def _prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh):
-        return outputs.redistribute(placements=output_layouts, async_op=False).to_local()
 
 
 class VocabWeight(ParallelStyle):

@@ -19,6 +19,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
@@ -378,9 +380,6 @@ def test_what_needs_a_gpu_says_so():
 def stock_embedding(options: list[str], dp_size: int) -> dict:
     """The bug put back: PyTorch's own RowwiseParallel, whose output collective is asynchronous, on
     the embedding."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import RowwiseParallel
-
     tp.STYLES["vocab_embedding"] = lambda: RowwiseParallel(
         input_layouts=Replicate(), output_layouts=Shard(1)
     )
@@ -399,6 +398,38 @@ def test_negative_control_asynchronous_embedding_loses_its_gradient():
     assert any("grad of tok_embeddings" in p for p in problems), (
         "the comparison did not notice a lost gradient"
     )
+
+
+class WholeVocabulary(TorchDispatchMode):
+    """Counts the results with a row for each token of the vocabulary."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its own dispatch comes back with plain tensors
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.count += out.ndim == 2 and len(out) == VOCAB
+        return out
+
+
+def whole_vocabularies(stock: bool) -> int:
+    """Of a step on two ranks of tensor parallelism."""
+    if stock:
+        tp.STYLES["vocab_embedding"] = lambda: RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1)
+        )
+    job = train.build(load_config([*OPTIONS, "--parallelism.tensor_parallel=2"], 2, 2))
+    with WholeVocabulary() as mode:
+        train.train_step(job, random_batch(job))
+    return mode.count
+
+
+def test_no_rank_computes_a_gradient_of_the_whole_vocabulary():
+    """Negative control: PyTorch's own style does."""
+    assert run_ranks(2, whole_vocabularies, False) == [0, 0]
+    assert min(run_ranks(2, whole_vocabularies, True)) > 0
 
 
 def test_clipping_is_in_force_where_a_run_says_so():
