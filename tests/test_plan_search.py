@@ -310,7 +310,14 @@ def test_larger_spaces_are_searched_alike(options):
 
 def test_a_stage_is_traced_with_its_own_dense_layers(monkeypatch):
     """Also where the flavor, and not the file, says how many the model has: here three."""
-    cfg = load_config(["configs/deepseek_v3_671b.toml", "--parallelism.expert_parallel=1"])
+    cfg = load_config(
+        [
+            "configs/deepseek_v3_671b.toml",
+            "--parallelism.expert_parallel=1",
+            "--parallelism.expert_chunks=1",
+            "--parallelism.expert_exchange=flat",
+        ]
+    )
     traced = []
     monkeypatch.setattr(pipeline, "trace_step", lambda cfg, *_, **__: traced.append(cfg))
     for position, layers, dense in ((0, 4, 3), (1, 2, 1), (1, 2, 0), (2, 1, 0)):

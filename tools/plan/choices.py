@@ -28,6 +28,7 @@ class Choice(NamedTuple):
     context_parallel: int = 1
     method: str = "gather"  # parallelism.context_parallel_method
     expert_parallel: int = 1
+    exchange: str = "flat"  # parallelism.expert_exchange
 
     def applied_to(self, cfg: Config) -> Config:
         parallelism = {
@@ -42,7 +43,10 @@ class Choice(NamedTuple):
             "context_parallel": self.context_parallel,
             "context_parallel_method": self.method,
             "expert_parallel": self.expert_parallel,
+            "expert_exchange": self.exchange,
         }
+        if self.expert_parallel == 1:
+            parallelism["expert_chunks"] = 1
         mode = {"mode": self.mode}
         batch = {"local_batch_size": self.local_batch_size}
         tables = {
@@ -59,6 +63,8 @@ class Choice(NamedTuple):
             parts.append(f"context_parallel_method = {self.method}")
         if self.expert_parallel > 1:
             parts.append(f"expert_parallel = {self.expert_parallel}")
+        if self.exchange != "flat":
+            parts.append(f"expert_exchange = {self.exchange}")
         if self.replicas > 1:
             parts.append(f"data_parallel_replicate = {self.replicas}")
         if self.pipeline_parallel > 1:
@@ -83,6 +89,7 @@ class Choice(NamedTuple):
             context_parallel=self.context_parallel,
             method=self.method,
             expert_parallel=self.expert_parallel,
+            exchange=self.exchange,
         )
 
     @property
@@ -136,8 +143,17 @@ def bases(cfg: Config, inputs: PlanInputs) -> list[Choice]:
     for tp, (cp, method), ep in product(degrees, contexts, experts):
         if inputs.gpus % (tp * cp):
             continue
+        spans_hosts = ep > inputs.per_host and ep % inputs.per_host == 0
         choice = Choice(
-            tp, 1, "full", 1, "whole", context_parallel=cp, method=method, expert_parallel=ep
+            tp,
+            1,
+            "full",
+            1,
+            "whole",
+            context_parallel=cp,
+            method=method,
+            expert_parallel=ep,
+            exchange=cfg.parallelism.expert_exchange if spans_hosts else "flat",
         )
         tp_only = cp == 1 and len(experts) == 1
         if tp_only or legal(choice.applied_to(with_batch(inputs.gpus, cfg)), inputs):
