@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.kernels.combine import weighted
 from models.kernels.grouped_product import grouped_product
 from models.kernels.precision import wide
 from models.layers import Block, Decoder, Documents, FeedForward
@@ -182,16 +183,6 @@ class MixtureOfExperts(nn.Module):
         # [B, X], 1 where all experts get as many
         share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts
         return self.args.balance_loss * torch.einsum("btx,bx->", affinities, share)
-
-
-def weighted(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts, [N, D]. rows [M, D]: their outputs, sorted by
-    expert; order int64 [M]: which (token, choice) each is of; weights [N, k]."""
-    # back [M]: which row each (token, choice) has got
-    numbers = torch.arange(len(order), device=order.device)
-    back = torch.empty_like(order).scatter_(0, order, numbers)
-    of_tokens = rows[back].view(*weights.shape, rows.shape[1])  # [N, k, D]
-    return torch.bmm(weights.to(rows.dtype)[:, None], of_tokens).squeeze(1)
 
 
 class MixtureBlock(Block):

@@ -25,7 +25,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from configs.schema import Parallelism
-from models.moe import weighted
+from models.kernels.combine import weighted
 from parallelisms import ep_chunks, ep_hosts, in_flight
 from parallelisms.mesh import Mesh
 

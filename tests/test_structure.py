@@ -44,6 +44,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     "parallelisms": {
         "configs.cpu",
         "configs.schema",
+        "models.kernels.combine",
         "models.kernels.document_attention",
         "models.kernels.precision",
         "models.kernels.ruled_attention",

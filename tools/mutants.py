@@ -172,6 +172,7 @@ TESTS = {
     ],
     "models/kernels/ruled_attention.py": ["attention_rules"],
     "models/kernels/precision.py": ["float64", FSDP],
+    "models/kernels/combine.py": [EP],
     "models/kernels/grouped_product.py": [
         "experts::test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes",
         "experts::test_the_kernel_of_gpus_computes_what_the_loop_does",
@@ -246,6 +247,7 @@ TESTS = {
         "experts::test_one_expert_gets_every_token",
     ],
     "parallelisms/ep_hosts.py": ["ep_hosts"],
+    "parallelisms/ep_chunks.py": ["ep_hosts"],
     "parallelisms/in_flight.py": ["ep_hosts", EP],
     "parallelisms/pp.py": [
         "schedules",

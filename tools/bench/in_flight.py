@@ -1,12 +1,12 @@
-"""Whether dispatch hides behind the shared experts: a MoE layer on two ranks, whose rows take a
+"""Whether the exchange of rows hides behind experts: a MoE layer on two ranks, whose rows take a
 stated time to arrive, on a simulated wire, which sleeps.
 
     python -m tools.bench.in_flight [--rounds 9] [--json out.json]
 
-The ranks exchange real rows by gloo. The rows of a dispatch, and their gradients in backward, may be
-used when the wire has had its time, which is a share of the time of the shared experts' forward
-pass. Combine is not on this wire: nothing hides it. `exposed` is how much longer forward and
-backward take than without a wire, relative to the time of both transfers.
+The ranks exchange real rows by gloo. Rows of dispatch and combine, and their gradients in backward,
+may be used when the wire has had its time, one transfer after the other. All chunks together take a
+share of the time of the shared experts' forward pass. `exposed` is how much longer forward and
+backward take than without a wire, relative to the time of the four transfers.
 """
 
 import argparse
@@ -26,25 +26,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from models.moe import MixtureOfExperts
-from parallelisms import ep, in_flight
+from parallelisms import ep, ep_chunks, in_flight
 from tools.bench import experts, harness
 
 TOKENS, DIM, EXPERT_DIM, EXPERTS, PER_TOKEN, SHARED = 2048, 512, 256, 8, 2, 4
 SHARES = (0.25, 0.5, 1.0)  # of the shared experts' forward, that a transfer takes
-WAYS = {"as it is": False, "waits at once": True}
+WAYS = {  # (chunks, whether rows are waited for at once)
+    "one chunk": (1, False),
+    "two chunks": (2, False),
+    "four chunks": (4, False),
+    "waits at once": (1, True),
+}
 
 
 class SlowLink:
-    """Rows are there after `seconds`."""
+    """Rows are there after `seconds`, which begin when those before are there."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.due: dict[int, float] = {}
+        self.free = 0.0  # when the last rows are there
         self.real = in_flight.send, in_flight.arrived
 
     def send(self, rows: Tensor, route: in_flight.Route) -> Tensor:
         arriving = self.real[0](rows, route)
-        self.due[arriving.data_ptr()] = time.monotonic() + self.seconds
+        self.free = max(self.free, time.monotonic()) + self.seconds
+        self.due[arriving.data_ptr()] = self.free
         return arriving
 
     def arrived(self, rows: Tensor) -> Tensor:
@@ -59,7 +66,7 @@ class SlowLink:
             yield
 
 
-def layer(waits_at_once: bool) -> MixtureOfExperts:
+def layer(chunks: int, waits_at_once: bool) -> MixtureOfExperts:
     """The layer of a rank of two, with its half of the experts."""
     numbers = experts.numbers(
         argparse.Namespace(
@@ -72,7 +79,7 @@ def layer(waits_at_once: bool) -> MixtureOfExperts:
     for name, weight in list(mixture.experts.named_parameters()):
         half = weight.detach().chunk(2)[dist.get_rank()].clone()
         setattr(mixture.experts, name, nn.Parameter(half))
-    mixture.experts.begin = ep.exchanged(mixture.experts, dist.group.WORLD)
+    mixture.dispatch = ep_chunks.in_chunks(ep.flat(mixture.experts, dist.group.WORLD), chunks)
     if waits_at_once:
         wait_at_once(mixture)
     return mixture
@@ -98,15 +105,15 @@ def measure(rounds: int) -> None:
     tokens = torch.randn(1, TOKENS, DIM)
     wire = SlowLink()
     work = {}
-    for way, waits_at_once in WAYS.items():
-        mixture = layer(waits_at_once)
+    for way, (chunks, waits_at_once) in WAYS.items():
+        mixture = layer(chunks, waits_at_once)
         work[way] = experts.work(mixture, tokens.clone())
     forward = harness.alternate({"": partial(mixture.shared_experts, tokens)}, 5)[""]
     shared = torch.tensor(statistics.median(forward), dtype=torch.float64)
     dist.broadcast(shared, 0)
 
     def step(way: str, share: float) -> None:
-        wire.seconds = share * shared.item()
+        wire.seconds = share * shared.item() / WAYS[way][0]
         work[way]()
         dist.barrier()
 
@@ -141,7 +148,7 @@ def main() -> None:
         without = seconds[f"{way} 0"]
         more = statistics.median(a - b for a, b in zip(with_wire, without, strict=True))
         times = (statistics.median(without), share * shared, statistics.median(with_wire))
-        exposed = more / (2 * share * shared)
+        exposed = more / (4 * share * shared)
         rows.append([way, *(f"{t * 1e3:,.0f} ms" for t in times), f"{exposed:.0%}"])
     notes = (
         f"{TOKENS:,} tokens of width {DIM} on each rank, {PER_TOKEN} of {EXPERTS} experts and "
@@ -149,7 +156,7 @@ def main() -> None:
         f"forward takes {shared * 1e3:,.0f} ms. {args.rounds} alternating rounds."
     )
     columns = ["the layer", "without a wire", "a transfer", "with it", "exposed"]
-    harness.report("Dispatch behind the shared experts", columns, rows, notes, args.json)
+    harness.report("The exchange of rows behind experts", columns, rows, notes, args.json)
 
 
 if __name__ == "__main__":
