@@ -1,6 +1,7 @@
 """Configurations: every mistake is named in a sentence, all at once, before anything is launched or
 written."""
 
+import math
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from configs import check
 from configs.load import (
@@ -1899,6 +1901,50 @@ def test_architecture_of_a_flavor_with_overrides(monkeypatch):
         InputError, match="model.rope_theta: the family llama has no such number; remove it"
     ):
         read(flavor="tiny", rope_theta=5.0)
+
+
+LEAST = {
+    "dim": 2,
+    "n_layers": 1,
+    "n_heads": 1,
+    "n_kv_heads": 1,
+    "head_dim": 2,
+    "hidden_dim": 1,
+    "vocab_size": 2,
+    "rope_theta": 5e-324,
+    "max_seq_len": 1,
+    "window": 0,
+    "n_experts": 0,
+    "experts_per_token": 1,
+    "expert_dim": 1,
+    "balance_loss": 0.0,
+    "n_dense_layers": 0,
+    "q_rank": 0,
+    "kv_rank": 1,
+    "nope_dim": 1,
+    "rope_dim": 2,
+    "value_dim": 1,
+    "n_shared_experts": 0,
+    "expert_groups": 1,
+    "groups_per_token": 1,
+    "routed_scale": 5e-324,
+}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_no_number_of_a_model_may_be_below_its_least(name):
+    """Written out, beside the bounds of the families' tables. Of real numbers, 5e-324 is the
+    smallest above 0."""
+    least = LEAST[name]
+    assert getattr(Model(**{name: least}), name) == least
+    below = math.nextafter(least, -1) if isinstance(least, float) else least - 1
+    with pytest.raises(ValidationError, match=rf"\n{name}\n"):
+        Model(**{name: below})
+
+
+def test_every_number_of_a_family_has_a_least():
+    options = {name: row for numbers in NUMBERS.values() for name, row in numbers.options.items()}
+    assert set(LEAST) == {name for name, (kind, *_) in options.items() if kind is not bool}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -67,6 +67,9 @@ def test_a_number_that_a_family_does_not_have_is_refused(wrong):
 def test_a_toy_has_the_width_that_is_asked_for(name):
     args = MODELS[name].small(32)
     assert (args.dim, args.n_layers, MODELS[name].largest_weight(args)) == (32, 4, (32, 32))
+    # kernels of GPUs take multiples of 8
+    widths = {key: size for key, size in vars(args).items() if key.endswith(("dim", "rank"))}
+    assert not [key for key, size in widths.items() if size % 8], widths
     assert MODELS[name].build(args)(
         torch.zeros(1, 3, dtype=torch.int64), torch.arange(3)
     ).shape == (1, 3, args.vocab_size)
@@ -459,6 +462,13 @@ def test_debug_flavors_are_small_and_otherwise_alike(name, flavor):
     assert {key: numbers[key] for key in same} == same
     for key in "norm_eps", "balance_loss":
         assert key not in numbers or numbers[key] in [row.get(key) for row in large]
+    # kernels of GPUs take multiples of 8, and 8 ranks can share the experts
+    whole = {
+        key: size for key, size in numbers.items() if key.endswith(("dim", "rank", "n_experts"))
+    }
+    assert not [key for key, size in whole.items() if size % 8], whole
+    if scaling := numbers.get("rope_scaling"):
+        assert scaling["factor"] * scaling["original_max_seq_len"] == numbers["max_seq_len"]
 
 
 @pytest.mark.parametrize(

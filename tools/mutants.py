@@ -56,12 +56,20 @@ FILES_OF_OTHERS = [
 ]
 RULES = [
     "config::test_rule",
+    "config::test_no_number_of_a_model_may_be_below_its_least",
     "config::test_architecture_of_a_flavor_with_overrides",
     "config::test_the_width_of_a_head_follows_from_that_of_the_model",
     "config::test_a_family_with_experts_may_have_none",
     "config::test_every_option_can_be_set_and_reads_back",
 ]
-FLAVORS = [*RULES, "models::test_published_totals", "models::test_numbers_that_no_total_shows"]
+FLAVORS = [
+    *RULES,
+    "models::test_published_totals",
+    "models::test_numbers_that_no_total_shows",
+    "models::test_every_number_of_a_flavor_is_the_published_one",
+    "models::test_debug_flavors_are_small_and_otherwise_alike",
+    "models::test_a_toy_has_the_width_that_is_asked_for",
+]
 FSDP, TP, PP = (
     f"parallel::test_mesh_equals_the_plain_model[{mesh}]" for mesh in ("fsdp2", "tp2", "pp2")
 )
@@ -314,6 +322,7 @@ TESTS = {
         "training::test_the_loss_of_many_pieces_is_exact",
         "training::test_loss_of_large_logits_is_finite",
         "training::test_loss_of_a_batch_without_labels_is_zero_with_zero_gradient",
+        "terms::test_the_z_loss_of_pieces_is_that_of_whole_logits",
         TP,
     ],
     "training/optim.py": [
