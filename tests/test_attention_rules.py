@@ -149,6 +149,25 @@ def test_the_operator_is_a_good_one(with_documents):
     torch.library.opcheck(ruled_attention.attend, arguments)
 
 
+def test_the_table_of_whole_windows_is_that_of_flash_attention():
+    """int32, the only type that it takes."""
+    every, of_keys = ruled_attention._tables(torch.empty(12, H, E), None, None, longest=4)
+    assert every is of_keys and every.dtype == torch.int32
+    assert every.tolist() == [0, 4, 8, 12]
+
+
+def test_queries_and_keys_of_other_numbers_of_pieces_are_an_error():
+    """Otherwise the queries of the last pieces would have no output."""
+    q, k, v, sinks = inputs(torch.float32, RULES["all"])
+    tokens = [x.flatten(0, 1) for x in (q, k, v)]
+    two, one = torch.tensor([0, T, 2 * T]), torch.tensor([0, T])
+    numbers = T, T, *RULES["all"].numbers(E)
+    assert B == 2
+    ruled_attention.attend(*tokens, sinks, two, two, *numbers)
+    with pytest.raises(ValueError, match="shorter"):
+        ruled_attention.attend(*tokens, sinks, two, one, *numbers)
+
+
 def test_scores_exist_for_one_block_at_a_time():
     """And only for the keys that the block's window reaches."""
     pieces = [(slice(0, 1000), slice(0, 1000))]

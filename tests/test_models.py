@@ -423,6 +423,50 @@ def test_every_number_of_a_flavor_is_the_published_one(name, flavor, config):
     assert family.Args(**family.numbers.flavors[flavor]) == FORMATS[name].args_from_hf(config)
 
 
+REQUIRED = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "intermediate_size": 96,
+    "vocab_size": 50,
+}
+# Model type -> family, and the least that a config.json must say
+SHORTEST = {
+    "llama": ("llama", REQUIRED),
+    "qwen3": ("qwen3", REQUIRED),
+    "qwen3_moe": ("qwen3", REQUIRED | {"norm_topk_prob": True}),
+    "olmo2": ("olmo2", REQUIRED),
+    "olmo3": ("olmo2", REQUIRED),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "gpt_oss": ("gpt_oss", {}),
+}
+
+
+@pytest.mark.parametrize("kind", SHORTEST)
+def test_what_a_config_does_not_say_has_the_default_of_transformers(kind):
+    transformers = pytest.importorskip("transformers")
+    name, given = SHORTEST[kind]
+    theirs = transformers.AutoConfig.for_model(kind, **given).to_dict()
+    read = FORMATS[name].args_from_hf
+    assert read({"model_type": kind} | given) == read(theirs)
+
+
+@pytest.mark.parametrize("kind", SHORTEST)
+def test_more_layers_and_wider_heads_than_a_model_has_are_refused(kind):
+    """A damaged file is refused before tensors of its sizes are made."""
+    name, given = SHORTEST[kind]
+    read, given = FORMATS[name].args_from_hf, {"model_type": kind} | given
+    assert read(given | {"num_hidden_layers": 1000}).n_layers == 1000
+    with pytest.raises(ValueError, match="num_hidden_layers is 1001"):
+        read(given | {"num_hidden_layers": 1001})
+    if name == "deepseek_v3":  # whose heads have widths of their own
+        return
+    heads = {"num_attention_heads": 2**12, "num_key_value_heads": 2**12}
+    assert read(given | heads | {"head_dim": 2**12}).head_dim == 2**12
+    with pytest.raises(ValueError, match="4096 heads, 4096 of keys and values, 4098 wide"):
+        read(given | heads | {"head_dim": 2**12 + 2})
+
+
 def test_every_flavor_is_compared_with_what_was_published():
     compared = {(row.values[0], row.values[1]) for row in published()}
     assert compared == {
@@ -477,9 +521,20 @@ def test_debug_flavors_are_small_and_otherwise_alike(name, flavor):
 def test_rotary_positions_are_those_of_transformers(name, flavor):
     """At position 1 the sines are nearly the frequencies themselves, so each frequency is compared
     to 1e-5 of its size."""
+    compare_rotary_positions(name, MODELS[name].Args(**MODELS[name].numbers.flavors[flavor]))
+
+
+@pytest.mark.parametrize("name, flavor", [("deepseek_v3", "671B"), ("gpt_oss", "20B")])
+def test_the_line_of_yarn_ends_with_the_head(name, flavor):
+    """At this base the pair that turns beta_slow times would be the 66th of 32, and the line ends
+    at 63. It begins at the 30th, so that a pair lies on it."""
+    numbers = MODELS[name].numbers.flavors[flavor] | {"rope_theta": 24.0}
+    compare_rotary_positions(name, MODELS[name].Args(**numbers))
+
+
+def compare_rotary_positions(name: str, args: object) -> None:
     transformers = pytest.importorskip("transformers")
     family = MODELS[name]
-    args = family.Args(**family.numbers.flavors[flavor])
     config = transformers.AutoConfig.for_model(**FORMATS[name].hf_config(args))
     module = importlib.import_module(
         f"transformers.models.{config.model_type}.modeling_{config.model_type}"
