@@ -519,6 +519,15 @@ def test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes(
     assert grouped.fits_grouped_mm(rows, of_result) == fits
 
 
+def test_counts_of_other_groups_than_the_weights_are_an_error():
+    """Otherwise the rows of the last group would keep what was in their memory."""
+    weight, counts = torch.ones(2, 5, 5), torch.tensor([1, 2, 0])
+    for product in grouped._grouped_product, grouped.grouped_product_backward_rows:
+        product(torch.ones(3, 5), weight, counts[:2])
+        with pytest.raises(ValueError, match="shorter"):
+            product(torch.ones(3, 5), weight, counts)
+
+
 FLOAT8 = [  # sides that are multiples of 16
     *EXPERTS["deepseek_v3"],
     *SGD,
