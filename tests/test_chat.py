@@ -173,6 +173,7 @@ def test_a_completion_is_tokenised_beside_its_prompt():
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ messages.append(1) }}",
         "{% set ns = namespace(__class__=1) %}",
+        "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
         "{{ raise_exception.__globals__['os'] }}",
         "{% include 'secrets' %}",
     ],
@@ -193,6 +194,9 @@ def test_text_that_its_tokens_do_not_give_back_is_named():
     record = {"messages": messages}
     whole = form.encode(record).ids
     form.tokens = lambda text: whole[:-1]
+    with pytest.raises(answers.Unfit, match="its tokenizer does not give back"):
+        form.encode(record)
+    form.tokens = lambda text: np.append(whole, whole[-1:])
     with pytest.raises(answers.Unfit, match="its tokenizer does not give back"):
         form.encode(record)
     form.tokens = lambda text: whole[:0]

@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import stat
@@ -387,6 +388,14 @@ def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path
     assert output.count(f" {size:.1f} MiB ") == 3, "of damaged ones too"
     status, output = verify_folder(run / "nothing")
     assert status == 2 and "no checkpoint" in output
+    status, output = verify_folder(run, "--help")
+    assert status == 0 and output.startswith("usage: python -m checkpoint.verify [-h]")
+
+
+def test_a_dimension_that_a_mesh_does_not_name_has_one_rank():
+    sizes = dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"), 1)
+    assert verify.all_dimensions({}) == sizes
+    assert verify.all_dimensions({"tp": 2}) == sizes | {"tp": 2}
 
 
 def test_the_manifest_knows_how_many_bytes_a_number_has():
@@ -750,6 +759,7 @@ NAMES = [
 CHANGES_1 = [  # of a tensor of a manifest of format 1, or of its first part
     {"shape": [38, 10]},
     {"shape": [37]},
+    {"shape": [370]},
     {"shape": [-37, -10]},
     {"dtype": "F99"},
     {"parts": []},
@@ -812,6 +822,11 @@ def test_a_manifest_that_contradicts_itself_or_its_files_is_damaged(saved, tmp_p
             or "is not the name of a shard" in str(refusal.value)
         )
         (folder / "manifest.json").write_bytes(contents[folder / "manifest.json"])
+    for file in [1, "x"], ["1", "0" * 16]:
+        rewrite(new, files=[file])
+        with pytest.raises(Damaged, match=re.escape(f"file 0: {file}")):
+            verify.read_manifest(new)
+        (new / "manifest.json").write_bytes(contents[new / "manifest.json"])
     for change in (
         lambda header: header.popitem(),
         lambda header: header["__metadata__"].update(hashes=""),

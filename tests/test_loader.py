@@ -407,6 +407,7 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
             ]
         },
         "the order of the sources has changed": before | {"sources": before["sources"][::-1]},
+        r"data.skip was \[\] and is \[\[50, 3\]\]": before | {"skip": [[50, 3]]},
     }.items():
         with pytest.raises(
             InputError, match=f"the data would change at step 40: .*{words}.*data.allow_splice"
@@ -428,6 +429,18 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
         r"step before",
     ):
         splice.resume(progress, before | {"skip": [[10, 3]]}, True)
+
+
+def test_batches_that_are_skipped_are_counted_once_and_seen_by_no_step() -> None:
+    """Also where the weights change later: what was skipped before is not skipped again."""
+    whole = mixture(weights=[[[0, 1.0], [70, 2.0]]], names="b")
+    order = splice.begin(whole | {"skip": [[50, 3]]})
+    assert [segment.step for segment in order.segments] == [0, 50, 70]
+    for first, stop, skipped in (0, 50, 0), (50, 70, 3), (70, 80, 3):
+        for step in range(first, stop):
+            rows = order.rows(step, 0, 240)
+            expected = splice.begin(whole).rows(step + skipped, 0, 240)
+            assert all(map(np.array_equal, rows[:2], expected[:2])), step
 
 
 def test_a_splice_goes_on_with_each_text_where_it_was() -> None:
@@ -559,7 +572,7 @@ def test_a_token_beyond_the_vocabulary_is_an_error_that_names_its_corpus() -> No
 
 
 class Failing(Batches):
-    """Step 6 cannot be read, in one of four ways."""
+    """Step 6 cannot be read, in one of five ways."""
 
     how = ""
 
@@ -568,6 +581,8 @@ class Failing(Batches):
             match self.how:
                 case "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case "ended":
+                    os._exit(0)
                 case "stopped":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "slow":
@@ -579,6 +594,7 @@ class Failing(Batches):
 
 WORDS = {
     "killed": r"data worker (\d+) died \(SIGKILL\), while it read step 7 \(of sources a, b, c\)",
+    "ended": r"data worker (\d+) died \(exit code 0\), while it read step 7 \(of sources a, b, c\)",
     "stopped": (
         r"data worker (\d+) sent nothing for 2 s .*, while it read step 7 \(of sources a, "
         r"b, c\): it is stopped"
@@ -656,6 +672,18 @@ def test_a_worker_that_is_stopped_for_a_moment_ends_nothing() -> None:
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
     assert len(list(stream)) == 49
+
+
+def test_a_trainer_that_is_slower_than_its_workers_gets_every_batch() -> None:
+    """The thread that receives them has to wait more than once for room."""
+    batches = Batches(MIXED, splice.begin(mixture()), 8, 0, 1)
+    stream = loader(batches, 0, 12, Data(workers=1, prefetch=1))
+    seen = [next(stream)]
+    time.sleep(1.3)
+    seen += stream
+    assert [batch["window"].tolist() for batch in seen] == [
+        batches[step]["window"].tolist() for step in range(12)
+    ]
 
 
 def test_what_cannot_be_read_in_process_is_named_too() -> None:
