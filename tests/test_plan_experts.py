@@ -371,6 +371,19 @@ def test_the_report_names_the_routing(capsys):
     assert "the folder of a run" in capsys.readouterr().err
 
 
+def test_the_report_says_what_would_hide_what_is_exposed(capsys):
+    """Chunks of an exchange, larger microbatches. Negative control: neither, where both are so."""
+    options = [*DEEPSEEK, "--training.local_batch_size=1", "--gpus", "16"]
+    slow = ["--parallelism.expert_parallel=8", "--network-gb-per-s", "0.01", "--gpus-per-node=4"]
+    hints = ("parallelism.expert_chunks = 2 would", "a larger training.local_batch_size gathers")
+    assert main([*options, "--training.global_batch_size=16", *slow]) == 0
+    said = capsys.readouterr().out
+    assert hints[0] in said and hints[1] not in said  # of one microbatch
+    assert main([*options, "--training.global_batch_size=32", CHUNKS, *slow]) == 0
+    said = capsys.readouterr().out
+    assert hints[0] not in said and hints[1] in said
+
+
 def test_the_page_shows_the_groups_of_experts():
     rank = SimpleNamespace(groups={"edp": [0, 2], "ep": [0, 1]})
     plan = SimpleNamespace(ranks=[rank], inputs=SimpleNamespace(per_host=4, gpus=4))

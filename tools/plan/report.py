@@ -16,11 +16,14 @@ from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs, with_kernel
 from tools.plan.routing import BALANCED, Chosen
 from tools.plan.stack import SCALING_FROM, scaling_loss
 from tools.plan.step import GIB, KINDS
+from tools.plan.trace import EXCHANGES
 from tools.plan.unmodelled import not_modelled
 
 STATES = ("parameters", "frozen weights", "optimizer state")  # kinds of memory between steps
 # the dimensions of which every rank has exactly one place
 MESH = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+GATHERS = ("dp_shard", "dp_shard_cp", "edp")  # dimensions over which FSDP gathers weights
+WORTH_A_LINE = 0.05  # of a step's time
 
 
 def size_text(count: float) -> str:
@@ -336,7 +339,31 @@ def communication(plan: Plan) -> list[str]:
         counts = f"{line.count:>8,}{size_text(line.sent):>14}{message:>26}"
         times = f"{time_text(line.seconds):>11}{time_text(line.exposed):>11}"
         lines.append(f"  {name:32}{counts}{times}")
-    return lines if plan.time.lines else [*lines, "  none"]
+    return lines + less_exposed(plan) if plan.time.lines else [*lines, "  none"]
+
+
+def less_exposed(plan: Plan) -> list[str]:
+    """What would hide the gathers of weights, or the exchange of experts, if a step waits for them
+    longer than WORTH_A_LINE of it."""
+    gathers = exchange = 0.0
+    for (dim, kind), line in plan.time.lines.items():
+        if dim in EXCHANGES and kind == "all-to-all":
+            exchange += line.exposed
+        elif dim in GATHERS and kind == "all-gather":
+            gathers += line.exposed
+    least = WORTH_A_LINE * plan.time.seconds
+    lines = []
+    if gathers > least and plan.microbatches > 1:
+        lines.append(
+            f"  Gathers of weights are exposed for {time_text(gathers)}: a larger "
+            "training.local_batch_size gathers them for fewer microbatches."
+        )
+    if exchange > least and plan.cfg.parallelism.expert_chunks == 1:
+        lines.append(
+            f"  Dispatch and combine are exposed for {time_text(exchange)}: "
+            "parallelism.expert_chunks = 2 would run most of it behind the experts."
+        )
+    return lines
 
 
 def speed(plan: Plan) -> list[str]:
