@@ -34,6 +34,7 @@ import torch._refs
 import train
 from checkpoint import layout, lease, state, storage, verify
 from checkpoint.manager import CheckpointManager
+from checkpoint.place import PATIENCE, CheckpointFolder
 from checkpoint.retention import Retention, expired
 from checkpoint.verify import Damaged
 from configs.load import load_config
@@ -768,6 +769,7 @@ CHANGES_1 = [  # of a tensor of a manifest of format 1, or of its first part
     {"start": 0},
     {"offset": [36, 0]},
     {"offset": ["0", 0]},
+    {"offset": [-10, 0]},
     {"hashes": []},
     {"file": "rank-00007.safetensors"},
 ]
@@ -1004,6 +1006,18 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(
             "cannot be kept in" in words
             or "has 0.1 MB free, one checkpoint of this run takes 0.7 MB" in words
         )
+
+
+def test_a_start_waits_for_the_room_that_an_earlier_run_took(tmp_path, monkeypatch):
+    waited: list[float] = []
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=50 * len(waited)))
+    folder = CheckpointFolder(tmp_path, Checkpoint())
+    folder.retention = SimpleNamespace(wait=waited.append)
+    folder.check_room(50)
+    assert waited == [PATIENCE]
+    with pytest.raises(InputError, match="free, one checkpoint of this run takes"):
+        folder.check_room(101)
 
 
 # Retention

@@ -69,7 +69,7 @@ def broken_rules() -> None:
     stale = build_optimizer(nn.Linear(2, 2), [("*", True)], good.cfg.optimizer)
     refused(
         train.Job(good.cfg, good.mesh, good.args, model, stale),
-        "not the model's parameters.*\n.*misses 30 of the model's 30",
+        r"not the model's parameters.*\n.*misses 30 of the model's 30 parameters: tok_emb\w+\.weight \.",
     )
 
     family = train.MODELS["llama"]
@@ -80,7 +80,10 @@ def broken_rules() -> None:
         train.Job(good.cfg, good.mesh, good.args, top_only, stale),
         r"layers \[0, 1, 2\] are no FSDPModule.*",
     )
-    refused(train.Job(good.cfg, good.mesh, good.args, top_only, stale), "still on meta")
+    refused(
+        train.Job(good.cfg, good.mesh, good.args, top_only, stale),
+        r"still on meta, without values: tok_embeddings\.weight \.",
+    )
 
     whole_model = family.build(good.args)  # never sharded
     optimizer = build_optimizer(whole_model, family.decay, good.cfg.optimizer)
@@ -233,6 +236,17 @@ def test_cuda_that_is_not_there_is_a_sentence():
         meshes.pick_device(Run(device="cuda"), 0)
 
 
+def test_every_rank_of_a_host_has_a_gpu_of_its_own(monkeypatch):
+    set_to = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", set_to.append)
+    assert meshes.pick_device(Run(), 1) == torch.device("cuda", 1)
+    assert set_to == [1]
+    with pytest.raises(InputError, match="local rank 2 has no GPU of its own"):
+        meshes.pick_device(Run(), 2)
+
+
 def test_without_torchrun_a_run_is_one_process(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -247,6 +261,14 @@ def coordinates() -> tuple[int, int, int]:
 def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart():
     """The ranks of a tensor-parallel group and those of a pipeline share their batch."""
     assert run_ranks(8, coordinates) == [(r // 4, r // 2 % 2, r % 2) for r in range(8)]
+
+
+def tokens_of_an_odd_sequence() -> list[range]:
+    return meshes.open_mesh(Run(), Parallelism(), 1).token_ranges(13)
+
+
+def test_without_context_parallelism_a_rank_has_the_whole_sequence():
+    assert run_ranks(1, tokens_of_an_odd_sequence) == [[range(13)]]
 
 
 def meshes_of_experts() -> list[tuple[str, ...] | None]:

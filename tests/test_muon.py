@@ -221,6 +221,18 @@ def test_every_matrix_has_one_owner_and_the_work_is_spread():
             assert len(sizes) == 1 or sum(sizes) <= limit
 
 
+def test_the_largest_matrix_finds_its_owner_first():
+    """In another order it would go to a rank that has one already."""
+    layouts = []
+    for rows in 4, 4, 8:
+        boxes = {rank: ((0, 1), (0, rows), (4 * rank, 4 * rank + 4)) for rank in range(2)}
+        layouts.append(Layout((1, rows, 8), boxes, {0: (0,), 1: (1,)}))
+    owner = {
+        task.weight: task.owner for task in deal(layouts, lambda rows, columns: rows * columns)
+    }
+    assert owner[0] == owner[1] != owner[2]
+
+
 def several_rounds(run: list[str], dp_size: int) -> tuple[dict, int]:
     whole_matrices.ROUND_ELEMENTS = 2500
     rounds = []

@@ -201,17 +201,18 @@ def gathers_in_forward_and_backward(prefetch: int) -> tuple[list[int], list[int]
         return forward[:28:7], backward[::14]
 
 
-def both_prefetches() -> list[tuple[list[int], list[int]]]:
-    return [gathers_in_forward_and_backward(prefetch) for prefetch in (0, 2)]
+def prefetches() -> list[tuple[list[int], list[int]]]:
+    return [gathers_in_forward_and_backward(prefetch) for prefetch in (0, 2, 5)]
 
 
 def test_prefetch_gathers_so_many_blocks_ahead():
     """The root and block 0 are gathered before the first product; with prefetch = 2 so are blocks 1
     and 2. In the backward pass the output comes first, and FSDP2 gathers one block ahead if it is
     not told how many."""
-    without, two_ahead = run_ranks(1, both_prefetches)[0]
+    without, two_ahead, all_ahead = run_ranks(1, prefetches)[0]
     assert without == ([2, 3, 4, 5], [3, 4, 5, 5])
     assert two_ahead == ([4, 5, 5, 5], [4, 5, 5, 5])
+    assert all_ahead == ([5, 5, 5, 5], [5, 5, 5, 5])
 
 
 def drawn() -> tuple[int, list[float]]:

@@ -2,6 +2,7 @@
 were published."""
 
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 
@@ -219,6 +220,14 @@ def test_too_few_microbatches():
 def test_layers_of_stages_by_cost(layers, stages, ends, counts):
     assert stage_layers(layers, stages, *ends) == consecutive(counts)
     assert [n for of_stage in consecutive(counts) for n in of_stage] == list(range(layers))
+
+
+def test_the_embedding_counts_by_its_memory_and_the_head_by_its_matmuls():
+    args, more = (SimpleNamespace(vocab_size=1000, dim=8, n_layers=n) for n in (2, 3))
+    ends = schedules.end_weights(
+        args, more, lambda a: 3000 + 2000 * a.n_layers, lambda a: 7000 + 6000.0 * a.n_layers
+    )
+    assert ends == (4.0, 8.0)
 
 
 def test_more_stages_than_layers():

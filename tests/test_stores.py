@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -485,6 +486,26 @@ def test_a_damaged_object_is_named_and_the_checkpoint_before_used(how, store, tm
     (words,) = results[0][2]
     assert "step-00000020 is damaged and not used" in words and "rank-00001.safetensors" in words
     assert verify.main([URL]) == 1
+
+
+def test_a_header_that_a_network_damages_is_read_again(store, tmp_path, monkeypatch):
+    run_ranks(1, there, save_all, tmp_path, [1])
+    folder = location(URL) / verify.step_name(1, 0)
+    manifest = verify.read_manifest(folder)
+    real, wrong = verify.digest, ["0" * 16]
+    monkeypatch.setattr(verify, "digest", lambda data: wrong.pop() if wrong else real(data))
+    with verify.Shard(folder, manifest, 0) as shard:
+        assert shard.parts and not wrong
+
+
+def test_the_newest_of_a_late_listing_is_of_the_newest_attempt(store, monkeypatch):
+    """It knows the older ones, and one of an abandoned future does not."""
+    checkpoints = bucket.Bucket(location(URL), Checkpoint())
+    checkpoints.lease = SimpleNamespace(newest="step-00000100.1")
+    ancestors = {"step-00000100.1": ["step-00000050"], "step-00000200": ["step-00000150"]}
+    monkeypatch.setattr(verify, "read_manifest", lambda key: {"ancestors": ancestors[key.name]})
+    monkeypatch.setattr(bucket, "present", lambda _, names: ["step-00000200", *names])
+    assert checkpoints.names() == ["step-00000100.1", "step-00000200", "step-00000050"]
 
 
 def test_a_damaged_manifest_is_named(store, tmp_path):
