@@ -263,6 +263,16 @@ def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart():
     assert run_ranks(8, coordinates) == [(r // 4, r // 2 % 2, r % 2) for r in range(8)]
 
 
+def a_group_of_its_own() -> tuple[int, int]:
+    dist.destroy_process_group()
+    meshes.open_group(Run(device="cpu"))
+    return dist.get_rank(), dist.get_world_size()
+
+
+def test_a_process_without_torchrun_has_a_group_of_itself():
+    assert run_ranks(1, a_group_of_its_own) == [(0, 1)]
+
+
 def tokens_of_an_odd_sequence() -> list[range]:
     return meshes.open_mesh(Run(), Parallelism(), 1).token_ranges(13)
 

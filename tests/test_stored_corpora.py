@@ -5,12 +5,15 @@ The store is tests/s3.py, a real server in another process.
 """
 
 import gzip
+import itertools
 import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -589,6 +592,29 @@ def test_a_stream_is_bitwise_that_of_a_disk(kinds, store):
     _, middle = streamed(str(kinds), 0, 11)
     rest, end_rest = streamed(url, 11, 19, saved=middle)
     assert same(rest, wanted[11:]) and end_rest == end
+
+
+def test_ranges_that_follow_each_other_grow_and_each_is_read_once(monkeypatch):
+    content = bytes(range(256)) * 40
+    ranges = []
+
+    def read_agreed(begin: int, end: int) -> bytes:
+        ranges.append((begin, end))
+        return content[begin:end]
+
+    def submit(fetch: Callable, *extent: int) -> Future:
+        coming: Future = Future()
+        coming.set_result(fetch(*extent))
+        return coming
+
+    for name, size in ("FIRST", 512), ("LARGEST", 2048), ("BUFFER", 256):
+        monkeypatch.setattr(text, name, size)
+    monkeypatch.setattr(text, "key_of", lambda url: SimpleNamespace(read_agreed=read_agreed))
+    monkeypatch.setattr(text, "fetchers", lambda: SimpleNamespace(submit=submit))
+    file = text.open_object(URL, len(content))
+    assert b"".join(iter(partial(file.read, 64), b"")) == content
+    edges = [0, 512, 1536, 3584, 5632, 7680, 9728, 10240]
+    assert ranges == list(itertools.pairwise(edges))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "stale"])
