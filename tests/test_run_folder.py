@@ -23,7 +23,6 @@ from checkpoint.manager import CheckpointManager
 from configs import schema
 from reliability import goodput, record
 from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
-from reliability.guard import Guard
 from tests import forks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, STEPS, run, series, stopped_at, tiny_run
@@ -166,25 +165,6 @@ def test_metrics_and_the_last_words_have_the_goodput(interrupted):
     assert last["seconds/detecting"] == pytest.approx(result.seconds["detecting"], abs=1e-3)
     assert 0 < last["goodput"] < 1
     assert "goodput" in (folder / "logs" / "rank-00000.log").read_text().splitlines()[-1]
-
-
-def judged_slowly(options: list[str], folder: Path) -> tuple[int, str]:
-    real = Guard.judge
-
-    def judge(*arguments: object) -> None:
-        time.sleep(0.3)
-        real(*arguments)
-
-    Guard.judge = judge
-    return run(options, folder)
-
-
-@pytest.mark.waits
-def test_seconds_before_a_validation_are_not_those_of_the_validation(tmp_path):
-    options = [*tiny_run(tmp_path), "--training.steps=3", "--validation.interval=1"]
-    options += ["--data.validation_fraction=0.2", "--metrics.interval=1"]
-    assert run_ranks(1, judged_slowly, options, tmp_path) == [(0, "")]
-    assert account(read(tmp_path)).seconds["other"] >= 0.9
 
 
 def test_the_tool_prints_the_table_and_json(interrupted, capsys):
