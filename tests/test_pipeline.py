@@ -272,13 +272,14 @@ def test_messages_that_are_not_the_expected_ones_are_named(options):
 
 
 def seconds_of_a_step(options: list[str]) -> float:
-    """What this rank computed in a step; the layers of the first stage take half a second more for
-    each of four microbatches."""
+    """What this rank computed in its second step; the layers of the first stage take half a second
+    more for each of four microbatches."""
     job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
     tokens = torch.randint(263, (4, 2, 16), generator=torch.Generator().manual_seed(0))
     if job.mesh.pp_rank == 0:
         next(iter(job.model.layers.values())).register_forward_pre_hook(lambda *_: time.sleep(0.5))
-    train.train_step(job, {"tokens": tokens, "labels": tokens})
+    for _ in range(2):
+        train.train_step(job, {"tokens": tokens, "labels": tokens})
     return sum(job.model.seconds.values())
 
 
