@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement
 
 import train
 from checkpoint import hf
@@ -166,7 +168,13 @@ def test_negative_control_transformers_differs(mistake, monkeypatch):
 def router_bias_of_one_slice(options: list[str], dp_size: int) -> dict:
     """The mistake: the gradient of what is whole on every rank of tensor parallelism is taken for
     that of the whole sequence."""
-    tp_plain.Partial = tp_plain.Replicate
+    real = tp_plain.for_forward
+
+    def of_one_slice(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement):
+        real(module, name, mesh, placement)
+        return lambda: getattr(module, name).to_local(grad_placements=[placement])
+
+    tp_plain.for_forward = of_one_slice
     return trajectory(options, dp_size)
 
 
