@@ -103,7 +103,10 @@ class Position:
         if not failed:
             self.begin("end")
         looked, moved, _, *gap = SEEN.unpack_from(self.memory, SEEN_AT)
-        SEEN.pack_into(self.memory, SEEN_AT, looked, moved, time.time(), *gap)
+        now = time.time()
+        if now - looked > QUIET + 2 * TICK:  # woken, and at its end before the witness looked
+            gap = [looked, now]
+        SEEN.pack_into(self.memory, SEEN_AT, looked, moved, now, *gap)
 
     # what the rank itself writes ---------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -411,6 +412,26 @@ def test_a_run_that_moves_or_is_over_hangs_nowhere(
     here.close(failed=False)
     assert hang.main([str(tmp_path)]) == 0
     assert "all have come to the end" in capsys.readouterr().out
+
+
+def test_a_rank_that_was_stopped_and_woke_to_end_did_not_answer(tmp_path: Path) -> None:
+    """Its witness never looked again: on a busy machine the rank's own end comes first. Rank 0 had
+    given up before."""
+    (tmp_path / "logs").mkdir()
+    now = time.time()
+    for rank, looked in (0, now), (1, now - 20):
+        here = position.Position(tmp_path / "logs" / f"rank-0000{rank}.position", rank)
+        here.open()
+        here.begin("forward")
+        position.WHO.pack_into(here.memory, 0, position.MAGIC, rank, 2, os.getpid(), now)
+        position.SEEN.pack_into(here.memory, position.SEEN_AT, looked, looked, 0.0, 0.0, 0.0)
+        here.close(failed=True)
+        if rank == 0:
+            seen = list(position.SEEN.unpack_from(here.memory, position.SEEN_AT))
+            seen[2] = now - 5
+            position.SEEN.pack_into(here.memory, position.SEEN_AT, *seen)
+    with mock.patch.object(hang, "understand", lambda *_: None):
+        assert [rank.silent for rank in hang.read(tmp_path)] == [False, True]
 
 
 def test_a_dump_that_is_a_program_is_not_run(tmp_path: Path) -> None:
