@@ -373,8 +373,8 @@ RULES = {
     ),
     "ep_chunks": (
         lambda c: c.parallelism.expert_chunks > 1 and c.parallelism.expert_parallel == 1,
-        "{parallelism.expert_chunks} has no effect without {parallelism.expert_parallel}: no rows "
-        "are exchanged then; set it to 1",
+        "{parallelism.expert_chunks} has no effect with {parallelism.expert_parallel}, where no "
+        "rows are exchanged: set it to 1, or share the experts between ranks",
     ),
     "ep_reshard": (  # as in tp_reshard: experts are sharded over a slice of the ranks
         lambda c: (

@@ -596,7 +596,7 @@ RULE_CASES = {
         "model.family=deepseek_v3 parallelism.expert_chunks=2",
         1,
         1,
-        "parallelism.expert_chunks = 2 has no effect without parallelism.expert_parallel = 1|"
+        "parallelism.expert_chunks = 2 has no effect with parallelism.expert_parallel = 1|"
         "set it to 1",
         "parallelism.expert_chunks=1",
     ),
