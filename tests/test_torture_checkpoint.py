@@ -1010,20 +1010,25 @@ def test_x1_a_pickle_in_the_place_of_tokens_is_not_run(tmp_path):
 # One run per folder, any mesh
 
 
-def contend(folder: Path, delay: float, hold: float = 0.5) -> str:
-    """Start after `delay`; whether this run got the folder."""
+def contend(folder: Path, delay: float, hold: float = 20.0) -> str:
+    """Start after `delay`; whether this run got the folder, which it keeps until the other has been
+    refused, however late that comes, at most for `hold` seconds."""
     time.sleep(delay)
     try:
         mine = lease.Lease(folder / ".lease")
     except InputError as error:
+        (folder / "refused").touch()
         return str(error)
-    time.sleep(hold)
+    deadline = time.monotonic() + hold
+    while time.monotonic() < deadline and not (folder / "refused").exists():
+        time.sleep(0.01)
     mine.release()
     return "mine"
 
 
 def two_runs(folder: Path, rng: random.Random) -> list[str]:
     """Two runs that start 0 to 50 ms apart."""
+    (folder / "refused").unlink(missing_ok=True)
     pids, ends = [], []
     for delay in (0.0, rng.uniform(0, 0.05)):
         read, write = os.pipe()
