@@ -20,6 +20,7 @@ from tools.plan.estimate import EVERY_ROW, Playback, Ring
 from tools.plan.pipeline import groups
 from tools.plan.plan import Plan, PlanInputs, machine, with_margin
 from tools.plan.step import Op, Stretch, fsdp_dimension
+from tools.plan.trace import EXCHANGES
 from training.optimizers import OPTIMIZERS
 
 SLACK = 1 - 1e-9  # sums in another order differ by rounding
@@ -177,7 +178,7 @@ def grows(op: Op, playback: Playback) -> float:
 def exchange_exposed(playback: Playback) -> float:
     """Seconds in which compute has waited for rows of experts."""
     lines = playback.result.lines
-    return sum(lines[key].exposed for key in lines if key[1] == "all-to-all")
+    return sum(line.exposed for (dim, _), line in lines.items() if dim in EXCHANGES)
 
 
 def waiting_that_grows(playback: Playback, before: float, rows: list[Op], times: int) -> float:
