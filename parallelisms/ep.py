@@ -25,7 +25,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from configs.schema import Parallelism
-from models.kernels.combine import weighted
+from models.kernels.combine import inverse, weighted
 from parallelisms import ep_chunks, ep_hosts, in_flight
 from parallelisms.mesh import Mesh
 
@@ -130,9 +130,8 @@ def flat(
                 by_expert = numbers.argsort(stable=True)  # whatever the rank
                 results = experts(arrived[by_expert], coming.sum(0))
                 # Combine: back into the order of arrival, and to the ranks that sent the rows.
-                numbers = torch.arange(len(by_expert), device=by_expert.device)
-                back = torch.empty_like(by_expert).scatter_(0, by_expert, numbers)
-                returning = in_flight.begin(results[back], sent, received, group)
+                in_order = results[inverse(by_expert)]
+                returning = in_flight.begin(in_order, sent, received, group)
                 return lambda: weighted(in_flight.wait(returning), order, weights)
 
             return compute

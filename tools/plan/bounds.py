@@ -7,6 +7,7 @@ not know: they are never above the plan (`tests/test_plan_search.py`).
 """
 
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import train
@@ -178,7 +179,7 @@ def grows(op: Op, playback: Playback) -> float:
 def exchange_exposed(playback: Playback) -> float:
     """Seconds in which compute has waited for rows of experts."""
     lines = playback.result.lines
-    return sum(line.exposed for (dim, _), line in lines.items() if dim in EXCHANGES)
+    return sum(lines[key].exposed for key in product(EXCHANGES, ["all-to-all"]) if key in lines)
 
 
 def waiting_that_grows(playback: Playback, before: float, rows: list[Op], times: int) -> float:
