@@ -48,7 +48,7 @@ from checkpoint import layout
 from checkpoint.layout import Box
 from configs.schema import InputError
 from reliability import disk
-from reliability.objects import Key, RangeReader, location
+from reliability.objects import Key, RangeReader, checkpoint_places, location
 
 FORMAT = 2  # of the folder as described here; a reader refuses a newer one by name
 MANIFEST = "manifest.json"
@@ -137,21 +137,28 @@ def published(folder: Path | Key) -> list[str]:
 
 
 def find(folder: Path | Key) -> list[Path | Key]:
-    """The checkpoints that a person may mean by `folder`, newest first: the folder itself, or those
-    in it, or those in its `checkpoints`. Raises InputError if there are none.
-    """
-    try:
-        if (folder / MANIFEST).exists():
-            return [folder]
-        for parent in (folder, folder / "checkpoints"):
-            if _is_folder(parent) and (names := published(parent)):
-                return [parent / name for name in names]
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise InputError(f"{str(folder)!r} cannot be read: {error}") from None
+    """The checkpoints that a person may mean by `folder`, newest first. Raises InputError if there
+    are none."""
+    if found := look(folder):
+        return found
     raise InputError(
         f"there is no checkpoint in {str(folder)!r} (looked for {MANIFEST}, step-*, "
         "checkpoints/step-*)"
     )
+
+
+def look(folder: Path | Key) -> list[Path | Key]:
+    """The folder itself, if it is a checkpoint, or those in it, or those of the run whose folder it
+    is. Raises InputError if it cannot be read."""
+    try:
+        if (folder / MANIFEST).exists():
+            return [folder]
+        for parent in (folder, *checkpoint_places(folder)):
+            if _is_folder(parent) and (names := published(parent)):
+                return [parent / name for name in names]
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise InputError(f"{str(folder)!r} cannot be read: {error}") from None
+    return []
 
 
 def _is_folder(path: Path | Key) -> bool:

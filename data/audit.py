@@ -17,7 +17,6 @@ prepared, and must not have changed. Exit code 1: the proof failed.
 """
 
 import argparse
-import glob
 import json
 import os
 import re
@@ -25,6 +24,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from data.packing import extents, holding
 from data.prepared import Prepared, open_prepared
 from data.shuffle import unpermute
 from data.stores import places
+from reliability.objects import Key, checkpoint_places, location
 
 CHUNK = 1 << 16  # samples that are computed at once
 
@@ -51,11 +52,12 @@ class Audited:
 
 
 def open_run(folder: str) -> Audited:
-    """Raises InputError if this is not the folder of a run, or if its data is gone or has changed."""
-    path = os.path.join(folder, "data.json")
+    """Raises InputError if this is not the folder or the URL of a run, or if its data is gone or
+    has changed."""
+    place = location(folder)
+    path = place / "data.json"
     try:
-        with open(path, encoding="utf-8") as file:
-            record = json.load(file)
+        record = json.loads(places.read(path))
         if "streams" in record:
             raise InputError(
                 f"{folder} streams its text (data.stream), and what a step of a stream sees "
@@ -85,18 +87,25 @@ def open_run(folder: str) -> Audited:
                 f"{prepared_folder} has changed since this run read it ({source.fingerprint} then, "
                 f"{corpus.fingerprint} now): what the run saw can no longer be told"
             )
-    saved = [
-        re.fullmatch(r"step-(\d{8,})(\.\d+)?", os.path.basename(p))
-        for p in glob.glob(f"{folder}/checkpoints/step-*")
-    ]
     return Audited(
         order,
-        max((int(match[1]) for match in saved if match), default=0),
+        max(saved_steps(place), default=0),
         steps,
         corpora,
         record.get("mask_documents", False),
         tuple(record.get("left_out", ())),
     )
+
+
+def saved_steps(run: Path | Key) -> list[int]:
+    """Of its checkpoints, wherever they are. Raises InputError."""
+    saved = []
+    for folder in checkpoint_places(run):
+        for name in places.folders_in(folder):
+            match = re.fullmatch(r"step-(\d{8,})(\.\d+)?", name)
+            if match:
+                saved.append(int(match[1]))
+    return saved
 
 
 # --------------------------------------------------------------------------------------------------
@@ -310,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", help="a run's folder")
+    parser.add_argument("run", help="a run's folder, or its URL")
     parser.add_argument("--steps", help="FIRST:LAST, both included: list what they saw")
     parser.add_argument(
         "--show", metavar="STEP[:ROW]", help="show a row as text, with the labels that count marked"

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tomli
+
 from configs.schema import STORE_URL, InputError, redact
 
 # Of one request, in seconds: 16 MiB at 0.3 MB/s. A request that takes longer counts as failed.
@@ -86,6 +88,19 @@ def location(text: "str | Path | Key") -> "Path | Key":
         return Path(url["folder"])
     bucket, _, prefix = url["rest"].partition("/")
     return Key(url["scheme"], bucket, prefix.strip("/"))
+
+
+def checkpoint_places(run: "Path | Key") -> list["Path | Key"]:
+    """Where the checkpoints of a run may be: beside its files, or in its checkpoint.store. Raises
+    Unreachable."""
+    places = [run / "checkpoints"]
+    options = run / "config.toml"
+    try:
+        content = options.read() if isinstance(options, Key) else options.read_bytes()
+        store = tomli.loads(content.decode())["checkpoint"]["store"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return places  # it has no options, or says nothing of a store
+    return [*places, location(store)] if store else places
 
 
 def check_mirrored(url: str) -> None:

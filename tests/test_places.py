@@ -2,6 +2,7 @@
 fetched than they need."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +14,7 @@ pytest.importorskip("obstore")
 from checkpoint import verify
 from configs.load import dump, load_config
 from configs.schema import InputError
+from data import audit
 from data.tokenizer import byte_tokenizer
 from models import MODELS
 from reliability import objects
@@ -24,7 +26,8 @@ from tests.stores import (
     emptied,
     running_store,  # noqa: F401  a fixture
 )
-from tools import adapters, convert, evaluate, generate, new_checkpoint, places
+from tools import adapters, compare_runs, convert, evaluate, generate, new_checkpoint, places
+from tools.replay import __main__ as replay
 
 URL = "s3://bucket/runs/a"
 SMALL = [*SMALL_MODEL, "--model.n_heads=5", "--model.n_kv_heads=1", "--model.head_dim=10"]
@@ -34,6 +37,7 @@ LLAMA = MODELS["llama"]
 @pytest.fixture
 def store(running_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
     places._fetched.cache_clear()
+    places._copied.cache_clear()
     return emptied(running_store, monkeypatch, ((objects, "PAUSE", 0.05),))
 
 
@@ -104,6 +108,40 @@ def test_text_and_scores_of_a_url_are_those_of_the_folder(store, trained, tmp_pa
         assert evaluate.main([where, "--task", str(task), "--json", str(out)]) == 0
         found.append(out.read_text())
     assert found[0] == found[1] and json.loads(found[0])[0]["scores"]
+
+
+def on_ranks(ranks: int, seconds: float, work: Callable, *args: object) -> list:
+    return run_ranks(ranks, work, *args)
+
+
+def test_tools_read_a_run_at_its_url(store, tmp_path, capsys):
+    """As a run with a URL leaves it: files here and in the store, checkpoints in the store alone. What
+    a run has exported is not fetched. Negative control: without its checkpoints no step is proved."""
+    folder = tmp_path / "run"
+    options = [*tiny_run(tmp_path), "--training.steps=6", f"--checkpoint.store={URL}/checkpoints"]
+    folder.mkdir()
+    assert run_ranks(1, run, options, folder) == [(0, "")]
+    upload(store, folder)
+    store.put("runs/a/hf/model.safetensors", b"as large as the model")
+    store.ask("clear", b"")
+    assert not (folder / "checkpoints").exists()
+    for arguments in [], ["--steps=2:3"], ["--show=2:0"]:
+        said = []
+        for where in str(folder), URL:
+            assert audit.main([where, *arguments]) == 0
+            said.append(capsys.readouterr().out)
+        assert said[0] == said[1] and (arguments or "steps 1 to 6," in said[0])
+    for where in str(folder), URL, f"{URL}/checkpoints/step-00000005":
+        against = ["--against", URL] if "step" in where else []
+        assert replay.replay([where, "--steps=6", *against], on_ranks) == 0
+        assert "from the state after step 5, on 1 rank" in capsys.readouterr().out
+    assert compare_runs.main([str(folder), URL]) == 0
+    assert "checkpoints: step 6: all " in capsys.readouterr().out
+    assert not any("/hf/" in key for _, key, _ in store.status()["log"])
+
+    for key in store.keys("runs/a/checkpoints"):
+        store.remove(key)
+    assert audit.main([URL]) == 0 and "steps 1 to 6," not in capsys.readouterr().out
 
 
 def fetched(store: Server, name: str) -> int:
@@ -192,6 +230,11 @@ def test_adapters_find_their_base_at_its_url(store, trained, tmp_path):
     assert adapters.open_run(folder).base["folder"] == at
     text = generate.generate(folder, "de", 8, 0.0, 1, 0)
     assert convert.main(["lora-merge", str(folder), str(tmp_path / "merged")]) == 0
+    upload(store, folder, "runs/l")  # a run of adapters is one, too
+    for command in "lora-merge", "lora-to-peft":
+        for out, source in ("disk", str(folder)), ("store", "s3://bucket/runs/l"):
+            assert convert.main([command, source, str(tmp_path / command / out)]) == 0
+        assert content(tmp_path / command / "store") == content(tmp_path / command / "disk")
     tokenizer = str(folder / "tokenizer.json")
     assert generate.generate(tmp_path / "merged", "de", 8, 0.0, 1, 0, tokenizer) == text
     with pytest.raises(InputError, match="has no tokens|no checkpoint"):

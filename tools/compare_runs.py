@@ -32,7 +32,8 @@ import tomli
 from checkpoint import verify
 from configs.schema import InputError
 from reliability import goodput
-from tools.places import run_folder
+from reliability.objects import Key
+from tools.places import files_of, place
 
 # Metrics that measure the machine, not the model.
 TIMINGS = {
@@ -86,10 +87,12 @@ class Comparison:
     environment: dict[str, list]
 
 
-def compare(a: Path, b: Path, tolerance: float | None = None) -> Comparison:
-    """Raises InputError where a folder is no run's, or the two have no step in common."""
-    metrics_a = series(a)
-    metrics_b = series(b)
+def compare(a: Path | Key, b: Path | Key, tolerance: float | None = None) -> Comparison:
+    """Raises InputError where a place is no run's, or the two have no step in common."""
+    files_a = files_of(a)
+    files_b = files_of(b)
+    metrics_a = series(files_a)
+    metrics_b = series(files_b)
     steps_a = set().union(*metrics_a.values())
     steps_b = set().union(*metrics_b.values())
     common = sorted(steps_a & steps_b)
@@ -136,7 +139,9 @@ def compare(a: Path, b: Path, tolerance: float | None = None) -> Comparison:
     for name, metrics in ("A", metrics_a), ("B", metrics_b):
         if _last(metrics) > steps[1]:
             where += f", {name} goes on to {_last(metrics)}"
-    return Comparison(f"{verdict} ({where})", code, steps, rows, weights, *explanations(a, b))
+    return Comparison(
+        f"{verdict} ({where})", code, steps, rows, weights, *explanations(files_a, files_b)
+    )
 
 
 def like_rounding(a: Metrics, b: Metrics, differs: list[MetricRow]) -> bool:
@@ -233,7 +238,7 @@ def _row(
     )
 
 
-def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
+def checkpoints(a: Path | Key, b: Path | Key) -> tuple[str, bool | None]:
     """Compares the newest step that both have saved: a sentence, and whether the state is the same
     (None: unknown).
 
@@ -263,7 +268,7 @@ def checkpoints(a: Path, b: Path) -> tuple[str, bool | None]:
     return f"step {step}: {count}, the first of them {different[0]}", False
 
 
-def _saved_steps(run: Path) -> dict[int, Path]:
+def _saved_steps(run: Path | Key) -> dict[int, Path | Key]:
     """Step -> its newest checkpoint."""
     steps = {}
     for path in reversed(verify.find(run)):
@@ -335,7 +340,7 @@ def _unlike(a: dict, b: dict) -> dict[str, list]:
     return found
 
 
-def table(a: Path, b: Path, comparison: Comparison, tolerance: float) -> str:
+def table(a: Path | Key, b: Path | Key, comparison: Comparison, tolerance: float) -> str:
     """For a person: the verdict first."""
     lines = [f"A {a}", f"B {b}", comparison.verdict, ""]
     width = max(len(row.metric) for row in comparison.rows)
@@ -440,8 +445,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare_runs", description="Did my change alter the numbers?"
     )
-    parser.add_argument("a", type=run_folder, help="the folder or the URL of a run")
-    parser.add_argument("b", type=run_folder, help="of another")
+    parser.add_argument("a", type=place, help="the folder or the URL of a run")
+    parser.add_argument("b", type=place, help="of another")
     parser.add_argument(
         "--tolerance", type=float, help="relative difference that passes for equal (exit code 0)"
     )
@@ -456,7 +461,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         comparison = compare(options.a, options.b, options.tolerance)
         if options.png:
-            plot(options.a, options.b, comparison, limit, options.png)
+            plot(files_of(options.a), files_of(options.b), comparison, limit, options.png)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

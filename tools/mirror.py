@@ -42,13 +42,14 @@ class Mirror:
         self.folder, self.key = folder, key
         self.there: dict[str, tuple[int, int]] = {}  # name -> size and time of what was sent
 
-    def fetch(self) -> int:
-        """Write the files that this folder lacks or has in an older version. Returns how many.
-        Raises InputError, also for a name that leads out of the folder, which obstore refuses."""
+    def fetch(self, left_out: tuple[str, ...] = ()) -> int:
+        """Write the files that this folder lacks or has in an older version, but those of the
+        subfolders `left_out`. Returns how many. Raises InputError, also for a name that leads out
+        of the folder, which obstore refuses."""
         count = 0
         for name, found in self.key.stats_below().items():
             path = PurePosixPath(name)
-            if path.parts[0] == LEFT_OUT or name.startswith(LEASE):
+            if path.parts[0] in (LEFT_OUT, *left_out) or name.startswith(LEASE):
                 continue
             target = self.folder / path
             if not target.exists() or target.stat().st_mtime_ns < found.mtime_ns:

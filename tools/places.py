@@ -19,8 +19,9 @@ from configs.schema import InputError
 from reliability.objects import Key, location
 from tools.mirror import Mirror
 
-# what tools read of a run's folder: its tokenizer, its chat template, its options
+# what reading a checkpoint takes of its run's folder: its tokenizer, its chat template, its options
 OF_RUN = ("tokenizer.json", "data.json", "config.toml")
+EXPORTED = ("hf",)  # as large as the model, and no tool reads a run's folder for it
 
 
 def folder_here(text: str | Path, what: str) -> Path:
@@ -35,32 +36,45 @@ def folder_here(text: str | Path, what: str) -> Path:
 
 
 def run_folder(text: str) -> Path:
-    """The folder of a run that a tool reads. Of a URL it is a copy without checkpoints, which goes
-    with this process. For argparse: raises ArgumentTypeError."""
+    """The folder of a run that a tool reads. Of a URL it is a copy. For argparse: raises
+    ArgumentTypeError."""
+    found = place(text)
+    if isinstance(found, Path):
+        return found
     try:
-        found = location(text)
-        if isinstance(found, Path):
-            return found
-        copy = Path(_temporary(text).name, found.name or found.bucket)
-        if not Mirror(copy, found).fetch():
-            raise InputError(f"{found} has no files of a run")
+        return copy_of(found)
     except InputError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    return copy
 
 
-def here(text: str) -> Path:
-    """A folder that a tool reads with its checkpoints. For argparse: raises ArgumentTypeError for a
-    URL."""
+def place(text: str) -> Path | Key:
+    """A folder or a URL that a tool reads with its checkpoints. For argparse: raises
+    ArgumentTypeError."""
     try:
-        return folder_here(text, "this")
+        return location(text)
     except InputError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def files_of(run: Path | Key) -> Path:
+    """A folder with what a run has written, but its checkpoints. Raises InputError."""
+    return copy_of(run) if isinstance(run, Key) else run
+
+
+def copy_of(run: Key) -> Path:
+    """A folder with what a run has written below this URL, but checkpoints and exported models. It
+    goes with this process. Raises InputError."""
+    return Path(_copied(str(run)).name, run.name or run.bucket)
 
 
 @functools.cache
-def _temporary(url: str) -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory()
+def _copied(url: str) -> tempfile.TemporaryDirectory:
+    run = location(url)
+    assert isinstance(run, Key)
+    folder = tempfile.TemporaryDirectory()
+    if not Mirror(Path(folder.name, run.name or run.bucket), run).fetch(EXPORTED):
+        raise InputError(f"{run} has no files of a run")
+    return folder
 
 
 def is_hugging_face(place: Path | Key) -> TypeGuard[Path]:

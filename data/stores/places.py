@@ -29,6 +29,18 @@ def key_of(url: str, soon: bool = True) -> Key:
     return Key(scheme, bucket, name.strip("/"), soon)
 
 
+def read(place: Path | Key) -> bytes:
+    """A whole file or object. Raises OSError, or InputError for a store that cannot be read."""
+    return place.read() if isinstance(place, Key) else place.read_bytes()
+
+
+def folders_in(place: Path | Key) -> list[str]:
+    """The names of the folders here. Raises InputError for a store that cannot be read."""
+    if isinstance(place, Key):
+        return place.folders()
+    return [path.name for path in place.glob("*") if path.is_dir()]
+
+
 def out_place(text: str) -> str:
     """What an option `--out` of argparse names: a folder, or a place in a store."""
     try:

@@ -31,7 +31,7 @@ from tools.parity.__main__ import refuse
 from tools.parity.meshes import MeshOfRanks
 from tools.parity.ranks import Failed, on_ranks
 from tools.parity.trajectory import whole
-from tools.places import here
+from tools.places import place
 from tools.replay.judge import Limits, Row, from_other, from_record
 from tools.replay.locate import located
 from tools.replay.run import Recorded, open_run, state_in
@@ -85,10 +85,10 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Further --table.key=value change the options of both sides: --data.cache=...",
     )
-    parser.add_argument("run", type=here, help="the folder of a run, or a checkpoint")
+    parser.add_argument("run", type=place, help="a run or a checkpoint: its folder or its URL")
     parser.add_argument("--steps", required=True, help="FIRST:LAST, or one step; the first is 1")
     parser.add_argument("--mesh", help="as fsdp2xtp2 (one process)")
-    parser.add_argument("--against", type=here, metavar="OTHER", help="another run, or checkpoint")
+    parser.add_argument("--against", type=place, metavar="OTHER", help="another run, or checkpoint")
     parser.add_argument(
         "--dtype", choices=sorted({*LIMITS} - {"auto"}), help="compute in it (the run's)"
     )
@@ -128,7 +128,7 @@ def check_comparable(run: Recorded, other: Recorded, more: list[str]) -> None:
         lengths.append(load_config([str(each.options), *more], None, None).training.seq_len)
     if lengths[0] != lengths[1]:
         raise InputError(
-            f"{run.folder} has sequences of {lengths[0]} tokens and {other.folder} of {lengths[1]}: "
+            f"{run.place} has sequences of {lengths[0]} tokens and {other.place} of {lengths[1]}: "
             "their steps cannot be compared"
         )
 
@@ -146,11 +146,11 @@ def side(
     not to be had."""
     given = load_config([str(run.options), *more], None, None)
     if steps.stop - 1 > given.training.steps:
-        raise InputError(f"--steps {steps.stop - 1}: {run.folder} has {given.training.steps} steps")
+        raise InputError(f"--steps {steps.stop - 1}: {run.place} has {given.training.steps} steps")
     begins_elsewhere = given.checkpoint.load_path or given.checkpoint.load_hf
     if not begins and begins_elsewhere and not given.lora.rank:
         raise InputError(
-            f"{run.folder} has no checkpoint before step {steps.start}, and began with the weights "
+            f"{run.place} has no checkpoint before step {steps.start}, and began with the weights "
             "of another: name later steps"
         )
     refuse(given)

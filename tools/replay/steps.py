@@ -19,7 +19,7 @@ from data.open import open_corpora
 from models import FORMATS
 from parallelisms.mesh import world
 from reliability.guard import Guard
-from reliability.objects import location
+from reliability.objects import Key, location
 from tools.parity import trajectory
 from tools.parity.trajectory import Notes, whole
 from tools.replay import operators
@@ -35,7 +35,7 @@ class Recomputation:
     """What a rank recomputes."""
 
     argv: list[str]
-    checkpoint: Path | None  # None: the initial values
+    checkpoint: Path | Key | None  # None: the initial values
     asked: range  # steps, of which the first is 1
     search: bool = False  # note operators and nothing else
     # the module whose operators are noted by token; "": the model's; None: all are, in order
@@ -139,7 +139,7 @@ def load_base(job: train.Job) -> None:
 
 
 @torch.no_grad()
-def check_base(job: train.Job, path: Path, facts: dict) -> None:
+def check_base(job: train.Job, path: Path | Key, facts: dict) -> None:
     """Round the frozen weights as the run has rounded them. Raises InputError if they are not those
     that the adapters of a checkpoint were trained beside. facts: of its manifest."""
     stored = DTYPES[facts["dtype"]]
@@ -155,7 +155,7 @@ def check_base(job: train.Job, path: Path, facts: dict) -> None:
         )
 
 
-def load(job: train.Job, path: Path) -> dict:
+def load(job: train.Job, path: Path | Key) -> dict:
     """Fill the job from a checkpoint, and return its progress. It may be of another mesh, and of
     another type of floating point."""
     try:
@@ -174,7 +174,7 @@ def load(job: train.Job, path: Path) -> dict:
     return manifest["progress"]
 
 
-def fill(path: Path, manifest: dict, live: dict, content: str) -> None:
+def fill(path: Path | Key, manifest: dict, live: dict, content: str) -> None:
     """Read live tensors from a checkpoint that may have them in another type. content: what of it
     they are, as of `checkpoint/state.py::select`."""
     stored = adapters.in_stored_types(live, manifest)
