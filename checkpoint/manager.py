@@ -50,7 +50,7 @@ from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh, world
-from reliability.objects import Key, location
+from reliability.objects import Key, ask_mirror, location
 from training.optimizers import materialise
 
 # for the slowest rank to write its part; a dead process is noticed at once
@@ -263,6 +263,7 @@ class CheckpointManager:
             except BaseException as failure:
                 error = failure
         agree(error, self.group)
+        ask_mirror()
 
     def _make_plan(self, live: dict) -> None:
         """Choose the parts that this rank writes, unless the state is of the same kind as at the

@@ -10,6 +10,7 @@ Credentials and endpoints come from the environment alone (AWS_*, GOOGLE_*, AZUR
 imports no torch.
 """
 
+import contextlib
 import datetime
 import errno
 import functools
@@ -53,6 +54,8 @@ CLIENT = (
 )
 # tools/mirror.py says in this variable which URL it keeps a copy at.
 MIRRORED = "PLUMBLINE_MIRROR"
+# And in this one a file on this machine that grows when the copy shall be brought up to date.
+ASKED = "PLUMBLINE_MIRROR_ASKED"
 PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 
 
@@ -72,6 +75,7 @@ class Stat(NamedTuple):
 
     size: int  # bytes
     mtime_ns: int
+    e_tag: str | None = None
 
 
 def location(text: "str | Path | Key") -> "Path | Key":
@@ -110,6 +114,15 @@ def check_mirrored(url: str) -> None:
             f"run.mirror = {url}: nothing copies the run's folder there: start the run with "
             "./run_train.sh, or with python -m tools.mirror before its command"
         )
+
+
+def ask_mirror() -> None:
+    """Have what keeps the copy of this run's folder, if anything does, send what is new now. Nobody
+    waits for it, and whether it can be asked is its own business."""
+    with contextlib.suppress(OSError):
+        if path := os.environ.get(ASKED):
+            with open(path, "ab") as file:
+                file.write(b".")
 
 
 def missing_package(url: str) -> str:
@@ -359,14 +372,16 @@ class Key:
     def _no_bucket(self) -> Unreachable:
         return Unreachable(f"{self}: there is no bucket or container {self.bucket!r}")
 
-    def upload(self, chunks: Callable[[], Iterable[memoryview]], size: int) -> None:
+    def upload(self, chunks: Callable[[], Iterable[memoryview]], size: int) -> "Stat":
         """Put an object of `size` bytes in parts. chunks: gives its bytes, anew for each try."""
         try:
             self._call(_upload, chunks, size)
         except FileNotFoundError:
             raise self._no_bucket() from None
-        if (arrived := self.size()) != size:
-            raise Unreachable(f"{self}: {size} bytes were sent, {arrived} are there")
+        arrived = self.stat()
+        if arrived.size != size:
+            raise Unreachable(f"{self}: {size} bytes were sent, {arrived.size} are there")
+        return arrived
 
     def remove(self) -> None:
         """Remove the object, if it is there."""
@@ -415,7 +430,8 @@ def _get_range(store: Any, path: str, start: int, end: int) -> bytes | memoryvie
 
 
 def _stat(row: Any) -> Stat:
-    return Stat(row["size"], int(row["last_modified"].timestamp()) * 10**9)
+    time_ns = int(row["last_modified"].timestamp()) * 10**9
+    return Stat(row["size"], time_ns, row["e_tag"])
 
 
 def _list(store: Any, path: str) -> list[dict]:

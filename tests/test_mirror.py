@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
+from checkpoint.stores import lease
 from configs.schema import InputError
 from reliability import objects
 from reliability.objects import location
@@ -184,7 +185,7 @@ def test_a_node_does_not_send_what_another_one_writes(store, tmp_path):
     assert node.send() == ""
     want = {"metrics.jsonl": b"step 1 step 2", "rank-00001.log": b"of this node"}
     assert want.items() <= copies(store).items()
-    node.there = {}
+    node.sent = {}
     node.send()
     assert copies(store)["metrics.jsonl"] == b"step 1"
 
@@ -197,18 +198,115 @@ def test_no_name_leads_out_of_the_folder(name, store, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_newer_here_is_sent_and_not_replaced(store, tmp_path):
-    """A run that was killed before its last lines were sent, on the same machine."""
-    store.put(f"{AT}metrics.jsonl", b"step 1")
-    later = time.time() + 3600
-    (tmp_path / "metrics.jsonl").write_bytes(b"step 1 step 2")
-    os.utime(tmp_path / "metrics.jsonl", (later, later))
+YEARS = 1e8  # seconds that a clock is wrong by
+
+
+@pytest.mark.parametrize("ahead", [YEARS, -YEARS])
+@pytest.mark.parametrize("known", [True, False])
+def test_what_is_newer_here_is_sent_and_not_replaced(known, ahead, store, tmp_path):
+    """A run that was killed before its last lines were sent, on the same machine, whose clock is
+    wrong. known: whether it still knows what it has sent. A file that does not only grow is replaced
+    where that is not known."""
+    files = {"metrics.jsonl": (b"step 1", b"step 1 step 2"), "data.json": (b"old", b"new")}
     here = mirror.Mirror(tmp_path, location(URL))
-    assert here.fetch() == 0 and here.send() == ""
-    assert copies(store) == {"metrics.jsonl": b"step 1 step 2"}
+    for name, (sent, _) in files.items():
+        (tmp_path / name).write_bytes(sent)
+    assert here.send() == ""
+    for name, (_, unsent) in files.items():
+        (tmp_path / name).write_bytes(unsent)
+        then = time.time() + ahead
+        os.utime(tmp_path / name, (then, then))
+    if not known:
+        here.record.unlink()
+    again = mirror.Mirror(tmp_path, location(URL))
+    assert again.fetch() == (0 if known else 1) and again.send() == ""
+    assert copies(store)["metrics.jsonl"] == b"step 1 step 2"
+    assert copies(store)["data.json"] == (b"new" if known else b"old")
 
 
-def test_a_store_that_fails_does_not_end_the_command(store, tmp_path, capsys):
+@pytest.mark.parametrize("ahead", [YEARS, -YEARS])
+def test_what_another_machine_has_written_is_fetched_whatever_the_clock_says(
+    ahead, store, tmp_path
+):
+    """This machine has an older version, or one that went another way."""
+    first = mirror.Mirror(tmp_path, location(URL))
+    for name in "older", "another":
+        (tmp_path / name).write_bytes(b"step 1 ")
+    assert first.send() == ""
+    (tmp_path / "another").write_bytes(b"step 1 step 2 which was computed again")
+    for name in "older", "another":
+        store.put(AT + name, b"step 1 step 2")
+        then = time.time() + ahead
+        os.utime(tmp_path / name, (then, then))
+    again = mirror.Mirror(tmp_path, location(URL))
+    assert again.fetch() == 1 and (tmp_path / "older").read_bytes() == b"step 1 step 2"
+    (tmp_path / "another").write_bytes(b"step 1 step 3")
+    assert mirror.Mirror(tmp_path, location(URL)).fetch() == 1
+    assert (tmp_path / "another").read_bytes() == b"step 1 step 2"
+    assert mirror.Mirror(tmp_path, location(URL)).fetch() == 0
+
+
+def test_a_fetch_that_ends_half_way_leaves_no_half_file(store, tmp_path, monkeypatch):
+    """And a large file is fetched in pieces. The half would else be the newer one: it was written
+    later. Negative control: without the failure it is there, whole."""
+    content = bytes(range(256)) * 16
+    store.put(f"{AT}metrics.jsonl", content)
+    monkeypatch.setattr(mirror, "CHUNK", 1000)
+    denied = {"kind": "denied", "methods": ["GET"], "key": "metrics", "skip": 4}
+    store.rules(denied)
+    with pytest.raises(InputError, match="the store refuses it"):
+        mirror.Mirror(tmp_path, location(URL)).fetch()
+    assert not (tmp_path / "metrics.jsonl").exists()
+    store.rules()
+    assert mirror.Mirror(tmp_path, location(URL)).fetch() == 1
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
+def test_a_damaged_record_is_none(store, tmp_path):
+    (tmp_path / "log").write_bytes(b"a line")
+    here = mirror.Mirror(tmp_path, location(URL))
+    assert here.send() == "" and mirror.Mirror(tmp_path, location(URL)).sent == here.sent != {}
+    assert not mirror.Mirror(tmp_path, location(f"{URL}2")).sent
+    for damaged in "{", "[]", '["s3://bucket/runs/a", {"log": [1]}]', '["s3://bucket/runs/a", 3]':
+        here.record.write_text(damaged)
+        assert not mirror.Mirror(tmp_path, location(URL)).sent
+    assert mirror.Mirror(tmp_path, location(URL)).fetch() == 0
+
+
+ASKS = """
+import os, pathlib, sys, time
+sys.path.insert(0, ".")
+from reliability.objects import ask_mirror
+folder = pathlib.Path(sys.argv[1])
+folder.mkdir(exist_ok=True)
+(folder / "metrics.jsonl").write_text("step 1")
+time.sleep(1.5)
+sys.argv[2] == "asks" and ask_mirror()
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("asks", ["asks", "does not"])
+def test_a_command_that_asks_is_not_kept_waiting_for_the_interval(asks, store, tmp_path):
+    """As a run does when it has published a checkpoint. Negative control: one that does not ask."""
+    folder = tmp_path / "run"
+    words = ["--seconds=600", URL, str(folder), sys.executable, "-c", ASKS, str(folder), asks, "60"]
+    process = subprocess.Popen([sys.executable, "-m", "tools.mirror", *words], cwd=ROOT)
+    try:
+        until(lambda: (folder / "metrics.jsonl").exists())
+        if asks == "asks":
+            until(lambda: copies(store).get("metrics.jsonl") == b"step 1")
+            assert not [key for key in store.keys() if "asked" in key or "sent" in key]
+        else:
+            time.sleep(1.5 + 2 * mirror.WATCH + 1)
+            assert not copies(store)
+        assert process.poll() is None
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(30 * NEIGHBOURS)
+
+
+def test_a_store_that_fails_does_not_end_the_command(store, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "run"
     denied = {"kind": "denied", "methods": ["PUT"], "rate": 1.0}
     later = threading.Timer(1.0, store.rules, [denied])
@@ -220,6 +318,7 @@ def test_a_store_that_fails_does_not_end_the_command(store, tmp_path, capsys):
     assert "it is tried again in 0 s" in said
     assert f"what else is missing in {URL} is still in {folder}" in said
     store.rules()
+    monkeypatch.setattr(lease, "PATIENCE", 1.0)  # this process holds it still
     assert mirror.main([URL, str(folder), sys.executable, "-c", ""]) == 0
     assert copies(store)["config.toml"] == b"done"
 

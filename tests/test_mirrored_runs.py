@@ -20,7 +20,7 @@ from tests.stores import (
     emptied,
     running_store,  # noqa: F401  a fixture
 )
-from tools import goodput, mirror
+from tools import goodput, mirror, places
 
 URL = "s3://bucket/debug"
 NAME = "debug-60c6b659"  # of its folder in data.cache: the hash is the URL's
@@ -30,6 +30,7 @@ AFTER_STEP = 20  # the first machine is asked to stop
 
 @pytest.fixture
 def store(running_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    places._copied.cache_clear()
     return emptied(running_store, monkeypatch, ((objects, "PAUSE", 0.05), (objects, "TRIES", 1)))
 
 
@@ -45,10 +46,11 @@ def ended(process: subprocess.Popen) -> tuple[int, str]:
     return process.returncode, said.decode()
 
 
-def alone(options: list[str], folder: Path) -> tuple[int, str]:
+def alone(options: list[str], folder: Path, asked: str = "") -> tuple[int, str]:
     """As a rank without tools.mirror around it, which yet believes that it has one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(objects.MIRRORED, URL)
+        patch.setenv(objects.ASKED, asked)
         return run(options, folder)
 
 
@@ -87,10 +89,27 @@ def test_a_run_goes_on_on_an_empty_machine_with_all_its_metrics(store, tmp_path)
     assert "checkpoints/step-00000120/manifest.json" in names
     assert store.object("debug/metrics.jsonl") == (second / "metrics.jsonl").read_bytes()
 
-    places = [f"--run.mirror={URL}", f"--checkpoint.store={URL}/checkpoints"]
-    longer = [*options[:-1], *places, "--training.steps=122"]
+    both = [f"--run.mirror={URL}", f"--checkpoint.store={URL}/checkpoints"]
+    longer = [*options[:-1], *both, "--training.steps=122"]
     assert run_ranks(1, alone, longer, tmp_path / "third") == [(0, "")]
     assert set(series(tmp_path / "third")) == {121, 122}
+
+
+def test_a_published_checkpoint_asks_for_the_copy_of_its_metrics(store, tmp_path):
+    """Each one does, and one that failed does not. That it cannot ask fails no checkpoint."""
+    asked, lost = tmp_path / "asked", tmp_path / "no folder" / "asked"
+    store.rules({"kind": "denied", "methods": ["PUT"], "key": "one/step-00000005/manifest"})
+    options = [*tiny_run(tmp_path), "--training.steps=6"]
+    for name, file in ("one", asked), ("two", lost):
+        folder = tmp_path / name
+        folder.mkdir()
+        of_store = f"--checkpoint.store=s3://bucket/{name}"
+        codes = run_ranks(2, alone, [*options, of_store], folder, str(file))
+        assert codes == [(0, ""), (0, "")]
+    manifests = [key for key in store.keys() if key.endswith("manifest.json")]
+    steps = ["one/step-00000006", "two/step-00000005", "two/step-00000006"]
+    assert manifests == [f"{step}/manifest.json" for step in steps]
+    assert asked.read_bytes() == b".." and not lost.exists()  # both ranks, at step 6
 
 
 def test_a_url_stands_for_a_folder_a_mirror_and_a_store(tmp_path):

@@ -6,7 +6,11 @@ TensorBoard, all but checkpoints, for which `checkpoint.store` is made.
 
 Before the command starts, what the store has and this machine lacks, or has in an older version, is
 fetched. So a run goes on with its metrics on a new machine. What has changed is sent every
---seconds, and when the command has ended. A machine that is lost loses what was written since.
+--seconds, when a checkpoint has been published, and when the command has ended. A machine that is
+lost loses what was written since.
+
+No clock says which version is older. `.mirror-sent-0` in the folder has, of each file, the ETag of
+its object when both were the same. An object with another ETag was written later, by somebody else.
 
 Several nodes give the same command: each sends the files that change on it, and a rank's files have
 its number. A second start with the same --node waits until the first has sent its last lines, and
@@ -15,6 +19,7 @@ tried again.
 """
 
 import argparse
+import json
 import os
 import signal
 import stat
@@ -24,61 +29,121 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from checkpoint.stores.lease import StoreLease
 from configs.schema import InputError
-from reliability.objects import CHUNK, MIRRORED, Key, Unreachable, location
+from reliability.objects import ASKED, CHUNK, MIRRORED, Key, Stat, Unreachable, location
 
 LEFT_OUT = "checkpoints"  # the subfolder that is not copied
 LEASE = ".mirror-"  # and the number of the node: who sends from there
+# the same in the folder: what was sent, and that the command asks for it
+SENT, ASKING = ".mirror-sent-", ".mirror-asked-"
+WATCH = 0.5  # seconds between looks whether the command has published a checkpoint
+TRIES = 5  # of fetching a file that another node replaces meanwhile
 HANDOVER = 180.0  # seconds that an earlier start may take to save, end and send
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
-class Mirror:
-    """A folder and its copy below a key."""
+class Sent(NamedTuple):
+    """A file, and the object of its name, when both were the same."""
 
-    def __init__(self, folder: Path, key: Key) -> None:
+    size: int
+    mtime_ns: int
+    e_tag: str | None
+
+
+class Mirror:
+    """A folder and its copy below a key. node: the number of this machine."""
+
+    def __init__(self, folder: Path, key: Key, node: int = 0) -> None:
         self.folder, self.key = folder, key
-        self.there: dict[str, tuple[int, int]] = {}  # name -> size and time of what was sent
+        self.record = folder / f"{SENT}{node}"
+        self.asked = folder.absolute() / f"{ASKING}{node}"
+        self.sent = self._read_record()  # by name
 
     def fetch(self, left_out: tuple[str, ...] = ()) -> int:
         """Write the files that this folder lacks or has in an older version, but those of the
         subfolders `left_out`. Returns how many. Raises InputError, also for a name that leads out
-        of the folder, which obstore refuses."""
+        of the folder."""
         count = 0
         for name, found in self.key.stats_below().items():
             path = PurePosixPath(name)
+            if path.is_absolute() or ".." in path.parts:
+                raise InputError(f"{self.key}: invalid path {name!r}")
             if path.parts[0] in (LEFT_OUT, *left_out) or name.startswith(LEASE):
                 continue
-            target = self.folder / path
-            if not target.exists() or target.stat().st_mtime_ns < found.mtime_ns:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes((self.key / name).read())
-                os.utime(target, ns=(found.mtime_ns, found.mtime_ns))
+            if not self._is_newest(name, found):
+                self._download(name, found)
                 count += 1
-            if version(target) == (found.size, found.mtime_ns):
-                # another node may change it, so this one must not send it as it is
-                self.there[name] = version(target)
+        if count:
+            self._write_record()
         return count
+
+    def _is_newest(self, name: str, found: Stat) -> bool:
+        """Whether the file here is the object, or that and what was written since."""
+        path = self.folder / name
+        if not path.is_file():
+            return False
+        if name in self.sent and found.e_tag and self.sent[name].e_tag == found.e_tag:
+            return True
+        # it is not known whether the object is ours: logs and metrics grow at their end
+        now = version(path)
+        if now[0] < found.size:
+            return False
+        with open(path, "rb") as file:
+            for start in range(0, found.size, CHUNK):
+                end = min(start + CHUNK, found.size)
+                if file.read(end - start) != self._read(name, start, end):
+                    return False
+        if now[0] == found.size:
+            self.sent[name] = Sent(*now, found.e_tag)
+        return True
+
+    def _download(self, name: str, found: Stat) -> None:
+        """Put the object in the place of the file, whole."""
+        target = self.folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.tmp-mirror")
+        for _ in range(TRIES):
+            with open(temporary, "wb") as file:
+                for start in range(0, found.size, CHUNK):
+                    file.write(self._read(name, start, min(start + CHUNK, found.size)))
+            before, found = found, (self.key / name).stat()
+            if before == found:
+                break
+        else:
+            raise InputError(f"{self.key / name} changes all the time: is another run writing it?")
+        os.utime(temporary, ns=(found.mtime_ns, found.mtime_ns))
+        temporary.rename(target)
+        # another node may change it, so this one must not send it as it is
+        self.sent[name] = Sent(*version(target), found.e_tag)
+
+    def _read(self, name: str, start: int, end: int) -> bytes | memoryview:
+        return (self.key / name).read_agreed(start, end)
 
     def send(self) -> str:
         """Send what has changed. Returns what went wrong, if anything did: where the store does not
         answer, no more is tried."""
         problem = ""
+        count = 0
         for name in self.files():
             try:
                 now = version(self.folder / name)
-                if self.there.get(name) == now:
+                if name in self.sent and self.sent[name][:2] == now:
                     continue
-                self._upload(name, now[0])
-                self.there[name] = now
+                arrived = self._upload(name, now[0])
+                self.sent[name] = Sent(*now, arrived.e_tag)
+                count += 1
             except FileNotFoundError:  # it was removed meanwhile
                 continue
             except OSError as error:
                 problem = f"{self.folder / name}: {error.strerror}"
             except InputError as error:
-                return str(error)
+                problem = str(error)
+                break
+        if count:
+            self._write_record()
         return problem
 
     def files(self) -> Iterator[str]:
@@ -89,10 +154,11 @@ class Mirror:
             for name in sorted(names):
                 path = Path(place, name)
                 # a temporary name is of a file that is being written
-                if ".tmp" not in name and stat.S_ISREG(path.lstat().st_mode):
+                is_left_out = ".tmp" in name or name.startswith((SENT, ASKING))
+                if not is_left_out and stat.S_ISREG(path.lstat().st_mode):
                     yield path.relative_to(self.folder).as_posix()
 
-    def _upload(self, name: str, size: int) -> None:
+    def _upload(self, name: str, size: int) -> Stat:
         """The first `size` bytes: a log may grow meanwhile."""
 
         def chunks() -> Iterator[memoryview]:
@@ -102,7 +168,31 @@ class Mirror:
                     left -= len(block)
                     yield memoryview(block)
 
-        (self.key / name).upload(chunks, size)
+        return (self.key / name).upload(chunks, size)
+
+    def times_asked(self) -> int:
+        """How often the command has asked for a round."""
+        try:
+            return self.asked.stat().st_size
+        except OSError:
+            return 0
+
+    def _read_record(self) -> dict[str, Sent]:
+        """Nothing, if it is not there, is damaged, or is of another place in a store. Then contents
+        are compared."""
+        try:
+            url, rows = json.loads(self.record.read_text(encoding="utf-8"))
+            return {name: Sent(*row) for name, row in rows.items()} if url == str(self.key) else {}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return {}
+
+    def _write_record(self) -> None:
+        temporary = self.record.with_name(f"{self.record.name}.tmp")
+        try:
+            temporary.write_text(json.dumps([str(self.key), self.sent]), encoding="utf-8")
+            temporary.rename(self.record)
+        except OSError as error:
+            say(f"{self.record}: {error.strerror}; the next start compares contents")
 
 
 def version(path: Path) -> tuple[int, int]:
@@ -148,15 +238,23 @@ def send_once(mirror: Mirror, lease: StoreLease) -> str:
 
 
 def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threading.Event) -> None:
-    """Until the command has ended. The last round is the caller's."""
-    while not ended.wait(seconds):
+    """Every `seconds`, and when the command asks for it, until that has ended. The last round is the
+    caller's."""
+    due = time.monotonic() + seconds
+    asked = mirror.times_asked()
+    while not ended.wait(min(WATCH, max(due - time.monotonic(), 0))):
+        before, asked = asked, mirror.times_asked()
+        if asked == before and time.monotonic() < due:
+            continue
         if problem := send_once(mirror, lease):
             say(f"{problem}; it is tried again in {seconds:.0f} s")
+        due = time.monotonic() + seconds
 
 
 def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -> int:
     """Returns the exit code of the command, 128 + n if signal n has killed it."""
-    process = subprocess.Popen(command, env={**os.environ, MIRRORED: str(mirror.key)})
+    known = {MIRRORED: str(mirror.key), ASKED: str(mirror.asked)}
+    process = subprocess.Popen(command, env=os.environ | known)
 
     def pass_on(number: int, frame: object) -> None:
         process.send_signal(number)
@@ -200,7 +298,7 @@ def main(argv: list[str] | None = None) -> int:
             raise InputError(f"{args.url} is a folder: let run.folder name it")
         if not args.command:
             raise InputError("there is no command to run after the folder")
-        mirror = Mirror(args.folder, key)
+        mirror = Mirror(args.folder, key, args.node)
         lease = take_over(key, args.node)
     except InputError as error:
         print(error, file=sys.stderr)
