@@ -130,9 +130,14 @@ def _here(value: str) -> str:
     return value
 
 
+def _file(value: str) -> str:
+    return _store(value).removeprefix("file://") if "://" in value else value
+
+
 PathText = Annotated[str, AfterValidator(_path)]
 SourceText = Annotated[PathText, AfterValidator(_source)]
 LocalPath = Annotated[PathText, AfterValidator(_here)]
+FileText = Annotated[PathText, AfterValidator(_file)]  # of a file that may be in a store
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -296,7 +301,7 @@ class ValidationSet(Table):
 class EvaluationTask(Table):
     name: Name
     """Name of this task in metrics: evaluation/NAME/acc."""
-    file: LocalPath = Field(min_length=1)
+    file: FileText = Field(min_length=1)
     """JSON lines: context, choices and answer; with perplexity text (docs/evaluation.md)."""
     kind: Literal["multiple_choice", "perplexity"] = "multiple_choice"
     """The likeliest choice is the model's answer, or: perplexity of whole texts."""
@@ -323,7 +328,7 @@ class Data(Table):
     prepared folder."""
     format: Literal["text", "chat", "completion"] = "text"
     """What documents are: text, chat (messages) or completion (prompt and completion)."""
-    chat_template: LocalPath = ""
+    chat_template: FileText = ""
     """With chat: plain, chatml or the path of a Jinja template; empty: the tokenizer's own."""
     mixture: Annotated[
         tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
@@ -343,9 +348,9 @@ class Data(Table):
     mask_documents: bool = False
     """Restart attention and positions at each document's first token; no loss from one document to
     the next."""
-    tokenizer: LocalPath = Field("bpe", min_length=1)
-    """bpe (trained on the source at first use), bytes, or the path of a tiktoken rank file or a
-    tokenizer.json."""
+    tokenizer: FileText = Field("bpe", min_length=1)
+    """bpe (trained on the source at first use), bytes, or the path or URL of a tiktoken rank file or
+    a tokenizer.json."""
     bpe_vocab_size: int = Field(4096, ge=257, le=1_000_000)
     """Vocabulary size of the trained BPE, special tokens included; only used by tokenizer = "bpe"."""
     cache: LocalPath = Field("", max_length=240)

@@ -28,7 +28,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configs.schema import Data, InputError
 from data.answers import Example, Unfit
+from data.stores import kept, places
 from data.tokenizer import Tokenizer
+from reliability.objects import location
 
 # An answer begins and ends with these while a template is rendered. Unicode will never assign them.
 BEGIN, END = "\ufdd0", "\ufdd1"
@@ -307,7 +309,7 @@ def _raise(message: str) -> None:
 def find_template(cfg: Data, tok: Tokenizer) -> Template:
     """The template that `data.chat_template` names, or the tokenizer's own. Raises InputError if
     there is none, or if it cannot be used."""
-    path = Path(os.path.expanduser(cfg.tokenizer))
+    path = Path(kept.tokenizer(cfg.tokenizer, cfg.cache))
     tokens, control, own = _of_hugging_face(path) if _is_hugging_face(path) else ({}, [], "")
     if not tokens:
         tokens = {"eos_token": tok.end_of_text}
@@ -325,7 +327,7 @@ def find_template(cfg: Data, tok: Tokenizer) -> Template:
             )
     elif named:
         try:
-            source = Path(os.path.expanduser(named)).read_text(encoding="utf-8")
+            source = places.read(location(os.path.expanduser(named))).decode()
         except (OSError, ValueError) as error:
             raise InputError(
                 f"data.chat_template: {named} cannot be read ({error}); give the path of a Jinja "

@@ -1,7 +1,7 @@
 """What a run would read: is it there, and does its tokenizer fit the model?
 
 `tools/check.py` asks on each node before the ranks start, `data/open.py` when they open their text.
-So nothing here imports torch, writes a file or opens a connection.
+So nothing here imports torch. A file or a connection is for what an option names by URL alone.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
 
 
 def _check_tokenizer(cfg: Config, vocab_size: int) -> None:
-    tokenizer = open_tokenizer(cfg.data.tokenizer)
+    tokenizer = open_tokenizer(cfg.data.tokenizer, cfg.data.cache)
     check_vocabulary(tokenizer, cfg, vocab_size)
     formats.describe(cfg.data, tokenizer)  # is there a template?
 

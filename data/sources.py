@@ -248,7 +248,7 @@ def _stored_files(source: str) -> list[File]:
             f'data.source = "{source}": no object with a text suffix ({" ".join(SUFFIXES[:4])} ...) '
             "found there; name an object, a prefix or a glob"
         )
-    return sorted(File(name, url, *stat) for name, url, stat in found)
+    return sorted(File(name, url, stat.size, stat.mtime_ns) for name, url, stat in found)
 
 
 def open_file(file: File) -> IO[bytes]:

@@ -99,7 +99,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
             f"data.source: {cfg.source} is prepared already, so there is nothing to stream: "
             "data.stream = false"
         )
-    tok = open_tokenizer(cfg.tokenizer)
+    tok = open_tokenizer(cfg.tokenizer, cfg.cache)
     files = sources.find(cfg.source)
     if cfg.add_bos and tok.bos_id is None:
         raise InputError(

@@ -33,7 +33,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.schema import EvaluationTask, InputError
+from data.stores import places
 from data.tokenizer import Tokenizer
+from reliability.objects import location
 
 SHOWN = 5  # lines that a sentence names
 
@@ -122,8 +124,7 @@ def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
     """The lines that are not blank, and their numbers."""
     try:
-        with open(path, "rb") as file:
-            content = file.read()
+        content = places.read(location(path))
     except OSError as error:
         raise InputError(
             f"{path}: the file of an evaluation cannot be read ({error.strerror}): name a JSONL "

@@ -311,6 +311,18 @@ class Key:
             f"{self}: bytes {start} to {end} came differently {self.tries + 1} times: use https"
         )
 
+    def download(self, path: Path, found: "Stat") -> "Stat":
+        """Write the object to a file, as it was found or, if it was replaced meanwhile, as it is now:
+        which is returned. Raises OSError, or Unreachable."""
+        for _ in range(TRIES):
+            with open(path, "wb") as file:
+                for start in range(0, found.size, CHUNK):
+                    file.write(self.read_agreed(start, min(start + CHUNK, found.size)))
+            before, found = found, self.stat()
+            if before == found:
+                return found
+        raise Unreachable(f"{self} changes all the time: is a run writing it?")
+
     def open(self) -> "RangeReader":
         return RangeReader(self, self.size())
 

@@ -251,7 +251,7 @@ def test_a_fetch_that_ends_half_way_leaves_no_half_file(store, tmp_path, monkeyp
     later. Negative control: without the failure it is there, whole."""
     content = bytes(range(256)) * 16
     store.put(f"{AT}metrics.jsonl", content)
-    monkeypatch.setattr(mirror, "CHUNK", 1000)
+    monkeypatch.setattr(objects, "CHUNK", 1000)
     denied = {"kind": "denied", "methods": ["GET"], "key": "metrics", "skip": 4}
     store.rules(denied)
     with pytest.raises(InputError, match="the store refuses it"):

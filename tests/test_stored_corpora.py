@@ -362,7 +362,9 @@ def test_control_without_the_hashes_a_flipped_byte_reaches_the_batch(
     uploaded, store, tmp_path, monkeypatch
 ):
     wanted = read(config(uploaded, tmp_path / "disk"), 0, 40)
-    store.rules({"kind": "flipped", "key": "bin", "rate": 0.2})
+    store.rules(
+        {"kind": "flipped", "key": "bin"}
+    )  # at a lower rate a batch may miss what is damaged
     with monkeypatch.context() as patch:
         patch.setattr(blocks.Blocks, "is_whole", lambda self, number, content: bool(content))
         patch.setattr(blocks.Blocks, "_kept", lambda self, number, size: b"")
@@ -732,9 +734,10 @@ def test_without_the_package_a_url_is_refused(monkeypatch, tmp_path):
         ('--data.mixture=[{name="a",source="ftp://b/c",weight=1.0}]', "s3://bucket/prefix"),
         ('--validation.sets=[{name="a",source="ftp://b/c"}]', "s3://bucket/prefix"),
         ("--data.cache=s3://bucket/a", "a path on this machine"),
-        ("--data.tokenizer=s3://bucket/a", "a path on this machine"),
-        ("--data.chat_template=s3://bucket/a", "a path on this machine"),
-        ('--evaluation.tasks=[{name="a",file="s3://b/c"}]', "a path on this machine"),
+        ("--data.tokenizer=http://host/a", "s3://bucket/prefix"),
+        ("--data.chat_template=s3://bucket/a?x=1", "s3://bucket/prefix"),
+        ('--evaluation.tasks=[{name="a",file="s3://"}]', "s3://bucket/prefix"),
+        ("--checkpoint.load_hf=s3://bucket/a", "a path on this machine"),
     ],
 )
 def test_a_url_where_none_is_taken_is_refused(option, said):

@@ -6,8 +6,8 @@ a rank.
 `configs/load.py` reads the configuration alone, on any machine. This looks at the machine: the
 text, the tokenizer and its size, the checkpoints to start from, optional packages, and a GPU where
 an option needs one. All mistakes are reported at once, with exit code 2. Nothing is written or
-downloaded. Torch, which takes seconds to import, is imported only for a check that nothing else
-can answer.
+downloaded but a tokenizer in a store. Torch, which takes seconds to import, is imported only for a
+check that nothing else can answer.
 """
 
 import argparse

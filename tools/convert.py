@@ -249,7 +249,7 @@ class MetaFolder:
 
 
 def to_hf(
-    source: Path | Key, out: Path, dtype: str, max_shard_size: int, tokenizer: Path | None
+    source: Path | Key, out: Path, dtype: str, max_shard_size: int, tokenizer: str = ""
 ) -> str:
     path, manifest = newest(source)
     facts = manifest["facts"]
@@ -259,7 +259,7 @@ def to_hf(
             "lora-to-peft alone"
         )
     if tokenizer:
-        saved = load_saved(str(tokenizer))
+        saved = load_saved(places.tokenizer_file(tokenizer))
     else:
         saved = saved_tokenizer(path)
     files = {}
@@ -519,7 +519,7 @@ OPTIONS = {  # command -> option -> its settings, argparse's
         },
         "--max-shard-size": MAX_SHARD_SIZE,
         "--tokenizer": {
-            "type": Path,
+            "default": "",
             "help": "a saved tokenizer.json, when it is not in the run's folder",
         },
     },

@@ -52,6 +52,7 @@ def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
     if places.is_hugging_face(folder):
         return _load_hugging_face(folder, tokenizer)
     path = verify.newest(folder)
+    tokenizer = tokenizer and places.tokenizer_file(tokenizer)
     try:
         manifest = verify.read_manifest(path)
     except verify.Damaged as error:
@@ -74,7 +75,10 @@ def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
 def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
     name, args = hf.read_model(folder, FORMATS)
     family = MODELS[name]
-    words = load_saved(tokenizer) if tokenizer else hf_tokenizer.read(folder)
+    if tokenizer:
+        words = load_saved(places.tokenizer_file(tokenizer))
+    else:
+        words = hf_tokenizer.read(folder)
     with torch.device("meta"):
         model = family.build(args)
     model.to_empty(device="cpu")

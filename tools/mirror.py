@@ -40,7 +40,6 @@ LEASE = ".mirror-"  # and the number of the node: who sends from there
 # the same in the folder: what was sent, and that the command asks for it
 SENT, ASKING = ".mirror-sent-", ".mirror-asked-"
 WATCH = 0.5  # seconds between looks whether the command has published a checkpoint
-TRIES = 5  # of fetching a file that another node replaces meanwhile
 HANDOVER = 180.0  # seconds that an earlier start may take to save, end and send
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -94,7 +93,7 @@ class Mirror:
         with open(path, "rb") as file:
             for start in range(0, found.size, CHUNK):
                 end = min(start + CHUNK, found.size)
-                if file.read(end - start) != self._read(name, start, end):
+                if file.read(end - start) != (self.key / name).read_agreed(start, end):
                     return False
         if now[0] == found.size:
             self.sent[name] = Sent(*now, found.e_tag)
@@ -105,22 +104,11 @@ class Mirror:
         target = self.folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f"{target.name}.tmp-mirror")
-        for _ in range(TRIES):
-            with open(temporary, "wb") as file:
-                for start in range(0, found.size, CHUNK):
-                    file.write(self._read(name, start, min(start + CHUNK, found.size)))
-            before, found = found, (self.key / name).stat()
-            if before == found:
-                break
-        else:
-            raise InputError(f"{self.key / name} changes all the time: is another run writing it?")
+        found = (self.key / name).download(temporary, found)
         os.utime(temporary, ns=(found.mtime_ns, found.mtime_ns))
         temporary.rename(target)
         # another node may change it, so this one must not send it as it is
         self.sent[name] = Sent(*version(target), found.e_tag)
-
-    def _read(self, name: str, start: int, end: int) -> bytes | memoryview:
-        return (self.key / name).read_agreed(start, end)
 
     def send(self) -> str:
         """Send what has changed. Returns what went wrong, if anything did: where the store does not

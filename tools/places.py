@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from configs.schema import InputError
+from data.stores import kept
 from reliability.objects import Key, location
 from tools.mirror import Mirror
 
@@ -106,6 +107,17 @@ def _fetched(url: str) -> tempfile.TemporaryDirectory:
             continue
         Path(folder.name, name).write_bytes(content)
     return folder
+
+
+def tokenizer_file(name: str) -> str:
+    """The path of a tokenizer's file; a URL is fetched. Raises InputError."""
+    return kept.tokenizer(name, _temporary().name)
+
+
+@functools.cache
+def _temporary() -> tempfile.TemporaryDirectory:
+    """Goes with this process."""
+    return tempfile.TemporaryDirectory()
 
 
 def tokenizer_of(checkpoint: Path | Key) -> str:

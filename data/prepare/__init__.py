@@ -50,7 +50,7 @@ from data.prepared import (
     open_prepared,
     read_manifest,
 )
-from data.stores import places
+from data.stores import kept, places
 from data.stores.corpus import is_prepared_there
 from data.stores.upload import upload
 from reliability.disk import sync
@@ -140,7 +140,7 @@ def _open_source(cfg: Data) -> Prepared:
             "keeps its format: leave the option out"
         )
     if cfg.tokenizer != "bpe":  # the default, which accepts the folder's tokenizer
-        named = open_tokenizer(cfg.tokenizer)
+        named = open_tokenizer(cfg.tokenizer, cfg.cache)
         if named.fingerprint != prepared.tokenizer.fingerprint:
             raise InputError(
                 f"data.tokenizer: {cfg.tokenizer} ({named.fingerprint}) is not the tokenizer that "
@@ -158,7 +158,7 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
     if kind == "bpe":
         kind = f"bpe{cfg.bpe_vocab_size}"
     elif kind != "bytes":
-        path = Path(os.path.expanduser(kind))
+        path = Path(kept.tokenizer(kind, cfg.cache))
         content = tokenizer.read_rank_file(str(path))
         if path.suffix == ".json":  # the files beside it say how a text begins and ends
             beside = (path.parent / name for name in ("tokenizer_config.json", "config.json"))
@@ -171,7 +171,11 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
         cfg.add_eos,
         cfg.max_document_bytes,
     ]
-    described = formats.describe(cfg, open_tokenizer(cfg.tokenizer)) if cfg.format != "text" else {}
+    described = (
+        formats.describe(cfg, open_tokenizer(cfg.tokenizer, cfg.cache))
+        if cfg.format != "text"
+        else {}
+    )
     if described:
         options += [FORMAT_OF_ANSWERS, described]
     decides = json.dumps([FORMAT, cfg.source == "stdlib", files, kind, BPE_CHARACTERS, options])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,17 +13,18 @@ import numpy as np
 from configs.schema import Data, InputError
 from data import answers, hf_tokenizer, sources, tokenizer
 from data.prepared import SPLITS
+from data.stores import kept
 
 # text that a thread gets at a time; at this size handing it over costs nothing measurable
 BATCH_BYTES = 256_000
 
 
-def open_tokenizer(name: str) -> tokenizer.Tokenizer:
-    """The tokenizer that `data.tokenizer` names, which must not be "bpe". InputError: it cannot be
-    read."""
+def open_tokenizer(name: str, cache: str = "") -> tokenizer.Tokenizer:
+    """The tokenizer that `data.tokenizer` names, which must not be "bpe". cache: data.cache, for one
+    in a store. InputError: it cannot be read."""
     if name == "bytes":
         return tokenizer.byte_tokenizer()
-    path = os.path.expanduser(name)
+    path = kept.tokenizer(name, cache)
     if not path.endswith(".json"):
         return tokenizer.from_rank_file(path)
     if tokenizer.is_saved(path):

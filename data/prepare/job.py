@@ -350,7 +350,7 @@ def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer
         tok = tokenizer.train_bpe(_first_texts(cfg, files), cfg.bpe_vocab_size)
         log(f"trained a BPE of {tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s")
     else:
-        tok = open_tokenizer(cfg.tokenizer)
+        tok = open_tokenizer(cfg.tokenizer, cfg.cache)
     if cfg.add_bos and tok.bos_id is None:
         raise InputError(
             f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"

@@ -31,7 +31,10 @@ def key_of(url: str, soon: bool = True) -> Key:
 
 def read(place: Path | Key) -> bytes:
     """A whole file or object. Raises OSError, or InputError for a store that cannot be read."""
-    return place.read() if isinstance(place, Key) else place.read_bytes()
+    if isinstance(place, Key):
+        size = place.size()
+        return bytes(place.read_agreed(0, size)) if size else b""
+    return place.read_bytes()
 
 
 def folders_in(place: Path | Key) -> list[str]:

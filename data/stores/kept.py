@@ -1,0 +1,73 @@
+"""A tokenizer in a store: `data.tokenizer = "s3://bucket/llama/tokenizer.json"`.
+
+It is fetched into a folder of `data.cache`, with the files beside it that say how a text begins and
+ends, and what its chat template is. The folder's name is a hash of what the store has, so a file that
+is replaced there is another tokenizer here, and a file that is here needs no look at its content.
+`tools/check.py` fetches it once for a host, before the ranks start.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from configs.schema import CACHE, InputError
+from data.stores.places import is_url, key_of
+from reliability.objects import Key, Stat
+
+# Of a published model, beside its tokenizer.json (data/hf_tokenizer.py, data/chat.py).
+BESIDE = ("tokenizer_config.json", "config.json", "chat_template.jinja")
+
+
+def tokenizer(name: str, cache: str) -> str:
+    """The path of the tokenizer that an option names. One in a store is fetched, if it is not here
+    yet. Raises InputError."""
+    return _fetched(name, cache) if is_url(name) else os.path.expanduser(name)
+
+
+@functools.cache
+def _fetched(url: str, cache: str) -> str:
+    """Once for a process, which so has one version of it."""
+    key = key_of(url)
+    try:
+        found = {key: key.stat()}
+    except FileNotFoundError:
+        raise InputError(
+            f"data.tokenizer: {url} is not there: name a file of a tokenizer"
+        ) from None
+    for name in BESIDE if url.endswith(".json") else ():
+        try:
+            found[key.parent / name] = (key.parent / name).stat()
+        except FileNotFoundError:
+            continue
+    decides = repr([(str(each), *stat) for each, stat in found.items()])
+    name = f"tokenizer-{hashlib.sha256(decides.encode()).hexdigest()[:16]}"
+    folder = Path(os.path.abspath(os.path.expanduser(cache or CACHE)), name)
+    try:
+        if not folder.is_dir():
+            _fetch(found, folder)
+    except OSError as error:
+        raise InputError(
+            f"data.cache: {folder} cannot be written: {error.strerror}; give another folder with "
+            "--data.cache=FOLDER"
+        ) from error
+    return str(folder / key.name)
+
+
+def _fetch(found: dict[Key, Stat], folder: Path) -> None:
+    """Make the folder, whole. Other ranks may make it at the same time."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.tmp-") as place:
+        temporary = Path(place, folder.name)
+        temporary.mkdir()
+        for key, stat in found.items():
+            if key.download(temporary / key.name, stat) != stat:
+                raise InputError(f"data.tokenizer: {key} was replaced meanwhile: start again")
+        try:
+            temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another rank was faster
+                raise
