@@ -26,7 +26,16 @@ from tests.stores import (
     emptied,
     running_store,  # noqa: F401  a fixture
 )
-from tools import adapters, compare_runs, convert, evaluate, generate, new_checkpoint, places
+from tools import (
+    adapters,
+    compare_runs,
+    convert,
+    evaluate,
+    generate,
+    new_checkpoint,
+    outbound,
+    places,
+)
 from tools.replay import __main__ as replay
 
 URL = "s3://bucket/runs/a"
@@ -91,6 +100,40 @@ def test_a_conversion_of_a_url_is_that_of_the_folder(command, store, trained, tm
     if command == "to-hf":
         assert (tmp_path / "store" / "tokenizer.json").is_file()
     assert f"of {URL}/checkpoints/step-00000007" in capsys.readouterr().out
+
+
+OUT = "s3://bucket/out/made"
+
+
+@pytest.mark.parametrize("command", ["to-hf", "to-torch", "to-dcp", "from-hf"])
+def test_what_is_converted_into_a_store_is_what_comes_into_a_folder(
+    command, store, trained, tmp_path
+):
+    """And the file that makes it a model comes last. A store that refuses a file leaves no model."""
+    source = tmp_path / "source"
+    if command == "from-hf":
+        assert convert.main(["to-hf", str(trained), str(source)]) == 0
+    else:
+        trained.rename(source)
+    store.ask("clear", b"")
+    assert convert.main([command, str(source), OUT]) == 0
+    assert convert.main([command, str(source), str(tmp_path / "disk")]) == 0
+    store.download("out/made", tmp_path / "store")
+    there = content(tmp_path / "store")
+    here = content(tmp_path / "disk")
+    if command == "from-hf":  # a manifest says when it was made
+        assert there.keys() == here.keys()
+        assert generate.generate(location(OUT), "de", 3, 0.0, 1, 0)
+    else:
+        assert there == here
+    if command != "to-torch":  # which makes a single file
+        log = store.status()["log"]
+        puts = [Path(key).name for method, key, _ in log if method in ("PUT", "POST")]
+        assert puts[-1] in outbound.LAST
+        store.rules({"kind": "denied", "methods": ["PUT", "POST"], "key": "safetensors|distcp"})
+        assert convert.main([command, str(source), f"{OUT}2"]) == 2
+        left = {Path(key).name for key in store.keys("out/made2")}
+        assert not left & {*outbound.LAST}
 
 
 def test_text_and_scores_of_a_url_are_those_of_the_folder(store, trained, tmp_path):
@@ -189,13 +232,16 @@ def test_a_store_of_checkpoints_alone_asks_for_the_tokenizer(store, trained, tmp
     [
         (["from-hf", URL, "out"], f"HF_FOLDER is a path on this machine, and {URL} is a URL"),
         (["from-dcp", URL, "out"], f"DCP_FOLDER is a path on this machine, and {URL} is a URL"),
-        (["to-hf", "run", URL], f"OUT is a path on this machine, and {URL} is a URL"),
+        (["to-hf", URL, "http://host/a"], "http://host/a names no place in a store"),
+        (["to-hf", URL, "s3://bucket"], "s3://bucket/ is a whole bucket: name a prefix in it"),
+        (["to-hf", URL, "s3://bucket/there"], "s3://bucket/there exists already: give another"),
         (["to-hf", "http://host/a", "out"], "http://host/a names no place in a store"),
         (["to-hf", "s3://bucket/none", "out"], "there is no checkpoint in 's3://bucket/none'"),
     ],
 )
 def test_a_url_that_makes_no_sense_is_a_sentence(words, said, store, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    store.put("there/config.json", b"{}")
     assert convert.main(words) == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ memory at a time.
 The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from
 and `tools.generate` reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind.
 CHECKPOINT is a run's folder (its newest checkpoint) or one checkpoint, of any mesh, or the URL of
-either in an object store (places.py); RUN is one that holds adapters. Exit codes: 0 done; 2 what
+either in an object store (places.py); RUN is one that holds adapters. OUT may be a URL, too. Exit codes: 0 done; 2 what
 cannot be converted, in a sentence, and nothing is written.
 """
 
@@ -28,6 +28,7 @@ import uuid
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ from data import hf_tokenizer, turns
 from data.tokenizer import Tokenizer, from_rank_file, load_saved
 from models import FORMATS
 from reliability.objects import Key, location
-from tools import adapters, new_checkpoint, places, to_dcp, torchtitan_config
+from tools import adapters, new_checkpoint, outbound, places, to_dcp, torchtitan_config
 from tools import lora_to_peft as peft
 from tools.new_checkpoint import newest, progress_bar, shapes
 
@@ -80,13 +81,13 @@ def main(argv: list[str] | None = None) -> int:
         for option, settings in OPTIONS.get(name, {}).items():
             command.add_argument(option, **settings)
     args = vars(parser.parse_args(argv))
-    _, (source, _), (target, _), _ = COMMANDS[args.pop("command")]
+    _, (source, _), _, _ = COMMANDS[args.pop("command")]
     is_read = source in (CHECKPOINT[0], ADAPTERS[0])
     try:
         given = args.pop("source")
         place = location(given) if is_read else places.folder_here(given, source)
-        out = places.folder_here(args.pop("out"), target)
-        print(args.pop("convert")(place, out, **args))
+        out = location(args.pop("out"))
+        print(outbound.made(out, partial(args.pop("convert"), place, **args)))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,0 +1,47 @@
+"""What a tool makes, put into a store: `python -m tools.convert to-hf RUN s3://bucket/hf`.
+
+It is made on this machine, in a temporary folder (TMPDIR), and then uploaded. The file without which
+nobody takes the rest for a model comes last, so what has it is whole.
+"""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from configs.schema import InputError
+from reliability.objects import CHUNK, Key
+
+# Of our checkpoints, of DCP's folders, of transformers' and of peft's.
+LAST = ("manifest.json", ".metadata", "config.json", "adapter_config.json")
+
+
+def made(out: Path | Key, make: Callable[[Path], str]) -> str:
+    """Have `make` write a file or a folder, here or in a store. Returns what it says. Raises
+    InputError, also where something is there already."""
+    if isinstance(out, Path):
+        return make(out)
+    if not out.path:
+        raise InputError(f"{out} is a whole bucket: name a prefix in it")
+    if out.exists() or out.below():
+        raise InputError(f"{out} exists already: give another name, or remove it")
+    with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
+        here = Path(folder, out.name)
+        said = make(here)
+        for path in in_order(here):
+            key = out / path.relative_to(here).as_posix() if path != here else out
+            key.upload(lambda path=path: _pieces(path), path.stat().st_size)
+    return said.replace(str(here), str(out))
+
+
+def in_order(place: Path) -> list[Path]:
+    """The files of a folder, those of LAST behind the others; or the file itself."""
+    if place.is_file():
+        return [place]
+    files = [path for path in sorted(place.rglob("*")) if path.is_file()]
+    return sorted(files, key=lambda path: path.name in LAST)
+
+
+def _pieces(path: Path) -> Iterator[memoryview]:
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            yield memoryview(piece)
