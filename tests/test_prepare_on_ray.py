@@ -23,6 +23,11 @@ from data.prepare.part import SplitWriter
 from data.prepare.workers import Processes, raise_error
 from tests.ranks import NEIGHBOURS
 from tests.runs import free_port
+from tests.s3 import Server
+from tests.stores import (
+    emptied,
+    running_store,  # noqa: F401  a fixture
+)
 
 ROOT = Path(__file__).parents[1]
 MACHINES = 3
@@ -51,7 +56,7 @@ def corpus(folder: Path, megabytes: int) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def until(condition: Callable[[], object], seconds: float, said: Callable[[], str]) -> object:
@@ -62,11 +67,19 @@ def until(condition: Callable[[], object], seconds: float, said: Callable[[], st
     return value
 
 
+@pytest.fixture
+def store(running_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
+    pytest.importorskip("obstore")
+    return emptied(running_store, monkeypatch, ())
+
+
 @pytest.fixture(scope="module")
-def machines() -> Iterator[object]:
+def machines(running_store: Server) -> Iterator[object]:
     """A cluster of a head, which makes no part, and three machines of one CPU each. They are
-    processes of this machine."""
+    processes of this machine, and know the store."""
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in running_store.environment.items():
+            patch.setenv(name, value)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")
         # Ray gives a machine up that has not answered five times: on a busy one, its own
@@ -199,6 +212,50 @@ def test_neither_a_lost_machine_nor_a_killed_command_changes_a_byte(
     assert not out.exists()
 
 
+ALONE = "mount -t tmpfs none {} && exec "  # a folder that no other machine sees
+
+
+@RAY
+@pytest.mark.slow
+@pytest.mark.alone
+@pytest.mark.cap(300)
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a folder needs root")
+def test_a_store_is_all_that_machines_need_to_share(
+    store: Server, machines: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text is at a URL, and so is the corpus: its bytes are those of one machine. Negative
+    control: the folder of the command is empty for all others, and a file in it is no source."""
+    monkeypatch.setattr("data.prepare.job.PART_BYTES", PART_BYTES)
+    for path in corpus(tmp_path / "corpus", 3).iterdir():
+        store.put(f"text/{path.name}", path.read_bytes())
+    source = "s3://bucket/text"
+    one = prepare(Data(source=source, tokenizer="bytes"), out=str(tmp_path / "one"), workers=1)
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    words = ["-c", COMMAND, str(PART_BYTES), "2", "--tokenizer", "bytes", "--cache", str(cache)]
+    outs = []
+    for place, out in (source, "s3://bucket/made"), (str(cache / "text.txt"), str(cache / "made")):
+        options = [*words, "--source", place, "--out", out, "--on", "ray"]
+        written = f"echo some text > {cache}/text.txt && "
+        script = ALONE.format(cache).replace("exec", f"{written} exec") + '"$0" "$@"'
+        done = subprocess.run(
+            ["unshare", "-m", "sh", "-c", script, sys.executable, *options],
+            cwd=ROOT,
+            env={**os.environ, "RAY_ADDRESS": machines.address},
+            capture_output=True,
+            text=True,
+            timeout=120 * NEIGHBOURS,
+        )
+        outs.append((done.returncode, done.stdout + done.stderr))
+    assert outs[0][0] == 0, outs[0][1]
+    assert f"corpus       {one.fingerprint}" in outs[0][1]
+    for name, made in content(Path(one.folder)).items():
+        if name != "manifest.json":  # which has the hashes of blocks in a store
+            assert store.object(f"made/{name}") == made, name
+    assert outs[1][0] == 2 and "text.txt is another file on" in outs[1][1], outs[1][1]
+    assert not list(cache.iterdir())
+
+
 # ---- what a machine of the cluster does, without a cluster
 
 
@@ -214,24 +271,45 @@ def test_a_task_makes_the_part_that_a_process_makes(tmp_path: Path) -> None:
     shard = Path(job.folder, "train-00000.bin")
     want = shard.read_bytes()
     shard.unlink()
-    assert cluster.make_part(job.folder, 0, {}) == made[0] == job.record(0)
-    assert shard.read_bytes() == want
+    assert cluster.make_part(job.folder, job.plan(), 0, {}) == (made[0], {})
+    assert made[0] == job.record(0) and shard.read_bytes() == want
 
 
-def test_a_machine_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("there", ["nothing", "another job"])
+def test_a_machine_that_does_not_see_the_folder_sends_the_part(there: str, tmp_path: Path) -> None:
+    """Also where another preparation has a folder of the same name, which stays as it is."""
+    job = planned(tmp_path)
+    assert cluster.make_part(job.folder, job.plan(), 0, {})[1] == {}
+    want = content(Path(job.folder)) | content(Path(job.folder, "parts"))
+    elsewhere = tmp_path / "elsewhere"
+    if there == "another job":
+        (elsewhere / "parts").mkdir(parents=True)
+        (elsewhere / "parts" / "plan").write_text("{}")
+    plan = job.plan()
+    for name in job.take(0):
+        assert not Path(job.folder, name).exists()
+    Path(job.folder, "parts", "00000.json").unlink()
+    for _ in range(2):  # a process makes many
+        record, files = cluster.make_part(str(elsewhere), plan, 0, {})
+    assert job.record(0) is None and len(files) > 4
+    job.receive(0, record, files)
+    assert content(Path(job.folder)) | content(Path(job.folder, "parts")) == want
+    assert record == job.record(0)
+    left = [path.name for path in elsewhere.rglob("*") if path.is_file()]
+    assert left == (["plan"] if there == "another job" else [])
+
+
+def test_a_machine_with_another_file_is_named(tmp_path: Path) -> None:
     """Another file under the same path would end as other tokens, in silence."""
     job = planned(tmp_path)
-    message = cluster.make_part(str(tmp_path / "elsewhere"), 0, {})
-    sentence = f"{socket.gethostname()} has no {tmp_path}/elsewhere: the source and the folder must"
-    assert message["input_error"].startswith(sentence)
     first = Path(job.files[0].path)
     os.utime(first, (1, 1))
-    for _ in range(2):
-        message = cluster.make_part(job.folder, 0, {})
-        sentence = f"{first} is another file on {socket.gethostname()}: the source and the folder"
-        assert message["input_error"].startswith(sentence)
+    for folder in job.folder, str(tmp_path / "elsewhere"):
+        message, files = cluster.make_part(folder, job.plan(), 0, {})
+        sentence = f"{first} is another file on {socket.gethostname()}: the source must be a URL"
+        assert message["input_error"].startswith(sentence) and not files
         first.unlink(missing_ok=True)
-    with pytest.raises(InputError, match="must be on storage that all machines"):
+    with pytest.raises(InputError, match="or on storage that all machines"):
         raise_error(message)
 
 

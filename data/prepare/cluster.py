@@ -5,7 +5,9 @@ part is finished when its record is in place (part.py), so nothing of a lost pro
 processes may make one part at a time, if a machine was only thought to be lost: they write under
 names of their own, and both put the same bytes in place.
 
-The folder, the source, this repository and its Python must have the same paths on all machines.
+A machine that does not see the folder makes a part in one of its own, and Ray carries the files to the
+machine of the command. So a store is enough to read from; that machine needs room for the corpus. This
+repository, its Python and a source that is no URL must have the same paths on all machines.
 """
 
 from __future__ import annotations
@@ -15,13 +17,15 @@ import importlib.util
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from configs.schema import InputError
 from data import sources
-from data.prepare.job import PrepareJob
+from data.prepare.job import PLAN, PrepareJob
 from data.prepare.workers import answer, raise_error
 
 # How often Ray makes a part anew that was lost with its process: a part that always kills its
@@ -29,7 +33,7 @@ from data.prepare.workers import answer, raise_error
 RETRIES = 8
 CONNECT_SECONDS = 10.0
 INSTALL = '--on ray needs Ray: pip install "ray==2.60.0", on every machine'
-SHARED = "the source and the folder must be on storage that all machines of the cluster share"
+SHARED = "the source must be a URL, or on storage that all machines of the cluster share"
 
 
 def check_installed() -> None:
@@ -83,34 +87,56 @@ class RayCluster(AbstractContextManager):
         import ray
 
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(make_part)
-        running = {task.remote(job.folder, part, change): part for part in todo}
+        plan = ray.put(job.plan())
+        running = {task.remote(job.folder, plan, part, change): part for part in todo}
         while running:
             (done, *_), _ = ray.wait(list(running))
             part = running.pop(done)
             try:
-                message = ray.get(done)
+                message, files = ray.get(done)
             except ray.exceptions.RayError as error:
                 raise RuntimeError(
                     f"part {part} of {job.folder} was given up after {RETRIES} retries: {error}"
                 ) from error
             raise_error(message)
+            if files:
+                job.receive(part, message, files)
             add(part, message)
             progress(job.size(part))
 
 
-def make_part(folder: str, part: int, change: dict) -> dict[str, Any]:
-    """What a task does, on whichever machine: make the part. Returns what workers.answer returns."""
-    try:
-        job = _load(folder)
-    except FileNotFoundError:
-        return {"input_error": f"{socket.gethostname()} has no {folder}: {SHARED}"}
+def make_part(
+    folder: str, plan: dict[str, bytes], part: int, change: dict
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """What a task does, on whichever machine: make the part. plan: as PrepareJob.plan. Returns what
+    workers.answer returns, and the files of the part where this machine does not see the folder."""
+    is_shared = _sees(folder, plan)
+    job = _load(folder) if is_shared else _load(_own_folder(tuple(plan.items())).name)
     for index in sorted({index for index, *_ in job.parts[part]}):
         file = job.files[index]
         if not _is_same(file):
-            return {
-                "input_error": f"{file.path} is another file on {socket.gethostname()}: {SHARED}"
-            }
-    return answer(job, part, change, 1, _ignore)
+            sentence = f"{file.path} is another file on {socket.gethostname()}: {SHARED}"
+            return {"input_error": sentence}, {}
+    message = answer(job, part, change, 1, _ignore)
+    return message, {} if is_shared else job.take(part)
+
+
+def _sees(folder: str, plan: dict[str, bytes]) -> bool:
+    try:
+        return Path(folder, PLAN).read_bytes() == plan[PLAN]
+    except OSError:
+        return False
+
+
+@functools.lru_cache(1)
+def _own_folder(plan: tuple[tuple[str, bytes], ...]) -> tempfile.TemporaryDirectory:
+    """A folder of this process with the files of a plan."""
+    folder = tempfile.TemporaryDirectory(prefix="plumbline-parts-")
+    for name, content in plan:
+        path = Path(folder.name, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    return folder
 
 
 @functools.lru_cache(1)

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 BPE_CHARACTERS = 64_000_000
 # of the source: a core tokenises this in some seconds, which is what a kill costs
 PART_BYTES = 64_000_000
+PLAN = "parts/plan"
 MOST_PARTS = 4096  # a corpus that would have more of them has larger parts
 # in a report; the first is the sum of the others
 COUNTS = ("documents", "kept", "empty", "too_long", "failed")
@@ -60,7 +61,7 @@ class PrepareJob:
     def open(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log) -> PrepareJob:
         """The job that a killed process left in this folder, or a new one."""
         with suppress(OSError, ValueError, KeyError):
-            with open(os.path.join(folder, "parts", "plan"), encoding="ascii") as file:
+            with open(os.path.join(folder, PLAN), encoding="ascii") as file:
                 if json.load(file)["key"] == key:
                     job = PrepareJob.load(folder)
                     job.cfg = cfg  # skip_failed is not part of the key and may have changed
@@ -93,16 +94,21 @@ class PrepareJob:
             "files": self.files,
             "parts": self.parts,
         }
-        write_whole(os.path.join(self.folder, "parts", "plan"), json.dumps(plan).encode("ascii"))
+        write_whole(os.path.join(self.folder, PLAN), json.dumps(plan).encode("ascii"))
 
     @staticmethod
     def load(folder: str) -> PrepareJob:
-        with open(os.path.join(folder, "parts", "plan"), encoding="ascii") as file:
+        with open(os.path.join(folder, PLAN), encoding="ascii") as file:
             plan = json.load(file)
         files = [sources.File(*row) for row in plan["files"]]
         tok = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
         cfg = Data.model_validate_json(json.dumps(plan["cfg"]))
         return PrepareJob(folder, cfg, files, plan["parts"], tok, formats.load(folder))
+
+    def plan(self) -> dict[str, bytes]:
+        """The files that `load` reads, by name."""
+        names = [PLAN, "tokenizer.json", *([formats.FILE] if self.format else [])]
+        return {name: Path(self.folder, name).read_bytes() for name in names}
 
     # ----------------------------------------------------------------------------------------------
     # making the parts
@@ -154,9 +160,37 @@ class PrepareJob:
     ) -> dict:
         """Make one part: its files, and then its record, which says that it is finished."""
         record = PartMaker(self, part, change, progress).make(threads)
+        self._keep(part, record)
+        return record
+
+    def _keep(self, part: int, record: dict) -> None:
         path = os.path.join(self.folder, "parts", f"{part:05}.json")
         write_whole(path, json.dumps(record).encode("ascii"))
-        return record
+
+    def take(self, part: int) -> dict[str, bytes]:
+        """The files of a part that was made here, by name. They are removed."""
+        taken = {}
+        for name in self._files_of(part):
+            path = Path(self.folder, name)
+            if path.exists():  # a shard without a token is not there
+                taken[name] = path.read_bytes()
+                path.unlink()
+        return taken
+
+    def receive(self, part: int, record: dict, files: dict[str, bytes]) -> None:
+        """Keep a part that was made in another folder, its record last."""
+        for name in self._files_of(part):
+            if name in files:
+                write_whole(os.path.join(self.folder, name), files[name])
+        self._keep(part, record)
+
+    def _files_of(self, part: int) -> list[str]:
+        names = []
+        for split in SPLITS:
+            of_split = f"{split}-{part:05}"
+            names.append(f"{of_split}.bin")
+            names += [f"parts/{of_split}.{table}" for table in tables(self.format)]
+        return names
 
     def record(self, part: int) -> dict | None:
         """The record of a finished part, None if it is not finished."""
