@@ -40,7 +40,7 @@ from parallelisms import mesh as meshes
 from reliability.exit import DONE, FAILED, WRONG_INPUT
 from reliability.stop import STOP_SIGNALS
 from tools.plan.device import Device, load_device
-from tools.preflight import host, job, machine, network
+from tools.preflight import bucket, host, job, machine, network
 from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
 from tools.preflight.probe import LONG, SLOW, TIMEOUT, Probe, ProbeRow, in_seconds, spans
 from training import log
@@ -256,6 +256,10 @@ def clean(probe: Probe) -> None:
             probe.lease.release()
     if probe.place and (probe.world.rank == 0 or probe.world.local_rank == 0):
         shutil.rmtree(probe.place, ignore_errors=True)
+    in_store = bucket.prefix(probe.cfg, probe.id) if probe.cfg else None
+    if in_store and probe.place and probe.world.rank == 0:
+        with suppress(InputError):
+            in_store.remove_below()
 
 
 def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None = None) -> int:

@@ -21,6 +21,7 @@ from data.open import open_corpora
 from data.prepare import is_tokenised, kept_in
 from data.sources import find
 from parallelisms import contract
+from tools.preflight import bucket
 from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
 from tools.preflight.network import limit_collectives
 from tools.preflight.probe import Probe, ProbeRow, differences, in_seconds, least, most
@@ -328,7 +329,9 @@ def measure_save(probe: Probe) -> dict:
     job = probe.job
     limit_collectives(probe, probe.limit("save"))
     fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}
-    fresh |= {"store": ""}  # the run's own, which another start may be writing
+    # not the run's own, which another start may be writing
+    in_store = bucket.prefix(probe.cfg, probe.id)
+    fresh |= {"store": f"{in_store}/checkpoints" if in_store else ""}
     cfg = probe.cfg.checkpoint.model_copy(update=fresh)
     must_match = {"model": asdict(probe.args)}
     facts = {"family": probe.cfg.model.family, "must_match": must_match}

@@ -31,6 +31,7 @@ from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.plan.device import MEMORY_EFFICIENCY
+from tools.preflight import bucket
 from tools.preflight.probe import SLOW, Probe, ProbeRow, differences, in_seconds, least
 from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
@@ -457,11 +458,14 @@ def measure_folder(probe: Probe) -> dict:
     except OSError as error:
         why = f"{probe.place.parent} cannot be written ({error.strerror})"
         raise InputError(f"run.folder = {probe.cfg.run.folder!r}: {why}: choose another") from None
+    share = checkpoint_bytes(probe.cfg, probe.args) / probe.world.size
+    in_store = bucket.prefix(probe.cfg, probe.id)
+    if in_store:
+        return bucket.measure(probe, in_store, share)
     free = shutil.disk_usage(probe.place).free
     if probe.world.rank == 0:
         # before its token: who sees that one must be refused the lease
         probe.lease = Lease(probe.place / ".lease")
-    share = checkpoint_bytes(probe.cfg, probe.args) / probe.world.size
     room = free / 20 / probe.world.size
     size = int(max(1 << 22, min(share, 1 << 28, room)))
     data = os.urandom(1 << 20) * -(-size // (1 << 20))
@@ -538,6 +542,8 @@ def checkpoints_kept(cfg: Config) -> int:
 
 
 def judge_folder(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
+    if "store" in answers[0]:
+        return bucket.judge(probe, answers, checkpoint_bytes(probe.cfg, probe.args))
     apart = {r: a["unseen"] for r, a in enumerate(answers) if a["unseen"]}
     if apart:
         (r, unseen), *_ = apart.items()
