@@ -365,6 +365,7 @@ TESTS = {
     "data/stores/places.py": ["stored_corpora"],
     "data/stores/ahead.py": ["stored_corpora"],
     "data/stores/upload.py": ["stored_corpora"],
+    "data/stores/kept.py": ["stored_files"],
     "data/loader.py": [
         "loader",
         "mixture",
