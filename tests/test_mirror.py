@@ -262,6 +262,25 @@ def test_a_fetch_that_ends_half_way_leaves_no_half_file(store, tmp_path, monkeyp
     assert (tmp_path / "metrics.jsonl").read_bytes() == content
 
 
+def test_a_model_that_was_exported_is_sent_and_not_fetched(store, tmp_path):
+    """It may be larger than the disk of a node."""
+    for name in "hf/step-00000010/model.safetensors", "logs/hf":
+        path = tmp_path / "first" / name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"x")
+    assert mirror.Mirror(tmp_path / "first", location(URL)).send() == ""
+    assert len(copies(store)) == 2
+    assert mirror.Mirror(tmp_path / "second", location(URL)).fetch() == 1
+    assert [path.name for path in (tmp_path / "second").rglob("hf*")] == ["hf"]
+
+
+def test_a_folder_that_cannot_be_written_is_a_sentence(store, tmp_path, capsys):
+    store.put(f"{AT}metrics.jsonl", b"step 1")
+    (tmp_path / "file").write_text("in the way")
+    assert mirror.main([URL, str(tmp_path / "file" / "run"), "true"]) == 2
+    assert "file/run cannot be written: Not a directory" in capsys.readouterr().err
+
+
 def test_a_damaged_record_is_none(store, tmp_path):
     (tmp_path / "log").write_bytes(b"a line")
     here = mirror.Mirror(tmp_path, location(URL))

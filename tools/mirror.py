@@ -36,6 +36,9 @@ from configs.schema import InputError
 from reliability.objects import ASKED, CHUNK, MIRRORED, Key, Stat, Unreachable, location
 
 LEFT_OUT = "checkpoints"  # the subfolder that is not copied
+EXPORTED = (
+    "hf"  # models, which are sent and not fetched: they may fill a disk, and no start reads them
+)
 LEASE = ".mirror-"  # and the number of the node: who sends from there
 # the same in the folder: what was sent, and that the command asks for it
 SENT, ASKING = ".mirror-sent-", ".mirror-asked-"
@@ -61,16 +64,15 @@ class Mirror:
         self.asked = folder.absolute() / f"{ASKING}{node}"
         self.sent = self._read_record()  # by name
 
-    def fetch(self, left_out: tuple[str, ...] = ()) -> int:
-        """Write the files that this folder lacks or has in an older version, but those of the
-        subfolders `left_out`. Returns how many. Raises InputError, also for a name that leads out
-        of the folder."""
+    def fetch(self) -> int:
+        """Write the files that this folder lacks or has in an older version. Returns how many.
+        Raises OSError, or InputError, also for a name that leads out of the folder."""
         count = 0
         for name, found in self.key.stats_below().items():
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise InputError(f"{self.key}: invalid path {name!r}")
-            if path.parts[0] in (LEFT_OUT, *left_out) or name.startswith(LEASE):
+            if path.parts[0] in (LEFT_OUT, EXPORTED) or name.startswith(LEASE):
                 continue
             if not self._is_newest(name, found):
                 self._download(name, found)
@@ -292,7 +294,10 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     try:
-        count = mirror.fetch()
+        try:
+            count = mirror.fetch()
+        except OSError as error:
+            raise InputError(f"{args.folder} cannot be written: {error.strerror}") from None
         say(
             f"{args.folder} is copied to {key} every {args.seconds:g} s"
             + (f"; {count} files came from there" if count else "")

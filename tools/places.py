@@ -22,7 +22,6 @@ from tools.mirror import Mirror
 
 # what reading a checkpoint takes of its run's folder: its tokenizer, its chat template, its options
 OF_RUN = ("tokenizer.json", "data.json", "config.toml")
-EXPORTED = ("hf",)  # as large as the model, and no tool reads a run's folder for it
 
 
 def folder_here(text: str | Path, what: str) -> Path:
@@ -73,7 +72,7 @@ def _copied(url: str) -> tempfile.TemporaryDirectory:
     run = location(url)
     assert isinstance(run, Key)
     folder = tempfile.TemporaryDirectory()
-    if not Mirror(Path(folder.name, run.name or run.bucket), run).fetch(EXPORTED):
+    if not Mirror(Path(folder.name, run.name or run.bucket), run).fetch():
         raise InputError(f"{run} has no files of a run")
     return folder
 
