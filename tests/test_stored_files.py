@@ -123,7 +123,7 @@ def test_it_is_that_of_the_disk_with_what_lies_beside_it(folder, store, tmp_path
 def test_one_that_is_replaced_is_another_one(folder, store, tmp_path):
     """Also if it has the same size, and with what lies beside it. Negative control: what is not
     replaced is not fetched again."""
-    cache = str(tmp_path / "cache")
+    cache = str(tmp_path / "new" / "cache")
     first = kept.tokenizer(URL, cache)
     for change in "tokenizer.json", "tokenizer_config.json":
         kept._fetched.cache_clear()
@@ -137,6 +137,30 @@ def test_one_that_is_replaced_is_another_one(folder, store, tmp_path):
         assert second != first and Path(second).with_name(change).read_bytes() == content
         first = second
     assert not [path for path in Path(cache).iterdir() if ".tmp" in path.name]
+
+
+def test_of_two_ranks_that_fetch_it_one_is_faster(folder, store, tmp_path, monkeypatch):
+    """It is there, whole, for both. A folder that cannot be put in place is said."""
+    cache = tmp_path / "cache"
+    real = objects.Key.download
+
+    def overtaken(self: objects.Key, path: Path, found: objects.Stat) -> objects.Stat:
+        monkeypatch.setattr(objects.Key, "download", real)
+        kept._fetched.__wrapped__(URL, str(cache))
+        return real(self, path, found)
+
+    monkeypatch.setattr(objects.Key, "download", overtaken)
+    path = Path(kept.tokenizer(URL, str(cache)))
+    assert path.read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert [each.name for each in cache.iterdir()] == [path.parent.name]
+
+    def full(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", full)
+    with pytest.raises(InputError, match="cannot be written: No space left on device; give"):
+        kept.tokenizer(URL, str(tmp_path / "full"))
+    assert not list((tmp_path / "full").iterdir())
 
 
 @pytest.mark.parametrize("kind", ["500", "reset", "truncated", "flipped"])
