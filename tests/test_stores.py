@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -321,6 +322,19 @@ def test_an_owner_that_may_be_alive_is_not_dead(monkeypatch):
     assert lease._is_dead(owner)
     assert not lease._is_dead(owner | {"where": "another machine"})
     assert not lease._is_dead(owner | {"where": ""})
+
+
+def test_a_killed_process_whose_parent_has_not_asked_yet_is_dead():
+    """Its number is still taken. Negative control: before it is killed it lives."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        owner = {"where": lease._where(), "pid": process.pid}
+        assert not lease._is_dead(owner)
+        process.kill()
+        deadline = time.monotonic() + 30 * ranks.NEIGHBOURS
+        while not lease._is_dead(owner):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(process.pid, 0)  # it can still be asked for
 
 
 def test_of_many_that_come_at_once_one_gets_the_prefix(store):

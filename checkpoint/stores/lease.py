@@ -177,9 +177,18 @@ def _is_dead(owner: dict) -> bool:
     if not owner["where"] or owner["where"] != _where():
         return False
     try:
-        os.kill(int(owner["pid"]), 0)
+        pid = int(owner["pid"])
+        os.kill(pid, 0)
+        return _is_zombie(pid)
     except ProcessLookupError:
         return True
     except (OSError, ValueError, OverflowError):
         return False
-    return False
+
+
+def _is_zombie(pid: int) -> bool:
+    """Whether nothing is left of a process but its exit code, which nobody has asked for yet. It
+    has one thread then, in state Z (proc(5))."""
+    process = Path("/proc", str(pid))
+    state = process.joinpath("stat").read_text(encoding="utf-8", errors="replace")
+    return state.rpartition(")")[2].split()[0] == "Z" and len(os.listdir(process / "task")) == 1
