@@ -119,6 +119,27 @@ def test_sigterm_reaches_the_command_and_its_last_words_the_store(store, tmp_pat
     assert copies(store)["logs/rank-00000.log"] == written
 
 
+def test_the_command_ends_with_what_copies_its_folder(store, tmp_path):
+    """By SIGTERM, so that a run saves. Negative control: it lives until then."""
+    folder = tmp_path / "run"
+    process = started(folder)
+    until(lambda: AT + "logs/rank-00000.log" in store.keys())
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    (command_of_run,) = map(int, children)
+    os.kill(command_of_run, 0)
+    process.kill()
+    process.wait()
+
+    def is_gone() -> bool:
+        try:
+            state = Path(f"/proc/{command_of_run}/stat").read_text().rpartition(")")[2]
+        except OSError:
+            return True
+        return state.split()[0] == "Z"
+
+    until(is_gone)
+
+
 def test_a_command_that_a_signal_kills_is_128_and_its_number(store, tmp_path):
     killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
     assert mirror.main([URL, str(tmp_path), *killed]) == 128 + signal.SIGKILL

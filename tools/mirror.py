@@ -14,11 +14,12 @@ its object when both were the same. An object with another ETag was written late
 
 Several nodes give the same command: each sends the files that change on it, and a rank's files have
 its number. A second start with the same --node waits until the first has sent its last lines, and
-gives up after HANDOVER seconds. The exit code is the command's, whatever the store does; a copy that fails is said, and
-tried again.
+gives up after HANDOVER seconds. The exit code is the command's, whatever the store does; a copy that
+fails is said, and tried again. If this process is killed, the command gets SIGTERM.
 """
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -43,6 +44,8 @@ LEASE = ".mirror-"  # and the number of the node: who sends from there
 # the same in the folder: what was sent, and that the command asks for it
 SENT, ASKING = ".mirror-sent-", ".mirror-asked-"
 WATCH = 0.5  # seconds between looks whether the command has published a checkpoint
+PR_SET_PDEATHSIG = 1  # prctl(2)
+LIBC = ctypes.CDLL(None)
 HANDOVER = 180.0  # seconds that an earlier start may take to save, end and send
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -241,10 +244,17 @@ def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threa
         due = time.monotonic() + seconds
 
 
+def end_with_this_process() -> None:
+    """In the command's process: it gets SIGTERM when the one that started it has ended."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -> int:
     """Returns the exit code of the command, 128 + n if signal n has killed it."""
     known = {MIRRORED: str(mirror.key), ASKED: str(mirror.asked)}
-    process = subprocess.Popen(command, env=os.environ | known)
+    # a run that nobody copies any more ends, with a checkpoint: it would lose what it writes
+    ends = end_with_this_process if sys.platform == "linux" else None
+    process = subprocess.Popen(command, env=os.environ | known, preexec_fn=ends)
 
     def pass_on(number: int, frame: object) -> None:
         process.send_signal(number)
