@@ -10,6 +10,8 @@ sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3)
 Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this rank's rows of it)
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,6 +22,11 @@ from models.kernels import precision
 from training.z_loss import ZLoss
 
 IGNORE = -100  # a label that does not count; torch's own convention
+
+
+def first_tokens(tokens: int, chunk_tokens: int) -> Iterable[int]:
+    """Where the pieces begin. The planner replaces it, to trace a few of them."""
+    return range(0, tokens, chunk_tokens)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -42,7 +49,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow = h.new_empty(min(len(h), chunk_tokens), len(weight))
         # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
         wide = precision.wide(narrow)
-        for first in range(0, len(h), chunk_tokens):
+        for first in first_tokens(len(h), chunk_tokens):
             hc = h[first : first + chunk_tokens]
             label = labels[first : first + chunk_tokens]
             logits = in_dtype = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]

@@ -290,6 +290,7 @@ def to_stderr(line: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line in this file's first lines. Returns the exit code."""
+    fresh = argv is None  # nothing has run in this process
     try:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
         if asks_how_many(flags):
@@ -304,7 +305,7 @@ def main(argv: list[str] | None = None) -> int:
             return compared(cfg, inputs, flags, rest)
         section = ""
         if flags.search:
-            found = search(cfg, inputs, say=to_stderr)
+            found = search(cfg, inputs, say=to_stderr, fresh=fresh)
             print(table(found) + "\n\nThe first of these:\n")
             cfg = found.ranking[0].choice.applied_to(cfg)
             section = front.section(found.traced, inputs.gpus, found.covered)

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +65,10 @@ class Device(BaseModel):
     @property
     def peak(self) -> float:
         """Peak FLOP/s, dense bfloat16."""
-        return peak_flops(self.name, self.peak_tflops) or 0.0
+        return known_peak(self.name, self.peak_tflops) or 0.0
+
+
+known_peak = cache(peak_flops)  # a plan asks for each of its operators
 
 
 def load_device(name: str) -> Device:

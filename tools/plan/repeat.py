@@ -53,7 +53,7 @@ def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
         period = math.lcm(period, cfg.activation_checkpoint.every_n)
     # Blocks at either end that may differ from the middle: FSDP prefetches, and the last blocks
     # may stay unsharded.
-    edge = 1 + cfg.parallelism.prefetch + cfg.parallelism.keep_gathered
+    edge = max(1, cfg.parallelism.prefetch) + cfg.parallelism.keep_gathered
     # FSDP has two groups per block then, so prefetching at the end covers one block more
     several = cfg.parallelism.expert_parallel > 1
     few = dense + 2 * edge + several + 2 * period
@@ -101,10 +101,12 @@ class Repetition:
         self.unit = range(edge, edge + period)
         self.after = edge + period
         self.stretches = {stretch.where: stretch for stretch in step.stretches}
-        self.births: dict[tuple[Where, int], int] = {}
+        # microbatch, phase, block and order of a birth -> storage
+        self.births: dict[tuple[int, str, int, int], int] = {}
         for number, memory in step.memory.items():
             if memory.born.phase != "build":
-                self.births[memory.born, memory.order] = number
+                self.births[(*memory.born, memory.order)] = number
+        self.places: dict[tuple[Where, int], Where] = {}  # what `moved` has found
         # (storage as traced, copy) -> storage of the new step
         self.numbers: dict[tuple[int, int], int] = {}
 
@@ -136,6 +138,11 @@ class Repetition:
 
     def moved(self, where: Where, copy: int = 0) -> Where:
         """The place in the new step that a traced place has in this copy."""
+        if (where, copy) not in self.places:
+            self.places[where, copy] = self.new_place(where, copy)
+        return self.places[where, copy]
+
+    def new_place(self, where: Where, copy: int) -> Where:
         block = where.block
         if where.phase in ("build", *IN_BLOCKS) and block >= 0:
             if block in self.unit:
@@ -162,7 +169,7 @@ class Repetition:
         if block >= self.edge:
             copy_of_block = min((block - self.edge) // self.period, self.copies)
         traced_block = block - copy_of_block * self.period
-        traced_number = self.births[born._replace(block=traced_block), memory.order]
+        traced_number = self.births[born.micro, born.phase, traced_block, memory.order]
         if traced_block not in self.unit:
             copy_of_block = 0
         return [self.numbers[traced_number, copy_of_block]]

@@ -351,10 +351,15 @@ class Search:
 
 
 def search(
-    cfg: Config, inputs: PlanInputs, shown: int = SHOWN, say: Callable | None = None
+    cfg: Config,
+    inputs: PlanInputs,
+    shown: int = SHOWN,
+    say: Callable | None = None,
+    fresh: bool = False,
 ) -> Found:
     """The choices that fit, the fastest `shown` of them. say: called now and then with a line about
-    how far the search is. Raises InputError where nothing fits; it names the nearest."""
+    how far the search is. fresh: as for `workers`. Raises InputError where nothing fits; it names the
+    nearest."""
     state = Search(cfg, inputs, shown, Bounds(cfg, inputs))
     if not state.choices:
         raise InputError(
@@ -364,7 +369,7 @@ def search(
             "context_parallel / "
             "pipeline_parallel"
         )
-    with workers() as pool:
+    with workers(fresh=fresh) as pool:
         state.run(pool, state.next, say)
         best = state.best()
         hybrid_rows = []

@@ -14,7 +14,7 @@ import os
 import re
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import count
@@ -42,6 +42,7 @@ from models.kernels.cpu import causal_attention, document_attention
 from parallelisms import cp, dp, ep, ep_hosts, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
+from tools.plan import pieces
 from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import (
     IN_BLOCKS,
@@ -54,7 +55,7 @@ from tools.plan.step import (
     Where,
     fuse,
 )
-from training import init
+from training import init, loss
 from training.optimizers import materialise
 
 # labels in train.train_step; the loss is inside forward
@@ -885,6 +886,15 @@ def batch_of(job: train.Job, microbatches: int) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
 
 
+def pieces_traced(trace: Trace) -> Callable:
+    """What stands for training/loss.py::first_tokens in a trace."""
+
+    def firsts(tokens: int, chunk_tokens: int) -> Iterator[int]:
+        return pieces.few(trace, range(0, tokens, chunk_tokens))
+
+    return firsts
+
+
 def prepare(job: train.Job) -> None:
     """Bring the job to its state after a first step, without taking one: FSDP's buffers padded, or
     on one rank the weights copied to the type of forward; and the optimizer's state there."""
@@ -949,6 +959,7 @@ def trace_step(
                 mock.patch.object(cp, "piece_attention_backward", pieces_backward_on_gpu)
             )
         stack.enter_context(trace)
+        stack.enter_context(mock.patch.object(loss, "first_tokens", pieces_traced(trace)))
         prepare(job)
         microbatches = cfg.training.microbatches(job.mesh.dp_size)
         batch = batch_of(job, min(most, microbatches))

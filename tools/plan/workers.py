@@ -1,8 +1,8 @@
 """Processes that trace, so that a plan uses every core.
 
-They are forked by a server that has imported everything and computes nothing: this process may have
-run a backward, after which PyTorch's CUDA build refuses one in a fork. A worker traces many steps one
-after the other. What PyTorch has learnt of an operator's shapes then serves the next step too.
+They are forked by a server that has imported everything and computes nothing: PyTorch's CUDA build
+refuses a backward in the fork of a process that has run one. A worker traces many steps one after the
+other. What PyTorch has learnt of an operator's shapes then serves the next step too.
 """
 
 import gc
@@ -23,12 +23,14 @@ def ready() -> None:
     gc.freeze()
 
 
-def workers(calls: int = MOST) -> ProcessPoolExecutor:
-    """As many workers as there are cores, and no more than there are calls."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["tools.plan.search"])
+def workers(calls: int = MOST, fresh: bool = False) -> ProcessPoolExecutor:
+    """As many workers as there are cores, and no more than there are calls. fresh: this process has
+    run no backward, so they are forked from it and nothing is imported again."""
+    context = multiprocessing.get_context("fork" if fresh else "forkserver")
+    if not fresh:
+        context.set_forkserver_preload(["tools.plan.search"])
     count = min(calls, os.cpu_count() or 1, MOST)
-    return ProcessPoolExecutor(count, mp_context=server, initializer=ready)
+    return ProcessPoolExecutor(count, mp_context=context, initializer=ready)
 
 
 def in_processes(function: Callable, calls: list[tuple]) -> list:
