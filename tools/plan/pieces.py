@@ -18,7 +18,7 @@ TRACED = 4  # the first, two from the middle, the last
 
 
 @dataclass
-class Piece:
+class LossPiece:
     """What happened in one piece."""
 
     rows: list  # as in `Stretch`
@@ -63,12 +63,12 @@ def few(trace: "Trace", firsts: range) -> Iterator[int]:
     yield firsts[-1]
 
 
-def piece_of(rows: list) -> Piece:
+def piece_of(rows: list) -> LossPiece:
     born = [row[1] for row in rows if not isinstance(row, Op) and row[0] == "+"]
-    return Piece(rows, born)
+    return LossPiece(rows, born)
 
 
-def are_alike(trace: "Trace", second: Piece, third: Piece) -> bool:
+def are_alike(trace: "Trace", second: LossPiece, third: LossPiece) -> bool:
     """Whether both do the same, and the third frees all that the second left and nothing older."""
     if second.outline(trace) != third.outline(trace):
         return False
@@ -77,7 +77,7 @@ def are_alike(trace: "Trace", second: Piece, third: Piece) -> bool:
     return third.storages() <= {*second.born, *third.born, *trace.alive}
 
 
-def with_copies(trace: "Trace", second: Piece, third: Piece, copies: int) -> list:
+def with_copies(trace: "Trace", second: LossPiece, third: LossPiece, copies: int) -> list:
     """The rows of `copies` pieces between the second and the third, and then those of the third,
     which frees what the last copy left. What lives on is the third's, so it keeps its storages."""
     rows = []
