@@ -23,7 +23,14 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError, Parallelism, Training
-from parallelisms.fsdp_details import shard_experts, shared_groups
+from parallelisms.fsdp_details import (
+    gather_ahead as gather_ahead,  # called, and replaced by the planner, as of this module
+)
+from parallelisms.fsdp_details import (
+    gathers_once,
+    shard_experts,
+    shared_groups,
+)
 from parallelisms.masters import keep_masters
 from parallelisms.mesh import Mesh
 
@@ -127,8 +134,8 @@ def reshard_of_blocks(mesh: Mesh, cfg: Parallelism) -> Any:
         is_sharded = True
     if not is_sharded:
         return False
-    if mesh.pp > 1 and cfg.reshard_after_forward == "default":
-        return False  # a stage would unshard its blocks again for every microbatch
+    if mesh.pp > 1 and gathers_once(cfg):
+        return False
     return cfg.reshard_after_forward
 
 
@@ -175,16 +182,6 @@ def keep_gathered(model: nn.Module, keep: bool) -> None:
     of other microbatches."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not keep)
-
-
-def gather_ahead(model: nn.Module) -> None:
-    """Begin to all-gather all weights, in the order of forward, which waits for those of each module
-    as it comes to it. The optimizer has made its step, and nothing is unsharded."""
-    if isinstance(model, FSDPModule):
-        model._get_fsdp_state()._lazy_init()  # before the first forward FSDP does not know its root
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard(async_op=True)
 
 
 def end_backward(model: nn.Module) -> None:

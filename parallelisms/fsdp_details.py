@@ -1,17 +1,34 @@
-"""What FSDP2 needs for mixtures of experts and for `reshard_after_forward` = N, by its private API. A
-dense model that reshards wholly or not at all needs none of it."""
+"""What FSDP2 needs for pipelines, for mixtures of experts and for `reshard_after_forward` = N, by its
+private API. A dense model without a pipeline that reshards wholly or not at all needs none of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp2_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp2
 from torch.distributed.tensor import Shard
 
+from configs.schema import Parallelism
 from parallelisms.mesh import Mesh
+
+
+def gathers_once(cfg: Parallelism) -> bool:
+    """Whether a stage of a pipeline all-gathers its weights once a step, and keeps them unsharded from
+    its first forward to its last backward. Otherwise it gathers them for each microbatch."""
+    return cfg.reshard_after_forward in ("default", False)
+
+
+def gather_ahead(model: nn.Module) -> None:
+    """Begin to all-gather all weights, in the order of forward, which waits for those of each module
+    as it comes to it. The optimizer has made its step, and nothing is unsharded."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()  # before the first forward FSDP does not know its root
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard(async_op=True)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from torch.profiler import record_function
 
 from configs.schema import Config, Parallelism
 from parallelisms import cp, dp, schedules
+from parallelisms.fsdp_details import gathers_once
 from parallelisms.mesh import Mesh
 from parallelisms.schedules import (
     BACKWARD,
@@ -357,8 +358,7 @@ class PipelineStep:
         # (stage, microbatch) -> what its backward needs
         self.in_flight: dict[tuple[int, int], tuple] = {}
         self.left = dict(table.backwards)  # backwards of each stage that have not ended
-        # whether weights stay unsharded from a stage's first forward to its last backward
-        self.gathers_once = model.cfg.reshard_after_forward in ("default", False)
+        self.gathers_once = gathers_once(model.cfg)
 
     def play(self) -> None:
         play = {

@@ -15,6 +15,7 @@ from configs import check
 from configs.schema import Config
 from parallelisms import pp, schedules
 from parallelisms.dp import DTYPES
+from parallelisms.fsdp_details import gathers_once
 from tools.plan.choices import Choice
 from tools.plan.device import MEMORY_EFFICIENCY
 from tools.plan.estimate import EVERY_ROW, Playback, Ring
@@ -313,10 +314,7 @@ class Bounds:
             return state + (gradients + kept if microbatches > 1 else max(gradients, kept))
         if microbatches == 1:
             gradients = 0  # what is gathered may be free before they are there
-        if self.data_parallel(choice) > 1 and self.cfg.parallelism.reshard_after_forward in (
-            "default",
-            False,
-        ):
+        if self.data_parallel(choice) > 1 and gathers_once(self.cfg.parallelism):
             state += self.narrow * gathered  # until backward
         kept = 0
         if choice.schedule in ("1f1b", "interleaved_1f1b"):

@@ -54,7 +54,8 @@ class Machine:
     selective: bool
     stack: Software = OURS
     chosen: Chosen = NO_EXPERTS
-    # a pipeline's stages gather their weights at the start of the step: parallelisms/dp.py::gather_ahead
+    # whether a pipeline's stages gather their weights at the start of its step
+    # (parallelisms/fsdp_details.py::gather_ahead) and wait for them: the stack has no early_gathers
     gathers_ahead: bool = False
 
 
@@ -95,7 +96,7 @@ class Stage:
         playback.early_gathers = m.stack.early_gathers or m.gathers_ahead
         time = playback.play()
         gathers = 0.0
-        if m.gathers_ahead and not m.stack.early_gathers:
+        if m.gathers_ahead:
             keys = [(op.dimension, op.kind) for _, _, op in step.ops() if op.background]
             gathers = sum(time.lines[key].seconds for key in set(keys) if key[1] == "all-gather")
         live: Sizes = {}

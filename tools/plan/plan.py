@@ -10,6 +10,7 @@ import train
 from configs import check
 from configs.schema import Config
 from parallelisms.dp import DTYPES
+from parallelisms.fsdp_details import gathers_once
 from tools.goodput import best_interval, expected
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, estimate
@@ -257,7 +258,7 @@ def machine(cfg: Config, inputs: PlanInputs) -> Machine:
         cfg.activation_checkpoint.mode == "selective",
         inputs.stack.of_run(cfg),
         Chosen.by(check.architecture(cfg.model)),
-        cfg.parallelism.reshard_after_forward in ("default", False),
+        gathers_once(cfg.parallelism) and not inputs.stack.early_gathers,
     )
 
 
