@@ -338,16 +338,20 @@ def settings(**chosen: str) -> dict[str, str]:
     return {factor: next(iter(table)) for factor, table in FACTORS.items()} | chosen
 
 
+def of_each_family(*rows: tuple[str, str, str, str]) -> list[dict[str, str]]:
+    """rows: settings of four factors."""
+    names = ("experts", "dtype", "checkpointing", "accumulation")
+    return [settings(**dict(zip(names, row, strict=True))) for row in rows]
+
+
 @pytest.mark.cap(300)
 def test_a_mesh_of_two_hosts_equals_the_plain_model():
     """Every family, with the accumulations and recomputations that differ by what they keep."""
-    rows = [
+    chosen = of_each_family(
         ("qwen3 experts", "float32", "selective", "none"),
         ("deepseek_v3", "float64", "none", "reduced once"),
         ("gpt_oss", "float64", "full", "reduced each time"),
-    ]
-    names = ("experts", "dtype", "checkpointing", "accumulation")
-    chosen = [settings(**dict(zip(names, row, strict=True))) for row in rows]
+    )
     check("ep4 by host", chosen, factors=FACTORS)
 
 
@@ -370,13 +374,11 @@ IN_CHUNKS = "--parallelism.expert_chunks=3"
 )
 def test_chunks_on_a_mesh_equal_the_plain_model(mesh, more):
     """No rank's tokens can be split into three equal chunks."""
-    rows = [
+    chosen = of_each_family(
         ("deepseek_v3", "float64", "none", "reduced each time"),
         ("gpt_oss", "float32", "full", "reduced once"),
         ("qwen3 experts", "float64", "selective", "none"),
-    ]
-    names = ("experts", "dtype", "checkpointing", "accumulation")
-    chosen = [settings(**dict(zip(names, row, strict=True))) for row in rows]
+    )
     check(mesh, chosen[: 1 if more else 3], [IN_CHUNKS, *more], factors=FACTORS)
 
 

@@ -377,12 +377,14 @@ def test_what_needs_a_gpu_says_so():
     )
 
 
+def stock_style() -> RowwiseParallel:
+    """PyTorch's own style of an embedding, whose output collective is asynchronous."""
+    return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+
+
 def stock_embedding(options: list[str], dp_size: int) -> dict:
-    """The bug put back: PyTorch's own RowwiseParallel, whose output collective is asynchronous, on
-    the embedding."""
-    tp.STYLES["vocab_embedding"] = lambda: RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(1)
-    )
+    """The bug put back."""
+    tp.STYLES["vocab_embedding"] = stock_style
     return trajectory(options, dp_size)
 
 
@@ -417,9 +419,7 @@ class WholeVocabulary(TorchDispatchMode):
 def whole_vocabularies(stock: bool) -> int:
     """Of a step on two ranks of tensor parallelism."""
     if stock:
-        tp.STYLES["vocab_embedding"] = lambda: RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(1)
-        )
+        tp.STYLES["vocab_embedding"] = stock_style
     job = train.build(load_config([*OPTIONS, "--parallelism.tensor_parallel=2"], 2, 2))
     with WholeVocabulary() as mode:
         train.train_step(job, random_batch(job))
