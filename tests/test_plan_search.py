@@ -1,6 +1,6 @@
 """tools/plan/search.py finds what a search without bounds and without shared traces finds."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,10 +10,11 @@ import pytest
 from configs import check
 from configs.load import load_config
 from configs.schema import Config, InputError
-from tools.plan import front, pipeline, search
+from tools.plan import bounds, front, pipeline, search
 from tools.plan.bounds import Bounds, Profile, profile
-from tools.plan.choices import Candidate, Choice, every_choice, replicated
+from tools.plan.choices import Candidate, Choice, every_choice, replicated, without_pipeline
 from tools.plan.device import load_device
+from tools.plan.estimate import Playback
 from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.search import by_speed, candidate, planned
@@ -55,18 +56,25 @@ def nothing(*_: object) -> str:
 
 
 class Space:
-    """Everything that can be chosen, traced choice by choice, on machines with different memory."""
+    """Everything that can be chosen, or `choices`, traced choice by choice, on machines with
+    different memory. run: where the traces are made, as `in_processes`."""
 
-    def __init__(self, options: list[str], inputs: PlanInputs) -> None:
+    def __init__(
+        self,
+        options: list[str],
+        inputs: PlanInputs,
+        choices: list[Choice] | None = None,
+        run: Callable = in_processes,
+    ) -> None:
         self.cfg = load_config(options)
-        self.choices = every_choice(self.cfg, inputs)
+        self.choices = choices or every_choice(self.cfg, inputs)
         of_replicas = [choice for choice in self.choices if choice.pipeline_parallel == 1]
         self.hybrids = []
         for choice in of_replicas:
             self.hybrids += replicated([choice], self.cfg, inputs)
         everything = self.choices + self.hybrids
         calls = [(choice, self.cfg, [inputs]) for choice in everything]
-        found = in_processes(traced_alone, calls)
+        found = run(traced_alone, calls)
         self.plain: Plain = {choice: one for choice, (one,) in zip(everything, found)}
         self.inputs = inputs
         self.asked = 0  # choices that a search has traced
@@ -192,6 +200,37 @@ def broken_bounds(space: Space) -> list[str]:
 
 def test_no_plan_is_below_its_bounds(small):
     assert not broken_bounds(small)
+
+
+def one_by_one(function: Callable, calls: list[tuple]) -> list:
+    """In this process, where a patch holds."""
+    return [function(*call) for call in calls]
+
+
+def broken_bounds_of_ulysses() -> list[str]:
+    """Of two hosts that share each sequence. It is so long, and their link so slow, that all-to-alls
+    are a good part of the step."""
+    inputs = PlanInputs(2, 1, SLOW.model_copy(update={"fabric_gb_per_s": 0.1}))
+    base = Choice(1, 1, "full", 1, "whole", context_parallel=2, method="ulysses")
+    options = [*SMALL, "--training.global_batch_size=2", "--training.seq_len=8192"]
+    choices = without_pipeline(base, load_config(options), inputs)
+    assert len(choices) == 9
+    return broken_bounds(Space(options, inputs, choices, one_by_one))
+
+
+def test_no_plan_with_ulysses_is_below_its_bounds():
+    assert not broken_bounds_of_ulysses()
+
+
+def test_negative_control_all_to_alls_of_ulysses_that_are_counted_twice_are_seen(monkeypatch):
+    """As if compute waited for them as it waits for rows of experts."""
+
+    def of_every_dimension(playback: Playback) -> float:
+        lines = playback.result.lines.items()
+        return sum(line.exposed for (_, kind), line in lines if kind == "all-to-all")
+
+    monkeypatch.setattr(bounds, "exchange_exposed", of_every_dimension)
+    assert broken_bounds_of_ulysses()
 
 
 def wrong_fronts(space: Space) -> list[str]:
