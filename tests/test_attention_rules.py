@@ -254,6 +254,30 @@ def test_a_mesh_equals_one_process(mesh, runs, oracles):
         )
 
 
+def windows_of_documents(options: list[str]) -> list[int]:
+    """Those for which the model of this rank says what attention must keep apart."""
+    job = train.build(load_config(options, 4, 4))
+    length = job.cfg.training.seq_len
+    return sorted(job.model.documents(torch.arange(length)[None], job.mesh.device))
+
+
+def test_documents_are_told_for_the_windows_of_all_stages_of_a_rank():
+    """Of the four layers of OLMo 3, each a stage, the last one alone sees all of a document. Its rank
+    has the second one too."""
+    options = [
+        *SMALL_MODEL,
+        "--model.family=olmo2",
+        "--model.n_layers=4",
+        "--training.seq_len=256",
+        "--parallelism.pipeline_parallel=2",
+        "--parallelism.pipeline_schedule=interleaved_1f1b",
+        "--training.local_batch_size=1",
+        CP2,
+        *GATHER,
+    ]
+    assert run_ranks(4, windows_of_documents, options) == [[64], [64], [0, 64], [0, 64]]
+
+
 @pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("method", [GATHER, [ULYSSES]], ids=["gather", "ulysses"])

@@ -446,6 +446,32 @@ def test_a_lap_is_of_one_kind_and_the_kinds_sum_to_the_time(tmp_path, monkeypatc
     }
 
 
+def laps_after_the_batches(options: list[str], folder: Path) -> list[str]:
+    """The kinds of the laps after the workers of the batches have ended."""
+    seen: list[str] = []
+    lap, close = Clock.lap, data.loader.PreparedBatches.close
+
+    def noted_lap(clock: Clock, kind: str) -> float:
+        seen.append(kind)
+        return lap(clock, kind)
+
+    def noted_close(batches: data.loader.PreparedBatches) -> None:
+        close(batches)
+        seen.clear()
+
+    Clock.lap, data.loader.PreparedBatches.close = noted_lap, noted_close
+    assert run(options, folder) == (0, "")
+    return seen
+
+
+def test_the_seconds_of_closing_the_batches_are_none_of_a_save(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    options = [*tiny_run(tmp_path), *SAVED, "--training.steps=4"]
+    (seen,) = run_ranks(1, laps_after_the_batches, options, folder)
+    assert seen[:2] == ["other", "save"]
+
+
 def test_a_line_is_as_long_as_the_next(tmp_path):
     clock = Clock(tmp_path)
     clock.seconds = dict.fromkeys(MEASURED, 1e9 + 1 / 3)  # thirty years

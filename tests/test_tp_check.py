@@ -124,6 +124,12 @@ MISTAKES: dict[str, tuple[str, str, dict[str, str | None], list[str]]] = {
         {f"{ATTENTION}.k_norm": "norm_of_columns"},
         ["gives layers.0.attention.k_norm the style norm_of_columns", "heads would fit"],
     ),
+    "a norm of heads for one of the sequence": (
+        "llama",
+        "debug",
+        {"layers.*.ffn_norm": "heads"},
+        ["gives layers.0.ffn_norm the style heads", "gets a slice of the sequence"],
+    ),
     "a norm of the sequence for one of heads": (
         "qwen3",
         "debug",
@@ -292,6 +298,12 @@ def test_a_mistake_is_a_sentence_that_names_the_module_and_its_style(said, mista
     assert "\n" not in sentence
     for part in MISTAKES[mistake][-1]:
         assert part in sentence, sentence
+
+
+def test_a_block_is_not_said_to_have_no_row(said):
+    """It needs none. Its attention and its feed-forward layer may: MISTAKES."""
+    sentence = said["mistakes"]["a norm of heads for one of the sequence"]
+    assert sentence.endswith("would fit a norm that gets this")
 
 
 def test_the_plans_of_all_families_fit(said):
