@@ -1,9 +1,9 @@
 """Pretrain a language model. `build(cfg)` makes the job, `train_step(job, batch)` does one step,
-`main(argv)` is the loop.
+`train` is the loop, and `main(argv)` a whole run.
 
 This file reads top to bottom and knows everyone; nobody but tools and tests imports it. Start it
-with ./run_train.sh, which runs it under torchrun; `python train.py configs/llama_debug.toml` is the
-same thing as one process.
+with ./run_train.sh, which starts one process for each GPU (tools/launch);
+`python train.py configs/llama_debug.toml` is the same thing as one process.
 """
 
 import gc
@@ -72,7 +72,7 @@ class Job:
 
     cfg: Config
     mesh: Mesh
-    # the model's numbers: `Args` of its family, a row of FLAVORS with the overrides of [model]
+    # the model's numbers: `Args` of its family, those of model.flavor with the overrides of [model]
     args: Any
     model: Any  # a models/layers.py::Decoder, or the stages of a pipeline (parallelisms/pp.py)
     optimizer: torch.optim.Optimizer
@@ -268,8 +268,8 @@ def gradients(
 
 def accumulate_gradients(job: Job, feed: Feed, scale: Tensor) -> Tensor:
     """Forward and backward of one microbatch after the other. The gradients of `scale` times their
-    losses add up in `.grad`, and the last backward reduces them over the ranks. Returns the summed
-    loss, a float64 scalar."""
+    losses add up in `.grad`. Which backward reduces them over the ranks depends on
+    parallelism.accumulate_gradients. Returns the summed loss, a float64 scalar."""
     # float32 would round at every microbatch
     total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)
     cfg = job.cfg.parallelism
