@@ -112,8 +112,8 @@ class Space:
         return [self.row(choice, inputs) for choice in choices], known
 
     @contextmanager
-    def workers(self) -> Iterator["Space"]:
-        """In the place of search.workers."""
+    def workers(self, fresh: bool) -> Iterator["Space"]:
+        """In the place of search.workers. Nothing is traced, so no process is needed."""
         yield self
 
     _max_workers = 2
