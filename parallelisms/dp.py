@@ -23,14 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError, Parallelism, Training
-from parallelisms.fsdp_details import (
-    gather_ahead as gather_ahead,  # called, and replaced by the planner, as of this module
-)
-from parallelisms.fsdp_details import (
-    gathers_once,
-    shard_experts,
-    shared_groups,
-)
+from parallelisms.fsdp_details import gathers_once, shard_experts, shared_groups
 from parallelisms.masters import keep_masters
 from parallelisms.mesh import Mesh
 

@@ -32,8 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from configs.schema import Config, Parallelism
-from parallelisms import cp, dp, schedules
-from parallelisms.fsdp_details import gathers_once
+from parallelisms import cp, dp, fsdp_details, schedules
 from parallelisms.mesh import Mesh
 from parallelisms.schedules import (
     BACKWARD,
@@ -358,7 +357,7 @@ class PipelineStep:
         # (stage, microbatch) -> what its backward needs
         self.in_flight: dict[tuple[int, int], tuple] = {}
         self.left = dict(table.backwards)  # backwards of each stage that have not ended
-        self.gathers_once = gathers_once(model.cfg)
+        self.gathers_once = fsdp_details.gathers_once(model.cfg)
 
     def play(self) -> None:
         play = {
@@ -371,7 +370,7 @@ class PipelineStep:
         if self.scale is not None and self.gathers_once:
             # while the first microbatch is with other ranks
             for number in dict.fromkeys(action.stage for action in self.table.actions):
-                dp.gather_ahead(self.model.stages[number])
+                fsdp_details.gather_ahead(self.model.stages[number])
         for i, action in enumerate(self.table.actions):
             began = time.monotonic()
             waited = self.messages.waited

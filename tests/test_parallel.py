@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from parallelisms import async_tp, dp, pp, tp
+from parallelisms import async_tp, fsdp_details, pp, tp
 from parallelisms.mesh import world
 from tests import parity
 from tests.covering import covering_array, every_pair, pairs
@@ -244,7 +244,7 @@ def gathered_before_the_update(*args: object) -> list:
         real(step)
         if step.scale is not None:
             for stage in step.model.stages.values():
-                dp.gather_ahead(stage)
+                fsdp_details.gather_ahead(stage)
 
     with mock.patch.object(pp.PipelineStep, "play", play):
         return trajectories(*args)

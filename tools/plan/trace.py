@@ -39,7 +39,7 @@ import train
 from configs.schema import Config, InputError
 from models.kernels import grouped_product  # noqa: F401  registers the operators that are counted
 from models.kernels.cpu import causal_attention, document_attention
-from parallelisms import cp, dp, ep, ep_hosts, pp
+from parallelisms import cp, ep, ep_hosts, fsdp_details, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
 from tools.plan import pieces
@@ -936,7 +936,7 @@ def trace_step(
         stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))
         # a stage that is traced alone has its gathers where they are needed
         # (tools/plan/pipeline.py::Gathers)
-        stack.enter_context(mock.patch.object(dp, "gather_ahead", lambda _: None))
+        stack.enter_context(mock.patch.object(fsdp_details, "gather_ahead", lambda _: None))
         job = train.build(cfg)
         if job.mesh.ep > 1:
             tokens = cfg.training.local_batch_size * cfg.training.seq_len
