@@ -37,9 +37,8 @@ from configs.schema import InputError
 from reliability.objects import ASKED, CHUNK, MIRRORED, Key, Stat, Unreachable, location
 
 LEFT_OUT = "checkpoints"  # the subfolder that is not copied
-EXPORTED = (
-    "hf"  # models, which are sent and not fetched: they may fill a disk, and no start reads them
-)
+# models, which are sent and not fetched: they may fill a disk, and no start reads them
+EXPORTED = "hf"
 LEASE = ".mirror-"  # and the number of the node: who sends from there
 # the same in the folder: what was sent, and that the command asks for it
 SENT, ASKING = ".mirror-sent-", ".mirror-asked-"
