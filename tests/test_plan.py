@@ -597,6 +597,15 @@ def test_the_memory_measured_is_that_of_the_plan_alone():
     assert 0.2 <= measured(allocate, 1 << 28).gib - before < 0.4
 
 
+@pytest.mark.parametrize("preset", sorted(path.name for path in (ROOT / "configs").glob("*.toml")))
+def test_every_preset_can_be_searched(preset):
+    """The mesh that it names is taken away, and what has a meaning with that mesh only must not be
+    refused."""
+    flags, rest = arguments([str(ROOT / "configs" / preset), "--gpus=512", "--search"])
+    cfg, _ = read_inputs(flags, rest)
+    assert cfg.parallelism.tensor_parallel == cfg.parallelism.pipeline_parallel == 1
+
+
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_what_fits_nowhere_is_told_with_what_would_work(tmp_path):

@@ -849,7 +849,7 @@ def test_d11_without_a_folder_for_temporary_files(launched, tmp_path):
             settings = os.environ | {"TMPDIR": str(place), "NGPU": "2", "PATH": path}
             command = [ROOT / "run_train.sh", f"--run.folder={folder}", *options]
             done = subprocess.run(
-                command, env=settings, capture_output=True, text=True, timeout=120
+                command, env=settings, capture_output=True, text=True, timeout=240
             )
             assert done.returncode == 0, done.stderr
         else:

@@ -29,13 +29,13 @@ from tools.plan.routing import load_routing
 from tools.plan.search import search, table
 from tools.plan.stack import load_stack
 
-# the smallest mesh, where that of the file is not what is planned
+# The smallest mesh, where that of the file is not what is planned. expert_parallel stays, with which
+# expert_chunks and expert_exchange have a meaning.
 ONE_PROCESS = (
     "--parallelism.data_parallel_shard=-1",
     "--parallelism.data_parallel_replicate=1",
     "--parallelism.context_parallel=1",
     "--parallelism.tensor_parallel=1",
-    "--parallelism.expert_parallel=1",
     "--parallelism.pipeline_parallel=1",
     "--parallelism.pipeline_schedule=1f1b",
     "--parallelism.pipeline_stages_per_rank=0",
