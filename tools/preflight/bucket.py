@@ -2,13 +2,11 @@
 folder. Every rank writes there and sees what the others wrote, and a conditional put is given once."""
 
 import os
-import statistics
 import time
 
 from configs.schema import Config
 from reliability.objects import Key, location
-from tools.preflight.probe import SLOW, Probe, ProbeRow, in_seconds, least
-from training.metrics import in_bytes
+from tools.preflight.probe import Probe, ProbeRow, judge_writing
 
 LEASE = "lease"  # what all ranks try to create
 
@@ -63,13 +61,6 @@ def judge(probe: Probe, answers: list[dict], size: int) -> list[ProbeRow]:
             )
         ]
     rates = [answer["rate"] for answer in answers]
-    middle = statistics.median(rates)
-    low = least(rates)
-    slow = [rank for rank, rate in enumerate(rates) if rate < SLOW["write"] * middle]
-    seconds = size / len(rates) / rates[low]
-    detail = f"{store} is seen by all ranks, and a conditional put is given once; a rank uploads "
-    detail += f"{in_bytes(middle)}/s (median), {in_bytes(rates[low])}/s at least, on "
-    detail += f"{probe.named([low])}: a save of {in_bytes(size)} takes about {in_seconds(seconds)}"
-    if slow:
-        detail += f"; {probe.named(slow)} below {SLOW['write']} of the median"
+    writing, slow = judge_writing(probe, rates, size, "uploads")
+    detail = f"{store} is seen by all ranks, and a conditional put is given once; {writing}"
     return [ProbeRow("warn" if slow else "ok", detail, blocks=False)]

@@ -32,7 +32,7 @@ from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.plan.device import MEMORY_EFFICIENCY
 from tools.preflight import bucket
-from tools.preflight.probe import SLOW, Probe, ProbeRow, differences, in_seconds, least
+from tools.preflight.probe import SLOW, Probe, ProbeRow, differences, judge_writing, least
 from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
 from training.optimizers import materialise
@@ -595,19 +595,8 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
             )
         )
     rates = [a["rate"] for a in answers]
-    middle = statistics.median(rates)
-    low = least(rates)
-    slow = [r for r, rate in enumerate(rates) if rate < SLOW["write"] * middle]
-    seconds = size / len(rates) / rates[low]
-    detail = (
-        f"a rank writes and syncs {in_bytes(middle)}/s (median), {in_bytes(rates[low])}/s at "
-        "least, on "
-    )
-    detail += f"{probe.named([low])}: a save of {in_bytes(size)} takes about {in_seconds(seconds)}"
+    detail, slow = judge_writing(probe, rates, size, "writes and syncs")
     if slow:
-        detail += (
-            f"; {probe.named(slow)} below {SLOW['write']} of the median: see how that host "
-            f"reaches {folder}"
-        )
+        detail += f": see how that host reaches {folder}"
     rows.append(ProbeRow(probe.slow if slow else "ok", detail, blocks=False))
     return rows

@@ -3,6 +3,7 @@ written there."""
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from data.order import Order
 from parallelisms.mesh import World
 from tools.plan.device import Device
 from tools.plan.estimate import Ring
+from training.metrics import in_bytes
 
 # A rate below this share of the median of all ranks (or of all links of a kind) is slow. Healthy
 # machines of one kind are within a few per cent of each other in arithmetic, and further apart on a
@@ -146,6 +148,20 @@ def most(values: Iterable[float]) -> int:
     """The rank with the largest value. values: by rank."""
     values = list(values)
     return values.index(max(values))
+
+
+def judge_writing(probe: Probe, rates: list[float], size: int, does: str) -> tuple[str, list[int]]:
+    """A sentence about the bytes/s at which ranks write a checkpoint of `size` bytes, and the ranks
+    that are slow. does: what a rank does, as "uploads"."""
+    middle = statistics.median(rates)
+    low = least(rates)
+    slow = [rank for rank, rate in enumerate(rates) if rate < SLOW["write"] * middle]
+    seconds = size / len(rates) / rates[low]
+    detail = f"a rank {does} {in_bytes(middle)}/s (median), {in_bytes(rates[low])}/s at least, on "
+    detail += f"{probe.named([low])}: a save of {in_bytes(size)} takes about {in_seconds(seconds)}"
+    if slow:
+        detail += f"; {probe.named(slow)} below {SLOW['write']} of the median"
+    return detail, slow
 
 
 def short(value: object) -> str:
