@@ -606,6 +606,24 @@ def test_every_preset_can_be_searched(preset):
     assert cfg.parallelism.tensor_parallel == cfg.parallelism.pipeline_parallel == 1
 
 
+@pytest.mark.parametrize("kind, forked", [("gpu", True), ("cpu", False)])
+def test_workers_are_forked_from_a_command_that_has_computed_nothing(kind, forked, monkeypatch):
+    """A CPU is measured before the search, in this process."""
+    asked = []
+
+    def search(*_, fresh: bool, **__) -> None:
+        asked.append(fresh)
+        raise InputError("enough")
+
+    device = load_device("h100").model_copy(update={"kind": kind})
+    monkeypatch.setattr("tools.plan.__main__.load_device", lambda _: device)
+    monkeypatch.setattr("tools.plan.__main__.search", search)
+    monkeypatch.setattr(sys, "argv", ["plan", *DEBUG, "--gpus=2", "--search"])
+    assert main() == 2
+    assert main(sys.argv[1:]) == 2
+    assert asked == [forked, False]
+
+
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_what_fits_nowhere_is_told_with_what_would_work(tmp_path):

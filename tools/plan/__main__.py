@@ -290,7 +290,6 @@ def to_stderr(line: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line in this file's first lines. Returns the exit code."""
-    fresh = argv is None  # nothing has run in this process
     try:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
         if asks_how_many(flags):
@@ -305,6 +304,8 @@ def main(argv: list[str] | None = None) -> int:
             return compared(cfg, inputs, flags, rest)
         section = ""
         if flags.search:
+            # a command of its own has computed nothing yet, unless it has measured a CPU
+            fresh = argv is None and inputs.on_gpu
             found = search(cfg, inputs, say=to_stderr, fresh=fresh)
             print(table(found) + "\n\nThe first of these:\n")
             cfg = found.ranking[0].choice.applied_to(cfg)
