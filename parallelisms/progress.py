@@ -40,14 +40,11 @@ def counter_of_this_rank() -> ProgressCounter:
 
 def record_flights(folder: Path) -> None:
     """Let NCCL's flight recorder keep the last collectives, and leave them in nccl-<rank> there
-    when one times out, for `torchfrtrace`. Both generations of the names; what the environment says
-    already counts."""
+    when one times out, for `torchfrtrace`. What the environment says already counts."""
     settings = {
         "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/nccl-",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{folder}/nccl-",
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)

@@ -22,6 +22,11 @@ import pytest
 
 DEFAULT_CAP_SECONDS = 120
 
+# The tests compare processes on a CPU, several on one machine: a GPU would take one alone. Only those
+# marked gpu see it (tests/test_gpu.py).
+os.environ.setdefault("PLUMBLINE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 # `nohup` and the background jobs of a script start the suite with SIGINT ignored, and what is
 # ignored stays ignored in every child: the tests of Ctrl-C would wait for ever. A handler is not
 # inherited by a program that is started, so that has the default again.

@@ -19,6 +19,7 @@ from reliability.position import Position
 from tests import parity, ruled
 from tools.bench.device import checks
 from tools.simulate.job import in_steps, train_here
+from training.sample import sample
 
 PATIENCE = timedelta(seconds=60)
 
@@ -359,3 +360,15 @@ def hangs_without_one(folder: Path) -> None:
         dist.all_reduce(x)
     torch.cuda.synchronize()
     dist.barrier(group=dist.new_group(backend="gloo"))
+
+
+def sampled() -> list[int]:
+    """Tokens from the model of the checks in bfloat16, with keys and values kept."""
+    job = train.build(checks.config(torch.device("cuda"), "--training.param_dtype=bfloat16"))
+    return sample(job.model, checks.PROMPT, 4, checks.CONTEXT, job.mesh.device, temperature=0)
+
+
+def one_step() -> float:
+    """The loss of a step of it."""
+    job = train.build(checks.config(torch.device("cuda"), "--training.param_dtype=bfloat16"))
+    return train.train_step(job, checks.batches()[0]).loss

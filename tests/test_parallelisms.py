@@ -436,16 +436,11 @@ def test_the_type_of_the_weights_follows_the_hardware(kind, hardware, dtype, mon
 def test_nccls_flight_recorder_is_on_unless_the_environment_says_otherwise(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", {"TORCH_FR_BUFFER_SIZE": "7"})
     progress.record_flights(tmp_path)
-    assert (
-        os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
-        and os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000"
-    )
-    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
-    assert (
-        os.environ["TORCH_FR_DUMP_TEMP_FILE"]
-        == os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
-        == f"{tmp_path}/nccl-"
-    )
+    assert os.environ == {  # each earlier name brings a warning from torch 2.11 on
+        "TORCH_FR_BUFFER_SIZE": "7",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/nccl-",
+    }
 
 
 MISSPELT = {  # pattern -> style, in a plan that is right otherwise

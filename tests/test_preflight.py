@@ -597,7 +597,8 @@ def test_a_slow_gpu_fails_and_says_why():
 
 def test_gpus_that_are_all_too_slow_have_no_median_but_the_table():
     """Negative control: without --device nothing is wrong with them."""
-    rows = [{"flops": 400e12, "bytes": 1.5e12, "hint": "", "shape": [8, 8, 8], "peak": 989e12}] * 16
+    shape = [8192, 4096, 14336]
+    rows = [{"flops": 400e12, "bytes": 1.5e12, "hint": "", "shape": shape, "peak": 989e12}] * 16
     probe = host_of(16)
     assert {row.result for row in machine.judge_compute(probe, rows)} == {"ok"}
     probe.table = load_device("h100")
@@ -607,6 +608,15 @@ def test_gpus_that_are_all_too_slow_have_no_median_but_the_table():
         and "median 400 TFLOP/s, but 593 are expected of NVIDIA H100" in bad[0]
         and "1.5e+03 GB/s" in bad[1]
     )
+
+
+def test_a_matmul_too_small_for_a_gpu_is_not_held_against_it():
+    """That of the debug model takes 1 us at the table's rate, and a launch takes longer."""
+    probe = host_of(1)
+    probe.table = load_device("h200")
+    shape = [2048, 256, 704]
+    row = {"flops": 31e12, "bytes": 4.1e12, "hint": "", "shape": shape, "peak": 989e12}
+    assert {found.result for found in machine.judge_compute(probe, [row])} == {"ok"}
 
 
 def test_links_that_are_all_too_slow_have_no_median_but_the_table():

@@ -408,6 +408,22 @@ def test_a_run_trains_as_on_the_cpu(run, run_on_the_cpu, corpus, name, tmp_path)
         assert loss == pytest.approx(wanted[step], rel=2e-3), f"validation after step {step}"
 
 
+def test_kernels_of_a_step_and_of_a_sample(run):
+    """cuDNN's attention plans every new shape, and a sample has one for each token. A loss in
+    pieces sums the gradient of its weight inside the GEMM."""
+    trains = run(1, simulated.one_step)
+    assert trains.whole, trains.explain()
+    used = trains.records[0]["operators"]
+    assert "aten::_scaled_dot_product_cudnn_attention" in used
+    rows = checks.ROWS * checks.TOKENS
+    assert used["aten::addmm.dtype_out"] == -(-rows // 40)  # training.loss_chunk_tokens
+    samples = run(1, simulated.sampled)
+    assert samples.whole, samples.explain()
+    used = samples.records[0]["operators"]
+    assert not [name for name in used if "cudnn" in name]
+    assert [name for name in used if "flash_attention" in name]
+
+
 @pytest.mark.cap(200)
 def test_a_resumed_run_is_bitwise_the_whole_one(run, corpus, tmp_path):
     """Also after SIGTERM, with what the GPU's generator has drawn; and a model that was exported is

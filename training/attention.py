@@ -5,7 +5,10 @@ varlen_attn, which is FlashAttention, of the generation that is chosen here. `py
 tools.bench.attention` measures the kernels for a model's heads on the GPU at hand.
 """
 
+from contextlib import AbstractContextManager
+
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.schema import InputError
 
@@ -35,3 +38,12 @@ def choose(kernel: str, device: torch.device) -> None:
     torch.backends.cuda.enable_cudnn_sdp(kernel == "cudnn")
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_math_sdp(False)
+
+
+def for_many_shapes() -> AbstractContextManager:
+    """Inside, PyTorch chooses among all kernels but cuDNN's, whatever is chosen for training. cuDNN
+    plans every new shape, and sampling has one for each token: 40 ms each on an H200 (torch 2.11).
+    A forward of one new token has a mask, which FlashAttention refuses."""
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )

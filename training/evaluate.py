@@ -19,6 +19,7 @@ from configs.schema import Config
 from data.loader import Batch, at
 from data.tasks import EncodedTask, ScoreRequest, open_task
 from parallelisms.mesh import Mesh
+from training.attention import for_many_shapes
 from training.feed import Feed
 from training.greedy import LossAndMistakes
 from training.loss import IGNORE
@@ -112,7 +113,7 @@ def score_requests(
     total = torch.zeros(2, len(requests), dtype=torch.float64, device=mesh.device)
     shares = shares_of(requests, mesh, most_tokens)
     # lengths vary, and each of them would be compiled
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), for_many_shapes():
         for batch in watched(batch_of(requests, share, mesh) for share in shares):
             loss = LossAndMistakes(batch["labels"], mesh.device)
             feed = Feed(model, batch, mesh, loss, chunk_tokens)

@@ -29,6 +29,18 @@ def first_tokens(tokens: int, chunk_tokens: int) -> Iterable[int]:
     return range(0, tokens, chunk_tokens)
 
 
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b. total [V, D], a [V, C], b [C, D]; total may have a wider type.
+
+    Then NVIDIA's GEMM adds in that type by itself, and nothing is rounded before: 0.76 of the time
+    of a GEMM and an addition for pieces of 2,048 tokens on an H200 (docs/performance.md).
+    """
+    if total.dtype != a.dtype and total.device.type == "cuda" and torch.version.cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, weight, labels, chunk_tokens, group, first_row, each, z_loss):
@@ -94,7 +106,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 elif need_w:  # summed over pieces in float32
                     if grad_w is None:
                         grad_w = torch.zeros_like(weight, dtype=wide.dtype)
-                    grad_w += d_logits.t() @ hc
+                    add_matmul(grad_w, d_logits.t(), hc)
         ctx.save_for_backward(*(g for g in (grad_h, grad_w) if g is not None))
         ctx.needs = (need_h, need_w)
         ctx.weight_dtype = weight.dtype

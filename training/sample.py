@@ -19,21 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from configs.schema import InputError
 from models.kernels.ruled_attention import PLAIN, AttentionRule, masked_attention
 from parallelisms import cores
-
-# A forward of one new token has a mask, and FlashAttention has no masks. So `training.attention`,
-# which is set for the whole process, does not hold where text is sampled: PyTorch chooses among all
-# kernels.
-KERNELS = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+from training.attention import for_many_shapes
 
 
 class KeyValueCache:
@@ -232,7 +222,7 @@ def sample_stream(
             return h_of_newest @ _whole(weight).t()  # [B, V]
 
         eager = torch.compiler.set_stance("force_eager")  # lengths vary, and each would be compiled
-        with whole_sequences(model), eager, sdpa_kernel(KERNELS):
+        with whole_sequences(model), eager, for_many_shapes():
             logits = (
                 (memory.forward if memory else model)(tokens, positions, logits_of_newest)
                 .float()

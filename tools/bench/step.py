@@ -27,6 +27,7 @@ import argparse
 import statistics
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from configs.cpu import cpu_settings
@@ -179,6 +180,8 @@ def litgpt(args, cfg, tokens, labels, dtype):
 
 
 def torchtitan(args, cfg, tokens, labels, dtype):
+    if version("torchtitan").startswith("0.2."):
+        return torchtitan_2(args, cfg, tokens, labels, dtype)
     import torch.distributed as dist
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -254,6 +257,66 @@ def torchtitan(args, cfg, tokens, labels, dtype):
     masks = None if device.type == "cpu" else model.get_attention_masks(positions)
     count = torch.tensor(float(labels.numel()))
     return loop(model, lambda: loss(model(tokens, positions, masks), labels, count)[0])
+
+
+def torchtitan_2(args, cfg, tokens, labels, dtype):
+    """Of 0.2.2, the last release for torch 2.11."""
+    import torch.distributed as dist
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.config import JobConfig
+    from torchtitan.distributed.activation_checkpoint import apply_ac
+    from torchtitan.models.llama3.infra import parallelize
+    from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
+    from torchtitan.models.llama3.model.model import Transformer
+
+    device = tokens.device
+    given = {
+        "factor": "scaling_factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+    }
+    scaling = {given.get(key, key): value for key, value in (args.rope_scaling or {}).items()}
+    # it rounds two thirds of 4 * dim times this factor up to a multiple
+    hidden = {"ffn_dim_multiplier": args.hidden_dim / int(8 * args.dim / 3), "multiple_of": 16}
+    sizes = TransformerModelArgs(
+        dim=args.dim,
+        n_layers=args.n_layers,
+        n_heads=args.n_heads,
+        n_kv_heads=args.n_kv_heads,
+        vocab_size=args.vocab_size,
+        norm_eps=args.norm_eps,
+        rope_theta=args.rope_theta,
+        rope_scaling_args=RoPEScalingArgs(**scaling),
+        max_seq_len=tokens.shape[1],
+        **hidden,
+    )
+    model = Transformer(sizes)
+    assert model.layers["0"].feed_forward.w1.out_features == args.hidden_dim
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)
+    job = JobConfig()
+    job.compile.enable = cfg.compile.enabled
+    job.compile.backend = cfg.compile.backend
+    mode = job.activation_checkpoint.mode = cfg.activation_checkpoint.mode
+    job.activation_checkpoint.selective_ac_option = "op"
+    if mode != "none":
+        saved = parallelize._op_sac_save_list
+        apply_ac(
+            model,
+            job.activation_checkpoint,
+            model_compile_enabled=cfg.compile.enabled,
+            op_sac_save_list=saved,
+        )
+    if cfg.compile.enabled:
+        parallelize.apply_compile(model, job.compile)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    mesh = dist.init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
+    parallelize.apply_fsdp(
+        model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
+    )
+    loss = build_cross_entropy_loss(job)
+    return loop(model, lambda: loss(model(tokens), labels) / labels.numel())
 
 
 PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt, "torchtitan": torchtitan}

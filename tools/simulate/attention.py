@@ -314,6 +314,10 @@ def sum_and_matmul(x, a, b, out_dtype, beta=1, alpha=1):
     return (beta * x.float() + alpha * (a.float() @ b.float())).to(out_dtype)
 
 
+def sum_and_matmul_into(x, a, b, out_dtype, beta=1, alpha=1, *, out):
+    return out.copy_(sum_and_matmul(x, a, b, out_dtype, beta, alpha))
+
+
 WRITTEN_OUT = {
     "aten::_scaled_dot_product_flash_attention": flash,
     "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
@@ -329,5 +333,6 @@ WRITTEN_OUT = {
     "aten::bmm.dtype": matmul,
     "aten::bmm.dtype_out": matmul_into,
     "aten::addmm.dtype": sum_and_matmul,
+    "aten::addmm.dtype_out": sum_and_matmul_into,
     "aten::baddbmm.dtype": sum_and_matmul,
 }

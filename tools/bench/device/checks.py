@@ -468,7 +468,8 @@ def error(device: torch.device, folder: Path) -> dict[str, float]:
         f"--nproc-per-node={ranks}",
         str(program),
     ]
-    place = {"PYTHONPATH": str(ROOT), "FAILS": str(ranks - 1)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    place = {"PYTHONPATH": path, "FAILS": str(ranks - 1)}
     outside = {
         name: x
         for name, x in os.environ.items()
