@@ -427,7 +427,7 @@ def test_what_a_cpu_spends_beside_work_is_counted():
     assert step.repeats == 1
     ops = [(where, op) for where, _, op in step.ops() if not op.kind]
     forward = sum(where.phase == "forward" and 0 <= where.block < step.layers for where, _ in ops)
-    alike = {"overhead_us": 1.0, "policy_us": 1e3}
+    alike = {"overhead_us": 1.0, "policy_us": 1e3, "narrow_attention": 1.0}
     plain, selective = (
         estimate(step, H100.model_copy(update=alike), 1, False, selective)
         for selective in (False, True)

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from configs.load import load_config
-from configs.schema import InputError
+from configs.schema import Config, InputError
 from tests.steps import apart
 from tools.bench import published
 from tools.bench.scatter import BAND, Point, scatter
@@ -18,7 +18,7 @@ from tools.plan.__main__ import arguments, main, read_inputs
 from tools.plan.choices import Candidate, Choice
 from tools.plan.cluster import Cluster, answer
 from tools.plan.device import load_device
-from tools.plan.estimate import Playback, Ring, op_seconds
+from tools.plan.estimate import Playback, Ring, attention_seconds, op_seconds
 from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
@@ -146,14 +146,42 @@ def test_early_gathers_of_a_pipeline_cost_nothing():
     assert early.play().seconds == 0 < late.play().seconds
 
 
-def test_the_kernel_of_attention_follows_the_option():
+def with_attention(kernel: str) -> Config:
     cfg = load_config(SMALL)
-    chosen = cfg.training.model_copy(update={"attention": "cudnn"})
-    fast = with_kernel(H100, cfg.model_copy(update={"training": chosen}))
-    assert fast.attention_efficiency == H100.fast_attention_efficiency > H100.attention_efficiency
-    assert with_kernel(H100, cfg) == H100
+    training = cfg.training.model_copy(update={"attention": kernel})
+    return cfg.model_copy(update={"training": training})
+
+
+def test_the_kernel_of_attention_follows_the_option():
+    """On an H200 "auto" took as long as "cudnn", and "flash" 1.7 times as long."""
+    flash, fast = H100.attention_efficiency, H100.fast_attention_efficiency
+    assert flash < fast
+    rates = {"auto": (fast, flash), "cudnn": (fast, flash), "flash3": (fast, fast)}
+    for kernel, (whole, packed) in rates.items():
+        device = with_kernel(H100, with_attention(kernel))
+        assert (device.attention_efficiency, device.packed_attention_efficiency) == (whole, packed)
+    assert with_kernel(H100, with_attention("flash")) == H100
+    assert with_kernel(H100, with_attention("auto"), load_stack("torchtitan")) == H100
     a100 = load_device("a100")  # which has no such kernel
-    assert with_kernel(a100, cfg.model_copy(update={"training": chosen})) == a100
+    assert with_kernel(a100, with_attention("cudnn")) == a100
+
+
+@pytest.mark.parametrize(
+    "operator, rate",
+    [
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", 0.5),
+        ("aten._flash_attention_forward.default", 0.25),
+        ("plumbline.ruled_attention_backward.default", 0.25),
+    ],
+)
+def test_documents_and_windows_have_a_kernel_of_their_own(operator, rate):
+    rates = {"attention_efficiency": 0.5, "packed_attention_efficiency": 0.25}
+    device = H100.model_copy(update=rates | {"narrow_attention": 0.6})
+    flops = 2 * device.peak  # of which a causal mask leaves half
+    wide = Op(operator, attention_flops=flops, head_width=128)
+    assert attention_seconds(wide, device) == pytest.approx(1 / rate)
+    narrow = Op(operator, attention_flops=flops, head_width=64)
+    assert attention_seconds(narrow, device) == pytest.approx(1 / rate / 0.6)
 
 
 def test_a_stack_has_one_number_for_a_device():

@@ -6,6 +6,9 @@ rounded to TF32 inside, and bfloat16.
 
 A shape is tokens, inputs, outputs of a linear layer; forward, grad of its input and grad of its
 weight are three matmuls of equal FLOPs, timed together.
+
+On a GPU a second table: the grad of a bfloat16 weight, added to what earlier tokens have brought in
+float32, by a matmul and an addition, and by one GEMM (`training/loss.py::add_matmul`).
 """
 
 import argparse
@@ -17,6 +20,7 @@ from configs.cpu import float32_products, keep_memory
 import torch
 
 from tools.bench import harness
+from training.loss import add_matmul
 
 SHAPES = {
     "cpu": "2048,2048,2048 2048,256,704 2048,704,256 1024,256,4096 4096,512,1536 1024,2048,8192",
@@ -43,6 +47,37 @@ def contenders() -> dict[str, tuple[torch.dtype, str]]:
         "float32 (ours)": (torch.float32, asked),
         "bfloat16": (torch.bfloat16, "highest"),
     }
+
+
+ADDED = "2048,4096,14336 4096,4096,14336 8192,4096,14336 8192,4096,4096 4096,8192,28672".split()
+
+
+def added(shape: str) -> dict[str, Callable[[], object]]:
+    tokens, inputs, outputs = map(int, shape.split(","))
+    how = {"device": DEVICE, "dtype": torch.bfloat16}
+    x = torch.randn(tokens, inputs, **how)
+    grad = torch.randn(tokens, outputs, **how)
+    total = torch.zeros(outputs, inputs, device=DEVICE)
+    return {
+        "matmul, then addition": lambda: total.add_(grad.mT @ x),
+        "matmul alone": lambda: grad.mT @ x,
+        "one GEMM": lambda: add_matmul(total, grad.mT, x),
+    }
+
+
+def report_added(rounds: int) -> None:
+    rows = []
+    for shape in ADDED:
+        seconds = harness.alternate(added(shape), rounds)
+        times = [f"{statistics.median(some) * 1e3:.3f} ms" for some in seconds.values()]
+        first, *_, last = seconds
+        rows.append(
+            [shape.replace(",", ", "), *times, f"{harness.ratio(seconds, last, first):.2f}"]
+        )
+    columns = ["tokens, inputs, outputs", *seconds, f"time, {last} / {first}"]
+    harness.report(
+        "A weight's grad added in float32", columns, rows, f"{rounds} alternating rounds."
+    )
 
 
 def main() -> None:
@@ -87,9 +122,10 @@ def main() -> None:
         *(f"{name} GFLOP/s" for name in kinds),
         f"time, {second} / {first}",
     ]
-    harness.report(
-        "Products of a linear layer", columns, rows, f"{args.rounds} alternating rounds.", args.json
-    )
+    notes = f"{args.rounds} alternating rounds."
+    harness.report("Products of a linear layer", columns, rows, notes, args.json)
+    if DEVICE == "cuda":
+        report_added(args.rounds)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from parallelisms.dp import DTYPES
 from parallelisms.fsdp_details import gathers_once
 from tools.plan.choices import Choice
 from tools.plan.device import MEMORY_EFFICIENCY
-from tools.plan.estimate import EVERY_ROW, Playback, Ring
+from tools.plan.estimate import EVERY_ROW, Playback, Ring, attention_seconds
 from tools.plan.pipeline import groups
 from tools.plan.plan import Plan, PlanInputs, machine, with_margin
 from tools.plan.step import Op, Stretch, fsdp_dimension
@@ -169,12 +169,7 @@ def grows(op: Op, playback: Playback) -> float:
         at_once = ring.seconds(op.kind, 0, device, EVERY_ROW)
         return (seconds - at_once) * (1 - playback.hidden(op))
     rate = device.peak * device.matmul_efficiency * playback.stack.float8
-    attention = (op.attention_flops / 2 + op.attention_unmasked) / (
-        device.peak * device.attention_efficiency
-    )
-    if "backward" in op.name:
-        attention /= device.attention_backward
-    return op.matmul_flops / rate + attention
+    return op.matmul_flops / rate + attention_seconds(op, device)
 
 
 def exchange_exposed(playback: Playback) -> float:

@@ -45,7 +45,12 @@ class Device(BaseModel):
     matmul_efficiency: float = Field(0.7, gt=0, le=1)
     attention_efficiency: float = Field(0.4, gt=0, le=1)
     fast_attention_efficiency: float = Field(0.0, ge=0, le=1)
-    """With training.attention = "cudnn" or "flash3"; 0: as the other kernels."""
+    """Of cuDNN's kernel and FlashAttention-3; 0: there is no such kernel."""
+    packed_attention_efficiency: float = Field(0.0, ge=0, le=1)
+    """Of documents, windows and gathered keys, if `plan.with_kernel` has chosen another kernel for
+    all other attention."""
+    narrow_attention: float = Field(1.0, gt=0, le=1)
+    """Share of these rates that is left for heads of at most 64 numbers."""
     link_efficiency: float = Field(0.8, gt=0, le=1)
     link_latency_us: float = Field(0.6, ge=0)
     fabric_latency_us: float = Field(2.7, ge=0)

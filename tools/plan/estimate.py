@@ -21,6 +21,9 @@ from tools.plan.step import (
     ranks_of_stage,
 )
 
+# attention that cuDNN does not compute: models/kernels/document_attention.py, ruled_attention.py
+PACKED = ("aten._flash_attention_", "plumbline.ruled_attention")
+NARROW = 64  # numbers of a head: one for which `narrow_attention` was measured
 # Rows of a tile of a grouped GEMM. The last tile of a group is assumed half empty.
 GROUP_TILE = 128
 EVERY_ROW = (1.0, 1.0)  # one row for each expert of a token
@@ -124,6 +127,20 @@ class Estimate:
         return self.lines.setdefault((dimension, kind), Line())
 
 
+def attention_seconds(op: Op, device: Device) -> float:
+    """Seconds of an operator in attention, in proportion to its FLOPs."""
+    if not op.attention_flops:
+        return 0.0
+    efficiency = device.attention_efficiency
+    if op.name.startswith(PACKED):
+        efficiency = device.packed_attention_efficiency or efficiency
+    if op.head_width <= NARROW:
+        efficiency *= device.narrow_attention
+    if "backward" in op.name:
+        efficiency *= device.attention_backward
+    return (op.attention_flops / 2 + op.attention_unmasked) / (device.peak * efficiency)
+
+
 def op_seconds(
     op: Op,
     where: Where,
@@ -147,12 +164,10 @@ def op_seconds(
     if op.rows:
         padded = matmul * (1 + GROUP_TILE / 2 * op.groups / op.rows)
         matmul = max(padded, op.operands / bandwidth)
-    attention_rate = device.peak * device.attention_efficiency
     row_seconds = op.attention_rows * device.attention_row_ns * 1e-9
-    attention_flops = op.attention_flops / 2 + op.attention_unmasked
-    attention = attention_flops / attention_rate + row_seconds
     if "backward" in op.name:
-        attention /= device.attention_backward
+        row_seconds /= device.attention_backward
+    attention = attention_seconds(op, device) + row_seconds
     moved = traffic / bandwidth + device.overhead_us * 1e-6
     return matmul, attention, moved
 

@@ -234,12 +234,17 @@ class Plan:
         return max(best_interval(self.mtbf, stall), write)
 
 
-def with_kernel(device: Device, cfg: Config) -> Device:
-    """The device with the efficiency of the kernel that training.attention chooses."""
+def with_kernel(device: Device, cfg: Config, stack: Software = OURS) -> Device:
+    """The device with the efficiencies of the kernels that training.attention chooses. "auto" is
+    cuDNN's where there is a fast one: PyTorch prefers it there. Documents, windows and gathered
+    keys are FlashAttention's, whatever is chosen. stack: another one has its own kernel."""
     fast = device.fast_attention_efficiency
-    if not fast or cfg.training.attention not in ("cudnn", "flash3"):
+    chosen = cfg.training.attention
+    if not fast or chosen == "flash" or (chosen == "auto" and stack != OURS):
         return device
-    return device.model_copy(update={"attention_efficiency": fast})
+    packed = fast if chosen == "flash3" else device.attention_efficiency
+    rates = {"attention_efficiency": fast, "packed_attention_efficiency": packed}
+    return device.model_copy(update=rates)
 
 
 def with_margin(live: float, inputs: PlanInputs) -> float:
@@ -252,7 +257,7 @@ def with_margin(live: float, inputs: PlanInputs) -> float:
 def machine(cfg: Config, inputs: PlanInputs) -> Machine:
     """What the time of this configuration's step depends on."""
     return Machine(
-        with_kernel(inputs.device, cfg),
+        with_kernel(inputs.device, cfg, inputs.stack),
         inputs.per_host,
         cfg.compile.enabled and inputs.on_gpu,
         cfg.activation_checkpoint.mode == "selective",

@@ -369,7 +369,7 @@ def less_exposed(plan: Plan) -> list[str]:
 def speed(plan: Plan) -> list[str]:
     """FLOPs, the time of a step and what it goes into, tokens per second."""
     t = plan.time
-    d = with_kernel(plan.inputs.device, plan.cfg)
+    d = with_kernel(plan.inputs.device, plan.cfg, plan.inputs.stack)
     _, args = train.architecture(plan.cfg)
     latent = hasattr(args, "value_dim")  # latent attention pads its values
     active = "of the active ones " if getattr(args, "n_experts", 0) else ""

@@ -64,6 +64,7 @@ class Op:
     # what kernels do beyond half of these, where a window leaves no triangle of a causal mask
     attention_unmasked: int = 0
     attention_rows: int = 0  # queries of every head, times attention's matmuls
+    head_width: int = 0  # numbers of a query
     recomputed: int = 0  # those of the FLOPs above that are recomputation or padding
     groups: int = 0  # weights of a grouped GEMM (models/kernels/grouped_product.py)
     rows: int = 0  # of a grouped GEMM

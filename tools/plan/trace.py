@@ -483,6 +483,7 @@ class Trace(TorchDispatchMode):
             padding = needed * (one // width) * padded // 2
             op.attention_flops = (needed + recomputed) * one
             op.recomputed = recomputed * one + padding
+            op.head_width = width
             op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:-1])
             if func in RULED:
                 _, unmasked = of_rule(args[q], *args[RULED[func] + 1 :])
