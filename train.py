@@ -47,6 +47,7 @@ from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
 from training import attention, digests, init, log
 from training.balance import move_biases, sum_counts
+from training.compiled_loss import compiled_loss
 from training.conclude import last_lines
 from training.evaluate import open_tasks, run_evaluation
 from training.feed import Feed, read_later
@@ -234,7 +235,8 @@ def gradients(
     cfg = job.cfg
     mesh = job.mesh
     began = time.monotonic()
-    feed = Feed(job.model, batch, mesh, linear_cross_entropy, cfg.training.loss_chunk_tokens)
+    loss_of = compiled_loss(linear_cross_entropy, cfg.compile)
+    feed = Feed(job.model, batch, mesh, loss_of, cfg.training.loss_chunk_tokens)
     counted = (feed.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
     counted = mesh.sum_over_tokens(counted)

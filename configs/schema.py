@@ -600,7 +600,7 @@ class ActivationCheckpoint(Table):
 
 class Compile(Table):
     enabled: bool = False
-    """torch.compile each transformer block."""
+    """torch.compile each transformer block, and the loss's passes over the logits."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of torch.compile."""
 

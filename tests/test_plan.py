@@ -307,7 +307,7 @@ def test_a_fork_may_rename_what_it_imports(tmp_path):
         for line in imports
     }
     calls = {f" {name}(": f" {name}_of_ours(" for name in ("clip_grad_norm", "step_if")}
-    calls[" linear_cross_entropy, cfg"] = " linear_cross_entropy_of_ours, cfg"
+    calls["(linear_cross_entropy, cfg"] = "(linear_cross_entropy_of_ours, cfg"
     assert len(renamed) == 2
     folders = [tmp_path / name for name in ("same", "renamed")]
     for folder in folders:

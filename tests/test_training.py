@@ -3,6 +3,7 @@
 import hashlib
 import math
 import re
+import shutil
 import warnings
 from types import SimpleNamespace
 
@@ -18,14 +19,17 @@ import train
 from configs.load import load_config
 from configs.schema import LRSchedule, Optimizer
 from models import MODELS, llama
+from models.terms import AuxiliaryTerms
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tools.bench import harness
+from training import compiled_loss as passes_of_loss
 from training import init
 from training.feed import Feed
-from training.loss import linear_cross_entropy, plain_cross_entropy
+from training.loss import EAGER, linear_cross_entropy, plain_cross_entropy
 from training.optim import build_optimizer, clip_grad_norm, learning_rate
 from training.optimizers import kept_after_a_step
+from training.z_loss import ZLoss
 
 
 class Copies(TorchFunctionMode):
@@ -346,6 +350,38 @@ def test_the_heads_gradient_is_summed_over_pieces_in_float32():
     want = torch.full((4, 2), 0.25 * pieces)
     want[0] = -0.75 * pieces
     torch.testing.assert_close(w.grad.float(), want, rtol=2**-8, atol=0)
+
+
+def one_at_a_time(logits: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+    """A gradient that forgets which labels this rank holds."""
+    everywhere = torch.ones_like(more[-1])
+    return passes_of_loss.replace_by_gradient(logits, *more[:-1], everywhere)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_compiled_passes_compute_what_pytorchs_operators_do(dtype):
+    """With labels that do not count, a last piece that is shorter, and z-loss. Negative control:
+    labels that do not count are taken for the first row of the vocabulary."""
+    torch.manual_seed(0)
+    h = torch.randn(2, 37, 24, dtype=dtype, requires_grad=True)
+    w = torch.randn(509, 24, dtype=dtype, requires_grad=True)
+    labels = torch.randint(0, 509, (2, 37))
+    labels[0, 5:19] = -100
+    backend = "inductor" if shutil.which("c++") else "aot_eager"
+    compiled = passes_of_loss.compiled(backend)
+    seen = []
+    for passes in EAGER, compiled, compiled._replace(gradient=one_at_a_time):
+        one = torch.ones(())
+        z_loss = ZLoss(0.01, AuxiliaryTerms(one, one), 1)
+        each = torch.empty(2, 37, dtype=torch.promote_types(dtype, torch.float32))
+        loss = linear_cross_entropy(h, w, labels, 16, each, z_loss, passes)
+        seen.append((loss.detach(), each, *torch.autograd.grad(loss, (h, w))))
+    wanted, got, wrong = seen
+    limit = {torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+    for a, b in zip(got, wanted, strict=True):
+        assert (a - b).norm() <= limit * b.norm()
+    torch.testing.assert_close(wrong[0], wanted[0])
+    assert (wrong[2] - wanted[2]).norm() > 10 * limit * wanted[2].norm()
 
 
 def test_loss_of_large_logits_is_finite():

@@ -332,6 +332,9 @@ TESTS = {
         "terms::test_the_z_loss_of_pieces_is_that_of_whole_logits",
         TP,
     ],
+    "training/compiled_loss.py": [
+        "training::test_compiled_passes_compute_what_pytorchs_operators_do",
+    ],
     "training/optim.py": [
         "training::test_schedules",
         "training::test_wsd_decays_over_the_share_of_the_run_that_is_asked_for",

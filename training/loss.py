@@ -10,7 +10,8 @@ sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3)
 Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this rank's rows of it)
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,15 +42,53 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
+class LossPasses(NamedTuple):
+    """What is done to a piece's logits [C, V] beside GEMMs, in three passes. The second argument of
+    each is a buffer [C, V] of their wide type, or the logits themselves if they have that type.
+    top, scale, and what the first two return: wide [C]; row int64 [C, 1], is_local bool [C].
+
+    largest(logits, wide) -> each token's largest logit. sums(logits, wide, top, row, is_local) ->
+    its sum of exp(logit - top), and label's logit - top, 0 where this rank does not hold it.
+    gradient(logits, wide, top, scale, row, is_local) -> exp(logit - top) * scale - one_hot(label),
+    in the place of the logits.
+    """
+
+    use_wide: bool  # otherwise they get the logits for a buffer
+    largest: Callable[..., Tensor]
+    sums: Callable[..., tuple[Tensor, Tensor]]
+    gradient: Callable[..., Tensor]
+
+
+def _largest(logits, wide):
+    if wide is not logits:
+        wide.copy_(logits)
+    return wide.amax(dim=1)
+
+
+def _sums(logits, wide, top, row, is_local):
+    wide.sub_(top[:, None])
+    at_label = wide.gather(1, row).squeeze(1).where(is_local, 0)
+    return wide.exp_().sum(dim=1), at_label
+
+
+def _gradient(logits, wide, top, scale, row, is_local):
+    wide.mul_(scale[:, None])
+    wide.scatter_add_(1, row, -is_local.to(wide.dtype)[:, None])
+    return wide if wide is logits else logits.copy_(wide)
+
+
+EAGER = LossPasses(True, _largest, _sums, _gradient)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, labels, chunk_tokens, group, first_row, each, z_loss):
+    def forward(ctx, h, weight, labels, chunk_tokens, group, first_row, each, z_loss, passes):
         """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, a
         scalar in float32, or in float64 if that is their type.
 
         group: ranks that hold the other rows of the vocabulary, or None; first_row: global number
         of weight's row 0; each: float32 [N] that receives the tokens' losses, or None;
-        z_loss: as in `linear_cross_entropy`.
+        z_loss, passes: as in `linear_cross_entropy`.
         """
         need_h, need_w = ctx.needs_input_grad[:2]
         # a float32 total of many pieces is off by 1e-6
@@ -57,29 +96,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_h = torch.empty_like(h) if need_h else None
         grad_w = None
         one_piece = len(h) <= chunk_tokens
+        wide_type = precision.wide_type(h.dtype)
         # a piece's logits, then their gradient
         narrow = h.new_empty(min(len(h), chunk_tokens), len(weight))
         # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
-        wide = precision.wide(narrow)
+        wide = precision.wide(narrow) if passes.use_wide else narrow
         for first in first_tokens(len(h), chunk_tokens):
             hc = h[first : first + chunk_tokens]
             label = labels[first : first + chunk_tokens]
-            logits = in_dtype = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]
-            if wide is not narrow:
-                logits = wide[: len(hc)].copy_(in_dtype)
+            logits = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]
+            buffer = logits if wide is narrow else wide[: len(hc)]
             counts = label != IGNORE
             row = label - first_row
             # labels whose logit this rank holds
             is_local = counts & (row >= 0) & (row < len(weight))
             row = row.where(is_local, 0)[:, None]
 
-            top = logits.amax(dim=1)
+            top = passes.largest(logits, buffer)
             if group is not None:
                 dist.all_reduce(top, dist.ReduceOp.MAX, group)
-            logits.sub_(top[:, None])
-            at_label = logits.gather(1, row).squeeze(1).where(is_local, 0)
-            probs = logits.exp_()  # [C, V], not yet divided by its sum
-            sums = probs.sum(dim=1)
+            sums, at_label = passes.sums(logits, buffer, top, row, is_local)
             if group is not None:
                 sums_and_logits = torch.stack((sums, at_label))
                 dist.all_reduce(sums_and_logits, dist.ReduceOp.SUM, group)
@@ -95,29 +131,26 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scale = counts / sums
                 if z_loss is not None:
                     scale *= z_loss.add((log_sums + top).where(counts, 0))
-                d_logits = probs.mul_(scale[:, None])
-                d_logits.scatter_add_(1, row, -is_local.to(wide.dtype)[:, None])
-                if wide is not narrow:
-                    d_logits = in_dtype.copy_(d_logits)
+                d_logits = passes.gradient(logits, buffer, top, scale, row, is_local)
                 if grad_h is not None:
                     torch.mm(d_logits, weight, out=grad_h[first : first + chunk_tokens])
                 if need_w and one_piece:
                     grad_w = d_logits.t() @ hc
                 elif need_w:  # summed over pieces in float32
                     if grad_w is None:
-                        grad_w = torch.zeros_like(weight, dtype=wide.dtype)
+                        grad_w = torch.zeros_like(weight, dtype=wide_type)
                     add_matmul(grad_w, d_logits.t(), hc)
         ctx.save_for_backward(*(g for g in (grad_h, grad_w) if g is not None))
         ctx.needs = (need_h, need_w)
         ctx.weight_dtype = weight.dtype
-        return total.to(wide.dtype)
+        return total.to(wide_type)
 
     @staticmethod
     def backward(ctx, grad):
         saved = list(ctx.saved_tensors)
         grad_h = saved.pop(0) * grad if ctx.needs[0] else None
         grad_w = (saved.pop(0) * grad).to(ctx.weight_dtype) if ctx.needs[1] else None
-        return grad_h, grad_w, *[None] * 6
+        return grad_h, grad_w, *[None] * 7
 
 
 def linear_cross_entropy(
@@ -127,6 +160,7 @@ def linear_cross_entropy(
     chunk_tokens: int,
     each: Tensor | None = None,
     z_loss: ZLoss | None = None,
+    passes: LossPasses = EAGER,
 ) -> Tensor:
     """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all
     tensor-parallel ranks.
@@ -141,6 +175,8 @@ def linear_cross_entropy(
     for statistics.
 
     z_loss: its gradient is added, and the returned sum is without it.
+
+    passes: EAGER, or compiled (training/compiled_loss.py).
     """
     group = None
     first_row = 0
@@ -166,6 +202,7 @@ def linear_cross_entropy(
         first_row,
         each,
         z_loss,
+        passes,
     )
 
 

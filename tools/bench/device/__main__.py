@@ -100,6 +100,13 @@ PARTS = [  # the most valuable first
             "cpu": (30, "tools.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096"),
         },
     ),
+    Section(
+        "loss",
+        {
+            "cuda": (40, "tools.bench.loss --rounds=10"),
+            "cpu": (20, "tools.bench.loss --rounds=2 --shapes 256,64,1024"),
+        },
+    ),
     Section("1B", {"cuda": (80, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
     Section("3B", {"cuda": (100, f"{MEASURE} step 3B")}),
     Section(
