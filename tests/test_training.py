@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
-from configs.schema import LRSchedule, Optimizer
+from configs.schema import Compile, LRSchedule, Optimizer
 from models import MODELS, llama
 from models.terms import AuxiliaryTerms
 from parallelisms.mesh import world
@@ -382,6 +382,19 @@ def test_compiled_passes_compute_what_pytorchs_operators_do(dtype):
         assert (a - b).norm() <= limit * b.norm()
     torch.testing.assert_close(wrong[0], wanted[0])
     assert (wrong[2] - wanted[2]).norm() > 10 * limit * wanted[2].norm()
+
+
+def test_compiled_passes_are_made_once_and_have_no_float32_copy_of_a_piece(monkeypatch, request):
+    passes_of_loss.compiled.cache_clear()
+    request.addfinalizer(passes_of_loss.compiled.cache_clear)  # what is made here is not compiled
+    made = []
+    monkeypatch.setattr(torch, "compile", lambda one, **how: made.append(how) or one)
+    passes = passes_of_loss.compiled("a backend")
+    assert made == [{"backend": "a backend", "fullgraph": True}] * 3
+    assert passes_of_loss.compiled("a backend") is passes and not passes.use_wide
+    loss_of = passes_of_loss.compiled_loss(linear_cross_entropy, Compile(enabled=True))
+    assert loss_of.keywords["passes"] is passes_of_loss.compiled("inductor")
+    assert passes_of_loss.compiled_loss(linear_cross_entropy, Compile()) is linear_cross_entropy
 
 
 def test_loss_of_large_logits_is_finite():
