@@ -166,6 +166,16 @@ def test_the_kernel_of_attention_follows_the_option():
     assert with_kernel(a100, with_attention("cudnn")) == a100
 
 
+@pytest.mark.parametrize("kernel, fast", [("auto", False), ("cudnn", False), ("flash3", True)])
+def test_masked_documents_are_planned_with_their_own_kernel(kernel, fast):
+    """The trace has whole windows, so its operators do not tell."""
+    cfg = with_attention(kernel)
+    data = cfg.data.model_copy(update={"mask_documents": True})
+    device = with_kernel(H100, cfg.model_copy(update={"data": data}))
+    assert (device.attention_efficiency == H100.fast_attention_efficiency) == fast
+    assert with_kernel(H100, cfg).attention_efficiency == H100.fast_attention_efficiency
+
+
 @pytest.mark.parametrize(
     "operator, rate",
     [

@@ -242,6 +242,8 @@ def with_kernel(device: Device, cfg: Config, stack: Software = OURS) -> Device:
     chosen = cfg.training.attention
     if not fast or chosen == "flash" or (chosen == "auto" and stack != OURS):
         return device
+    if cfg.data.mask_documents and chosen != "flash3":  # traced as if whole
+        return device
     packed = fast if chosen == "flash3" else device.attention_efficiency
     rates = {"attention_efficiency": fast, "packed_attention_efficiency": packed}
     return device.model_copy(update=rates)
