@@ -11,6 +11,7 @@ import pytest
 from configs.load import load_config
 from configs.schema import Config, InputError
 from tests.steps import apart
+from tools.bench import plan as bench_plan
 from tools.bench import published
 from tools.bench.scatter import BAND, Point, scatter
 from tools.plan import unmodelled
@@ -20,7 +21,7 @@ from tools.plan.cluster import Cluster, answer
 from tools.plan.device import load_device
 from tools.plan.estimate import Playback, Ring, attention_seconds, op_seconds
 from tools.plan.pipeline import Stages
-from tools.plan.plan import PlanInputs, make_plan, with_kernel
+from tools.plan.plan import PlanInputs, machine, make_plan, with_kernel
 from tools.plan.report import hosts, report
 from tools.plan.routing import Chosen
 from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack, scaling_loss
@@ -174,6 +175,16 @@ def test_masked_documents_are_planned_with_their_own_kernel(kernel, fast):
     device = with_kernel(H100, cfg.model_copy(update={"data": data}))
     assert (device.attention_efficiency == H100.fast_attention_efficiency) == fast
     assert with_kernel(H100, cfg).attention_efficiency == H100.fast_attention_efficiency
+
+
+def test_torchtitans_runs_are_planned_with_the_attention_they_were_calibrated_with(monkeypatch):
+    """As `published` does, which plans them by their stack."""
+    device = H100.model_copy(update=published.TITANS_H100)
+    monkeypatch.setattr(bench_plan, "make_plan", lambda cfg, inputs: machine(cfg, inputs).device)
+    _, gpus, options, *_ = bench_plan.PUBLISHED[0]
+    assert bench_plan.like_theirs(options, gpus, device).attention_efficiency == 0.31
+    ours = with_kernel(device, load_config(options, gpus, 8))
+    assert ours.attention_efficiency == device.fast_attention_efficiency != 0.31
 
 
 @pytest.mark.parametrize(
