@@ -323,7 +323,8 @@ def test_a_file_that_is_not_this_machines_record_stays(place, capsys, content, s
 def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
     record = Record(tmp_path / "out.json", MACHINE, ["rates"])
     with mock.patch.object(measure, "peak_flops", lambda _: 989e12):
-        device = measure.as_device("NVIDIA H200", 139.8, 722e12, 480e12, 4.1e12, 55e9)
+        rates = measure.Rates(722e12, 480e12, 260e12, 312e12, 4.1e12, 55e9)
+        device = measure.as_device("NVIDIA H200", 139.8, rates)
     report = {
         "title": "Rates",
         "machine": MACHINE,
@@ -344,14 +345,18 @@ def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
     arrived = inputs.device
     assert arrived.peak == 989e12 and arrived.memory_gib == 139.8 and arrived.host_gb_per_s == 55
     assert arrived.matmul_efficiency == pytest.approx(722 / 989)
-    assert arrived.attention_efficiency == pytest.approx(480 / 989)
+    assert arrived.attention_efficiency == pytest.approx(260 / 989)  # documents, and "flash"
+    assert arrived.fast_attention_efficiency == pytest.approx(480 / 989)
+    assert arrived.narrow_attention == pytest.approx(0.65)
     # the latter from the table
     assert arrived.memory_gb_per_s == pytest.approx(5125) and arrived.link_gb_per_s == 450
 
 
 def test_a_gpu_that_no_table_knows_gets_its_measured_rate_as_peak():
-    device = measure.as_device("A GPU of tomorrow", 10, 50e12, 60e12, 1e12, 20e9)
+    rates = measure.Rates(50e12, 60e12, 55e12, 61e12, 1e12, 20e9)
+    device = measure.as_device("A GPU of tomorrow", 10, rates)
     assert device.peak == 50e12 and device.matmul_efficiency == device.attention_efficiency == 1
+    assert device.fast_attention_efficiency == device.narrow_attention == 1
     assert "assumed" in device.source
 
 

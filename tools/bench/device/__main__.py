@@ -57,7 +57,7 @@ PARTS = [  # the most valuable first
     Section("meshes", {"cuda": (90, MESHES), "cpu": (90, MESHES)}),
     Section("documents", {"cuda": (30, DOCUMENTS), "cpu": (40, DOCUMENTS)}),
     Section("compile", {"cuda": (35, f"{CHECKS} compiled"), "cpu": (60, f"{CHECKS} compiled")}),
-    Section("rates", {"cuda": (20, f"{MEASURE} rates"), "cpu": (15, f"{MEASURE} rates")}),
+    Section("rates", {"cuda": (30, f"{MEASURE} rates"), "cpu": (15, f"{MEASURE} rates")}),
     Section(
         "8B layers",
         {"cuda": (75, f"{MEASURE} step 8B_layers"), "cpu": (60, f"{MEASURE} step 8B_layers")},

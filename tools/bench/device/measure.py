@@ -28,6 +28,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -37,6 +38,7 @@ from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from models.kernels.causal_attention import causal_attention
+from models.kernels.document_attention import Documents, document_attention
 from parallelisms.mesh import close_mesh
 from tools.bench import harness, sections
 from tools.bench import step as others
@@ -124,35 +126,60 @@ def measure_gpu() -> Device:
     """This GPU as a device of the planner."""
     gpu = torch.device("cuda", 0)
     memory = torch.cuda.get_device_properties(gpu).total_memory / 2**30
-    return as_device(torch.cuda.get_device_name(gpu), memory, *rates_of(gpu))
+    return as_device(torch.cuda.get_device_name(gpu), memory, rates_of(gpu))
 
 
-def rates_of(device: torch.device, smaller: int = 1) -> tuple[float, float, float, float]:
-    """FLOP/s of a matmul and of attention in bfloat16, forward and backward together, at the sizes
-    of 8B's layers for 8,192 tokens; bytes per second that a copy inside the device reads and
-    writes, and of a copy to host memory (pinned, if the device is a GPU). smaller: divides the
-    tokens and the copies, so that a CPU can rehearse it."""
+class Rates(NamedTuple):
+    """In bfloat16, at the sizes of 8B's layers. Attention: forward and backward together, with
+    heads of 128 numbers unless another width is named."""
+
+    matmul: float  # FLOP/s
+    attention: float  # FLOP/s, of whole windows
+    packed: float  # FLOP/s, of documents, where the kernel is FlashAttention's
+    narrow: float  # FLOP/s, of whole windows with heads of 64 numbers
+    copied: float  # bytes per second that a copy inside the device reads and writes
+    to_host: float  # bytes per second of a copy to host memory (pinned, if the device is a GPU)
+
+
+def rates_of(device: torch.device, smaller: int = 1) -> Rates:
+    """For 8,192 tokens. smaller: divides the tokens and the copies, so that a CPU can rehearse
+    it."""
     how = {"device": device, "dtype": torch.bfloat16}
     tokens = 8192 // smaller
     x = torch.randn(tokens, 4096, **how)
     w = torch.randn(4096, 14336, **how)
-    matmul_rate = 2 * tokens * 4096 * 14336 / sustained(lambda: x @ w, device)
-    q, k, v = (
-        torch.randn(1, heads, tokens, 128, **how, requires_grad=True) for heads in (32, 8, 8)
-    )
-    out = causal_attention(q, k, v)
-    grad = torch.randn_like(out)
-    seconds = sustained(lambda: causal_attention(q, k, v), device)
-    backward = partial(torch.autograd.grad, out, (q, k, v), grad, retain_graph=True)
-    seconds += sustained(backward, device)
-    # 2 and 5 matmuls, of which causality needs half
-    attention_rate = (2 + 5) * 32 * tokens**2 * 128 / seconds
+    matmul = 2 * tokens * 4096 * 14336 / sustained(lambda: x @ w, device)
+    attention = attention_rate(device, tokens, 128)
+    packed = attention_rate(device, tokens, 128, packed=True)
+    narrow = attention_rate(device, tokens, 64)
     block = torch.ones((1 << 28) // smaller, device=device)  # 1 GiB
     other = torch.empty_like(block)
     on_host = torch.empty(len(block), pin_memory=device.type == "cuda")
     copied = 2 * block.nbytes / best(lambda: other.copy_(block), device)
     to_host = block.nbytes / best(lambda: on_host.copy_(block, non_blocking=True), device)
-    return matmul_rate, attention_rate, copied, to_host
+    return Rates(matmul, attention, packed, narrow, copied, to_host)
+
+
+def attention_rate(device: torch.device, tokens: int, width: int, packed: bool = False) -> float:
+    """FLOP/s of one window; packed: as the one document of a packed window."""
+    heads = [32, 8, 8]
+    shapes = [(1, tokens, n, width) if packed else (1, n, tokens, width) for n in heads]
+    q, k, v = (
+        torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+        for shape in shapes
+    )
+    if packed:
+        documents = Documents.of(torch.arange(tokens)[None], device)
+        attend = partial(document_attention, q, k, v, documents)
+    else:
+        attend = partial(causal_attention, q, k, v)
+    out = attend()
+    backward = partial(
+        torch.autograd.grad, out, (q, k, v), torch.randn_like(out), retain_graph=True
+    )
+    seconds = sustained(attend, device) + sustained(backward, device)
+    # 2 and 5 matmuls, of which causality needs half
+    return (2 + 5) * heads[0] * tokens**2 * width / seconds
 
 
 def sustained(fn: Callable[[], object], device: torch.device) -> float:
@@ -171,19 +198,11 @@ def sustained(fn: Callable[[], object], device: torch.device) -> float:
     return seconds
 
 
-def as_device(
-    name: str,
-    memory_gib: float,
-    matmul_rate: float,
-    attention_rate: float,
-    copied: float,
-    to_host: float,
-) -> Device:
-    """The planner's row of a GPU with these rates, as `rates_of` measures them. The links to other
-    GPUs are those of the table's row of that name, if there is one, because one GPU cannot measure
-    them."""
+def as_device(name: str, memory_gib: float, rates: Rates) -> Device:
+    """The planner's row of a GPU with these rates. The links to other GPUs are those of the table's
+    row of that name, if there is one, because one GPU cannot measure them."""
     row = known_device(name)
-    peak = peak_flops(name)
+    peak = peak_flops(name) or rates.matmul
     links = (
         {field: getattr(row, field) for field in ("link_gb_per_s", "fabric_gb_per_s")}
         if row
@@ -193,11 +212,13 @@ def as_device(
         **{"link_gb_per_s": 32.0, "fabric_gb_per_s": 12.5} | links,
         name=name,
         memory_gib=memory_gib,
-        peak_tflops=0.0 if peak else matmul_rate / 1e12,
-        memory_gb_per_s=copied / 1e9 / MEMORY_EFFICIENCY,
-        host_gb_per_s=to_host / 1e9,
-        matmul_efficiency=min(1.0, matmul_rate / (peak or matmul_rate)),
-        attention_efficiency=min(1.0, attention_rate / (peak or matmul_rate)),
+        peak_tflops=0.0 if peak_flops(name) else rates.matmul / 1e12,
+        memory_gb_per_s=rates.copied / 1e9 / MEMORY_EFFICIENCY,
+        host_gb_per_s=rates.to_host / 1e9,
+        matmul_efficiency=min(1.0, rates.matmul / peak),
+        attention_efficiency=min(1.0, rates.packed / peak),
+        fast_attention_efficiency=min(1.0, rates.attention / peak),
+        narrow_attention=min(1.0, rates.narrow / rates.attention),
         source="measured by tools.bench.device; links "
         f"{'of the table' if row else 'assumed: PCIe gen4, 100 Gb/s'}",
     )
