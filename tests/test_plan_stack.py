@@ -3,6 +3,7 @@ table of published runs."""
 
 import contextlib
 import io
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -185,6 +186,18 @@ def test_torchtitans_runs_are_planned_with_the_attention_they_were_calibrated_wi
     assert bench_plan.like_theirs(options, gpus, device).attention_efficiency == 0.31
     ours = with_kernel(device, load_config(options, gpus, 8))
     assert ours.attention_efficiency == device.fast_attention_efficiency != 0.31
+
+
+def reported(cfg: Config, inputs: PlanInputs) -> str:
+    return report(make_plan(cfg, inputs))
+
+
+@pytest.mark.parametrize("narrow, share", [(0.65, "36%"), (1.0, "55%")])
+def test_the_report_names_the_rate_that_attention_reaches(narrow, share):
+    """The debug model's heads have 32 numbers."""
+    device = H100.model_copy(update={"narrow_attention": narrow})
+    text = apart(reported, load_config(SMALL), PlanInputs(1, 1, device))
+    assert re.search(rf"attention \S+ \S+ at {share} ", text)
 
 
 @pytest.mark.parametrize(
