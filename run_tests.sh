@@ -2,7 +2,7 @@
 # The tests:  ./run_tests.sh [arguments of pytest ...]      for example  -k resume  or  -m slow
 #
 # In the active environment if it has what is needed, otherwise in .venv, which is made. Without -m the tests marked
-# slow, torture and exhaustive are left out (pyproject.toml).
+# slow, torture and exhaustive are left out (pyproject.toml). Tests see no GPU, but those of `-m gpu`.
 #
 # The whole suite, or all tests of a marker, run in several processes: one per processor and four more, because many tests
 # wait. It ends with a table: the processor seconds of each file and of the costliest tests. Anything narrower (a file, -k)

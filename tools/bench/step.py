@@ -17,7 +17,8 @@ contender is:
 - torchtitan (0.3.0): its Llama 3 with its FSDP2 on one rank, which is what its mixed precision is
   made of, its loss in eight pieces and its activation checkpointing (the others have none here). It
   has attention for language models on GPUs only (FlexAttention with a mask); on a CPU we give it
-  the class that calls PyTorch's kernel. The peers are measured where they are installed: they are
+  the class that calls PyTorch's kernel. Of 0.2.2, which torch 2.11 can run: the same with its loss
+  of whole logits and its own attention. The peers are measured where they are installed: they are
   no requirement of ours, use an environment to throw away.
 - "our settings": on a CPU, the same with what our runs ask of the libraries there
   (`configs/cpu.py::cpu_settings`).
