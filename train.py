@@ -47,11 +47,11 @@ from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
 from training import attention, digests, init, log
 from training.balance import move_biases, sum_counts
-from training.compiled_loss import compiled_loss
 from training.conclude import last_lines
 from training.evaluate import open_tasks, run_evaluation
 from training.feed import Feed, read_later
 from training.loss import IGNORE, linear_cross_entropy
+from training.loss_passes import compiled_loss
 from training.meter import open_metrics
 from training.optim import (
     build_optimizer,

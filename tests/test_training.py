@@ -23,10 +23,11 @@ from models.terms import AuxiliaryTerms
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tools.bench import harness
-from training import compiled_loss as passes_of_loss
 from training import init
+from training import loss_passes as passes_of_loss
 from training.feed import Feed
-from training.loss import EAGER, linear_cross_entropy, plain_cross_entropy
+from training.loss import linear_cross_entropy, plain_cross_entropy
+from training.loss_passes import EAGER
 from training.optim import build_optimizer, clip_grad_norm, learning_rate
 from training.optimizers import kept_after_a_step
 from training.z_loss import ZLoss

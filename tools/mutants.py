@@ -332,7 +332,7 @@ TESTS = {
         "terms::test_the_z_loss_of_pieces_is_that_of_whole_logits",
         TP,
     ],
-    "training/compiled_loss.py": [
+    "training/loss_passes.py": [
         "training::test_compiled_passes_compute_what_pytorchs_operators_do",
         "training::test_compiled_passes_are_made_once_and_have_no_float32_copy_of_a_piece",
     ],

@@ -10,8 +10,7 @@ sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3)
 Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this rank's rows of it)
 """
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from models.kernels import precision
+from training.loss_passes import EAGER, LossPasses, add_matmul
 from training.z_loss import ZLoss
 
 IGNORE = -100  # a label that does not count; torch's own convention
@@ -28,56 +28,6 @@ IGNORE = -100  # a label that does not count; torch's own convention
 def first_tokens(tokens: int, chunk_tokens: int) -> Iterable[int]:
     """Where the pieces begin. The planner replaces it, to trace a few of them."""
     return range(0, tokens, chunk_tokens)
-
-
-def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. total [V, D], a [V, C], b [C, D]; total may have a wider type.
-
-    Then NVIDIA's GEMM adds in that type by itself, and nothing is rounded before: 0.76 of the time
-    of a GEMM and an addition for pieces of 2,048 tokens on an H200 (docs/performance.md).
-    """
-    if total.dtype != a.dtype and total.device.type == "cuda" and torch.version.cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
-
-
-class LossPasses(NamedTuple):
-    """What is done to a piece's logits [C, V] beside GEMMs, in three passes. The second argument of
-    each is a buffer [C, V] of their wide type, or the logits themselves if they have that type.
-    top, scale, and what the first two return: wide [C]; row int64 [C, 1], is_local bool [C].
-
-    largest(logits, wide) -> each token's largest logit. sums(logits, wide, top, row, is_local) ->
-    its sum of exp(logit - top), and label's logit - top, 0 where this rank does not hold it.
-    gradient(logits, wide, top, scale, row, is_local) -> exp(logit - top) * scale - one_hot(label),
-    in the place of the logits.
-    """
-
-    use_wide: bool  # otherwise they get the logits for a buffer
-    largest: Callable[..., Tensor]
-    sums: Callable[..., tuple[Tensor, Tensor]]
-    gradient: Callable[..., Tensor]
-
-
-def _largest(logits, wide):
-    if wide is not logits:
-        wide.copy_(logits)
-    return wide.amax(dim=1)
-
-
-def _sums(logits, wide, top, row, is_local):
-    wide.sub_(top[:, None])
-    at_label = wide.gather(1, row).squeeze(1).where(is_local, 0)
-    return wide.exp_().sum(dim=1), at_label
-
-
-def _gradient(logits, wide, top, scale, row, is_local):
-    wide.mul_(scale[:, None])
-    wide.scatter_add_(1, row, -is_local.to(wide.dtype)[:, None])
-    return wide if wide is logits else logits.copy_(wide)
-
-
-EAGER = LossPasses(True, _largest, _sums, _gradient)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -176,7 +126,7 @@ def linear_cross_entropy(
 
     z_loss: its gradient is added, and the returned sum is without it.
 
-    passes: EAGER, or compiled (training/compiled_loss.py).
+    passes: what is done to the logits beside GEMMs (training/loss_passes.py).
     """
     group = None
     first_row = 0

@@ -18,8 +18,8 @@ import torch
 
 from configs.schema import Compile
 from tools.bench import harness
-from training.compiled_loss import compiled_loss
 from training.loss import linear_cross_entropy, plain_cross_entropy
+from training.loss_passes import compiled_loss
 
 PIECE = 2048
 SHAPES = {

@@ -8,7 +8,7 @@ A shape is tokens, inputs, outputs of a linear layer; forward, grad of its input
 weight are three matmuls of equal FLOPs, timed together.
 
 On a GPU a second table: the grad of a bfloat16 weight, added to what earlier tokens have brought in
-float32, by a matmul and an addition, and by one GEMM (`training/loss.py::add_matmul`).
+float32, by a matmul and an addition, and by one GEMM (`training/loss_passes.py::add_matmul`).
 """
 
 import argparse
@@ -20,7 +20,7 @@ from configs.cpu import float32_products, keep_memory
 import torch
 
 from tools.bench import harness
-from training.loss import add_matmul
+from training.loss_passes import add_matmul
 
 SHAPES = {
     "cpu": "2048,2048,2048 2048,256,704 2048,704,256 1024,256,4096 4096,512,1536 1024,2048,8192",
