@@ -109,7 +109,7 @@ class Estimate:
     matmul: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0
-    attention_flops: float = 0.0  # of what attention's kernels do: masked halves do not count
+    attended_flops: float = 0.0
     recomputed: float = 0.0  # part of the three above that is recomputation
     # (mesh dimension, kind of collective)
     lines: dict[tuple[str, str], Line] = field(default_factory=dict)
@@ -139,7 +139,7 @@ def attention_seconds(op: Op, device: Device) -> float:
         efficiency *= device.narrow_attention
     if "backward" in op.name:
         efficiency *= device.attention_backward
-    return (op.attention_flops / 2 + op.attention_unmasked) / (device.peak * efficiency)
+    return op.attended_flops / (device.peak * efficiency)
 
 
 def op_seconds(
@@ -348,7 +348,7 @@ class Playback:
         result = self.result
         result.matmul += times * matmul
         result.attention += times * attention
-        result.attention_flops += times * (op.attention_flops / 2 + op.attention_unmasked)
+        result.attended_flops += times * op.attended_flops
         result.memory_bound += times * moved
         flops = op.matmul_flops + op.attention_flops
         share = op.recomputed / flops if flops else 0

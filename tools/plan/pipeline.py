@@ -228,7 +228,7 @@ class Rank(Curve):
             t = part.time
             total.matmul += t.matmul
             total.attention += t.attention
-            total.attention_flops += t.attention_flops
+            total.attended_flops += t.attended_flops
             total.memory_bound += t.memory_bound
             total.recomputed += t.recomputed
             for key, line in t.lines.items():

@@ -235,9 +235,10 @@ class Plan:
 
 
 def with_kernel(device: Device, cfg: Config, stack: Software = OURS) -> Device:
-    """The device with the efficiencies of the kernels that training.attention chooses. "auto" is
-    cuDNN's where there is a fast one: PyTorch prefers it there. Documents, windows and gathered
-    keys are FlashAttention's, whatever is chosen. stack: another one has its own kernel."""
+    """The device with the efficiencies of the kernels that training.attention chooses. "auto" means
+    cuDNN where the device has a fast kernel, because PyTorch prefers cuDNN there. Documents,
+    windows and gathered keys always run FlashAttention: 3 with "flash3", otherwise 2. With "auto",
+    a stack other than ours keeps the efficiency that `Software.on` gave the device."""
     fast = device.fast_attention_efficiency
     chosen = cfg.training.attention
     if not fast or chosen == "flash" or (chosen == "auto" and stack != OURS):

@@ -12,7 +12,7 @@ from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms import ep_hosts
 from parallelisms.cores import follows_rule
 from parallelisms.schedules import layers_text
-from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs, with_kernel
+from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs
 from tools.plan.routing import BALANCED, Chosen
 from tools.plan.stack import SCALING_FROM, scaling_loss
 from tools.plan.step import GIB, KINDS
@@ -369,9 +369,9 @@ def less_exposed(plan: Plan) -> list[str]:
 def speed(plan: Plan) -> list[str]:
     """FLOPs, the time of a step and what it goes into, tokens per second."""
     t = plan.time
-    d = with_kernel(plan.inputs.device, plan.cfg, plan.inputs.stack)
+    d = plan.inputs.device
     # narrow heads, documents and windows are slower than the device's row says
-    attended = t.attention_flops / t.attention / d.peak if t.attention else 0.0
+    attended = t.attended_flops / t.attention / d.peak if t.attention else 0.0
     _, args = train.architecture(plan.cfg)
     latent = hasattr(args, "value_dim")  # latent attention pads its values
     active = "of the active ones " if getattr(args, "n_experts", 0) else ""

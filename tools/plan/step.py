@@ -83,6 +83,11 @@ class Op:
     reads: dict[int, int] = field(default_factory=dict)  # storage -> bytes
     writes: dict[int, int] = field(default_factory=dict)
 
+    @property
+    def attended_flops(self) -> float:
+        """Those that attention's kernel computes: a causal mask leaves half."""
+        return self.attention_flops / 2 + self.attention_unmasked
+
 
 @dataclass
 class Stretch:
