@@ -362,13 +362,17 @@ def hangs_without_one(folder: Path) -> None:
     dist.barrier(group=dist.new_group(backend="gloo"))
 
 
+def in_bfloat16() -> train.Job:
+    """The model of the checks."""
+    return train.build(checks.config(torch.device("cuda"), "--training.param_dtype=bfloat16"))
+
+
 def sampled() -> list[int]:
-    """Tokens from the model of the checks in bfloat16, with keys and values kept."""
-    job = train.build(checks.config(torch.device("cuda"), "--training.param_dtype=bfloat16"))
+    """Tokens from it, with keys and values kept."""
+    job = in_bfloat16()
     return sample(job.model, checks.PROMPT, 4, checks.CONTEXT, job.mesh.device, temperature=0)
 
 
 def one_step() -> float:
     """The loss of a step of it."""
-    job = train.build(checks.config(torch.device("cuda"), "--training.param_dtype=bfloat16"))
-    return train.train_step(job, checks.batches()[0]).loss
+    return train.train_step(in_bfloat16(), checks.batches()[0]).loss

@@ -5,7 +5,8 @@ varlen_attn, which is FlashAttention, of the generation that is chosen here. `py
 tools.bench.attention` measures the kernels for a model's heads on the GPU at hand.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -40,10 +41,12 @@ def choose(kernel: str, device: torch.device) -> None:
     torch.backends.cuda.enable_math_sdp(False)
 
 
-def for_many_shapes() -> AbstractContextManager:
-    """Inside, PyTorch chooses among all kernels but cuDNN's, whatever is chosen for training. cuDNN
-    plans every new shape, and sampling has one for each token: 40 ms each on an H200 (torch 2.11).
-    A forward of one new token has a mask, which FlashAttention refuses."""
-    return sdpa_kernel(
-        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    )
+@contextmanager
+def for_many_shapes() -> Iterator[None]:
+    """Inside, lengths may vary from forward to forward. Nothing is compiled, since each length would
+    be. PyTorch chooses among all kernels but cuDNN's, whatever is chosen for training: cuDNN plans
+    every new shape, and sampling has one for each token, 40 ms each on an H200 (torch 2.11). Nor
+    would FlashAttention alone do, which refuses the mask of a forward of one new token."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
+        yield

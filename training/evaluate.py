@@ -112,8 +112,7 @@ def score_requests(
     """
     total = torch.zeros(2, len(requests), dtype=torch.float64, device=mesh.device)
     shares = shares_of(requests, mesh, most_tokens)
-    # lengths vary, and each of them would be compiled
-    with torch.compiler.set_stance("force_eager"), for_many_shapes():
+    with for_many_shapes():
         for batch in watched(batch_of(requests, share, mesh) for share in shares):
             loss = LossAndMistakes(batch["labels"], mesh.device)
             feed = Feed(model, batch, mesh, loss, chunk_tokens)

@@ -221,8 +221,7 @@ def sample_stream(
             h_of_newest = _whole(h)[torch.arange(len(newest), device=device), newest]  # [B, D]
             return h_of_newest @ _whole(weight).t()  # [B, V]
 
-        eager = torch.compiler.set_stance("force_eager")  # lengths vary, and each would be compiled
-        with whole_sequences(model), eager, for_many_shapes():
+        with whole_sequences(model), for_many_shapes():
             logits = (
                 (memory.forward if memory else model)(tokens, positions, logits_of_newest)
                 .float()
