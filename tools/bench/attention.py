@@ -8,7 +8,6 @@ are the values of `training.attention` (flash3 where flash_attn_3 is installed);
 each in a process of its own.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -88,12 +87,7 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES[DEVICE].split())
-    parser.add_argument("--json")
+    parser = harness.shapes_parser(__doc__, 15, SHAPES[DEVICE])
     parser.add_argument("--one", help="this contender, time by time as it is asked to")
     parser.add_argument("--part", choices=("forward", "backward"))
     args = parser.parse_args()

@@ -6,6 +6,7 @@ A B C, the first rounds are thrown away, and each is reported as its median with
 first.
 """
 
+import argparse
 import ctypes
 import json
 import os
@@ -81,6 +82,17 @@ def serve(run: Callable[[], None], clock: Callable[[], float] = time.perf_counte
     for _ in sys.stdin:
         print(alternate({"": run}, rounds=1, warm_up=0, clock=clock)[""][0], flush=True)
     print(memory_gib(torch.device("cuda" if torch.cuda.is_available() else "cpu")), flush=True)
+
+
+def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentParser:
+    """The command line of a benchmark that measures a list of shapes."""
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--shapes", nargs="+", default=shapes.split())
+    parser.add_argument("--json")
+    return parser
 
 
 def ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:

@@ -8,7 +8,6 @@ A shape is tokens, width, vocabulary. Pieces have 2,048 tokens. In alternation, 
 its own, whose peak memory is reported.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 
@@ -53,12 +52,7 @@ def contender(name: str, shape: str) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES[DEVICE].split())
-    parser.add_argument("--json")
+    parser = harness.shapes_parser(__doc__, 15, SHAPES[DEVICE])
     parser.add_argument("--one", help="this contender, time by time as it is asked to")
     args = parser.parse_args()
     if args.one:

@@ -2,16 +2,16 @@
 runs set it (`configs/cpu.py::float32_products`), and bfloat16. On a GPU: float32, float32
 rounded to TF32 inside, and bfloat16.
 
-    python -m tools.bench.products [--rounds 25] [--shapes 2048,256,704 ...] [--json out.json]
+    python -m tools.bench.products [--rounds 25] [--shapes 2048,256,704 ...] [--added] [--json out.json]
 
 A shape is tokens, inputs, outputs of a linear layer; forward, grad of its input and grad of its
 weight are three matmuls of equal FLOPs, timed together.
 
-On a GPU a second table: the grad of a bfloat16 weight, added to what earlier tokens have brought in
-float32, by a matmul and an addition, and by one GEMM (`training/loss_passes.py::add_matmul`).
+--added: instead of that, the grad of a bfloat16 weight, added to what earlier tokens have brought in
+float32, by a matmul and an addition, and by `training/loss_passes.py::add_matmul`, which is one
+GEMM on a GPU.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 
@@ -49,9 +49,6 @@ def contenders() -> dict[str, tuple[torch.dtype, str]]:
     }
 
 
-ADDED = "2048,4096,14336 4096,4096,14336 8192,4096,14336 8192,4096,4096 4096,8192,28672".split()
-
-
 def added(shape: str) -> dict[str, Callable[[], object]]:
     tokens, inputs, outputs = map(int, shape.split(","))
     how = {"device": DEVICE, "dtype": torch.bfloat16}
@@ -61,33 +58,30 @@ def added(shape: str) -> dict[str, Callable[[], object]]:
     return {
         "matmul, then addition": lambda: total.add_(grad.mT @ x),
         "matmul alone": lambda: grad.mT @ x,
-        "one GEMM": lambda: add_matmul(total, grad.mT, x),
+        "add_matmul": lambda: add_matmul(total, grad.mT, x),
     }
 
 
-def report_added(rounds: int) -> None:
+def report_added(shapes: list[str], rounds: int, json_path: str | None) -> None:
     rows = []
-    for shape in ADDED:
+    for shape in shapes:
         seconds = harness.alternate(added(shape), rounds)
         times = [f"{statistics.median(some) * 1e3:.3f} ms" for some in seconds.values()]
         first, *_, last = seconds
-        rows.append(
-            [shape.replace(",", ", "), *times, f"{harness.ratio(seconds, last, first):.2f}"]
-        )
+        ratio = f"{harness.ratio(seconds, last, first):.2f}"
+        rows.append([shape.replace(",", ", "), *times, ratio])
     columns = ["tokens, inputs, outputs", *seconds, f"time, {last} / {first}"]
-    harness.report(
-        "A weight's grad added in float32", columns, rows, f"{rounds} alternating rounds."
-    )
+    notes = f"{rounds} alternating rounds."
+    harness.report("A weight's grad added in float32", columns, rows, notes, json_path)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--shapes", nargs="+", default=SHAPES[DEVICE].split())
-    parser.add_argument("--json")
+    parser = harness.shapes_parser(__doc__, 25, SHAPES[DEVICE])
+    parser.add_argument("--added", action="store_true")
     args = parser.parse_args()
+    if args.added:
+        report_added(args.shapes, args.rounds, args.json)
+        return
 
     def layer(shape: str, dtype: torch.dtype, precision: str) -> Callable[[], None]:
         tokens, inputs, outputs = map(int, shape.split(","))
@@ -124,8 +118,6 @@ def main() -> None:
     ]
     notes = f"{args.rounds} alternating rounds."
     harness.report("Products of a linear layer", columns, rows, notes, args.json)
-    if DEVICE == "cuda":
-        report_added(args.rounds)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from importlib.util import find_spec
 from configs.cpu import cpu_settings
 
 import torch
+import torch.distributed as dist
 
 import train
 from configs.load import load_config
@@ -180,10 +181,25 @@ def litgpt(args, cfg, tokens, labels, dtype):
     return loop(model, lambda: cross_entropy_of(lambda: model(tokens), labels, dtype))
 
 
+def titans_scaling(args):
+    """Its names for how our model scales rotary positions."""
+    given = {
+        "factor": "scaling_factor",
+        "original_max_seq_len": "original_max_position_embeddings",
+    }
+    return {given.get(key, key): value for key, value in (args.rope_scaling or {}).items()}
+
+
+def mesh_of_one(device):
+    """For FSDP2 on one rank, which is what TorchTitan's mixed precision is made of."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return dist.init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
+
+
 def torchtitan(args, cfg, tokens, labels, dtype):
     if version("torchtitan").startswith("0.2."):
         return torchtitan_2(args, cfg, tokens, labels, dtype)
-    import torch.distributed as dist
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder, disable_fsdp_gradient_division
@@ -193,15 +209,9 @@ def torchtitan(args, cfg, tokens, labels, dtype):
     device = tokens.device
     dim = args.dim
     seq_len = tokens.shape[1]
-    scaling = {}
-    if args.rope_scaling:
-        given = {
-            "factor": "scaling_factor",
-            "original_max_seq_len": "original_max_position_embeddings",
-        }
-        scaling = {"scaling": "llama"} | {
-            given.get(key, key): value for key, value in args.rope_scaling.items()
-        }
+    scaling = titans_scaling(args)
+    if scaling:
+        scaling["scaling"] = "llama"
     layers = llama3._build_llama3_layers(
         n_layers=args.n_layers,
         dim=dim,
@@ -241,10 +251,7 @@ def torchtitan(args, cfg, tokens, labels, dtype):
     if kind := kinds.get(cfg.activation_checkpoint.mode):
         kind.Config().build(dump_folder="").apply(model)
     compiled(model.layers.values(), cfg)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    mesh = dist.init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
+    mesh = mesh_of_one(device)
     apply_fsdp_to_decoder(
         model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
     )
@@ -262,7 +269,6 @@ def torchtitan(args, cfg, tokens, labels, dtype):
 
 def torchtitan_2(args, cfg, tokens, labels, dtype):
     """Of 0.2.2, the last release for torch 2.11."""
-    import torch.distributed as dist
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.config import JobConfig
     from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -271,11 +277,6 @@ def torchtitan_2(args, cfg, tokens, labels, dtype):
     from torchtitan.models.llama3.model.model import Transformer
 
     device = tokens.device
-    given = {
-        "factor": "scaling_factor",
-        "original_max_seq_len": "original_max_position_embeddings",
-    }
-    scaling = {given.get(key, key): value for key, value in (args.rope_scaling or {}).items()}
     # it rounds two thirds of 4 * dim times this factor up to a multiple
     hidden = {"ffn_dim_multiplier": args.hidden_dim / int(8 * args.dim / 3), "multiple_of": 16}
     sizes = TransformerModelArgs(
@@ -286,7 +287,7 @@ def torchtitan_2(args, cfg, tokens, labels, dtype):
         vocab_size=args.vocab_size,
         norm_eps=args.norm_eps,
         rope_theta=args.rope_theta,
-        rope_scaling_args=RoPEScalingArgs(**scaling),
+        rope_scaling_args=RoPEScalingArgs(**titans_scaling(args)),
         max_seq_len=tokens.shape[1],
         **hidden,
     )
@@ -300,19 +301,15 @@ def torchtitan_2(args, cfg, tokens, labels, dtype):
     mode = job.activation_checkpoint.mode = cfg.activation_checkpoint.mode
     job.activation_checkpoint.selective_ac_option = "op"
     if mode != "none":
-        saved = parallelize._op_sac_save_list
         apply_ac(
             model,
             job.activation_checkpoint,
             model_compile_enabled=cfg.compile.enabled,
-            op_sac_save_list=saved,
+            op_sac_save_list=parallelize._op_sac_save_list,
         )
     if cfg.compile.enabled:
         parallelize.apply_compile(model, job.compile)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    mesh = dist.init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
+    mesh = mesh_of_one(device)
     parallelize.apply_fsdp(
         model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
     )

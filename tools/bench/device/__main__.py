@@ -101,6 +101,17 @@ PARTS = [  # the most valuable first
         },
     ),
     Section(
+        "added products",
+        {
+            "cuda": (
+                15,
+                "tools.bench.products --added --rounds=15 --shapes 2048,4096,14336 4096,4096,14336 "
+                "8192,4096,14336 8192,4096,4096 4096,8192,28672",
+            ),
+            "cpu": (15, "tools.bench.products --added --rounds=5 --shapes 2048,256,704"),
+        },
+    ),
+    Section(
         "loss",
         {
             "cuda": (40, "tools.bench.loss --rounds=10"),

@@ -202,7 +202,8 @@ def as_device(name: str, memory_gib: float, rates: Rates) -> Device:
     """The planner's row of a GPU with these rates. The links to other GPUs are those of the table's
     row of that name, if there is one, because one GPU cannot measure them."""
     row = known_device(name)
-    peak = peak_flops(name) or rates.matmul
+    known = peak_flops(name)
+    peak = known or rates.matmul
     links = (
         {field: getattr(row, field) for field in ("link_gb_per_s", "fabric_gb_per_s")}
         if row
@@ -212,7 +213,7 @@ def as_device(name: str, memory_gib: float, rates: Rates) -> Device:
         **{"link_gb_per_s": 32.0, "fabric_gb_per_s": 12.5} | links,
         name=name,
         memory_gib=memory_gib,
-        peak_tflops=0.0 if peak_flops(name) else rates.matmul / 1e12,
+        peak_tflops=0.0 if known else rates.matmul / 1e12,
         memory_gb_per_s=rates.copied / 1e9 / MEMORY_EFFICIENCY,
         host_gb_per_s=rates.to_host / 1e9,
         matmul_efficiency=min(1.0, rates.matmul / peak),
