@@ -18,7 +18,6 @@ import pytest
 
 from tests.launched import Launcher
 from tests.runs import ROOT, environment, free_port
-from tools.launch import __main__ as launch
 
 ADDRESSES = ("10.123.45.1", "10.123.45.2")
 
@@ -116,9 +115,9 @@ class Hosts:
                 script,
                 *options,
             ]
-            program = partial(_in_namespace, name)
+            enter = partial(_enter, name)
             here = settings | {"GLOO_SOCKET_IFNAME": "cable"}
-            self.running.append(Launcher(words, Path(f"{said}-{node}"), program, **here))
+            self.running.append(Launcher(words, Path(f"{said}-{node}"), enter, **here))
         return self.running
 
     def kill(self, node: int) -> None:
@@ -148,12 +147,11 @@ class Hosts:
             process.wait()
 
 
-def _in_namespace(name: str, words: list[str]) -> int:
-    """tools.launch, by a process that goes there before it has any thread."""
+def _enter(name: str) -> None:
+    """The namespace, by a process that has no thread yet."""
     with open(f"/run/netns/{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter {name}")
-    return launch.main(words)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """`python -m tools.launch` without the 5 s of processor time that each of its processes takes to
-import torch: the server of tests/forks.py forks the launcher, and the launcher forks its ranks.
+import torch: the server of tests/forks.py forks the launcher, and its ranks are forked from a copy of
+it that has no thread.
 
 They are processes as real ones are, each rank in a session of its own: they are killed, stopped and
 waited for in the same way. What a program of its own would change is tested elsewhere: with ranks
 that are started in tests/test_scripts.py and tests/test_launchers.py.
 """
 
+import ctypes
 import logging
 import os
 import signal
@@ -15,6 +17,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -26,19 +30,25 @@ from tests.runs import environment
 from tools.launch import __main__ as launch
 from tools.launch import rank as ranks_of
 
+PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
+
+
+def nothing_first() -> None:
+    pass
+
 
 class Launcher:
     """A launcher with these arguments, which is polled and waited for as subprocess.Popen is.
 
     `settings` are for its environment. What it and its ranks write to the error stream is in the
-    file `said`. `main` is called in the launcher's place.
+    file `said`. `prepare` is called in it first, which has no thread yet.
     """
 
     def __init__(
         self,
         arguments: Sequence[object],
         said: Path,
-        main: Callable[[list[str]], int] = launch.main,
+        prepare: Callable[[], None] = nothing_first,
         **settings: str,
     ) -> None:
         said.parent.mkdir(exist_ok=True)
@@ -46,7 +56,7 @@ class Launcher:
         self.said = said
         here = environment(**{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | settings)
         words = [str(argument) for argument in arguments]
-        self.process = forks.start(_become_launcher, main, words, said, here)
+        self.process = forks.start(_become_launcher, prepare, words, said, here)
 
     @property
     def returncode(self) -> int | None:
@@ -80,7 +90,7 @@ def ended(launchers: Sequence[Launcher], seconds: float = 150) -> tuple[list[int
 
 
 def _become_launcher(
-    main: Callable[[list[str]], int], words: list[str], said: Path, settings: dict[str, str]
+    prepare: Callable[[], None], words: list[str], said: Path, settings: dict[str, str]
 ) -> None:
     _become(settings)
     errors = os.open(said, os.O_WRONLY | os.O_APPEND)
@@ -88,18 +98,68 @@ def _become_launcher(
     for stream, file in enumerate((nothing, nothing, errors)):
         os.dup2(file, stream)
     sys.stderr = open(2, "w", buffering=1, closefd=False)
-    SubprocessHandler._popen = lambda handler, args, env: Forked(args, env)
-    launch.leave(main(words))
+    prepare()
+    nursery = Nursery()
+    SubprocessHandler._popen = lambda handler, args, env: Forked(nursery.fork(args, env))
+    code = launch.main(words)
+    nursery.close()
+    launch.leave(code)
+
+
+class Nursery:
+    """Forks ranks that become children of the process that makes it, which has threads by then.
+
+    Such a process must not fork them itself: a lock that one of its threads holds at that moment
+    (the dynamic linker's, the resolver's) is never released in the child.
+    """
+
+    def __init__(self) -> None:
+        if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1):
+            raise OSError("prctl(PR_SET_CHILD_SUBREAPER)")
+        self.asked, theirs = Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self.asked.close()
+            ctypes.CDLL(None).prctl(ranks_of.PR_SET_PDEATHSIG, signal.SIGKILL)
+            os._exit(_fork_on_request(theirs, os.getppid()))
+        theirs.close()
+
+    def fork(self, args: tuple[str, ...], settings: dict[str, str]) -> int:
+        """The process id of a rank."""
+        self.asked.send((args, settings))
+        return self.asked.recv()
+
+    def close(self) -> None:
+        self.asked.close()
+        os.waitpid(self.pid, 0)
+
+
+def _fork_on_request(asked: Connection, launcher: int) -> int:
+    """Each rank is forked twice: the process between ends at once, so the launcher adopts it."""
+    while True:
+        try:
+            args, settings = asked.recv()
+        except EOFError:
+            return 0
+        between = os.fork()
+        if between == 0:
+            rank = os.fork()
+            if rank:
+                asked.send(rank)
+                os._exit(0)
+            asked.close()
+            while os.getppid() != launcher:
+                time.sleep(0.001)
+            os._exit(_rank(args, settings))
+        os.waitpid(between, 0)
 
 
 class Forked:
-    """What the launcher needs of subprocess.Popen: a rank that is forked from it."""
+    """What the launcher needs of subprocess.Popen: a rank, which is its child."""
 
-    def __init__(self, args: tuple[str, ...], settings: dict[str, str]) -> None:
+    def __init__(self, pid: int) -> None:
         self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            os._exit(_rank(args, settings))
+        self.pid = pid
         while os.getpgid(self.pid) != self.pid:  # the launcher signals the group
             time.sleep(0.001)
 
@@ -122,6 +182,7 @@ class Forked:
 def _rank(args: tuple[str, ...], settings: dict[str, str]) -> int:
     """tools/launch/rank.py, as a program of its own: its exit code. args: as agents start it."""
     os.setsid()
+    assert not forks._unfit, forks._unfit
     for number in (*launch.PASSED_ON, signal.SIGALRM):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)

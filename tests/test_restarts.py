@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from reliability.goodput import account, read
-from tests.launched import Launcher, ended
+from tests.launched import Launcher, ended, nothing_first
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import (
     STEPS,
@@ -57,7 +57,7 @@ def nodes(
     *flags: str,
     each: int = 2,
     script: str = "wrapper.py",
-    program: Callable[[list[str]], int] = launch.main,
+    prepare: Callable[[], None] = nothing_first,
 ) -> list[Launcher]:
     """The launchers, one for each `--node-rank` in flags, or the only one."""
     ranks = [flag for flag in flags if flag.startswith("--node-rank")] or ["--node-rank=0"]
@@ -73,7 +73,7 @@ def nodes(
                 *options,
             ],
             folder.parent / f"said-{next(NUMBER)}",
-            program,
+            prepare,
             FAULT=fault,
         )
         for rank in ranks
@@ -162,8 +162,8 @@ def test_two_nodes_restart_together(options, tmp_path):
     print("\n" + how_it_went(tmp_path / "run"))
 
 
-def slow_to_hear(words: list[str]) -> int:
-    """tools.launch, but node 1 hears three seconds late of the end of its rank."""
+def slow_to_hear() -> None:
+    """In a launcher: node 1 hears three seconds late of the end of its rank."""
     monitor = launch.Agent._monitor_workers
 
     def monitor_late(agent: launch.Agent, group: object) -> object:
@@ -173,7 +173,6 @@ def slow_to_hear(words: list[str]) -> int:
         return monitor(agent, group)
 
     launch.Agent._monitor_workers = monitor_late
-    return launch.main(words)
 
 
 @pytest.mark.slow
@@ -181,13 +180,13 @@ def test_two_nodes_stop_together_before_the_first_step(options, tmp_path):
     """... although the node that was asked to stop tells so after the one that fails without it."""
     flags = ["--max-restarts=1", *two(free_port())]
     fault = "1 SIGTERM 1 9"
-    launchers = nodes(options, tmp_path / "run", fault, *flags, each=1, program=slow_to_hear)
+    launchers = nodes(options, tmp_path / "run", fault, *flags, each=1, prepare=slow_to_hear)
     codes, said = ended(launchers)
     assert codes == [75, 75] and "launch: restart" not in said, said
 
 
-def patient(returned: Path, words: list[str]) -> int:
-    """tools.launch, but when the file `returned` is there, node 0 waits for more nodes for ten
+def patient(returned: Path) -> None:
+    """In a launcher: when the file `returned` is there, node 0 waits for more nodes for ten
     minutes and not for --last-call seconds: how soon a node comes is then no matter."""
     collect = launch.Meeting._collect
 
@@ -197,7 +196,6 @@ def patient(returned: Path, words: list[str]) -> int:
         return collect(meeting, *rest)
 
     launch.Meeting._collect = collect_patiently
-    return launch.main(words)
 
 
 @pytest.mark.slow
@@ -213,8 +211,8 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     flags = ["--max-restarts=2", "--last-call=2", f"--join-timeout={120 * NEIGHBOURS}"]
     flags += two(free_port(), least=1)
     fault = "0 hold:lone 8 1; 0 hold:pair 13 2; 0 SIGKILL 13 2"
-    program = partial(patient, returned)
-    first, second = nodes(options, folder, fault, *flags, each=1, program=program)
+    prepare = partial(patient, returned)
+    first, second = nodes(options, folder, fault, *flags, each=1, prepare=prepare)
 
     def until(true: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 90 * NEIGHBOURS
