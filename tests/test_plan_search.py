@@ -308,6 +308,20 @@ def test_where_nothing_fits_the_nearest_is_named(small, monkeypatch):
     assert f"the nearest is {nearest.choice}, which" in str(error.value)
 
 
+def test_where_backward_is_split_full_recomputation_needs_more():
+    """So its not fitting says nothing of the other modes."""
+    halves = Choice(1, 1, "none", 1, "sharded", 2, "zero_bubble", 2)
+    cfg = load_config([*SMALL, "--model.n_layers=8", "--compile.enabled=false"])
+    inputs = PlanInputs(2, 1, SLOW)
+    choices = [halves, halves._replace(mode="full")]
+    (((none, full), _),) = in_processes(planned, [(choices, cfg, inputs)])
+    assert full.needed > none.needed
+    state = search.Search(cfg, inputs, 1, Bounds(cfg, inputs))
+    assert halves in state.legal
+    assert not state.leaner(halves)
+    assert state.leaner(halves._replace(schedule="interleaved_1f1b"))
+
+
 def test_plans_that_share_traces_are_those_that_do_not():
     """Pipelines with one and with two stages on each rank, whose stages have 4 and 2 layers."""
     cfg = load_config([*SMALL, "--model.n_layers=8"])

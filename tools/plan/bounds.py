@@ -33,8 +33,9 @@ SHARD_MOVES = 8
 # that a block moves is of tokens.
 OF_WEIGHTS = {"forward": 4, "backward": 24}
 # The same for the weights of blocks with experts alone, which FSDP shards by another dimension than
-# the first: it copies them after each gather and before each reduction, and a pipeline gathers once.
-OF_EXPERTS = {"forward": 4, "backward": 12}
+# the first: it copies them after each gather, which a pipeline does once, and before each reduction.
+AFTER_GATHER = 4
+BEFORE_REDUCTION = 8
 MASTER = 4  # bytes of a master weight, and of its gradient
 
 
@@ -46,6 +47,7 @@ class Layer(NamedTuple):
     kept: int  # bytes of activations from forward to backward
     elements: int
     gathered: int  # elements on a rank while FSDP has it unsharded
+    reduction: float  # seconds of backward that only a microbatch has whose gradients are reduced
 
 
 @dataclass(frozen=True)
@@ -87,22 +89,26 @@ def profile(plan: Plan) -> Profile:
 
     has_experts = "n_experts" in check.architecture(plan.cfg.model)
 
-    def at_least(phase: str, block: int) -> float:
+    def at_least(phase: str, block: int, copied: int) -> float:
+        """copied: bytes of a weight that do not count."""
         seconds = least.get((phase, block), Seconds())
         part = step.parameters.get(block)
         if part is None or not has_experts:
             return seconds.all
-        return seconds.all - min(seconds.moving, OF_EXPERTS[phase] * part.gathered / bandwidth)
+        return seconds.all - min(seconds.moving, copied * part.gathered / bandwidth)
 
     def layer(block: int) -> Layer:
-        forward = at_least("forward", block)
-        backward = at_least("backward", block)
+        forward = at_least("forward", block, AFTER_GATHER)
+        reduced = at_least("backward", block, AFTER_GATHER)
+        backward = at_least("backward", block, AFTER_GATHER + BEFORE_REDUCTION)
         part = step.parameters.get(block)
         if part is None:
-            return Layer(forward, backward, 0, 0, 0)
+            return Layer(forward, backward, 0, 0, 0, 0.0)
         shards = SHARD_MOVES * part.local_bytes / bandwidth
+        reduction = reduced - backward
         backward = max(0.0, backward - shards)
-        return Layer(forward, backward, kept.get(block, 0), part.elements, part.gathered)
+        sizes = kept.get(block, 0), part.elements, part.gathered
+        return Layer(forward, backward, *sizes, reduction)
 
     weights = sum(part.local_bytes for part in step.parameters.values())
     elementwise = all(rule.is_one_kernel for rule in OPTIMIZERS[plan.cfg.optimizer.kind].rules)
@@ -226,7 +232,9 @@ class Bounds:
         stages = [[known.layers[i] for i in of_stage] for of_stage in layers]
         stages[0].insert(0, known.before)
         stages[-1].append(known.after)
-        return stages
+        if choice.accumulate == "whole":
+            return stages
+        return [[with_reduction(layer) for layer in stage] for stage in stages]
 
     def seconds(self, choice: Choice, known: Profile) -> float:
         """The least seconds of a step."""
@@ -315,6 +323,11 @@ class Bounds:
         if choice.schedule in ("1f1b", "interleaved_1f1b"):
             kept = held(choice, own, rank, microbatches)
         return state + max(gradients, kept)
+
+
+def with_reduction(layer: Layer) -> Layer:
+    """What it costs where every microbatch reduces its gradients."""
+    return layer._replace(backward=layer.backward + layer.reduction)
 
 
 def work(layers: list[Layer]) -> float:

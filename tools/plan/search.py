@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
 
-from configs.schema import Config, InputError
+from configs.schema import SCHEDULES, Config, InputError
 from tools.plan.bounds import Bounds, Profile, profile
 from tools.plan.choices import (
     MODES,
@@ -82,9 +82,9 @@ def planned(
 def stand_in(
     choice: Choice, cfg: Config, inputs: PlanInputs
 ) -> tuple[list[Candidate], Profile | None]:
-    """The profile alone, of a choice that the batch does not allow: three microbatches are as good.
-    Called in a worker."""
-    cfg = with_batch(3 * Bounds(cfg, inputs).data_parallel(choice), cfg)
+    """The profile alone, of a choice that the batch does not allow. One microbatch is as good: no
+    other does less than the first. Called in a worker."""
+    cfg = with_batch(Bounds(cfg, inputs).data_parallel(choice), cfg)
     cfg = choice.applied_to(cfg)
     if not legal(cfg, inputs):
         return [], None
@@ -179,9 +179,12 @@ class Search:
     def leaner(self, choice: Choice) -> list[Choice]:
         """Other choices that need no more memory: of a mode that keeps no more, with sharded
         gradients; without a pipeline also with a smaller microbatch. The largest microbatch has no
-        accumulation, so of the smaller ones only sharded gradients need no more."""
+        accumulation, so of the smaller ones only sharded gradients need no more. Where backward is
+        in two halves, what the first recomputes is kept until the second."""
         if choice not in self.leaners:
             modes = MODES[: MODES.index(choice.mode) + 1]
+            if SCHEDULES[choice.schedule].splits_backward:
+                modes = (choice.mode,)
             sizes = [choice.local_batch_size]
             if choice.pipeline_parallel == 1:
                 every = self.sizes(choice)

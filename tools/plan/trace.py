@@ -27,11 +27,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -42,7 +42,7 @@ from models.kernels.cpu import causal_attention, document_attention
 from parallelisms import cp, ep, ep_hosts, fsdp_details, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
-from tools.plan import pieces
+from tools.plan import pieces, quick
 from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import (
     IN_BLOCKS,
@@ -260,8 +260,10 @@ class Trace(TorchDispatchMode):
     mode sees as operators. Hooks on the blocks tell which block it is (`watch`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fake: FakeTensorMode | None = None) -> None:
+        """fake: the mode below this one; None where tensors are real."""
         super().__init__()
+        self.fake = fake
         self.where = Where(-1, "build", -1)
         self.stretches: list[Stretch] = []
         self.memory: dict[int, Memory] = {}
@@ -365,7 +367,8 @@ class Trace(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             self.label(func, args)
-            return func(*args, **kwargs)
+            with torch._C._DisableTorchDispatch():
+                return func(*args, **kwargs)
         if self.propagating:
             return func(*args, **kwargs)
         if args and isinstance(args[0], FakeTensor):
@@ -377,8 +380,9 @@ class Trace(TorchDispatchMode):
         if func in cp.INSIDE:
             return self.look_inside(func, args)
         in_backward = torch._C._current_graph_task_id() != -1
-        out = func(*args, **kwargs)
-        self.account(func, args, kwargs, out, in_backward)
+        inputs = tensors_in((args, kwargs))
+        out = quick.run(func, self.fake, args, kwargs, inputs)
+        self.account(func, args, kwargs, out, in_backward, inputs)
         return out
 
     def look_inside(self, func, args: tuple) -> object:
@@ -400,7 +404,15 @@ class Trace(TorchDispatchMode):
                 if (memory := self.memory[number]).died:
                     memory.kind = "gathered keys and values"
 
-    def account(self, func, args: tuple, kwargs: dict, out: object, in_backward: bool) -> None:
+    def account(
+        self,
+        func,
+        args: tuple,
+        kwargs: dict,
+        out: object,
+        in_backward: bool,
+        inputs: list[torch.Tensor],
+    ) -> None:
         source = None
         if func.is_view:
             source = args[0]
@@ -411,7 +423,6 @@ class Trace(TorchDispatchMode):
             return
         if func is functional._wrap_tensor_autograd.default:
             return  # AsyncCollectiveTensor: a wrapper, which has no memory
-        inputs = tensors_in((args, kwargs))
         known = {self.number(t) for t in inputs}
         made = [t for t in tensors_in(out) if self.number(t) not in known]
         if func in COLLECTIVES:
@@ -821,14 +832,10 @@ def pieces_backward_on_gpu(
     )
 
 
-class AsOnGPU(TorchFunctionMode):
-    """Dispatches RMSNorm as CUDA does: to one fused operator that saves its input and one number
-    per row. CPU tensors would take PyTorch's composite, which saves several float32 copies."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.rms_norm:
-            return aten._fused_rms_norm(*args, **(kwargs or {}))[0]
-        return func(*args, **(kwargs or {}))
+def rms_norm_on_gpu(*args) -> torch.Tensor:
+    """RMSNorm as CUDA dispatches it: to one fused operator that saves its input and one number per
+    row. CPU tensors would take PyTorch's composite, which saves several float32 copies."""
+    return aten._fused_rms_norm(*args)[0]
 
 
 @contextmanager
@@ -922,7 +929,7 @@ def trace_step(
     cfg = tracing(cfg)
     with pretend(world_size, per_host, rank), ExitStack() as stack:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        trace = Trace()
+        trace = Trace(fake)
         to_empty = nn.Module.to_empty
 
         # the mesh and FSDP read real tensors; only memory is made up
@@ -932,6 +939,7 @@ def trace_step(
 
         stack.enter_context(mock.patch.object(nn.Module, "to_empty", fake_to_empty))
         stack.enter_context(mock.patch.object(init, "fill", lambda *_: None))
+        stack.enter_context(mock.patch.object(_fsdp_param, "_chunk_with_empty", quick.Shards))
         stack.enter_context(mock.patch.object(document_attention, "slices", slices_of_real))
         # the fake group has none
         stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))
@@ -951,7 +959,7 @@ def trace_step(
             stack.enter_context(mock.patch.object(ep_hosts, "on_the_host", lambda *_: by_host))
         stack.enter_context(fake)
         if on_gpu:
-            stack.enter_context(AsOnGPU())
+            stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm_on_gpu))
             stack.enter_context(
                 mock.patch.object(causal_attention, "causal_attention", attention_on_gpu)
             )
