@@ -527,6 +527,15 @@ RULES = {
         "for the next microbatch: remove it, or set reshard_after_forward = true to free those of "
         "all other blocks",
     ),
+    "gather_again": (
+        lambda c: (
+            c.activation_checkpoint.gather_again
+            and (c.activation_checkpoint.mode != "selective" or c.parallelism.tensor_parallel == 1)
+        ),
+        "{activation_checkpoint.gather_again} is about what tensor parallelism gathers and "
+        "selective checkpointing would keep, with {parallelism.tensor_parallel} and "
+        "{activation_checkpoint.mode}: remove it",
+    ),
     # the second half of a backward pass would recompute what the first one has recomputed
     "pipeline_selective": (
         lambda c: (

@@ -596,6 +596,8 @@ class ActivationCheckpoint(Table):
     collectives."""
     every_n: int = Field(2, ge=2)
     """With mode every_n: recompute every n-th block."""
+    gather_again: bool = False
+    """With mode selective and tensor parallelism: backward gathers the sequence again."""
 
 
 class Compile(Table):

@@ -47,10 +47,21 @@ KEEP = {
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
 }
+# Of these, what activation_checkpoint.gather_again takes away. Within blocks only tensor parallelism
+# gathers so. Its gathered sequences are as large on every rank as without it, where all that is
+# computed from them is split (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+AGAIN = {
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.wait_tensor.default",  # or a compiler would keep its result
+}
 
 
 def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if str(op) in KEEP else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _gathering_again(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE if str(op) in AGAIN else _policy(ctx, op)
 
 
 def checkpoint_blocks(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
@@ -61,7 +72,8 @@ def checkpoint_blocks(model: nn.Module, cfg: ActivationCheckpoint) -> nn.Module:
     every = cfg.every_n if cfg.mode == "every_n" else 1
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if cfg.mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        policy = _gathering_again if cfg.gather_again else _policy
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     blocks: Any = model.layers
     for number, block in blocks.items():
         if int(number) % every == 0:

@@ -861,6 +861,14 @@ RULE_CASES = {
         'true|"default"',
         "parallelism.pipeline_schedule=1f1b",
     ),
+    "gather_again": (
+        "activation_checkpoint.mode=selective activation_checkpoint.gather_again=true",
+        1,
+        1,
+        "activation_checkpoint.gather_again = true is about what tensor parallelism gathers"
+        '|parallelism.tensor_parallel = 1|activation_checkpoint.mode = "selective"|remove it',
+        "activation_checkpoint.gather_again=false",
+    ),
     "pipeline_selective": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
         "activation_checkpoint.mode=selective",

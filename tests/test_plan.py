@@ -82,6 +82,10 @@ CASES = {  # name: (ranks, the options of each case)
     # apart: PyTorch keeps the groups of a first mesh of two dimensions for a second
     "tp2": (2, [[NONE, TP2, "--training.param_dtype=float32", "--training.local_batch_size=8"]]),
     "tp2-selective-accumulate": (2, [[SELECTIVE, TP2, "--training.local_batch_size=4"]]),
+    "tp2-gather-again": (
+        2,
+        [[SELECTIVE, TP2, "--activation_checkpoint.gather_again=true"]],
+    ),
     "tp2-lora": (2, [[NONE, TP2, *LORA, "--training.local_batch_size=8"]]),
     "ddp2": (2, [[FULL, HSDP, "--training.local_batch_size=4"]]),
     "fsdp2xtp2": (4, [[NONE, TP2, "--training.local_batch_size=4"]]),

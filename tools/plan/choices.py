@@ -48,6 +48,8 @@ class Choice(NamedTuple):
         if self.expert_parallel == 1:
             parallelism["expert_chunks"] = 1
         mode = {"mode": self.mode}
+        if self.mode != "selective" or self.tensor_parallel == 1:
+            mode["gather_again"] = False
         batch = {"local_batch_size": self.local_batch_size}
         tables = {
             "parallelism": cfg.parallelism.model_copy(update=parallelism),

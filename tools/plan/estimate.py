@@ -326,9 +326,9 @@ class Playback:
 
     def hidden(self, op: Op) -> float:
         """The part of a collective that runs behind computation, though the next operator needs
-        its result."""
+        its result. A gather that is repeated stands before no GEMM that inductor fuses it with."""
         if op.dimension == "tp" and self.rings["tp"].hosts == 1:
-            return self.stack.hidden_tensor
+            return 0.0 if op.again else self.stack.hidden_tensor
         return self.stack.hidden_exchange if op.dimension == "ep" else 0.0
 
     def compute(self, op: Op, where: Where, times: int) -> None:

@@ -28,7 +28,7 @@ class LossPiece:
         """All that it makes, frees, reads or writes."""
         found: set[int] = set()
         for row in self.rows:
-            found |= {*row.reads, *row.writes} if isinstance(row, Op) else {row[1]}
+            found |= row.inputs.union(row.writes) if isinstance(row, Op) else {row[1]}
         return found
 
     def outline(self, trace: "Trace") -> list:
@@ -106,7 +106,8 @@ def moved(rows: list, names: dict) -> list:
         if isinstance(row, Op):
             reads = {names.get(number, number): size for number, size in row.reads.items()}
             writes = {names.get(number, number): size for number, size in row.writes.items()}
-            changed.append(replace(row, reads=reads, writes=writes))
+            inputs = {names.get(number, number) for number in row.inputs}
+            changed.append(replace(row, reads=reads, writes=writes, inputs=inputs))
         else:
             changed.append((row[0], names.get(row[1], row[1])))
     return changed

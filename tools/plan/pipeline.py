@@ -353,7 +353,7 @@ class Stages:
         self, cfg: Config, gpus: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
     ) -> Step:
         """The step without a pipeline: tools/plan/repeat.py::traced."""
-        key = (tracing(cfg).model_dump_json(), gpus, per_host, on_gpu, routing)
+        key = (name_of(cfg), gpus, per_host, on_gpu, routing)
         if key not in self.wholes:
             self.wholes[key] = traced(cfg, gpus, per_host, on_gpu, routing)
         return self.wholes[key]
@@ -369,7 +369,7 @@ class Stages:
             }
         )
         cfg = cfg.model_copy(update={"parallelism": parallelism})
-        name = tracing(cfg).model_dump_json()
+        name = name_of(cfg)
         wanted = set(wanted)
         missing = [alone for alone in wanted if (name, alone) not in self.traced]
         if self.parallel:
@@ -379,6 +379,11 @@ class Stages:
             steps = [alone.trace(cfg, shallow) for alone in missing]
         self.traced |= {(name, alone): step for alone, step in zip(missing, steps)}
         return {alone: self.traced[name, alone] for alone in wanted}
+
+
+def name_of(cfg: Config) -> str:
+    """Equal for configurations that have equal traces."""
+    return f"{cfg.compile.enabled} {tracing(cfg).model_dump_json()}"
 
 
 def one_by_one(microbatches: int, split: bool) -> Table:

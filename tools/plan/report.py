@@ -293,7 +293,7 @@ def memory(plan: Plan) -> list[str]:
         idle = size_text(live * inputs.margin)
         outside = size_text(CONTEXT_GIB * GIB)
         lines += [
-            f"  {margin:44}{idle:>16}   (published runs: 10 to 23 %)",
+            f"  {margin:44}{idle:>16}   (published runs: 14 to 23 %)",
             f"  {'+ context, cuBLAS, NCCL (assumed)':44}{outside:>16}",
         ]
     verdict = "fits" if plan.fits else "DOES NOT FIT"
@@ -478,6 +478,13 @@ def advice(plan: Plan) -> str:
             "accumulation keeps every gradient whole in float32 until the last microbatch: "
             'parallelism.accumulate_gradients = "sharded" keeps shards, for a reduce-scatter with '
             "each microbatch"
+        )
+    checkpointing = plan.cfg.activation_checkpoint
+    keeps_gathered = checkpointing.mode == "selective" and not checkpointing.gather_again
+    if keeps_gathered and plan.cfg.parallelism.tensor_parallel > 1:
+        hints.append(
+            "activation_checkpoint.gather_again = true keeps no gathered sequences, for two more "
+            "all-gathers in a block"
         )
     if at_peak.get("activations", 0) > plan.live / 4:
         hints.append(

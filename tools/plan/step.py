@@ -77,11 +77,13 @@ class Op:
     # bytes that a collective outside the blocks carries for each MoE layer
     bytes_per_moe_layer: int = 0
     background: bool = False  # a collective on FSDP's stream, which overlaps with compute
+    again: bool = False  # a collective that recomputation repeats
     wait: bool = False  # FSDP's copy-out, which waits for its all-gather
     # of an exchange of experts, and of the "wait" for it: which of its stretch, from 1
     flight: int = 0
     reads: dict[int, int] = field(default_factory=dict)  # storage -> bytes
     writes: dict[int, int] = field(default_factory=dict)
+    inputs: set[int] = field(default_factory=set)  # storages, also of a matmul
 
     @property
     def attended_flops(self) -> float:
@@ -231,6 +233,49 @@ class Step(Curve):
         return f"{where.phase} of {block}{micro}"
 
 
+def keep_what_backward_reads(step: Step) -> None:
+    """Let the other activations of blocks end with their block. Selective checkpointing keeps what its
+    policy names; compiled, only what of it backward reads."""
+    read = read_in_backward(step)
+    ended: dict[Where, list[int]] = {}
+    for number, memory in step.memory.items():
+        born = memory.born
+        died = memory.died
+        in_block = born.phase == "forward" and 0 <= born.block < step.layers
+        if not in_block or memory.kind or died is None or died.phase not in IN_BLOCKS[1:]:
+            continue
+        if number not in read:
+            memory.died = born
+            ended.setdefault(born, []).append(number)
+    dead = {number for numbers in ended.values() for number in numbers}
+    for stretch in step.stretches:
+        rows = [
+            row
+            for row in stretch.rows
+            if isinstance(row, Op) or row[0] == "+" or row[1] not in dead
+        ]
+        stretch.rows = rows + [("-", number) for number in ended.get(stretch.where, [])]
+
+
+def read_in_backward(step: Step) -> set[int]:
+    """The storages that backward reads to compute something that is read in turn. Recomputation
+    without a compiler also repeats what nothing needs."""
+    needed = {number for number, memory in step.memory.items() if memory.died is None}
+    read: set[int] = set()
+    for stretch in reversed(step.stretches):
+        in_backward = stretch.where.phase in IN_BLOCKS[1:]
+        for row in reversed(stretch.rows):
+            if not isinstance(row, Op):
+                continue
+            made = row.writes.keys() - row.inputs
+            if in_backward and made and not made & needed and row.writes.keys() == made:
+                continue
+            needed |= row.inputs
+            if in_backward:
+                read |= row.inputs
+    return read
+
+
 def fuse(step: Step) -> None:
     """Find what a compiler saves: a run of memory-bound operators moves only the run's inputs and
     outputs.
@@ -255,7 +300,7 @@ def fuse(step: Step) -> None:
                 _end_run(run, i, deaths)
         _end_run(run, len(stretch.rows), deaths)
     for _, _, op in step.ops():
-        op.reads = op.writes = None
+        op.reads = op.writes = op.inputs = None
 
 
 def _end_run(run: list[Op], end: int, deaths: dict[int, int]) -> None:

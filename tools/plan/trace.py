@@ -34,12 +34,13 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import train
 from configs.schema import Config, InputError
 from models.kernels import grouped_product  # noqa: F401  registers the operators that are counted
 from models.kernels.cpu import causal_attention, document_attention
-from parallelisms import cp, ep, ep_hosts, fsdp_details, pp
+from parallelisms import blocks, cp, ep, ep_hosts, fsdp_details, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
 from tools.plan import pieces, quick
@@ -54,6 +55,7 @@ from tools.plan.step import (
     Stretch,
     Where,
     fuse,
+    keep_what_backward_reads,
 )
 from training import init, loss
 from training.optimizers import materialise
@@ -260,10 +262,12 @@ class Trace(TorchDispatchMode):
     mode sees as operators. Hooks on the blocks tell which block it is (`watch`).
     """
 
-    def __init__(self, fake: FakeTensorMode | None = None) -> None:
-        """fake: the mode below this one; None where tensors are real."""
+    def __init__(self, fake: FakeTensorMode | None = None, drops_unread: bool = False) -> None:
+        """fake: the mode below this one; None where tensors are real. drops_unread: blocks keep as if
+        they were compiled, with selective checkpointing."""
         super().__init__()
         self.fake = fake
+        self.drops_unread = drops_unread
         self.where = Where(-1, "build", -1)
         self.stretches: list[Stretch] = []
         self.memory: dict[int, Memory] = {}
@@ -285,8 +289,24 @@ class Trace(TorchDispatchMode):
         # not padded
         self.value_width = 0
         self.moe_layers = 0  # in this rank's part of the model
+        self.recomputing = False  # a block with selective checkpointing
         self.flights: dict[int, int] = {}  # storage that an exchange fills -> its Op.flight
         self.patches = ExitStack()
+
+    def contexts(self, policy: Callable) -> tuple:
+        """In the place of torch.utils.checkpoint.create_selective_checkpoint_contexts."""
+        forward, recomputation = create_selective_checkpoint_contexts(policy)
+
+        @contextmanager
+        def watched() -> Iterator[None]:
+            self.recomputing = True
+            try:
+                with recomputation:
+                    yield
+            finally:
+                self.recomputing = False
+
+        return forward, watched()
 
     # Memory.
     def rows(self) -> list:
@@ -427,6 +447,8 @@ class Trace(TorchDispatchMode):
         made = [t for t in tensors_in(out) if self.number(t) not in known]
         if func in COLLECTIVES:
             op = self.collective(func, args, out)
+            op.inputs = known
+            op.again = self.recomputing
             self.rows().append(op)
             if op.kind == "all-to-all" and op.dimension in EXCHANGES:
                 op.flight = len(self.rows())
@@ -439,6 +461,7 @@ class Trace(TorchDispatchMode):
             self.tag_fsdp(func, args, kwargs)
         if made or func._schema.is_mutable:  # otherwise it is a view
             op = self.computation(func, args, kwargs, inputs, made)
+            op.inputs = known
             # In backward, only recomputation records a graph, or runs the forward of attention or
             # of a grouped GEMM.
             forward = func == GROUPED_FORWARD or (func in ATTENTION and not ATTENTION[func][3])
@@ -721,8 +744,6 @@ class Trace(TorchDispatchMode):
                 f"by the labels {', '.join(PHASES)}; put them around the code that they name"
             )
         self.alive.clear()  # what dies with the job is no part of the step
-        for memory in self.memory.values():
-            memory.kind = memory.kind or kind_by_life(memory)
         parameters: dict[int, Parameters] = {}
         for name, p in job.model.named_parameters():
             block = parameters.setdefault(self.block_of(name, job), Parameters())
@@ -748,6 +769,10 @@ class Trace(TorchDispatchMode):
             parameters,
             moe_layers=self.moe_layers,
         )
+        if self.drops_unread:
+            keep_what_backward_reads(step)
+        for memory in self.memory.values():
+            memory.kind = memory.kind or kind_by_life(memory)
         fuse(step)
         return step
 
@@ -926,10 +951,11 @@ def trace_step(
 ) -> Step:
     """The step of a rank with all its layers, but with at most `most` microbatches: the first, the
     last and one in between. With expert parallelism it is the rank that gets the most rows."""
+    drops_unread = cfg.compile.enabled and cfg.activation_checkpoint.mode == "selective"
     cfg = tracing(cfg)
     with pretend(world_size, per_host, rank), ExitStack() as stack:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        trace = Trace(fake)
+        trace = Trace(fake, drops_unread)
         to_empty = nn.Module.to_empty
 
         # the mesh and FSDP read real tensors; only memory is made up
@@ -946,6 +972,9 @@ def trace_step(
         # a stage that is traced alone has its gathers where they are needed
         # (tools/plan/pipeline.py::Gathers)
         stack.enter_context(mock.patch.object(fsdp_details, "gather_ahead", lambda _: None))
+        stack.enter_context(
+            mock.patch.object(blocks, "create_selective_checkpoint_contexts", trace.contexts)
+        )
         job = train.build(cfg)
         if job.mesh.ep > 1:
             tokens = cfg.training.local_batch_size * cfg.training.seq_len

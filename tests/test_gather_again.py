@@ -1,0 +1,150 @@
+"""activation_checkpoint.gather_again: the numbers of the plain model, less kept from forward to
+backward for two more all-gathers in a block, and a plan that says so."""
+
+import shutil
+from unittest import mock
+
+import pytest
+from torch._dynamo.backends import debugging
+
+import train
+from configs.load import load_config
+from reliability.collectives import Watch
+from tests.parity import MESHES, STEPS, check, combination_of, compare, plain
+from tests.ranks import run_ranks
+from tests.steps import apart
+from tests.test_parallel import ASYNC, COMPILED, FUSED, overlapped
+from tools.plan import trace
+from tools.plan.device import load_device
+from tools.plan.estimate import estimate
+from tools.plan.stack import OURS
+from tools.plan.trace import trace_step
+
+SELECTIVE = "--activation_checkpoint.mode=selective"
+AGAIN = [SELECTIVE, "--activation_checkpoint.gather_again=true"]
+TP2 = "--parallelism.tensor_parallel=2"
+# one sequence: where a sequence is split, gathered ones of several are copied into order
+MODEL = (
+    "--model.dim=96 --model.n_layers=3 --model.n_heads=8 --model.n_kv_heads=4 --model.head_dim=12 "
+    "--model.hidden_dim=308 --model.vocab_size=261 --data.tokenizer=bytes --training.seq_len=64 "
+    "--training.global_batch_size=1 --training.param_dtype=float32 --lr_schedule.warmup_steps=0"
+).split()
+SEQUENCE = 64 * 96 * 4  # bytes
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize(
+    "mesh, more",
+    [
+        ("tp2", []),
+        pytest.param("tp2", COMPILED, marks=pytest.mark.slow, id="tp2-compiled"),
+        pytest.param("fsdp2xtp2", [], marks=pytest.mark.slow),
+        pytest.param("pp2xtp2", [], marks=pytest.mark.slow),
+    ],
+)
+def test_mesh_equals_the_plain_model(mesh, more):
+    combinations = [
+        combination_of(checkpointing="selective", accumulation="reduced once"),
+        combination_of(checkpointing="selective", dtype="float64", clipping="in force"),
+    ]
+    check(mesh, combinations, [*more, AGAIN[1]])
+
+
+class Gathers(Watch):
+    """Counts the all-gathers of tensor parallelism in blocks and at the head: FSDP's are others."""
+
+    count = 0
+
+    def see(self, name, func, args):
+        self.count += func.namespace == "_c10d_functional" and name == "all_gather_into_tensor"
+
+
+def gathers(options: list[str]) -> int:
+    job = train.build(load_config([*MODEL, TP2, *options], 2, 2))
+    with Gathers() as seen:
+        train.train_step(job, trace.batch_of(job, 1))
+    return seen.count
+
+
+def test_a_block_gathers_twice_more():
+    kept = run_ranks(2, gathers, [SELECTIVE])
+    again = run_ranks(2, gathers, AGAIN)
+    assert again == [kept[0] + 2 * 3] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.skipif(
+    shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
+)
+def test_asynchronous_tensor_parallelism_fuses_as_without():
+    """What is gathered again is for gradients of weights, and no part of a fused operator."""
+    ranks, options, dp_size = MESHES["tp2"]
+    results = run_ranks(ranks, overlapped, [*ASYNC, *AGAIN, *options], dp_size, timeout=270)
+    assert not [p for seen, _ in results for p in compare("tp2", seen, plain())]
+    of_blocks = 3 * STEPS
+    assert [counts for _, counts in results] == [
+        {FUSED[0]: 4 * of_blocks, FUSED[1]: 2 * of_blocks}
+    ] * ranks
+
+
+def exposed(options: list[str]) -> tuple[float, int]:
+    """Seconds for which a planned step waits for tensor parallelism, and its repeated gathers."""
+    cfg = load_config([*MODEL, TP2, *COMPILED, *options], 2, 2)
+    step = trace_step(cfg, 2, 2, True)
+    hidden = OURS.model_copy(update={"hidden_tensor": 1.0})
+    time = estimate(step, load_device("h100"), 2, True, stack=hidden)
+    again = sum(op.again for _, _, op in step.ops())
+    return time.lines["tp", "all-gather"].exposed, again
+
+
+def test_a_plan_waits_for_what_is_gathered_again():
+    nothing, none = apart(exposed, [SELECTIVE])
+    seconds, gathers_again = apart(exposed, AGAIN)
+    assert nothing == none == 0
+    assert seconds > 0 and gathers_again == 2 * 3
+
+
+def kept_by_a_compiled_block(options: list[str]) -> int:
+    """Bytes that the partitioner of a compiled block saves for backward, without parameters and the
+    tables of rotary positions."""
+    partition = debugging.min_cut_rematerialization_partition
+    saved = []
+
+    def watched(graph, inputs, *how, num_fwd_outputs, **more):
+        forward, backward = partition(graph, inputs, *how, num_fwd_outputs=num_fwd_outputs, **more)
+        (output,) = (node for node in forward.graph.nodes if node.op == "output")
+        values = [node.meta.get("val") for node in output.args[0][num_fwd_outputs:]]
+        made = [node.op != "placeholder" for node in output.args[0][num_fwd_outputs:]]
+        saved.append(
+            sum(v.numel() * v.element_size() for v, own in zip(values, made, strict=True) if own)
+        )
+        return forward, backward
+
+    job = train.build(load_config([*MODEL, TP2, *COMPILED, *options], 2, 2))
+    with mock.patch.object(debugging, "min_cut_rematerialization_partition", watched):
+        train.train_step(job, trace.batch_of(job, 1))
+    (bytes_saved,) = saved
+    return bytes_saved
+
+
+def planned(options: list[str]) -> int:
+    """The same of the second block by the planner."""
+    step = trace_step(load_config([*MODEL, TP2, *COMPILED, *options], 2, 2), 2, 2, False)
+    kept = [
+        memory.size
+        for memory in step.memory.values()
+        if memory.kind == "activations" and memory.born.block == 1
+    ]
+    return sum(kept) - SEQUENCE // 2  # its output, which the third block keeps
+
+
+@pytest.mark.cap(120)
+def test_a_compiled_block_keeps_what_is_planned():
+    """Two gathered sequences less. Kept without a compiler are also the sums of two matmuls, before
+    and after they are scattered."""
+    kept = run_ranks(2, kept_by_a_compiled_block, [SELECTIVE])[0]
+    again = run_ranks(2, kept_by_a_compiled_block, AGAIN)[0]
+    assert kept - again == 2 * SEQUENCE
+    assert apart(planned, [SELECTIVE]) == kept
+    assert apart(planned, AGAIN) == again
