@@ -90,6 +90,15 @@ def test_mesh_equals_the_plain_model(mesh, models, more):
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
+def test_sequences_that_are_gathered_again_equal_the_plain_model():
+    """Every model with experts, and latent attention."""
+    again = ["--activation_checkpoint.gather_again=true"]
+    chosen = [settings(experts=experts, checkpointing="selective") for experts in EXPERTS]
+    check("experts on tp2", chosen, again, factors=FACTORS)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "mesh, more",
     [
