@@ -8,7 +8,9 @@ from configs import check
 from configs.schema import SCHEDULES, Config, Parallelism
 from tools.plan.plan import PlanInputs
 
-MODES = ("full", "selective", "none")  # of activation checkpointing, by how much they keep
+GATHER_AGAIN = "gather again"  # selective, with activation_checkpoint.gather_again
+# of activation checkpointing, by how much they keep
+MODES = ("full", GATHER_AGAIN, "selective", "none")
 EXPERT_RANKS = (1, 4, 8, 16, 32, 64)  # degrees of expert parallelism
 DEPTHS = (2, 4, 8, 16)  # ranks of a pipeline
 LEAST_TOKENS = 8192  # of a rank in a sequence: shorter sequences are not shared between ranks
@@ -19,7 +21,7 @@ class Choice(NamedTuple):
 
     tensor_parallel: int
     replicas: int  # parallelism.data_parallel_replicate
-    mode: str  # activation_checkpoint.mode
+    mode: str  # one of MODES
     local_batch_size: int
     accumulate: str  # parallelism.accumulate_gradients
     pipeline_parallel: int = 1
@@ -47,9 +49,7 @@ class Choice(NamedTuple):
         }
         if self.expert_parallel == 1:
             parallelism["expert_chunks"] = 1
-        mode = {"mode": self.mode}
-        if self.mode != "selective" or self.tensor_parallel == 1:
-            mode["gather_again"] = False
+        mode = {"mode": self.checkpointing, "gather_again": self.mode == GATHER_AGAIN}
         batch = {"local_batch_size": self.local_batch_size}
         tables = {
             "parallelism": cfg.parallelism.model_copy(update=parallelism),
@@ -73,11 +73,18 @@ class Choice(NamedTuple):
             parts.append(f"pipeline_parallel = {self.pipeline_parallel}")
             parts.append(f"pipeline_schedule = {self.schedule}")
             parts.append(f"pipeline_stages_per_rank = {self.stages_per_rank}")
-        parts.append(f"activation_checkpoint.mode = {self.mode}")
+        parts.append(f"activation_checkpoint.mode = {self.checkpointing}")
+        if self.mode == GATHER_AGAIN:
+            parts.append("gather_again = true")
         parts.append(f"local_batch_size = {self.local_batch_size}")
         if self.accumulate == "sharded":
             parts.append("accumulate_gradients = sharded")
         return ", ".join(parts)
+
+    @property
+    def checkpointing(self) -> str:
+        """activation_checkpoint.mode"""
+        return "selective" if self.mode == GATHER_AGAIN else self.mode
 
     @property
     def base(self) -> "Choice":
@@ -163,6 +170,10 @@ def bases(cfg: Config, inputs: PlanInputs) -> list[Choice]:
     return choices
 
 
+def modes_of(base: Choice) -> list[str]:
+    return [mode for mode in MODES if mode != GATHER_AGAIN or base.tensor_parallel > 1]
+
+
 def without_pipeline(base: Choice, cfg: Config, inputs: PlanInputs) -> list[Choice]:
     """The choices with the tensor, context and expert parallelism of `base`: every mode, every
     power of two as a microbatch, and the largest one. That needs no accumulation."""
@@ -171,7 +182,7 @@ def without_pipeline(base: Choice, cfg: Config, inputs: PlanInputs) -> list[Choi
     powers = [2**i for i in range(12) if 2**i < largest]
     sizes = [*powers, largest] if largest > 0 else powers
     choices = []
-    for mode, local in product(MODES, sizes):
+    for mode, local in product(modes_of(base), sizes):
         for accumulate in ("whole", "sharded") if local < largest else ("whole",):
             choices.append(base._replace(mode=mode, local_batch_size=local, accumulate=accumulate))
     return choices
@@ -188,7 +199,7 @@ def with_pipeline(base: Choice, inputs: PlanInputs) -> list[Choice]:
         fewest, most = row.stages_per_rank
         per_rank += [(name, v) for v in (1, 2, 4) if fewest <= v <= most]
     choices = []
-    for depth, mode, accumulate in product(DEPTHS, MODES, ("whole", "sharded")):
+    for depth, mode, accumulate in product(DEPTHS, modes_of(base), ("whole", "sharded")):
         if inputs.gpus % depth:
             continue
         for schedule, v in per_rank:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
-from tools.plan.choices import Candidate, Choice
+from tools.plan.choices import GATHER_AGAIN, Candidate, Choice
 from tools.plan.step import GIB
 from tools.plan.svg import LEFT, WIDTH, image, rect, text, ticks
 
@@ -44,7 +44,8 @@ def options_of(choice: Choice) -> str:
         "parallelism.pipeline_stages_per_rank": choice.stages_per_rank,
         "parallelism.pipeline_layers": "[]",
         "parallelism.accumulate_gradients": choice.accumulate,
-        "activation_checkpoint.mode": choice.mode,
+        "activation_checkpoint.mode": choice.checkpointing,
+        "activation_checkpoint.gather_again": str(choice.mode == GATHER_AGAIN).lower(),
         "training.local_batch_size": choice.local_batch_size,
     }
     return " ".join(f"--{name}={value}" for name, value in given.items())
