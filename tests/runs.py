@@ -114,6 +114,8 @@ SMALL_MODEL = (  # sizes that meshes do not divide evenly, in float32, with sequ
 ).split()
 # with eps 1e-8 Adam amplifies rounding where gradients are near 0
 ADAMW = ["--optimizer.lr=0.01", "--optimizer.eps=1e-4"]
+# traced and partitioned for real; fast enough for tests
+COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 STEPS = 16  # of a tiny run
 TINY = (
     "--model.dim=32 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=4 --model.head_dim=8 "

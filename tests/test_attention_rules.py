@@ -23,7 +23,7 @@ from tests import parity, simulated
 from tests.parity import DOCUMENTS
 from tests.ranks import run_ranks
 from tests.ruled import RULES_OF_LAYERS, Alternating, use
-from tests.runs import ADAMW, CONTEXT_MESHES, CP2, SMALL_MODEL, ULYSSES
+from tests.runs import ADAMW, COMPILED, CONTEXT_MESHES, CP2, SMALL_MODEL, ULYSSES
 from tools.plan import report, trace
 from tools.simulate import build
 from tools.simulate.ranks import Simulator
@@ -282,7 +282,7 @@ def test_documents_are_told_for_the_windows_of_all_stages_of_a_rank():
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("method", [GATHER, [ULYSSES]], ids=["gather", "ulysses"])
 def test_a_compiled_mesh_equals_one_process(method, oracles):
-    compiled = ["--compile.enabled=true", "--compile.backend=aot_eager"]
+    compiled = COMPILED
     run = [*ADAMW, CP2, *method, *compiled, *SELECTIVE, DOCUMENTS]
     [seen] = run_ranks(2, on_ranks, [run], 1, timeout=250)[0]
     assert not parity.compare(f"{run}", seen, oracles[True])

@@ -37,6 +37,7 @@ from tests.parity import (
 )
 from tests.ranks import run_ranks
 from tests.runs import (
+    COMPILED,
     CP2,
     ULYSSES,
     ends,
@@ -127,9 +128,6 @@ def test_three_ranks_equal_the_plain_model():
         ["--training.seq_len=24"],
         factors=FACTORS,
     )
-
-
-COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 
 
 @pytest.mark.cap(300)

@@ -24,7 +24,7 @@ from reliability.collectives import group_of
 from tests.covering import covering_array
 from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks
-from tests.runs import STEPS, run, series, stopped_at, tiny_run
+from tests.runs import COMPILED, STEPS, run, series, stopped_at, tiny_run
 from tools.bench.in_flight import wait_at_once
 
 # Three hosts of two ranks; each rank has two experts. All sizes differ.
@@ -385,7 +385,7 @@ def test_chunks_on_a_mesh_equal_the_plain_model(mesh, more):
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_compiled_chunks_equal_the_plain_model():
-    more = [IN_CHUNKS, "--compile.enabled=true", "--compile.backend=aot_eager"]
+    more = [IN_CHUNKS, *COMPILED]
     check(
         "ep2", [settings(experts="deepseek_v3", checkpointing="selective")], more, factors=FACTORS
     )
@@ -421,7 +421,7 @@ def test_one_expert_gets_every_token():
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_compiled_blocks_equal_the_plain_model():
-    more = ["--compile.enabled=true", "--compile.backend=aot_eager"]
+    more = COMPILED
     chosen = settings(experts="deepseek_v3", checkpointing="selective")
     check("ep4 by host", [chosen], more, factors=FACTORS)
 

@@ -38,7 +38,7 @@ from tests.parity import (
     trajectory,
 )
 from tests.ranks import run_ranks
-from tests.runs import EP2
+from tests.runs import COMPILED, EP2
 from training.loss import plain_cross_entropy
 
 FACTORS = (
@@ -225,9 +225,6 @@ def test_selective_checkpointing_keeps_the_products_of_experts():
     """As those of every other layer: three for each of two MoE layers, which `full` computes once
     more."""
     assert run_ranks(1, products_of_experts, ["none", "selective", "full"])[0] == [6, 6, 12]
-
-
-COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 
 
 @pytest.mark.cap(300)

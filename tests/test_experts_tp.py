@@ -25,7 +25,7 @@ from tests.parity import (
     trajectory,
 )
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, EXPERT_MESHES, whole
+from tests.runs import ADAMW, COMPILED, EXPERT_MESHES, whole
 
 FACTORS = (
     {"experts": EXPERTS, "optimizer": NUMBERS["optimizer"], "clipping": NUMBERS["clipping"]}
@@ -102,7 +102,7 @@ def test_sequences_that_are_gathered_again_equal_the_plain_model():
 @pytest.mark.parametrize(
     "mesh, more",
     [
-        ("ep2 of tp2", ["--compile.enabled=true", "--compile.backend=aot_eager"]),
+        ("ep2 of tp2", COMPILED),
         ("pp2xtp2", ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=5"]),
     ],
 )

@@ -10,10 +10,11 @@ from torch._dynamo.backends import debugging
 import train
 from configs.load import load_config
 from reliability.collectives import Watch
+from tests.fused import ASYNC, FUSED, overlapped
 from tests.parity import MESHES, STEPS, check, combination_of, compare, plain
 from tests.ranks import run_ranks
+from tests.runs import COMPILED
 from tests.steps import apart
-from tests.test_parallel import ASYNC, COMPILED, FUSED, overlapped
 from tools.plan import trace
 from tools.plan.device import load_device
 from tools.plan.estimate import estimate

@@ -16,7 +16,7 @@ from data.tokenizer import byte_tokenizer
 from models import MODELS
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.runs import SMALL_MODEL
+from tests.runs import COMPILED, SMALL_MODEL
 from tests.shapes import DEEPSEEK, LLAMA3, SHAPES, random_pair
 from tools import convert
 from tools.generate import Loaded, generate, show, texts_as_they_come
@@ -292,7 +292,7 @@ def test_the_same_tokens_on_every_mesh():
     [[alone, uncached]] = run_ranks(1, sampled_on_a_mesh, [])
     assert alone == uncached and len({token for row in alone for token in row}) > 20
     for ranks, options in (
-        (2, ["--compile.enabled=true", "--compile.backend=aot_eager"]),
+        (2, COMPILED),
         (2, ["--parallelism.tensor_parallel=2", "--activation_checkpoint.mode=full"]),
     ):
         assert run_ranks(ranks, sampled_on_a_mesh, options) == [[alone, alone]] * ranks, options

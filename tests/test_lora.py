@@ -35,7 +35,7 @@ from tests.parity import (
     trajectory,
 )
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, EXPERT_MESHES, run, series, tiny_run
+from tests.runs import ADAMW, COMPILED, EXPERT_MESHES, run, series, tiny_run
 from tests.runs import MESHES as ALL_MESHES
 from tests.shapes import SHAPES
 from tools import convert, evaluate
@@ -145,7 +145,6 @@ def test_flops_are_those_of_a_step_without_gradients_of_frozen_weights():
 # Meshes ---------------------------------------------------------------------------------------------
 
 ZBV = ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4"]
-COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 # These have one oracle for each model: its settings are the same.
 CLIPPED = combination_of(clipping="in force", embeddings="tied")
 KEPT = CLIPPED | {"checkpointing": "selective", "accumulation": "reduced once"}

@@ -26,7 +26,7 @@ from models.kernels.cpu import document_attention as cpu
 from parallelisms import blocks
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.runs import Count, series, tiny_run, whole
+from tests.runs import COMPILED, Count, series, tiny_run, whole
 from tests.shapes import SHAPES, random_pair
 from tools.bench.device.checks import attention_errors
 from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
@@ -45,15 +45,14 @@ MODEL = (
     "--lr_schedule.warmup_steps=0 "
     "--optimizer.kind=sgd --optimizer.lr=0.5 --run.device=cpu"
 ).split()
-COMPILE = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 VARIANTS = {
     "eager": [],
     "accumulation": ["accumulate"],
     "ac-full": ["--activation_checkpoint.mode=full"],
     "ac-selective": ["--activation_checkpoint.mode=selective", "accumulate"],
-    "compile": COMPILE,
-    "compile-selective": [*COMPILE, "--activation_checkpoint.mode=selective"],
-    "compile-full": [*COMPILE, "--activation_checkpoint.mode=full"],
+    "compile": COMPILED,
+    "compile-selective": [*COMPILED, "--activation_checkpoint.mode=selective"],
+    "compile-full": [*COMPILED, "--activation_checkpoint.mode=full"],
 }
 MESHES = {  # name: (ranks, options, data-parallel ranks, variants)
     "one": (1, [], 1, ["eager", "accumulation", "ac-full", "ac-selective", "compile"]),
@@ -358,7 +357,7 @@ def test_the_operator_keeps_pytorchs_contracts():
 def compilations() -> int:
     """How often a block is compiled over batches that all have other documents."""
     train.compiled_loss = lambda loss, _: loss  # its graphs are not a block's
-    job = train.build(load_config([*MODEL, *COMPILE]))
+    job = train.build(load_config([*MODEL, *COMPILED]))
     torch._dynamo.utils.counters.clear()
     for seed in range(8):
         generator = torch.Generator().manual_seed(seed)

@@ -30,7 +30,7 @@ from tests.parity import (
     trajectory,
 )
 from tests.ranks import run_ranks
-from tests.runs import MESHES, ULYSSES
+from tests.runs import COMPILED, MESHES, ULYSSES
 from tests.shapes import OLMO2, YARN, random_pair
 
 COLUMNS = 14
@@ -142,7 +142,7 @@ def test_compiled_blocks_with_a_shared_norm_equal_the_plain_model():
         "tp2",
         [combination_of(model="olmo2", checkpointing="selective")],
         # float32 would differ by 1.1e-5 after a step, as much as rounding explains
-        ["--compile.enabled=true", "--compile.backend=aot_eager", FLOAT64],
+        [*COMPILED, FLOAT64],
     )
 
 

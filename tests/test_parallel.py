@@ -13,7 +13,6 @@ import functools
 import importlib.util
 import itertools
 import shutil
-from collections.abc import Callable
 from unittest import mock
 
 import numpy as np
@@ -26,10 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from parallelisms import async_tp, fsdp_details, pp, tp
+from parallelisms import fsdp_details, pp, tp
 from parallelisms.mesh import world
 from tests import parity
 from tests.covering import covering_array, every_pair, pairs
+from tests.fused import ASYNC, FUSED, overlapped
 from tests.parity import (
     BATCH,
     EXECUTION,
@@ -51,7 +51,7 @@ from tests.parity import (
     whole_model,
 )
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, MESHES, Count
+from tests.runs import ADAMW, COMPILED, MESHES, Count
 
 SIMPLE = [mesh for mesh, (ranks, _, _) in MESHES.items() if ranks <= 2]
 COMPOSED = [mesh for mesh, (ranks, _, _) in MESHES.items() if 2 < ranks < 8]
@@ -259,10 +259,6 @@ def test_negative_control_weights_of_the_step_before_are_seen():
         check("pp2xfsdp2", [chosen])
 
 
-# traced and partitioned for real; fast enough for tests
-COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
-
-
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "mesh, checkpointing",
@@ -278,39 +274,6 @@ COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 )
 def test_compiled_mesh_equals_the_plain_model(mesh, checkpointing):
     check(mesh, [combination_of(checkpointing=checkpointing)], COMPILED)
-
-
-ASYNC = [*ADAMW, "--compile.enabled=true", "--parallelism.async_tensor_parallel=true"]
-FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
-
-
-def overlapped(
-    options: list[str], dp_size: int, enabled: bool = True
-) -> tuple[dict, dict[str, int]]:
-    """A trajectory, and how often inductor's fused operators ran. A CPU has no symmetric memory:
-    here the operators are PyTorch's own plain versions of them, all-gather then matmul, matmul then
-    scatter, so that the rewritten graph runs for real."""
-    import torch._functorch.config
-    from torch._inductor import config
-    from torch.distributed import _symmetric_memory
-
-    # counted is what is compiled here
-    config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
-    torch.distributed.is_nccl_available, async_tp.SYMMETRIC_MEMORY = lambda: True, ("cpu",)
-    if not enabled:
-        _symmetric_memory.enable_symm_mem_for_group = lambda name: None
-    counts, library = dict.fromkeys(FUSED, 0), torch.library.Library("symm_mem", "IMPL")
-
-    def counted(name: str, plainly: Callable) -> Callable:
-        def run(*args, **kwargs):
-            counts[name] += 1
-            return plainly(*args, **kwargs)
-
-        return run
-
-    for name in FUSED:
-        library.impl(name, counted(name, getattr(_symmetric_memory, f"_{name}_fallback")), "CPU")
-    return trajectory(options, dp_size), counts
 
 
 @pytest.mark.slow

@@ -6,36 +6,11 @@ import pytest
 import torch
 
 from configs.load import load_config
-from tests.steps import apart
+from tests.steps import LOSS, apart, outline
 from tools.plan import pieces
-from tools.plan.step import Step
 from tools.plan.trace import Trace, trace_step
 
-# pieces of 20 tokens among 132: six whole ones and the rest
-LOSS = (
-    "--model.dim=32 --model.n_layers=1 --model.n_heads=4 --model.vocab_size=261 "
-    "--data.tokenizer=bytes --training.seq_len=66 --training.global_batch_size=8 "
-    "--training.local_batch_size=2 --training.loss_chunk_tokens=20 --training.param_dtype=bfloat16 "
-    "--lr_schedule.warmup_steps=0"
-).split()
 FEW = pieces.few
-
-
-def outline(step: Step) -> list:
-    """All events in order, with storages numbered by their first appearance."""
-    names: dict[int, int] = {}
-    found = []
-    for stretch in step.stretches:
-        rows = []
-        for row in stretch.rows:
-            if isinstance(row, tuple):
-                event, number = row
-                memory = step.memory[number]
-                name = names.setdefault(number, len(names))
-                row = event, name, memory.size, memory.kind, memory.born, memory.died
-            rows.append(row)
-        found.append((stretch.where, rows))
-    return found
 
 
 def traced(options: list[str], few=FEW) -> tuple[list, int, dict[str, int], int]:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 from configs.load import load_config
-from tests.test_plan_pieces import LOSS, outline
+from tests.steps import LOSS, outline
 from tools.plan import quick
 from tools.plan.trace import trace_step
 

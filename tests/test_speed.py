@@ -32,6 +32,7 @@ from models.kernels.cpu import causal_attention as causal
 from parallelisms import blocks, dp, float8
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
+from tests.runs import COMPILED
 from tools.bench import curve, sections
 
 DEBUG = Path(__file__).resolve().parent.parent / "configs" / "llama_debug.toml"
@@ -97,7 +98,7 @@ def both_ways(options: list[str]) -> list[tuple[list[float], list[torch.Tensor]]
         ["--model.tied_embeddings=true"],
         ["--activation_checkpoint.mode=full"],
         ["--activation_checkpoint.mode=selective"],
-        ["--compile.enabled=true", "--compile.backend=aot_eager"],
+        COMPILED,
     ],
     ids=" ".join,
 )
@@ -539,7 +540,7 @@ def phases(options: list[str]) -> list[str]:
     "options",
     [
         ["--activation_checkpoint.mode=selective"],
-        ["--compile.enabled=true", "--compile.backend=aot_eager"],
+        COMPILED,
     ],
     ids=" ".join,
 )
@@ -726,7 +727,7 @@ def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[floa
         ("tensorwise", ["--activation_checkpoint.mode=selective"]),
         pytest.param(
             "rowwise",
-            ["--compile.enabled=true", "--compile.backend=aot_eager"],
+            COMPILED,
             marks=pytest.mark.slow,
         ),
     ],

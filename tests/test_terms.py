@@ -18,7 +18,7 @@ from models.terms import AuxiliaryTerms, InjectGradient, Term
 from tests import parity
 from tests.parity import DEEPSEEK, DOCUMENTS, EQUAL, TWO_MICROBATCHES
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, CONTEXT_MESHES, MESHES, run, tiny_run
+from tests.runs import ADAMW, COMPILED, CONTEXT_MESHES, MESHES, run, tiny_run
 from training.experts import ExpertLoad
 from training.loss import linear_cross_entropy, plain_cross_entropy
 from training.terms import TermLog
@@ -177,7 +177,6 @@ def test_the_z_loss_of_pieces_is_that_of_whole_logits(chunk):
 
 # -------------------------------------------------------------------------------------- the meshes
 
-COMPILED = ["--compile.enabled=true", "--compile.backend=aot_eager"]
 EACH_TIME = [TWO_MICROBATCHES, "--parallelism.accumulate_gradients=sharded"]
 
 
