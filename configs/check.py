@@ -321,11 +321,6 @@ RULES = {
         'above 1, compile.enabled = true, compile.backend = "inductor", and '
         "tensor_parallel_across_hosts = false",
     ),
-    "cp_async": (
-        lambda c: c.parallelism.async_tensor_parallel and c.parallelism.context_parallel > 1,
-        "{parallelism.async_tensor_parallel} together with {parallelism.context_parallel} is not "
-        "supported, since nobody has tried the two: use one of them",
-    ),
     # FSDP2 makes the groups of N from each rank's slice of the mesh; the slices wait for each other
     "tp_reshard": (
         lambda c: (

@@ -1102,16 +1102,6 @@ RULE_CASES = {
         'parallelism.reshard_after_forward = "default"|remove it|reshard_after_forward = true',
         "parallelism.reshard_after_forward=true",
     ),
-    "cp_async": (
-        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 "
-        "parallelism.context_parallel=2 "
-        "compile.enabled=true training.local_batch_size=4",
-        4,
-        4,
-        "parallelism.async_tensor_parallel = true together with parallelism.context_parallel = "
-        "2|use one of them",
-        "parallelism.context_parallel=1",
-    ),
     "tp_async": (
         "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
         2,

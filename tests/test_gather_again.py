@@ -10,19 +10,14 @@ from torch._dynamo.backends import debugging
 import train
 from configs.load import load_config
 from reliability.collectives import Watch
-from tests.fused import ASYNC, FUSED, overlapped
+from tests.fused import AGAIN, ASYNC, FUSED, SELECTIVE, overlapped
 from tests.parity import MESHES, STEPS, check, combination_of, compare, plain
 from tests.ranks import run_ranks
 from tests.runs import COMPILED
 from tests.steps import apart
 from tools.plan import trace
-from tools.plan.device import load_device
-from tools.plan.estimate import estimate
-from tools.plan.stack import OURS
 from tools.plan.trace import trace_step
 
-SELECTIVE = "--activation_checkpoint.mode=selective"
-AGAIN = [SELECTIVE, "--activation_checkpoint.gather_again=true"]
 TP2 = "--parallelism.tensor_parallel=2"
 # one sequence: where a sequence is split, gathered ones of several are copied into order
 MODEL = (
@@ -78,32 +73,36 @@ def test_a_block_gathers_twice_more():
 @pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
 )
-def test_asynchronous_tensor_parallelism_fuses_as_without():
-    """What is gathered again is for gradients of weights, and no part of a fused operator."""
+def test_asynchronous_tensor_parallelism_fuses_as_without_and_hides_what_is_gathered_again():
+    """What is gathered again is for gradients of weights, and no part of a fused operator. It
+    travels while the gradient of another weight is computed."""
     ranks, options, dp_size = MESHES["tp2"]
     results = run_ranks(ranks, overlapped, [*ASYNC, *AGAIN, *options], dp_size, timeout=270)
-    assert not [p for seen, _ in results for p in compare("tp2", seen, plain())]
+    assert not [p for seen in results for p in compare("tp2", seen.trajectory, plain())]
     of_blocks = 3 * STEPS
-    assert [counts for _, counts in results] == [
-        {FUSED[0]: 4 * of_blocks, FUSED[1]: 2 * of_blocks}
-    ] * ranks
+    for seen in results:
+        assert seen.calls == dict.fromkeys(FUSED, 4 * of_blocks)
+        assert seen.behind.count(1) == 2 * of_blocks
 
 
-def exposed(options: list[str]) -> tuple[float, int]:
-    """Seconds for which a planned step waits for tensor parallelism, and its repeated gathers."""
+def scattered(options: list[str]) -> list[int]:
+    """Of the reduce-scatters of a block's backward: bytes of the weights of the GEMMs that are summed
+    there."""
     cfg = load_config([*MODEL, TP2, *COMPILED, *options], 2, 2)
     step = trace_step(cfg, 2, 2, True)
-    hidden = OURS.model_copy(update={"hidden_tensor": 1.0})
-    time = estimate(step, load_device("h100"), 2, True, stack=hidden)
-    again = sum(op.again for _, _, op in step.ops())
-    return time.lines["tp", "all-gather"].exposed, again
+    return [
+        op.summed_weights
+        for where, _, op in step.ops()
+        if op.kind == "reduce-scatter" and where.phase == "backward" and where.block == 1
+    ]
 
 
-def test_a_plan_waits_for_what_is_gathered_again():
-    nothing, none = apart(exposed, [SELECTIVE])
-    seconds, gathers_again = apart(exposed, AGAIN)
-    assert nothing == none == 0
-    assert seconds > 0 and gathers_again == 2 * 3
+def test_a_plan_copies_the_weights_of_gemms_that_become_one():
+    """Of the MLP, then of attention: inductor fuses a reduce-scatter with one GEMM."""
+    mlp = 2 * 308 // 2 * 96 * 4
+    attention = (8 + 4 + 4) * 12 // 2 * 96 * 4
+    assert apart(scattered, [SELECTIVE]) == [mlp, attention]
+    assert apart(scattered, AGAIN) == [mlp, attention]
 
 
 def kept_by_a_compiled_block(options: list[str]) -> int:

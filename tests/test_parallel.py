@@ -29,7 +29,7 @@ from parallelisms import fsdp_details, pp, tp
 from parallelisms.mesh import world
 from tests import parity
 from tests.covering import covering_array, every_pair, pairs
-from tests.fused import ASYNC, FUSED, overlapped
+from tests.fused import AGAIN, ASYNC, FUSED, overlapped
 from tests.parity import (
     BATCH,
     EXECUTION,
@@ -51,7 +51,7 @@ from tests.parity import (
     whole_model,
 )
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, COMPILED, MESHES, Count
+from tests.runs import ADAMW, COMPILED, CONTEXT_MESHES, MESHES, Count
 
 SIMPLE = [mesh for mesh, (ranks, _, _) in MESHES.items() if ranks <= 2]
 COMPOSED = [mesh for mesh, (ranks, _, _) in MESHES.items() if 2 < ranks < 8]
@@ -281,19 +281,18 @@ def test_compiled_mesh_equals_the_plain_model(mesh, checkpointing):
 @pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
 )
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "mesh", ["tp2", "cp2xtp2", pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive)]
+)
 def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
     """And it does something: inductor rewrites nothing, in silence, where it does not find its
-    patterns. Per block a step has two all-gathers before matmuls in forward and two in
-    backward, and two reduce-scatters after a matmul in forward; backward's two reduce-scatters are
-    of sums of matmuls, and stay as they are."""
-    ranks, options, dp_size = MESHES[mesh]
+    patterns. Per block a step has two all-gathers before matmuls and two reduce-scatters after them
+    in forward, and as many in backward."""
+    ranks, options, dp_size = (MESHES | CONTEXT_MESHES)[mesh]
     results = run_ranks(ranks, overlapped, [*ASYNC, *options], dp_size, timeout=270)
-    assert not [p for seen, _ in results for p in compare(mesh, seen, plain())]
+    assert not [p for seen in results for p in compare(mesh, seen.trajectory, plain())]
     blocks = 3 * STEPS
-    assert [counts for _, counts in results] == [
-        {FUSED[0]: 4 * blocks, FUSED[1]: 2 * blocks}
-    ] * ranks
+    assert [seen.calls for seen in results] == [dict.fromkeys(FUSED, 4 * blocks)] * ranks
 
 
 @pytest.mark.slow
@@ -301,11 +300,13 @@ def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
 @pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
 )
-def test_negative_control_without_symmetric_memory_nothing_is_fused():
+def test_negative_control_without_symmetric_memory_nothing_is_fused_or_hidden():
     """As in a program that takes PyTorch 2.13 by its word, that `enable_symm_mem_for_group` need
     not be called."""
-    results = run_ranks(2, overlapped, [*ASYNC, *MESHES["tp2"][1]], 1, False, timeout=270)
-    assert [counts for _, counts in results] == [dict.fromkeys(FUSED, 0)] * 2
+    options = [*ASYNC, *AGAIN, *MESHES["tp2"][1]]
+    for seen in run_ranks(2, overlapped, options, 1, False, timeout=270):
+        assert seen.calls == dict.fromkeys(FUSED, 0)
+        assert 1 not in seen.behind
 
 
 def refused(options: list[str]) -> str:

@@ -288,7 +288,10 @@ class Playback:
             seconds = 0.0
         stream = f"{op.dimension} {op.kind}"
         if not op.background:
-            seconds *= 1 - self.hidden(op)
+            hidden = self.hidden(op)
+            seconds *= 1 - hidden
+            if op.summed_weights and hidden and not self.stack.fused_kernels:
+                self.add_copies(op.summed_weights, times)
             if op.flight and self.stack.hidden_dispatch:
                 start = max(self.now, self.exchange_free.get(op.dimension, 0.0))
                 end = self.exchange_free[op.dimension] = start + seconds
@@ -326,10 +329,17 @@ class Playback:
 
     def hidden(self, op: Op) -> float:
         """The part of a collective that runs behind computation, though the next operator needs
-        its result. A gather that is repeated stands before no GEMM that inductor fuses it with."""
+        its result."""
         if op.dimension == "tp" and self.rings["tp"].hosts == 1:
-            return 0.0 if op.again else self.stack.hidden_tensor
+            return self.stack.hidden_tensor
         return self.stack.hidden_exchange if op.dimension == "ep" else 0.0
+
+    def add_copies(self, size: int, times: int) -> None:
+        """Weights are copied side by side, so that one GEMM makes what a reduce-scatter sends
+        (parallelisms/async_tp.py::multiply_once)."""
+        seconds = 2 * size / (self.device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY)
+        self.result.memory_bound += times * seconds
+        self.now += seconds
 
     def compute(self, op: Op, where: Where, times: int) -> None:
         if op.wait and self.all_gather_ends:

@@ -34,13 +34,12 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import train
 from configs.schema import Config, InputError
 from models.kernels import grouped_product  # noqa: F401  registers the operators that are counted
 from models.kernels.cpu import causal_attention, document_attention
-from parallelisms import blocks, cp, ep, ep_hosts, fsdp_details, pp
+from parallelisms import cp, ep, ep_hosts, fsdp_details, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
 from tools.plan import pieces, quick
@@ -102,6 +101,8 @@ MATMULS = {
     aten.addmm.default: 1,
     aten.baddbmm.default: 1,
 }
+# operators whose result is a sum, or is one in another order
+SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.cat.default, aten.clone.default}
 
 
 def has_no_vector(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -289,24 +290,10 @@ class Trace(TorchDispatchMode):
         # not padded
         self.value_width = 0
         self.moe_layers = 0  # in this rank's part of the model
-        self.recomputing = False  # a block with selective checkpointing
+        # storage -> bytes of the second operand of each GEMM whose sum it holds
+        self.terms: dict[int, list[int]] = {}
         self.flights: dict[int, int] = {}  # storage that an exchange fills -> its Op.flight
         self.patches = ExitStack()
-
-    def contexts(self, policy: Callable) -> tuple:
-        """In the place of torch.utils.checkpoint.create_selective_checkpoint_contexts."""
-        forward, recomputation = create_selective_checkpoint_contexts(policy)
-
-        @contextmanager
-        def watched() -> Iterator[None]:
-            self.recomputing = True
-            try:
-                with recomputation:
-                    yield
-            finally:
-                self.recomputing = False
-
-        return forward, watched()
 
     # Memory.
     def rows(self) -> list:
@@ -448,7 +435,10 @@ class Trace(TorchDispatchMode):
         if func in COLLECTIVES:
             op = self.collective(func, args, out)
             op.inputs = known
-            op.again = self.recomputing
+            terms = [size for number in known for size in self.terms.get(number, [])]
+            op.summed_weights = sum(terms) if len(terms) > 1 else 0
+            if not op.background:
+                self.terms.clear()
             self.rows().append(op)
             if op.kind == "all-to-all" and op.dimension in EXCHANGES:
                 op.flight = len(self.rows())
@@ -462,6 +452,8 @@ class Trace(TorchDispatchMode):
         if made or func._schema.is_mutable:  # otherwise it is a view
             op = self.computation(func, args, kwargs, inputs, made)
             op.inputs = known
+            if in_backward:
+                self.note_terms(func, args, known, tensors_in(out))
             # In backward, only recomputation records a graph, or runs the forward of attention or
             # of a grouped GEMM.
             forward = func == GROUPED_FORWARD or (func in ATTENTION and not ATTENTION[func][3])
@@ -469,6 +461,17 @@ class Trace(TorchDispatchMode):
                 op.recomputed = op.matmul_flops + op.attention_flops
             if op.matmul_flops or op.attention_flops or "empty" not in op.name:
                 self.rows().append(op)
+
+    def note_terms(self, func, args: tuple, known: set[int], out: list[torch.Tensor]) -> None:
+        """Remember what a sum of GEMMs is made of."""
+        if func in MATMULS:
+            terms = [nbytes(args[MATMULS[func] + 1])]
+        elif func in SUMS:
+            terms = [size for number in known for size in self.terms.get(number, [])]
+        else:
+            return
+        for tensor in out:
+            self.terms[self.number(tensor)] = terms
 
     def collective(self, func, args: tuple, out: object) -> Op:
         kind, message = COLLECTIVES[func]
@@ -972,9 +975,6 @@ def trace_step(
         # a stage that is traced alone has its gathers where they are needed
         # (tools/plan/pipeline.py::Gathers)
         stack.enter_context(mock.patch.object(fsdp_details, "gather_ahead", lambda _: None))
-        stack.enter_context(
-            mock.patch.object(blocks, "create_selective_checkpoint_contexts", trace.contexts)
-        )
         job = train.build(cfg)
         if job.mesh.ep > 1:
             tokens = cfg.training.local_batch_size * cfg.training.seq_len
