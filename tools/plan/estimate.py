@@ -329,9 +329,11 @@ class Playback:
 
     def hidden(self, op: Op) -> float:
         """The part of a collective that runs behind computation, though the next operator needs
-        its result."""
+        its result. Sums of float8 GEMMs are not one GEMM (parallelisms/async_tp.py), so inductor
+        fuses no reduce-scatter with them."""
         if op.dimension == "tp" and self.rings["tp"].hosts == 1:
-            return self.stack.hidden_tensor
+            of_many = op.summed_weights and self.stack.float8 > 1 and not self.stack.fused_kernels
+            return 0.0 if of_many else self.stack.hidden_tensor
         return self.stack.hidden_exchange if op.dimension == "ep" else 0.0
 
     def add_copies(self, size: int, times: int) -> None:
