@@ -282,7 +282,12 @@ def test_compiled_mesh_equals_the_plain_model(mesh, checkpointing):
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
 )
 @pytest.mark.parametrize(
-    "mesh", ["tp2", "cp2xtp2", pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive)]
+    "mesh",
+    [
+        "cp2xtp2",
+        # tp2 alone: with more in tests/test_gather_again.py
+        *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in ("tp2", "fsdp2xtp2")),
+    ],
 )
 def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
     """And it does something: inductor rewrites nothing, in silence, where it does not find its
