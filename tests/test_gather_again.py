@@ -16,6 +16,9 @@ from tests.ranks import run_ranks
 from tests.runs import COMPILED
 from tests.steps import apart
 from tools.plan import trace
+from tools.plan.device import load_device
+from tools.plan.estimate import estimate
+from tools.plan.stack import OURS
 from tools.plan.trace import trace_step
 
 TP2 = "--parallelism.tensor_parallel=2"
@@ -103,6 +106,19 @@ def test_a_plan_copies_the_weights_of_gemms_that_become_one():
     attention = (8 + 4 + 4) * 12 // 2 * 96 * 4
     assert apart(scattered, [SELECTIVE]) == [mlp, attention]
     assert apart(scattered, AGAIN) == [mlp, attention]
+
+
+def exposed(float8: float) -> float:
+    """Seconds for which a planned step waits for reduce-scatters, if all that can be is hidden."""
+    step = trace_step(load_config([*MODEL, TP2, *COMPILED], 2, 2), 2, 2, True)
+    stack = OURS.model_copy(update={"hidden_tensor": 1.0, "float8": float8})
+    time = estimate(step, load_device("h100"), 2, True, stack=stack)
+    return time.lines["tp", "reduce-scatter"].exposed
+
+
+def test_a_plan_waits_for_sums_of_float8_gemms():
+    """Which parallelisms/async_tp.py does not make one GEMM."""
+    assert apart(exposed, 1.0) == 0 < apart(exposed, 1.6)
 
 
 def kept_by_a_compiled_block(options: list[str]) -> int:
