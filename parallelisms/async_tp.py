@@ -72,6 +72,7 @@ def multiply_once(graph: fx.Graph) -> None:
     """
     for scatter in graph.find_nodes(op="call_function", target=SCATTER):
         add_in_gemm(scatter)
+    graph.eliminate_dead_code()
 
 
 def add_in_gemm(scatter: fx.Node) -> None:
@@ -97,7 +98,6 @@ def add_in_gemm(scatter: fx.Node) -> None:
         product = insert(aten.mm.default, rows, weights)
         result = insert(aten.reshape.default, product, [*leading, features])
     total.replace_all_uses_with(result)
-    erase(total)
 
 
 def terms_of(node: fx.Node) -> list[tuple[fx.Node, fx.Node] | None]:
@@ -120,15 +120,6 @@ def factors_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (gradient, weight) if same else None
 
 
-def erase(node: fx.Node) -> None:
-    """Remove a node, and of its inputs those that nothing else uses."""
-    inputs = node.all_input_nodes
-    node.graph.erase_node(node)
-    for given in inputs:
-        if not given.users and given.op != "placeholder":
-            erase(given)
-
-
 def gather_early(graph: fx.Graph) -> None:
     """All-gathers that no GEMM is fused with are for gradients of weights
     (`activation_checkpoint.gather_again`). Start each right after the fused all-gather before it, and
@@ -139,7 +130,7 @@ def gather_early(graph: fx.Graph) -> None:
         if node.target is torch.ops.symm_mem.fused_all_gather_matmul.default:
             fused = node
         if node.target is GATHER and fused is not None:
-            order = {node: number for number, node in enumerate(graph.nodes)}
+            order = {each: number for number, each in enumerate(graph.nodes)}
             late = [needed for needed in inputs_of(node) if order[needed] > order[fused]]
             for needed in sorted(late, key=order.__getitem__, reverse=True):
                 fused.append(needed)

@@ -282,8 +282,7 @@ def test_documents_are_told_for_the_windows_of_all_stages_of_a_rank():
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("method", [GATHER, [ULYSSES]], ids=["gather", "ulysses"])
 def test_a_compiled_mesh_equals_one_process(method, oracles):
-    compiled = COMPILED
-    run = [*ADAMW, CP2, *method, *compiled, *SELECTIVE, DOCUMENTS]
+    run = [*ADAMW, CP2, *method, *COMPILED, *SELECTIVE, DOCUMENTS]
     [seen] = run_ranks(2, on_ranks, [run], 1, timeout=250)[0]
     assert not parity.compare(f"{run}", seen, oracles[True])
 

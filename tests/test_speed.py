@@ -725,11 +725,7 @@ def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[floa
     ("recipe", "options"),
     [
         ("tensorwise", ["--activation_checkpoint.mode=selective"]),
-        pytest.param(
-            "rowwise",
-            COMPILED,
-            marks=pytest.mark.slow,
-        ),
+        pytest.param("rowwise", COMPILED, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -290,8 +290,8 @@ class Playback:
         if not op.background:
             hidden = self.hidden(op)
             seconds *= 1 - hidden
-            if op.summed_weights and hidden and not self.stack.fused_kernels:
-                self.add_copies(op.summed_weights, times)
+            if hidden:
+                self.add_copies(self.copied(op), times)
             if op.flight and self.stack.hidden_dispatch:
                 start = max(self.now, self.exchange_free.get(op.dimension, 0.0))
                 end = self.exchange_free[op.dimension] = start + seconds
@@ -332,13 +332,16 @@ class Playback:
         its result. Sums of float8 GEMMs are not one GEMM (parallelisms/async_tp.py), so inductor
         fuses no reduce-scatter with them."""
         if op.dimension == "tp" and self.rings["tp"].hosts == 1:
-            of_many = op.summed_weights and self.stack.float8 > 1 and not self.stack.fused_kernels
-            return 0.0 if of_many else self.stack.hidden_tensor
+            apart = self.copied(op) and self.stack.float8 > 1
+            return 0.0 if apart else self.stack.hidden_tensor
         return self.stack.hidden_exchange if op.dimension == "ep" else 0.0
 
+    def copied(self, op: Op) -> int:
+        """Bytes of the weights that must lie side by side for one GEMM to make what a reduce-scatter
+        sends (parallelisms/async_tp.py::multiply_once). Fused kernels have them so."""
+        return 0 if self.stack.fused_kernels else op.summed_weights
+
     def add_copies(self, size: int, times: int) -> None:
-        """Weights are copied side by side, so that one GEMM makes what a reduce-scatter sends
-        (parallelisms/async_tp.py::multiply_once)."""
         seconds = 2 * size / (self.device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY)
         self.result.memory_bound += times * seconds
         self.now += seconds

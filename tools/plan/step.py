@@ -77,7 +77,7 @@ class Op:
     # bytes that a collective outside the blocks carries for each MoE layer
     bytes_per_moe_layer: int = 0
     background: bool = False  # a collective on FSDP's stream, which overlaps with compute
-    # of a collective that sends a sum of GEMMs in backward: bytes of their weights
+    # of a reduce-scatter that sends a sum of GEMMs in backward: bytes of their weights
     summed_weights: int = 0
     wait: bool = False  # FSDP's copy-out, which waits for its all-gather
     # of an exchange of experts, and of the "wait" for it: which of its stretch, from 1

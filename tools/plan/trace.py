@@ -435,8 +435,9 @@ class Trace(TorchDispatchMode):
         if func in COLLECTIVES:
             op = self.collective(func, args, out)
             op.inputs = known
-            terms = [size for number in known for size in self.terms.get(number, [])]
-            op.summed_weights = sum(terms) if len(terms) > 1 else 0
+            terms = self.terms_of(known)
+            if op.kind == "reduce-scatter" and len(terms) > 1:
+                op.summed_weights = sum(terms)
             if not op.background:
                 self.terms.clear()
             self.rows().append(op)
@@ -453,7 +454,7 @@ class Trace(TorchDispatchMode):
             op = self.computation(func, args, kwargs, inputs, made)
             op.inputs = known
             if in_backward:
-                self.note_terms(func, args, known, tensors_in(out))
+                self.note_terms(func, args, known, out)
             # In backward, only recomputation records a graph, or runs the forward of attention or
             # of a grouped GEMM.
             forward = func == GROUPED_FORWARD or (func in ATTENTION and not ATTENTION[func][3])
@@ -462,15 +463,18 @@ class Trace(TorchDispatchMode):
             if op.matmul_flops or op.attention_flops or "empty" not in op.name:
                 self.rows().append(op)
 
-    def note_terms(self, func, args: tuple, known: set[int], out: list[torch.Tensor]) -> None:
+    def terms_of(self, storages: set[int]) -> list[int]:
+        return [size for number in storages for size in self.terms.get(number, [])]
+
+    def note_terms(self, func, args: tuple, known: set[int], out: object) -> None:
         """Remember what a sum of GEMMs is made of."""
         if func in MATMULS:
             terms = [nbytes(args[MATMULS[func] + 1])]
         elif func in SUMS:
-            terms = [size for number in known for size in self.terms.get(number, [])]
+            terms = self.terms_of(known)
         else:
             return
-        for tensor in out:
+        for tensor in tensors_in(out):
             self.terms[self.number(tensor)] = terms
 
     def collective(self, func, args: tuple, out: object) -> Op:
