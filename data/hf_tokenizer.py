@@ -18,6 +18,7 @@ import json
 from pathlib import Path
 
 from configs.schema import InputError
+from data.ends import begin_and_end
 from data.tokenizer import (
     NO_SPLIT,
     SPLIT,
@@ -33,8 +34,6 @@ from data.tokenizer import (
 # every text from end to end (tiktoken drops what lies between two matches). Other patterns are
 # refused, because nobody has compared them.
 SPLITS = (SPLIT, SPLIT_CL100K, SPLIT_GPT2, SPLIT_O200K, SPLIT_QWEN2)
-# Tokens that may end a text if no file says which one does, in this order.
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 
 
 def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
@@ -178,34 +177,12 @@ def read_file(path: Path) -> Tokenizer:
         raise InputError(f"{path} is not a regular file")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return _read(document, *_begin_and_end(path.parent, document))
+        return _read(document, *begin_and_end(path.parent, document))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise InputError(f"{path} is not a tokenizer that can be converted: {reason}") from None
-
-
-def _begin_and_end(folder: Path, document: dict) -> tuple[str | None, str]:
-    """The names of the tokens that begin and end a text, from tokenizer_config.json, from the ids
-    in config.json, or from ENDS."""
-    path = folder / "tokenizer_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    begin, end = (
-        token["content"] if isinstance(token := config.get(key), dict) else token
-        for key in ("bos_token", "eos_token")
-    )
-    names = {row["id"]: row["content"] for row in document["added_tokens"]}
-    if end is None and (folder / "config.json").is_file():
-        ids = json.loads((folder / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
-        end = names[ids[0] if isinstance(ids, list) else ids]
-    if end is None:
-        end = next((name for name in ENDS if name in names.values()), None)
-    if end is None:
-        raise ValueError(
-            "nothing says which token ends a text (eos_token in tokenizer_config.json)"
-        )
-    return begin if begin in names.values() else None, end
 
 
 def _read(document: dict, begin: str | None, end: str) -> Tokenizer:

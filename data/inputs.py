@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from configs.schema import Config, InputError, is_prepared
 from data import formats, sources, tasks
+from data.open_tokenizer import open_tokenizer
 from data.packing import PackedTokens
 from data.prepare import prepare
-from data.prepare.encoding import open_tokenizer
 from data.stores import places
 from data.tokenizer import Tokenizer
 

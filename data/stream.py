@@ -45,8 +45,9 @@ import numpy as np
 from configs.schema import Config, Data, InputError
 from data import sources
 from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
+from data.open_tokenizer import open_tokenizer
 from data.prepare import is_tokenised
-from data.prepare.encoding import encode, open_tokenizer
+from data.prepare.encoding import encode
 from data.shuffle import permute
 from data.tokenizer import Tokenizer
 from data.workers import LoaderError

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from configs.schema import Data, InputError
-from data import hf_tokenizer, sources, tokenizer
+from data import hf_tokenizer, rank_files, sources, tokenizer
 from data.prepare.job import BPE_CHARACTERS
 from data.stores import places
 
@@ -44,7 +44,7 @@ def train(
     sources.warn_of_lines(sources.find(source), print)
     tok = tokenizer.train_bpe(_texts(source, field, characters), vocab_size)
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer.write_rank_file(tok, str(out / RANKS))
+    rank_files.write_rank_file(tok, str(out / RANKS))
     for name, document in hf_tokenizer.files(tok, 1 << 20).items():
         (out / name).write_text(
             json.dumps(document, ensure_ascii=False, indent=1), encoding="utf-8"
@@ -66,7 +66,7 @@ def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
     """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the
     text back. If `tokenizers` is installed, it is asked too."""
     forms = {
-        RANKS: tokenizer.from_rank_file(str(out / RANKS)),
+        RANKS: rank_files.from_rank_file(str(out / RANKS)),
         "tokenizer.json": hf_tokenizer.read(out),
     }
     for name, form in forms.items():

@@ -26,9 +26,9 @@ from data import answers, audit, chat, fit, formats, inputs, packing, show, spli
 from data.documents import DocumentIndex
 from data.loader import IGNORE, Batches, loader
 from data.open import open_corpora
+from data.open_tokenizer import open_tokenizer
 from data.packing import PackedTokens
 from data.prepare import prepare
-from data.prepare.encoding import open_tokenizer
 from data.prepared import Prepared, open_prepared, read_manifest, verify
 from data.tokenizer import Tokenizer, byte_tokenizer
 from parallelisms.mesh import world

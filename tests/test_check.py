@@ -20,7 +20,8 @@ from configs.load import load_config
 from configs.schema import InputError
 from data import sources
 from data.prepare import prepare
-from data.tokenizer import train_bpe, write_rank_file
+from data.rank_files import write_rank_file
+from data.tokenizer import train_bpe
 from models import Registry, llama, qwen3
 from models.formats import llama as llama_formats
 from models.formats import qwen3 as qwen3_formats

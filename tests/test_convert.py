@@ -35,9 +35,9 @@ from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from data import hf_tokenizer
+from data.rank_files import LLAMA3_SPECIAL_TOKENS
 from data.tokenizer import (
     END_OF_TEXT,
-    LLAMA3_SPECIAL_TOKENS,
     SPLIT,
     Tokenizer,
     byte_tokenizer,

@@ -24,7 +24,7 @@ import pytest
 from pyarrow import parquet
 
 from configs.schema import Data, InputError, is_prepared
-from data import hf_tokenizer, sources, splice, stream, tokenizer
+from data import hf_tokenizer, rank_files, sources, splice, stream, tokenizer
 from data.documents import DocumentIndex
 from data.prepare import prepare
 from data.prepared import SPLITS, Prepared, open_prepared, verify
@@ -914,8 +914,8 @@ def test_a_prepared_folder_is_a_source(
     assert prepare(cfg, again.append, out=str(out)).fingerprint == made.fingerprint and not again
     used = prepare(data(out, tmp_path, tokenizer="bpe"))
     assert used.fingerprint == made.fingerprint and used.folder == made.folder
-    tokenizer.write_rank_file(made.tokenizer, str(tmp_path / "same.tiktoken"))
-    tokenizer.write_rank_file(bpe, str(tmp_path / "other.tiktoken"))
+    rank_files.write_rank_file(made.tokenizer, str(tmp_path / "same.tiktoken"))
+    rank_files.write_rank_file(bpe, str(tmp_path / "other.tiktoken"))
     assert (
         prepare(data(out, tmp_path, tokenizer=str(tmp_path / "same.tiktoken"))).fingerprint
         == made.fingerprint

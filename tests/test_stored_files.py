@@ -11,8 +11,8 @@ pytest.importorskip("obstore")
 from configs.load import load_config
 from configs.schema import Data, InputError
 from data import hf_tokenizer, inputs
+from data.open_tokenizer import open_tokenizer
 from data.prepare import __main__ as prepare_command
-from data.prepare.encoding import open_tokenizer
 from data.stores import kept
 from data.tokenizer import Tokenizer, train_bpe
 from reliability import objects

@@ -15,8 +15,8 @@ import pytest
 import tiktoken
 
 from configs.schema import InputError
-from data import hf_tokenizer, tokenizer, train_tokenizer
-from data.prepare.encoding import open_tokenizer
+from data import hf_tokenizer, rank_files, tokenizer, train_tokenizer
+from data.open_tokenizer import open_tokenizer
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -67,7 +67,7 @@ def bpe() -> tokenizer.Tokenizer:
 def test_round_trip_of_adversarial_text(
     name: str, bpe: tokenizer.Tokenizer, llama3_file: Path
 ) -> None:
-    for tok in (tokenizer.byte_tokenizer(), bpe, tokenizer.from_rank_file(str(llama3_file))):
+    for tok in (tokenizer.byte_tokenizer(), bpe, rank_files.from_rank_file(str(llama3_file))):
         ids = tok.encode(ADVERSARIAL[name])
         assert ids.dtype == tok.dtype
         assert tok.decode(ids) == ADVERSARIAL[name]
@@ -162,7 +162,7 @@ def test_fingerprint_follows_everything_that_defines_a_tokenizer(
 
 
 def test_llama3_rank_file(llama3_file: Path) -> None:
-    tok = tokenizer.from_rank_file(str(llama3_file))
+    tok = rank_files.from_rank_file(str(llama3_file))
     assert (tok.n_vocab, tok.eot_id, tok.dtype) == (128_256, 128_001, np.uint32)
     names = {
         128_000: "<|begin_of_text|>",
@@ -183,7 +183,7 @@ def test_other_rank_files_get_one_special_token(bpe: tokenizer.Tokenizer, tmp_pa
     lines = [b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks)]
     path = tmp_path / "mine.tiktoken"
     path.write_bytes(b"".join(reversed(lines)))  # any order of the lines
-    assert tokenizer.from_rank_file(str(path)).fingerprint == bpe.fingerprint
+    assert rank_files.from_rank_file(str(path)).fingerprint == bpe.fingerprint
     for damage, sentence in (
         (b"not a rank file at all\n", "is not a tiktoken rank file"),
         (b'{"model": {}}', "is not a tiktoken rank file"),
@@ -194,9 +194,9 @@ def test_other_rank_files_get_one_special_token(bpe: tokenizer.Tokenizer, tmp_pa
     ):
         path.write_bytes(damage)
         with pytest.raises(InputError, match=sentence):
-            tokenizer.from_rank_file(str(path))
+            rank_files.from_rank_file(str(path))
     with pytest.raises(InputError, match="data.tokenizer: .*/absent cannot be read"):
-        tokenizer.from_rank_file(str(tmp_path / "absent"))
+        rank_files.from_rank_file(str(tmp_path / "absent"))
 
 
 # ---- published rank files
@@ -252,7 +252,7 @@ def test_published_rank_files(name: str, count: int, n_vocab: int, tmp_path: Pat
     """tiktoken cannot download here, so the ranks are made up; pattern, special tokens and ids are
     tiktoken's own."""
     ranks = made_up(count)
-    tok = tokenizer.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)))
+    tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)))
     theirs = published(name, ranks)
     assert (tok.n_vocab, tok.eot_id) == (
         n_vocab,
@@ -274,7 +274,7 @@ def test_published_rank_files(name: str, count: int, n_vocab: int, tmp_path: Pat
 def test_a_file_of_a_known_length_that_is_somebody_elses(tmp_path: Path) -> None:
     """50,257 is a popular size: such a tokenizer trained here has as many ranks as GPT-2's."""
     ranks = sorted(made_up(50_256), key=lambda token: (len(token), token))
-    tok = tokenizer.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)))
+    tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)))
     assert (tok.split, tok.n_vocab, tok.eot_id) == (tokenizer.SPLIT, 50_257, 50_256)
 
 
@@ -456,7 +456,7 @@ def test_training_on_the_command_line(tmp_path: Path) -> None:
         [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    made = tokenizer.from_rank_file(str(tmp_path / "out" / train_tokenizer.RANKS))
+    made = rank_files.from_rank_file(str(tmp_path / "out" / train_tokenizer.RANKS))
     assert made.n_vocab == 900 and f"fingerprint {made.fingerprint}" in done.stdout
     assert hf_tokenizer.read(tmp_path / "out").fingerprint == made.fingerprint
     again = subprocess.run(
@@ -474,8 +474,8 @@ def test_training_verifies_what_it_wrote(code_bpe: tokenizer.Tokenizer, tmp_path
     """Put wrong on purpose: ranks that are swapped in the file, a merge less for `tokenizers`."""
     out = tmp_path / "out"
     train_tokenizer.train("training", 900, out)
-    ranks = tokenizer.from_rank_file(str(out / train_tokenizer.RANKS)).ranks
-    made = tokenizer.from_rank_file(str(out / train_tokenizer.RANKS))
+    ranks = rank_files.from_rank_file(str(out / train_tokenizer.RANKS)).ranks
+    made = rank_files.from_rank_file(str(out / train_tokenizer.RANKS))
     train_tokenizer.verify(made, out, ["def f(x):"])
     write_ranks(out / train_tokenizer.RANKS, [*ranks[:-2], ranks[-1], ranks[-2]])
     with pytest.raises(

@@ -15,7 +15,7 @@ import train
 from configs.schema import Data
 from data import chat, formats, hf_tokenizer, turns
 from data.answers import Unfit
-from data.prepare.encoding import open_tokenizer
+from data.open_tokenizer import open_tokenizer
 from data.tokenizer import byte_tokenizer
 from tests.ranks import run_ranks
 from tests.runs import run, tiny_run

@@ -41,7 +41,8 @@ from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from data import hf_tokenizer, turns
-from data.tokenizer import Tokenizer, from_rank_file, load_saved
+from data.rank_files import from_rank_file
+from data.tokenizer import Tokenizer, load_saved
 from models import FORMATS
 from reliability.objects import Key, location
 from tools import adapters, new_checkpoint, outbound, places, to_dcp, torchtitan_config

@@ -38,9 +38,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from configs.schema import CACHE, Data, InputError, is_prepared
-from data import formats, sources, tokenizer
+from data import formats, rank_files, sources
+from data.open_tokenizer import open_tokenizer
 from data.prepare import cluster
-from data.prepare.encoding import open_tokenizer
 from data.prepare.job import BPE_CHARACTERS, PrepareJob
 from data.prepare.workers import Processes
 from data.prepared import (
@@ -159,7 +159,7 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
         kind = f"bpe{cfg.bpe_vocab_size}"
     elif kind != "bytes":
         path = Path(kept.tokenizer(kind, cfg.cache))
-        content = tokenizer.read_rank_file(str(path))
+        content = rank_files.read_rank_file(str(path))
         if path.suffix == ".json":  # the files beside it say how a text begins and ends
             beside = (path.parent / name for name in ("tokenizer_config.json", "config.json"))
             content += b"".join(file.read_bytes() for file in beside if file.is_file())

@@ -6,30 +6,15 @@ import hashlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import answers, hf_tokenizer, sources, tokenizer
+from data import answers, sources, tokenizer
 from data.prepared import SPLITS
-from data.stores import kept
 
 # text that a thread gets at a time; at this size handing it over costs nothing measurable
 BATCH_BYTES = 256_000
-
-
-def open_tokenizer(name: str, cache: str = "") -> tokenizer.Tokenizer:
-    """The tokenizer that `data.tokenizer` names, which must not be "bpe". cache: data.cache, for one
-    in a store. InputError: it cannot be read."""
-    if name == "bytes":
-        return tokenizer.byte_tokenizer()
-    path = kept.tokenizer(name, cache)
-    if not path.endswith(".json"):
-        return tokenizer.from_rank_file(path)
-    if tokenizer.is_saved(path):
-        return tokenizer.load_saved(path)
-    return hf_tokenizer.read_file(Path(path))
 
 
 def encode(

@@ -23,8 +23,8 @@ import numpy as np
 
 from configs.schema import Data, InputError
 from data import formats, sources, tokenizer
+from data.open_tokenizer import open_tokenizer
 from data.prepare import workers
-from data.prepare.encoding import open_tokenizer
 from data.prepare.part import PartMaker
 from data.prepared import FORMAT, FORMAT_OF_ANSWERS, SPLITS, file_sha256, tables
 from reliability.disk import sync, write_whole

@@ -24,7 +24,7 @@ import tiktoken
 from pyarrow import parquet
 
 from configs.schema import Data
-from data import sources, stream, tokenizer
+from data import rank_files, sources, stream, tokenizer
 from data.prepare import prepare
 from data.prepare.encoding import BATCH_BYTES
 from tools.bench import harness
@@ -49,9 +49,9 @@ def main() -> None:
         size = sum(len(text.encode()) for text in texts)
         ranks = args.ranks or str(folder / "ranks")
         if not args.ranks:
-            tokenizer.write_rank_file(tokenizer.train_bpe(texts[:500], 32_000), ranks)
+            rank_files.write_rank_file(tokenizer.train_bpe(texts[:500], 32_000), ranks)
         files = write(folder, texts)
-        tok = tokenizer.from_rank_file(ranks)
+        tok = rank_files.from_rank_file(ranks)
         bare = tiktoken.Encoding(
             "bare",
             pat_str=tok.split,
