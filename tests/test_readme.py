@@ -48,10 +48,6 @@ NEEDS = (
         "an idle machine for minutes, or GPUs: it measures",
     ),
     (
-        r"^python -m tools\.mutants ",
-        "cosmic-ray, and minutes to hours of processor time (tests/test_mutants.py)",
-    ),
-    (
         r"^python -m tools\.plan .*--routing runs/x",
         "a run of this model (tests/test_plan_experts.py)",
     ),
