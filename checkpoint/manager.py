@@ -314,6 +314,13 @@ class CheckpointManager:
     def _publish(self, draft: Path | Key, name: str, head: dict, files: list) -> None:
         """Make the draft a checkpoint: on rank 0, when every rank's file is written and synced.
         Raises Lost if another run has taken the folder over."""
+        for earlier in self.place.found():
+            self._say(logging.WARNING, f"{earlier} is published after all: its answer was lost")
+            if earlier == name:
+                self.place.discard(draft)
+                return
+            self.ancestors.append(earlier)
+            head = {**head, "parent": earlier, "ancestors": list(self.ancestors)}
         self.place.publish(draft, name, {**head, "files": files, "tensors": self.plan.table})
 
     def writing(self) -> bool:

@@ -89,7 +89,14 @@ class CheckpointFolder:
         verify.write_manifest(draft, manifest)
         self.lease.check()
         draft.rename(self.path / name)
-        disk.sync(self.path)
+        try:
+            disk.sync(self.path)
+        except OSError as error:
+            say.warning(f"{self.path / name} is published, but a power cut may lose it: {error}")
+
+    def found(self) -> list[str]:
+        """As in a store: a rename has an answer, so there are none."""
+        return []
 
     def discard(self, draft: Path) -> None:
         """Have removed what a failed save left: it may be what fills the disk."""

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import tomli
 
 from configs.schema import STORE_URL, InputError, redact
+from reliability import signed_list
 
 # Of one request, in seconds: 16 MiB at 0.3 MB/s. A request that takes longer counts as failed.
 REQUEST_SECONDS = 60.0
@@ -56,6 +57,11 @@ CLIENT = (
 MIRRORED = "PLUMBLINE_MIRROR"
 # And in this one a file on this machine that grows when the copy shall be brought up to date.
 ASKED = "PLUMBLINE_MIRROR_ASKED"
+# Where the machines of a cloud find their credentials: of AWS, of its containers, of Google.
+CREDENTIALS = re.compile(
+    r"https?://(169\.254\.169\.254|169\.254\.170\.2|\[fd00:ec2::254\]|metadata(\.google\.internal)?)[:/]"
+)
+CONFLICT = 409  # HTTP: S3 could not decide between two requests; Azure: it is there already
 PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 
 
@@ -190,18 +196,25 @@ def cause(error: Exception) -> str:
     """What a person wants to know of obstore's errors. They quote requests, and so might hold a
     signature."""
     text = str(error).partition("\n\nDebug source")[0]
-    if "169.254.169.254" in text or "metadata" in text:  # where the machines of a cloud find theirs
+    if CREDENTIALS.search(text):
         return "there are no credentials in the environment"
+    if "ETag" in text and "missing" in text:
+        return "the store gives no ETag, without which a lease cannot be kept"
     if "builder error" in text:
         return "an endpoint of http:// needs AWS_ALLOW_HTTP=true in the environment"
-    status = re.search(r"status code: (\d+)", text)
-    if status:
+    if status := status_of(text):
         code = re.search(r"<Code>(\w+)</Code>", text)
-        return f"HTTP {status[1]} {code[1]}" if code else f"HTTP {status[1]}"
+        return f"HTTP {status} {code[1]}" if code else f"HTTP {status}"
     if "error sending request" in text or "timed out" in text or "error decoding" in text:
         return "no connection, or no answer"
     line = re.sub(r"\?[^\s\"']*", "", " ".join(text.split()))
     return redact(line)[:300]
+
+
+def status_of(text: str) -> int:
+    """The HTTP status in what obstore says of an error; 0 if it says none."""
+    status = re.search(r"status code: (\d+)", text)
+    return int(status[1]) if status else 0
 
 
 class Key:
@@ -243,7 +256,12 @@ class Key:
         """operation(store, path, ...), tried again after a failure. Raises FileNotFoundError, what a
         condition raises (`conflicts`), or Unreachable."""
         store = self.store
-        from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+        from obstore.exceptions import (
+            BaseError,
+            InvalidPathError,
+            PermissionDeniedError,
+            UnauthenticatedError,
+        )
 
         if _process() != os.getpid():
             raise Unreachable(
@@ -260,10 +278,14 @@ class Key:
                 return operation(store, self.path, *args, **how)
             except FileNotFoundError:
                 raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
-            except conflicts():
-                raise
+            except conflicts() as error:
+                if "mode" in how:
+                    raise
+                failure = error
             except (PermissionDeniedError, UnauthenticatedError) as error:
                 raise Unreachable(f"{self}: {cause(error)}: the store refuses it") from None
+            except (ValueError, InvalidPathError) as error:
+                raise InputError(f"{self}: {cause(error)}") from None
             except (BaseError, OSError) as error:
                 failure = error
         seconds = time.monotonic() - began
@@ -328,10 +350,8 @@ class Key:
 
     def folders(self) -> list[str]:
         """The names that objects below have before the next slash."""
-        import obstore
-
-        found = self._call(obstore.list_with_delimiter)
-        return [path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"]]
+        paths = self._call(_folders)
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     def below(self) -> dict[str, int]:
         """The objects below, with their sizes, by the rest of their names."""
@@ -343,10 +363,11 @@ class Key:
         return _stat(self._call(obstore.head))
 
     def stats_below(self) -> dict[str, "Stat"]:
-        """What `below` has, with times."""
+        """What `below` has, with times. The empty object that a console makes of the prefix itself
+        is left out."""
         rows = self._call(_list)
         start = len(self.path) + 1 if self.path else 0
-        return {row["path"][start:]: _stat(row) for row in rows}
+        return {row["path"][start:]: _stat(row) for row in rows if row["path"][start:]}
 
     # Writing
 
@@ -361,25 +382,52 @@ class Key:
         return self._put_if(mode, content, tries)
 
     def _put_if(self, mode: Any, content: bytes, tries: int | None) -> Version | None:
+        """Put under a condition, and look what is there where the store refuses it: the answer to a
+        put of ours may have been lost, and a conflict (S3: with another request at this moment) says
+        nothing of the condition."""
         import obstore
 
         how = {"mode": mode, "use_multipart": False, "tries": tries}
-        try:
-            done = self._call(obstore.put, content, **how)
-            return Version(done["e_tag"], done["version"])
-        except conflicts():
-            pass
-        except FileNotFoundError as error:
-            raise self._no_bucket() from error
-        # The answer to a put of ours may have been lost: then the object holds these bytes.
+        for i in range(TRIES):
+            if i:
+                time.sleep(PAUSE)
+            try:
+                done = self._call(obstore.put, content, **how)
+                return Version(done["e_tag"], done["version"])
+            except conflicts() as error:
+                refusal = error
+            except FileNotFoundError as error:
+                raise self._no_bucket() from error
+            held, version = self._held(content)
+            if held == content:
+                return version
+            if status_of(str(refusal)) != CONFLICT or not _holds(mode, version):
+                return None
+        raise Unreachable(f"{self}: {cause(refusal)} ({TRIES} tries)")
+
+    def _held(self, content: bytes) -> tuple[bytes, Version | None]:
+        """The object and its version, if it is there. It is read again where it is not `content`,
+        because a network may have damaged it."""
+        held, version = b"", None
         for _ in range(self.tries):
             try:
                 held, version = self.read_version()
             except FileNotFoundError:
-                return None
+                return b"", None
             if held == content:
-                return version
-        return None
+                break
+        return held, version
+
+    def keeps_condition(self, content: bytes, mode: Any) -> bool:
+        """Whether the store refuses to put this object, which is there and has these bytes, under a
+        condition that does not hold. Raises Unreachable."""
+        import obstore
+
+        try:
+            self._call(obstore.put, content, mode=mode, use_multipart=False)
+        except conflicts():
+            return True
+        return False
 
     def _no_bucket(self) -> Unreachable:
         return Unreachable(f"{self}: there is no bucket or container {self.bucket!r}")
@@ -416,6 +464,13 @@ def conflicts() -> tuple:
     return AlreadyExistsError, PreconditionError
 
 
+def _holds(mode: Any, version: Version | None) -> bool:
+    """Whether the condition of a put holds for the version that is there, if any is."""
+    if mode == "create":
+        return version is None
+    return version is not None and mode.get("e_tag") == version.e_tag
+
+
 def _get(store: Any, path: str) -> tuple[bytes, Version]:
     import obstore
 
@@ -448,11 +503,25 @@ def _stat(row: Any) -> Stat:
 
 def _list(store: Any, path: str) -> list[dict]:
     import obstore
+    from obstore.exceptions import InvalidPathError
 
     rows: list[dict] = []
-    for some in obstore.list(store, path):
-        rows += some
+    try:
+        for some in obstore.list(store, path):
+            rows += some
+    except InvalidPathError:  # one bad name, and obstore shows none
+        return signed_list.rows(store, path)
     return rows
+
+
+def _folders(store: Any, path: str) -> list[str]:
+    import obstore
+    from obstore.exceptions import InvalidPathError
+
+    try:
+        return obstore.list_with_delimiter(store, path)["common_prefixes"]
+    except InvalidPathError:
+        return signed_list.folders(store, path)
 
 
 def _upload(store: Any, path: str, chunks: Callable[[], Iterable[memoryview]], size: int) -> None:

@@ -25,11 +25,13 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from urllib.parse import parse_qs, quote, quote_plus, unquote, urlsplit
+from xml.sax.saxutils import escape, unescape
 
 BUCKET = "bucket"
 KINDS = ("500", "slow", "reset", "truncated", "flipped", "stale", "stall", "lost", "gone", "denied")
+# what some stores do at every request: 409 where two requests meet, no ETag, no conditional puts
+QUIRKS = ("conflict", "no etag", "no If-None-Match", "no If-Match")
 STALE = 3.0  # seconds that a stale listing lags behind
 
 
@@ -117,7 +119,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.for_the_test(url.path[3:], self.rfile.read(length))
         possible = ["500", "slow", "reset", "stall", "gone", "denied"]
         if self.command in ("PUT", "POST", "DELETE"):
-            possible.append("lost")
+            possible += ["lost", "conflict"]
         if self.command in ("PUT", "GET"):
             possible.append("flipped")
         if self.command == "GET":
@@ -134,6 +136,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.refuse(500, "InternalError")
         if fault == "denied":
             return self.refuse(403, "AccessDenied")
+        if fault == "conflict":
+            return self.refuse(409, "ConditionalRequestConflict")
         if fault == "slow":
             return self.refuse(503, "SlowDown")
         if fault == "stall":
@@ -152,7 +156,13 @@ class Handler(BaseHTTPRequestHandler):
     def is_list(self) -> bool:
         return "list-type" in self.query
 
+    def has_quirk(self, kind: str) -> bool:
+        """Without a draw: a store has one at all times."""
+        return any(rule["kind"] == kind for rule in self.objects.rules)
+
     def answer(self, status: int, headers: dict, body: bytes, fault: str = "") -> None:
+        if self.has_quirk("no etag"):
+            headers.pop("ETag", None)
         if fault == "flipped":
             body = flipped(body, self.objects.random)
         self.send_response(status)
@@ -214,9 +224,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def precondition(self) -> tuple[int, dict, bytes] | None:
         held = self.objects.now.get(self.key)
-        if self.headers.get("If-None-Match") == "*" and held:
+        if self.headers.get("If-None-Match") == "*" and held and not self.has_quirk(QUIRKS[2]):
             return error(412, "PreconditionFailed")
-        wanted = self.headers.get("If-Match")
+        wanted = None if self.has_quirk(QUIRKS[3]) else self.headers.get("If-Match")
         if wanted and held is None:
             return error(404, "NoSuchKey")
         if wanted and wanted != held[1]:
@@ -230,7 +240,7 @@ class Handler(BaseHTTPRequestHandler):
             text = f"<UploadId>{upload}</UploadId>"
             return xml("InitiateMultipartUploadResult", text)
         if "delete" in self.query:
-            keys = re.findall(r"<Key>(.*?)</Key>", body.decode())
+            keys = [unescape(key) for key in re.findall(r"<Key>(.*?)</Key>", body.decode())]
             for key in keys:
                 if key in self.objects.now:
                     self.objects.change(key, None)
@@ -247,6 +257,9 @@ class Handler(BaseHTTPRequestHandler):
         return xml("CompleteMultipartUploadResult", f"<ETag>{escape(tag)}</ETag>")
 
     def list(self, objects: dict) -> tuple[int, dict, bytes]:
+        def name(text: str) -> str:
+            return quote_plus(text) if "encoding-type" in self.query else escape(text)
+
         prefix, delimiter = self.query.get("prefix", ""), self.query.get("delimiter", "")
         after = self.query.get("continuation-token", self.query.get("start-after", ""))
         keys = sorted(key for key in objects if key.startswith(prefix) and key > after)
@@ -258,18 +271,18 @@ class Handler(BaseHTTPRequestHandler):
                 continue
             content, tag = objects[key]
             rows.append(
-                f"<Contents><Key>{escape(key)}</Key><Size>{len(content)}</Size>"
+                f"<Contents><Key>{name(key)}</Key><Size>{len(content)}</Size>"
                 f"<LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>{escape(tag)}</ETag>"
                 "</Contents>"
             )
         text = "".join(rows[:1000])
-        for name in sorted(set(common)):
-            text += f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        for folder in sorted(set(common)):
+            text += f"<CommonPrefixes><Prefix>{name(folder)}</Prefix></CommonPrefixes>"
         cut = len(rows) > 1000
         text += f"<IsTruncated>{str(cut).lower()}</IsTruncated>"
         if cut:
-            last = re.search(r"<Key>(.*?)</Key>", rows[999])[1]
-            text += f"<NextContinuationToken>{last}</NextContinuationToken>"
+            last = [key for key in keys if f"<Key>{name(key)}</Key>" in rows[999]][0]
+            text += f"<NextContinuationToken>{escape(last)}</NextContinuationToken>"
         return xml("ListBucketResult", text)
 
     def get(self) -> tuple[int, dict, bytes]:
@@ -368,13 +381,13 @@ class Server:
         return [key for key in self.status()["keys"] if key.startswith(prefix)]
 
     def object(self, key: str) -> bytes:
-        return self.ask(f"objects/{key}")
+        return self.ask(f"objects/{quote(key)}")
 
     def put(self, key: str, content: bytes) -> None:
-        self.ask(f"objects/{key}", content, "PUT")
+        self.ask(f"objects/{quote(key)}", content, "PUT")
 
     def remove(self, key: str) -> None:
-        self.ask(f"objects/{key}", method="DELETE")
+        self.ask(f"objects/{quote(key)}", method="DELETE")
 
     def flip(self, key: str, at: int) -> None:
         changed = bytearray(self.object(key))

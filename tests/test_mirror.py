@@ -212,11 +212,91 @@ def test_a_node_does_not_send_what_another_one_writes(store, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "logs/../../elsewhere", "/elsewhere"])
-def test_no_name_leads_out_of_the_folder(name, store, tmp_path):
+def test_no_name_leads_out_of_the_folder(name, store, tmp_path, monkeypatch):
     store.put(f"{AT}{name}", b"x")
+    assert mirror.Mirror(tmp_path / "node", location(URL)).fetch() == 0
+    assert not list(tmp_path.iterdir())
+    elsewhere = {name: objects.Stat(1, 0)}
+    monkeypatch.setattr(objects.Key, "stats_below", lambda self: elsewhere)
     with pytest.raises(InputError, match="invalid path"):
         mirror.Mirror(tmp_path / "node", location(URL)).fetch()
-    assert not list(tmp_path.iterdir())
+
+
+def test_folder_markers_and_a_name_that_is_both(store, tmp_path, capsys):
+    """Consoles make `prefix/` and `logs/`; an object may stand beside others below it."""
+    for name in "", "logs/", "starts/0001/":
+        store.put(AT + name, b"")
+    for name in "x", "x/y", "logs/rank-00000.log", "bad//name":
+        store.put(AT + name, b"a line")
+    folder = tmp_path / "run"
+    assert mirror.main([URL, str(folder), *command(folder, 0.1, 7)]) == 7
+    assert (folder / "x" / "y").read_bytes() == b"a line"
+    said = capsys.readouterr().err
+    assert f"{URL}/x is left there: objects below it make it a folder" in said
+    assert copies(store)["logs/rank-00000.log"].startswith(b"a line")
+    assert store.object(AT + "x") == b"a line"
+
+
+@pytest.mark.parametrize("where", ["send", "files", "_upload", "_write_record"])
+def test_no_error_ends_the_copying_or_changes_the_exit_code(
+    where, store, tmp_path, monkeypatch, capsys
+):
+    """Of whatever kind, at any place, for a while and in the last round."""
+    real, left = getattr(mirror.Mirror, where), [3]
+
+    def fails(self, *args):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise KeyError("a fault of the test")
+        return real(self, *args)
+
+    monkeypatch.setattr(mirror.Mirror, where, fails)
+    folder = tmp_path / "run"
+    assert mirror.main(["--seconds=0.1", URL, str(folder), *command(folder, 1.5, 7)]) == 7
+    assert "KeyError: 'a fault of the test'; it is tried again" in capsys.readouterr().err
+    assert copies(store)["config.toml"] == b"done"
+    left[0] = 1000
+    monkeypatch.setattr(lease, "PATIENCE", 1.0)
+    assert mirror.main(["--seconds=0.1", URL, str(folder), *command(folder, 0.3, 7)]) == 7
+    left[0] = 0
+    monkeypatch.setattr(lease.StoreLease, "release", lambda self: 1 / 0)
+    assert mirror.main([URL, str(folder), *command(folder, 0.1, 7)]) == 7
+
+
+def test_files_that_come_and_go(store, tmp_path, monkeypatch):
+    """A folder is removed while it is walked, a file is cut or removed while it is sent. All others
+    arrive, in this round and the next."""
+    for name in "a/1", "b/2", "c/3", "d":
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"0123456789")
+    here = mirror.Mirror(tmp_path, location(URL))
+    real = mirror.Mirror._upload
+
+    def upload(self, name, size):
+        if name == "a/1":
+            (tmp_path / "b" / "2").unlink()
+            (tmp_path / "b").rmdir()
+            (tmp_path / "a" / "1").write_bytes(b"01")
+        if name == "c/3":
+            (tmp_path / name).unlink()
+        return real(self, name, size)
+
+    monkeypatch.setattr(mirror.Mirror, "_upload", upload)
+    assert here.send() == "" and copies(store)["d"] == b"0123456789"
+    assert here.send() == "" and copies(store)["a/1"] == b"01"
+    looked = mirror.is_regular
+    monkeypatch.setattr(mirror, "is_regular", lambda path: path.unlink() or looked(path))
+    assert list(here.files([])) == []
+
+
+def test_what_is_being_written_is_not_sent_and_what_cannot_be_named_is_said(store, tmp_path):
+    names = ["hf/.tmp-0badcafe-step-00000010/model.safetensors", "x.tmp12", ".x.tmp", "my.tmpl"]
+    for name in [*names, "bad\nname", "good"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    said = mirror.Mirror(tmp_path, location(URL)).send()
+    assert "'bad\\nname' is no name for an object" in said
+    assert sorted(copies(store)) == ["good", "my.tmpl"]
 
 
 YEARS = 1e8  # seconds that a clock is wrong by

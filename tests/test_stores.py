@@ -682,6 +682,125 @@ def _saves_without_looking(folder: Path, steps: list[int]) -> None:
     save_all(folder, steps)
 
 
+@pytest.mark.parametrize("key", [MANIFEST, "safetensors", ".lease", ""])
+def test_a_conflict_is_no_answer(key, store, tmp_path):
+    """409 is S3's word for two requests that meet: nothing is there, so the put is sent again. One that
+    never ends is said as what it is, and is nobody's checkpoint."""
+    store.rules({"kind": "conflict", "key": key, "rate": 0.6, "count": 40})
+    (words,) = run_ranks(1, there, _saves_all_it_can, tmp_path, [1, 2, 3])
+    assert words == [] and store.status()["counts"]["conflict"] > 2
+    store.rules()
+    assert run_ranks(1, there, resume, tmp_path)[0][:2] == (3, [3.0])
+    assert verify.main([URL, "--all"]) == 0
+
+
+def test_a_conflict_that_stays_is_said_and_what_is_there_decides(store):
+    key = location(f"{URL}/x")
+    store.rules({"kind": "conflict"})
+    with pytest.raises(Unreachable, match="HTTP 409 ConditionalRequestConflict"):
+        key.create(b"one")
+    store.put(f"{AT}x", b"two")
+    with pytest.raises(Unreachable, match="HTTP 409"):
+        key.replace(b"three", key.read_version()[1])
+    assert key.create(b"one") is None  # Azure's answer where an object is there
+    assert key.create(b"two") and key.replace(b"three", Version('"another"', None)) is None
+
+
+def test_a_checkpoint_whose_manifest_is_there_is_published(store, tmp_path):
+    """Whatever becomes of the lease: it is no failure, and retention removes it in its turn."""
+    words = run_ranks(1, there, _saves_beside_a_lease_that_fails, store.port, tmp_path)[0]
+    assert all("is published, but the lease does not name it yet" in line for line in words)
+    assert len(words) == 3
+    assert verify.published(location(URL)) == ["step-00000004", "step-00000003"]
+    assert run_ranks(1, there, resume, tmp_path)[0][:2] == (4, [4.0])
+
+
+def _saves_beside_a_lease_that_fails(port: int, folder: Path) -> list[str]:
+    objects.RETRIES = objects.TRIES = 1
+    lease.BEAT = 1000
+    job = build()
+    checkpoints = open_manager(job, folder, keep_last=2, max_failures=1)
+    checkpoints.load(job.model, job.optimizer)
+    with heard() as words:
+        for step in range(1, 5):
+            if step == 4:
+                Server(port, None).rules()
+            else:
+                Server(port, None).rules({"kind": "500", "key": ".lease", "methods": ["PUT"]})
+            fill(job, step)
+            checkpoints.save(step, job.model, job.optimizer, {"step": step})
+            checkpoints.wait_for_copy()
+            checkpoints._finish()
+        checkpoints.retention.wait(30)
+        checkpoints.close()
+    return [line for line in words if "waited" not in line]
+
+
+def test_a_checkpoint_whose_answers_were_all_lost_is_found_at_the_next_save(store, tmp_path):
+    """Nobody knows then whether it is there: the save has failed, and what is there is kept count of."""
+    words = run_ranks(1, there, _saves_without_an_answer, store.port, tmp_path)[0]
+    assert "step 1 could not be written" in words[0] and "step-00000001 is published" in words[1]
+    assert verify.read_manifest(location(URL) / "step-00000002")["parent"] == "step-00000001"
+
+
+def _saves_without_an_answer(port: int, folder: Path) -> list[str]:
+    objects.RETRIES = objects.TRIES = 1
+    job = build()
+    checkpoints = open_manager(job, folder)
+    checkpoints.load(job.model, job.optimizer)
+    with heard() as words:
+        lost = {"kind": "lost", "key": MANIFEST, "methods": ["PUT"]}
+        Server(port, None).rules(lost, {"kind": "500", "key": MANIFEST, "methods": ["GET"]})
+        for step in 1, 2:
+            checkpoints.save(step, job.model, job.optimizer, {"step": step})
+            checkpoints.wait_for_copy()
+            checkpoints._finish()
+            Server(port, None).rules()
+        checkpoints.close()
+    return [line for line in words if "waited" not in line]
+
+
+@pytest.mark.parametrize(
+    ("quirk", "said"),
+    [
+        ("no etag", "gives no ETag"),
+        ("no If-None-Match", "ignores If-None-Match"),
+        ("no If-Match", "ignores If-Match"),
+    ],
+)
+def test_a_store_without_conditions_is_refused_at_the_start(quirk, said, store, tmp_path):
+    store.rules({"kind": quirk})
+    step, _, words = run_ranks(1, there, resume, tmp_path)[0]
+    assert step == -1 and f"{URL}: this store {said}, so two runs could write" in words[-1]
+    assert store.keys() == []
+    store.rules()
+    assert run_ranks(1, there, resume, tmp_path)[0][0] != -1
+
+
+BAD = [AT + "logs//x", AT + "./x", AT + "step-00000001/../x", AT + "a\nb", AT + "/x"]
+
+
+def test_a_name_that_cannot_be_read_hides_no_other(store, tmp_path, capsys):
+    """`a//b` in a prefix makes obstore's listing fail. All else goes on, with the folders that a
+    console has made, and more objects than a page has."""
+    run_ranks(1, there, save_all, tmp_path, [1])
+    for name in [*BAD, AT, AT + "step-00000001/", "runs/"]:
+        store.put(name, b"x" if name in BAD else b"")
+    step, values, words = run_ranks(1, there, resume, tmp_path)[0]
+    assert (step, values) == (1, [1.0])
+    assert all("the object" in line or "an empty" in line for line in words) and words
+    assert verify.main([URL, "--all"]) == 0
+    key = location("s3://bucket/many")
+    for i in range(1100):
+        store.put(f"many/{i:04d} +&é", b"x")
+    store.put("many//", b"")
+    assert list(key.below()) == [f"{i:04d} +&é" for i in range(1100)]
+    (key / "0000 +&é").remove()
+    key.remove_below()
+    assert store.keys("many/") == ["many//"]
+    store.remove("many//")
+
+
 def test_a_store_that_is_gone_ends_the_run_with_a_sentence(store, tmp_path, monkeypatch):
     options = [*tiny_run(tmp_path), f"--checkpoint.store={URL}", "--checkpoint.max_failures=1"]
     folder = tmp_path / "run"
@@ -814,6 +933,12 @@ def test_an_endpoint_without_tls_must_be_allowed(store, monkeypatch):
     [
         ("Error performing GET http://169.254.169.254/latest in 1ms", "no credentials"),
         ("performing GET https://a/c?sig=SECRET&x=1 - strange", "performing GET https://a/c - str"),
+        ("GET http://metadata.google.internal/computeMetadata/v1", "no credentials"),
+        (
+            "GET http://s/c/.metadata: status code: 503 S: <Code>SlowDown</Code>",
+            "HTTP 503 SlowDown",
+        ),
+        ("Unable to extract metadata from headers: ETag Header missing", "gives no ETag"),
         ("x: status code: 503 Slow: <Error><Code>SlowDown</Code>", "HTTP 503 SlowDown"),
         ("a - HTTP error: error sending request\n\nDebug source:\nSECRET", "no connection"),
     ],

@@ -22,6 +22,7 @@ import argparse
 import ctypes
 import json
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -35,10 +36,13 @@ from typing import NamedTuple
 from checkpoint.stores.lease import StoreLease
 from configs.schema import InputError
 from reliability.objects import ASKED, CHUNK, MIRRORED, Key, Stat, Unreachable, location
+from reliability.signed_list import is_readable
 
 LEFT_OUT = "checkpoints"  # the subfolder that is not copied
 # models, which are sent and not fetched: they may fill a disk, and no start reads them
 EXPORTED = "hf"
+# files and folders that are being written: NAME.tmp, NAME.tmp12, and .tmp-... of an export
+TEMPORARY = re.compile(r"\.tmp(?![a-z])|\.del-")
 LEASE = ".mirror-"  # and the number of the node: who sends from there
 # the same in the folder: what was sent, and that the command asks for it
 SENT, ASKING = ".mirror-sent-", ".mirror-asked-"
@@ -70,11 +74,18 @@ class Mirror:
         """Write the files that this folder lacks or has in an older version. Returns how many.
         Raises OSError, or InputError, also for a name that leads out of the folder."""
         count = 0
-        for name, found in self.key.stats_below().items():
+        there = self.key.stats_below()
+        parents = {str(parent) for name in there for parent in PurePosixPath(name).parents}
+        for name, found in there.items():
             path = PurePosixPath(name)
             if path.is_absolute() or ".." in path.parts:
                 raise InputError(f"{self.key}: invalid path {name!r}")
             if path.parts[0] in (LEFT_OUT, EXPORTED) or name.startswith(LEASE):
+                continue
+            if not found.size:  # a console marks folders so, and an empty file is no loss
+                continue
+            if name in parents:
+                say(f"{self.key / name} is left there: objects below it make it a folder here")
                 continue
             if not self._is_newest(name, found):
                 self._download(name, found)
@@ -117,9 +128,9 @@ class Mirror:
     def send(self) -> str:
         """Send what has changed. Returns what went wrong, if anything did: where the store does not
         answer, no more is tried."""
-        problem = ""
+        problems: list[str] = []
         count = 0
-        for name in self.files():
+        for name in self.files(problems):
             try:
                 now = version(self.folder / name)
                 if name in self.sent and self.sent[name][:2] == now:
@@ -130,25 +141,50 @@ class Mirror:
             except FileNotFoundError:  # it was removed meanwhile
                 continue
             except OSError as error:
-                problem = f"{self.folder / name}: {error.strerror}"
+                problems.append(f"{self.folder / name}: {error.strerror}")
             except InputError as error:
-                problem = str(error)
+                if not self._was(name, now):  # cut or removed meanwhile: that was the reason
+                    continue
+                problems.append(str(error))
                 break
         if count:
             self._write_record()
-        return problem
+        more = f" (and {len(problems) - 1} more)" if problems[1:] else ""
+        return problems[0] + more if problems else ""
 
-    def files(self) -> Iterator[str]:
-        """The names of all files that are copied."""
-        for place, folders, names in os.walk(self.folder):
-            if Path(place) == self.folder and LEFT_OUT in folders:
-                folders.remove(LEFT_OUT)
+    def _was(self, name: str, then: tuple[int, int]) -> bool:
+        """Whether a file still has at least the bytes that it had."""
+        try:
+            return version(self.folder / name)[0] >= then[0]
+        except OSError:
+            return False
+
+    def files(self, problems: list[str]) -> Iterator[str]:
+        """The names of all files that are copied. What a store cannot hold is added to `problems`."""
+
+        def unreadable(error: OSError) -> None:
+            if not isinstance(error, FileNotFoundError):  # it was removed meanwhile
+                problems.append(f"{error.filename}: {error.strerror}")
+
+        for place, folders, names in os.walk(self.folder, onerror=unreadable):
+            is_top = Path(place) == self.folder
+            # a temporary name is of what is being written
+            folders[:] = [
+                name
+                for name in folders
+                if not TEMPORARY.search(name) and not (is_top and name == LEFT_OUT)
+            ]
             for name in sorted(names):
                 path = Path(place, name)
-                # a temporary name is of a file that is being written
-                is_left_out = ".tmp" in name or name.startswith((SENT, ASKING))
-                if not is_left_out and stat.S_ISREG(path.lstat().st_mode):
-                    yield path.relative_to(self.folder).as_posix()
+                if TEMPORARY.search(name) or name.startswith((SENT, ASKING)):
+                    continue
+                if not is_regular(path):
+                    continue
+                name = path.relative_to(self.folder).as_posix()
+                if is_storable(name):
+                    yield name
+                else:
+                    problems.append(f"{self.folder}: {name!r} is no name for an object: rename it")
 
     def _upload(self, name: str, size: int) -> Stat:
         """The first `size` bytes: a log may grow meanwhile."""
@@ -187,6 +223,23 @@ class Mirror:
             say(f"{self.record}: {error.strerror}; the next start compares contents")
 
 
+def is_regular(path: Path) -> bool:
+    """Whether it is a file, and still there."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def is_storable(name: str) -> bool:
+    """Whether an object may have this name."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return is_readable(name)
+
+
 def version(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_size, status.st_mtime_ns
@@ -223,10 +276,14 @@ def still_ours(lease: StoreLease) -> bool:
 
 
 def send_once(mirror: Mirror, lease: StoreLease) -> str:
-    """As `Mirror.send`."""
-    if not still_ours(lease):
-        return f"another run writes to {mirror.key} by now, so nothing more is sent"
-    return mirror.send()
+    """As `Mirror.send`. Whatever goes wrong is said and no more: the next round tries again, and the
+    command's exit code stays its own."""
+    try:
+        if not still_ours(lease):
+            return f"another run writes to {mirror.key} by now, so nothing more is sent"
+        return mirror.send()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threading.Event) -> None:
@@ -316,7 +373,15 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     finally:
+        give_back(lease)
+
+
+def give_back(lease: StoreLease) -> None:
+    """The exit code is the command's, whatever the store does now."""
+    try:
         lease.release()
+    except Exception as error:
+        say(f"the place of this node could not be given back: {error}")
 
 
 if __name__ == "__main__":

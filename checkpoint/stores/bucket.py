@@ -21,7 +21,7 @@ from checkpoint.storage import OneByOne, SavePlan, Staged
 from checkpoint.stores.lease import StoreLease
 from checkpoint.verify import Damaged
 from configs.schema import Checkpoint, InputError
-from reliability.objects import Key
+from reliability.objects import Key, Unreachable
 
 say = logging.getLogger("plumbline")
 
@@ -34,7 +34,8 @@ class Bucket:
         self.path, self.cfg = path, cfg
         self.lease: Any = None
         self.retention: Any = None
-        self.uncertain: set[str] = set()  # drafts that may have become checkpoints
+        # drafts that may have become checkpoints: no answer came
+        self.uncertain: list[Key] = []
 
     def draft(self, run: str, number: int, name: str) -> Key:
         """Where a save puts its files."""
@@ -67,13 +68,14 @@ class Bucket:
         self.retention = StoreRetention(self.path, self.lease, self.cfg)
         drafts = set()
         foreign = set()
-        for rest in self.path.below():
+        for rest, size in self.path.below().items():
             name, _, inside = rest.partition("/")
             draft = inside.partition("/")[0]
             if verify.parse_name(name) and verify.PARTS.fullmatch(draft):
                 drafts.add((name, draft))
             elif rest != ".lease" and not (verify.parse_name(name) and inside == verify.MANIFEST):
-                foreign.add(name)
+                if size:  # consoles mark folders by empty objects
+                    foreign.add(name)
         for name in sorted(foreign):
             say.warning(f"{self.path / name} is not a checkpoint of this run and is left alone")
         self.retention.remove_leftovers([self.path / name / draft for name, draft in drafts])
@@ -95,24 +97,37 @@ class Bucket:
         """A bucket has no size."""
 
     def publish(self, draft: Key, name: str, manifest: dict) -> None:
-        """Put the manifest, if there is none. Raises Lost if there is one, or if another run has
-        taken the prefix over."""
+        """Put the manifest, if there is none. Raises Lost if there is one of another run, or if
+        another run has taken the prefix over: it may have removed the files before they had a
+        manifest. Whatever else goes wrong behind the manifest is a warning: it is published."""
         content = verify.manifest_text({**manifest, "parts": draft.name})
         self.lease.check()
-        self.uncertain.add(draft.name)
+        self.uncertain.append(draft)
         published = (draft.parent / verify.MANIFEST).create(content)
-        self.uncertain.remove(draft.name)
         if published is None:
             raise Lost(
                 f"{draft.parent} holds a checkpoint already, which this run has not written: "
                 "start again to go on from it"
             )
-        self.lease.publish(name)
+        self.uncertain.remove(draft)
+        try:
+            self.lease.publish(name)
+        except Unreachable as error:
+            say.warning(
+                f"{draft.parent} is published, but the lease does not name it yet as the newest: "
+                f"{error}"
+            )
+
+    def found(self) -> list[str]:
+        """Names of checkpoints whose save has failed for want of an answer, and which are there."""
+        arrived = [draft for draft in self.uncertain if is_named(draft)]
+        self.uncertain = [draft for draft in self.uncertain if draft not in arrived]
+        return [draft.parent.name for draft in arrived]
 
     def discard(self, draft: Key) -> None:
         """Have the files removed that a failed save left; but a manifest that was sent may still
         arrive."""
-        if draft.name not in self.uncertain:
+        if draft not in self.uncertain:
             self.retention.remove_leftovers([draft])
 
 

@@ -26,6 +26,11 @@ from reliability.objects import Key, Unreachable, Version
 
 BEAT = 5.0  # seconds
 PATIENCE = 30.0  # seconds
+# Conditions of a put that hold for no version of an object that is there.
+BROKEN_CONDITIONS = {
+    "If-None-Match": "create",
+    "If-Match": {"e_tag": '"00000000000000000000000000000000"', "version": "1"},
+}
 say = logging.getLogger("plumbline")
 
 
@@ -53,6 +58,7 @@ class StoreLease:
         if taken is None:
             raise self._refused("which took it at this moment")
         self.version: Version = taken
+        self._check_store(text)
         self.released = threading.Event()
         self.thread = threading.Thread(target=self._keep_beating, daemon=True)
         self.thread.start()
@@ -62,6 +68,24 @@ class StoreLease:
             f"{self.key.parent} is being written by another run ({holder}): stop it, or set "
             "another checkpoint.store"
         )
+
+    def _check_store(self, content: bytes) -> None:
+        """Raises InputError if the store does not keep what a lease and a publication rest on: it is
+        found out by two puts of the same bytes whose conditions do not hold."""
+        problem = ""
+        if self.version == Version(None, None):
+            problem = "gives no ETag"
+        else:
+            for header, mode in BROKEN_CONDITIONS.items():
+                if not self.key.keeps_condition(content, mode):
+                    problem = problem or f"ignores {header}"
+        if problem:
+            self.key.remove()
+            raise InputError(
+                f"{self.key.parent}: this store {problem}, so two runs could write there at once and "
+                "replace each other's checkpoints: use one that knows conditional puts (S3 and MinIO "
+                "do), or keep checkpoints in a folder"
+            )
 
     def _text(self, run: str) -> bytes:
         self.count += 1
