@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from data.tokenizer import Tokenizer
+from data.tokenizer import CannotEncode, Tokenizer
 
 
 class Unfit(ValueError):
@@ -24,6 +24,7 @@ class Example(NamedTuple):
     bytes: int  # of the text that became tokens
     ids: np.ndarray  # [n], of the tokenizer's dtype
     answers: np.ndarray  # bool [n]: the tokens of answers
+    sizes: np.ndarray  # int64 [n]: the bytes of text that each token stands for
 
 
 class Format(Protocol):
@@ -38,8 +39,8 @@ class Completions:
 
     def __init__(self, tok: Tokenizer, add_bos: bool, add_eos: bool) -> None:
         self.tok = tok
-        self.begin = [tok.bos_id] if add_bos else []
-        self.end = [tok.eot_id] if add_eos else []
+        self.begin = np.array([tok.bos_id] if add_bos else [], tok.dtype)
+        self.end = np.array([tok.eot_id] if add_eos else [], tok.dtype)
 
     def encode(self, record: dict) -> Example:
         prompt, completion = record.get("prompt"), record.get("completion")
@@ -49,12 +50,17 @@ class Completions:
             raise Unfit("has an empty completion")
         if not prompt:
             raise Unfit('has an empty prompt: data.format = "text" is for text without one')
-        question = [*self.begin, *self.tok.encode(prompt).tolist()]
-        answer = [*self.tok.encode(completion).tolist(), *self.end]
-        ids = np.array(question + answer, self.tok.dtype)
+        asked = self.tok.encode(prompt)
+        answer = self.tok.encode(completion)
+        ids = np.concatenate([self.begin, asked, answer, self.end]).astype(self.tok.dtype)
         plain = json.dumps([prompt, completion], ensure_ascii=False)
         size = len((prompt + completion).encode())
-        return Example(plain, size, ids, np.arange(len(ids)) >= len(question))
+        sizes = np.zeros(len(ids), np.int64)
+        first = len(self.begin)
+        middle = first + len(asked)
+        sizes[first:middle] = self.tok.text_bytes(prompt, asked)
+        sizes[middle : middle + len(answer)] = self.tok.text_bytes(completion, answer)
+        return Example(plain, size, ids, np.arange(len(ids)) >= middle, sizes)
 
 
 def example(form: Format, line: str) -> Example | str:
@@ -66,6 +72,8 @@ def example(form: Format, line: str) -> Example | str:
         made = form.encode(record)
     except Unfit as error:
         return str(error)
+    except CannotEncode as error:
+        return f"cannot be tokenised: {error}"
     except (ValueError, RecursionError) as error:
         # not JSON, or half a character (a lone surrogate), which is no text
         return f"is not JSON of text ({error!r:.200})"

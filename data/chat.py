@@ -29,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from configs.schema import Data, InputError
 from data.answers import Example, Unfit
 from data.stores import kept, places
-from data.tokenizer import Tokenizer
+from data.tokenizer import CannotEncode, Encoded, Tokenizer
 from reliability.objects import location
 
 # An answer begins and ends with these while a template is rendered. Unicode will never assign them.
@@ -88,11 +88,6 @@ class Chat:
         # of two names that begin alike the longer one is meant
         names = sorted(self.id_of, key=len, reverse=True)
         self.special = re.compile("(" + "|".join(map(re.escape, names)) + ")")
-        # bytes of text, and of what is rendered, that each id stands for: int64 [vocabulary] each
-        self.text_lengths = np.array(tok.byte_lengths)
-        self.lengths = self.text_lengths.copy()
-        for name, id in self.id_of.items():
-            self.lengths[id] = len(name.encode())
 
     def encode(self, record: dict) -> Example:
         """The tokens of a conversation. Raises Unfit."""
@@ -101,19 +96,14 @@ class Chat:
             raise Unfit("has no answer: no message has the role assistant")
         plain = self.plain(messages)
         text, spans = self.answers(messages)
-        ids = self.tokens(text)
-        # the byte after each token
-        stops = np.cumsum(self.lengths[ids])
-        if not len(ids) or stops[-1] != len(text.encode()):
-            raise Unfit("is rendered as text that its tokenizer does not give back")
-        starts = stops - self.lengths[ids]
+        ids, starts, stops, sizes = self.encode_rendered(text)
         answers = np.zeros(len(ids), bool)
         for first, stop in spans:
             # a token that is partly of the answer is of the answer, as in transformers
             first_byte = len(text[:first].encode())
             stop_byte = first_byte + len(text[first:stop].encode())
             answers[(stops > first_byte) & (starts < stop_byte)] = True
-        return Example(plain, int(self.text_lengths[ids].sum()), ids, answers)
+        return Example(plain, int(sizes.sum()), ids, answers, sizes)
 
     def plain(self, messages: list[dict]) -> str:
         """The messages as JSON. Raises Unfit if something in them would be taken for a part of the
@@ -154,14 +144,16 @@ class Chat:
         return end
 
     def tokens(self, text: str) -> np.ndarray:
-        """Ids [n] of a rendered text, in which the name of a special token is that token."""
-        pieces = []
-        for i, piece in enumerate(self.special.split(text)):
-            if i % 2:
-                pieces.append(np.array([self.id_of[piece]], self.tok.dtype))
-            elif piece:
-                pieces.append(self.tok.encode(piece))
-        return np.concatenate(pieces) if pieces else np.zeros(0, self.tok.dtype)
+        """Ids [n] of a rendered text, in which the name of a special token is that token. Raises
+        Unfit."""
+        return self.encode_rendered(text).ids
+
+    def encode_rendered(self, text: str) -> Encoded:
+        """A rendered text as tokens. Raises Unfit."""
+        try:
+            return self.tok.encode_rendered(text)
+        except CannotEncode as error:
+            raise Unfit(f"cannot be tokenised: {error}") from error
 
     def answers(self, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and [first, stop) of its answers in it. Raises Unfit."""
@@ -357,8 +349,7 @@ def has_template(path: Path) -> bool:
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, str], list[str], str]:
     """(named special tokens, all special tokens, chat template or "") of a tokenizer.json and the
-    files beside it. Raises InputError for a file that cannot be read, and for a token that takes
-    whitespace with it, which ours does not."""
+    files beside it. Raises InputError for a file that cannot be read."""
     folder = path.parent
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -377,14 +368,8 @@ def _of_hugging_face(path: Path) -> tuple[dict[str, str], list[str], str]:
         if isinstance(source, list):  # several, by name
             source = {row["name"]: row["template"] for row in source}.get("default", "")
         special = [row["content"] for row in added if row["special"]]
-        greedy = [row["content"] for row in added if row.get("lstrip") or row.get("rstrip")]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"data.chat_template: the files beside {path} cannot be read ({error!r})"
         ) from error
-    if greedy:
-        raise InputError(
-            f"data.tokenizer: the special token {greedy[0]} of {path} takes the whitespace beside "
-            "it, which is not supported with data.format"
-        )
     return tokens, special, source

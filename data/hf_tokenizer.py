@@ -1,5 +1,5 @@
-"""Writes a `Tokenizer` as the files of Hugging Face's `tokenizers`, and reads them, without that
-library.
+"""Reads Hugging Face's tokenizer.json, writes a `Tokenizer` as one, and proves where tiktoken makes
+the same ids as `tokenizers`.
 
 Both run byte-level BPE, but they describe it differently. tiktoken (and `Tokenizer`) keeps ranks:
 two neighbours may merge whenever their concatenation is a token, the lowest rank first.
@@ -14,11 +14,17 @@ pairs, in the order of ranks, allows exactly the merges that happen by rank. `_r
 a list back to ranks.
 """
 
+from __future__ import annotations
+
 import json
+import unicodedata
 from pathlib import Path
+from typing import Any
 
 from configs.schema import InputError
+from data import library
 from data.ends import begin_and_end
+from data.proved import Added, Proof
 from data.tokenizer import (
     NO_SPLIT,
     SPLIT,
@@ -27,13 +33,63 @@ from data.tokenizer import (
     SPLIT_O200K,
     SPLIT_QWEN2,
     Tokenizer,
-    gpt2_bytes,
+    letters_of_bytes,
 )
 
 # Patterns that mean the same in the regular expressions of tiktoken and tokenizers, and that match
-# every text from end to end (tiktoken drops what lies between two matches). Other patterns are
-# refused, because nobody has compared them.
+# every text from end to end (tiktoken drops what lies between two matches).
 SPLITS = (SPLIT, SPLIT_CL100K, SPLIT_GPT2, SPLIT_O200K, SPLIT_QWEN2)
+# Mistral's (tekken.json): o200k's without contractions, digits one by one.
+SPLIT_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# The three cuts of deepseek-ai/DeepSeek-V3 (tokenizer.json): digits, then kana and ideographs, then
+# the rest, each in what the cut before it has left.
+CUTS_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+
+def _with_gaps(pattern: str) -> str:
+    """The pattern, and what lies between its matches as a match too: a Split keeps that as a
+    piece."""
+    return rf"{pattern}|(?:(?!{pattern})[\s\S])+"
+
+
+# As one pattern. What the first two cuts take is no part of any class of the third, and a piece of
+# whitespace ends before it as at the end of a text.
+_EAST = r"\x{3040}-\x{30ff}\x{4e00}-\x{9fa5}"
+SPLIT_DEEPSEEK = _with_gaps(
+    rf"\p{{N}}{{1,3}}|[{_EAST}]+"
+    r"|[!\x22#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
+    rf"|[^\r\n\p{{L}}\p{{P}}\p{{S}}\p{{N}}{_EAST}]?[\p{{L}}\p{{M}}&&[^{_EAST}]]+"
+    rf"| ?[\p{{P}}\p{{S}}&&[^{_EAST}]]+[\r\n]*"
+    rf"|\s*[\r\n]+|\s+(?![^\s\p{{N}}{_EAST}])|\s+"
+)
+# A cut at digits before GPT-2's pattern, as StarCoder and SmolLM have it: each digit, or each number.
+DIGIT, NUMBER = r"\p{N}", r"\p{N}+"
+_AFTER_DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
+# The cuts of a tokenizer.json, in their order -> one pattern for tiktoken.
+CUTS = {
+    (): NO_SPLIT,
+    **{(split,): split for split in (*SPLITS, SPLIT_TEKKEN)},
+    CUTS_DEEPSEEK: SPLIT_DEEPSEEK,
+    (DIGIT, SPLIT_GPT2): f"{DIGIT}|{_AFTER_DIGITS}",
+    (NUMBER, SPLIT_GPT2): f"{NUMBER}|{_AFTER_DIGITS}",
+}
+# Of a published model's folder, what says how its tokenizer is used: kept with it (`beside`).
+BESIDE = (
+    "tokenizer_config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 
 def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
@@ -62,15 +118,6 @@ def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
     return pairs
 
 
-def characters() -> list[str]:
-    """The printable character that stands for each byte in a vocabulary of `tokenizers`: the byte
-    itself if it is printable in Latin-1, otherwise the next character from U+0100 on (as in GPT-2:
-    openai/gpt-2, encoder.py)."""
-    order = [token[0] for token in gpt2_bytes()]
-    letter_of = {byte: chr(byte) if i < 188 else chr(256 + i - 188) for i, byte in enumerate(order)}
-    return [letter_of[byte] for byte in range(256)]
-
-
 def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
     """The files that `AutoTokenizer` and `generate` read, by name. They give the ids of
     `Tokenizer.encode`.
@@ -79,7 +126,9 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
     convention of `tokenizers`), and a run of more than 100,000 whitespace characters is not cut.
     longest: the length in tokens of the longest text that the model was made for.
     """
-    letters = characters()
+    if isinstance(tokenizer, library.LibraryTokenizer):
+        return _own_files(tokenizer, longest)
+    letters = letters_of_bytes()
 
     def word(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
@@ -135,19 +184,32 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
                 ],
             },
         },
+        **_settings(begin, tokenizer.end_of_text, ids, longest),
+    }
+
+
+def _settings(begin: str, end: str, ids: dict[str, int], longest: int) -> dict[str, dict]:
+    """The files that say how a tokenizer is used. ids: of special tokens by name."""
+    return {
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": longest,
             "bos_token": begin,
-            "eos_token": tokenizer.end_of_text,
+            "eos_token": end,
             "clean_up_tokenization_spaces": False,
             "model_input_names": ["input_ids", "attention_mask"],
         },
-        "generation_config.json": {
-            "bos_token_id": ids[begin],
-            "eos_token_id": ids[tokenizer.end_of_text],
-        },
+        "generation_config.json": {"bos_token_id": ids[begin], "eos_token_id": ids[end]},
     }
+
+
+def _own_files(tokenizer: library.LibraryTokenizer, longest: int) -> dict[str, Any]:
+    """The document as it was read, with the files that lay beside it. Those that are needed and were
+    not there are made."""
+    ids = dict(zip(tokenizer.special_tokens, tokenizer.special_ids, strict=True))
+    end = tokenizer.end_of_text
+    made = _settings(tokenizer.begin_of_text or end, end, ids, longest)
+    return {"tokenizer.json": tokenizer.document} | made | dict(tokenizer.beside)
 
 
 def _pre_tokenizer(split: str) -> dict:
@@ -164,105 +226,164 @@ def _pre_tokenizer(split: str) -> dict:
 
 
 def read(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder. Raises InputError for any kind that ours cannot
-    reproduce exactly (such as Llama 2's SentencePiece), and for a folder without a tokenizer."""
+    """The tokenizer of a Hugging Face folder. Raises InputError."""
     return read_file(folder / "tokenizer.json")
 
 
 def read_file(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. The files beside it say how a text begins and ends. It
-    gives the same ids for every text that has no name of a special token in it (which we take as
-    ordinary text)."""
+    """The tokenizer of a tokenizer.json. The files beside it say how a text begins and ends. Raises
+    InputError."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        return _read(document, *begin_and_end(path.parent, document))
+        begin, end = begin_and_end(path.parent, document)
+        return opened(document, begin, end, beside(path.parent))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
-        raise InputError(f"{path} is not a tokenizer that can be converted: {reason}") from None
+        raise InputError(f"{path} is not a tokenizer that can be read: {reason}") from None
 
 
-def _read(document: dict, begin: str | None, end: str) -> Tokenizer:
-    """Raises ValueError, with the reason, if ours would not give the same ids."""
+def beside(folder: Path) -> dict[str, Any]:
+    """The files of BESIDE that lie in a folder: parsed, or the text of a template. Raises OSError,
+    and ValueError for one that is not JSON."""
+    found = {}
+    for name in BESIDE:
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8")
+            found[name] = json.loads(text) if name.endswith(".json") else text
+    return found
+
+
+def opened(
+    document: dict, begin: str | None, end: str, beside: dict[str, Any]
+) -> library.LibraryTokenizer:
+    """The tokenizer of a parsed tokenizer.json, run by tiktoken where that is proved to make the
+    same ids. Raises InputError if the library cannot read it, KeyError if begin or end is none of
+    its added tokens."""
+    model = document["model"]
+    if model.get("dropout"):
+        raise ValueError(
+            f"its model has dropout = {model['dropout']!r}, so a text has other tokens each time: "
+            "set it to null in the file"
+        )
+    try:
+        added = _added(document)
+        proof = prove(document, added)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        reason = f"{error} is unknown" if isinstance(error, KeyError) else str(error)
+        added = library.added_by(library.build(document))
+        return library.LibraryTokenizer(document, added, begin, end, beside, None, reason)
+    return library.LibraryTokenizer(document, added, begin, end, beside, proof)
+
+
+def _added(document: dict) -> list[Added]:
+    """The added tokens, in the order of their ids."""
+    return [
+        Added(
+            row["content"],
+            row["id"],
+            row["special"],
+            bool(row["lstrip"] or row["rstrip"] or row["single_word"]),
+            row["normalized"],
+        )
+        for row in sorted(document["added_tokens"], key=lambda row: row["id"])
+    ]
+
+
+def prove(document: dict, added: list[Added]) -> Proof:
+    """What tiktoken needs to make the ids of `tokenizers`. Raises ValueError, with the reason, if
+    nothing shows that they would be the same, and KeyError, TypeError or the like for a document of
+    another shape."""
     model = document["model"]
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"it is a {model['type']} model, not a byte-level BPE")
-    for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+    for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
         if model.get(key):
             raise ValueError(f"its model has {key} = {model[key]!r}")
-    if document.get("normalizer"):
-        raise ValueError(
-            f"it changes texts first (normalizer {document['normalizer'].get('type')}); it is not "
-            "a byte-level BPE that gives every text back"
-        )
-    split = _split_of(document["pre_tokenizer"])
-
-    added = sorted(document["added_tokens"], key=lambda row: row["id"])
+    nfc = _normalizes(document)
+    cuts = _cuts_of(document["pre_tokenizer"])
+    if cuts not in CUTS:
+        raise ValueError(f"nothing shows that its cuts mean the same in tiktoken: {cuts!r:.200}")
+    split = CUTS[cuts]
     for row in added:
-        if not row.get("special") and not (
-            row["content"][:1] == "<" and row["content"][-1:] == ">"
-        ):
-            raise ValueError(f"its added token {row['content']!r} would be found in ordinary text")
-    byte_of = {letter: byte for byte, letter in enumerate(characters())}
+        if row.greedy and not row.special:
+            raise ValueError(f"its added token {row.name!r} depends on its neighbours")
+        if nfc and row.normalized and not unicodedata.is_normalized("NFC", row.name):
+            raise ValueError(f"its added token {row.name!r} is not in NFC")
+    byte_of = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
 
     def token(word: str) -> bytes:
         return bytes(byte_of[letter] for letter in word)
 
-    special = {row["content"]: row["id"] for row in added}
+    special = {row.name: row.id for row in added}
     vocabulary = {token(word): id for word, id in model["vocab"].items() if special.get(word) != id}
     ids = [*vocabulary.values(), *special.values()]
     if len(set(ids)) != len(ids) or len(special) != len(added) or min(ids) < 0:
         raise ValueError("several of its tokens have the same id")
     if max(ids) > 2 * len(ids) + 1000:
         raise ValueError(f"its ids have gaps: {len(ids)} tokens, the highest id is {max(ids)}")
-    if not {bytes([byte]) for byte in range(256)} <= vocabulary.keys():
-        raise ValueError("its vocabulary lacks some of the 256 bytes")
+    lacking = {bytes([byte]) for byte in range(256)} - vocabulary.keys()
     following = len(model["vocab"])
     for name, id in special.items():  # tokenizers numbers them so, whatever the file says
         if model["vocab"].get(name, following) != id:
-            raise ValueError(
-                f"its added token {name!r} has the id {id}, but tokenizers makes it "
-                f"{model['vocab'].get(name, following)}"
-            )
+            raise ValueError(f"its added token {name!r} has the id {id}, which tokenizers changes")
         following += name not in model["vocab"]
     pairs = [
         tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]
     ]
     pairs = [(token(left), token(right)) for left, right in pairs]
     if split == NO_SPLIT and len(vocabulary) > 256:
-        raise ValueError("it cuts texts in another way: not at all")
+        raise ValueError("it does not cut texts at all")
+    if lacking and model.get("unk_token"):
+        raise ValueError("it has a token for bytes that it lacks")
     ranks = _ranks(vocabulary, pairs, bool(model.get("ignore_merges")))
-    return Tokenizer(
-        ranks,
-        split,
-        list(special),
-        end,
-        [*(vocabulary[t] for t in ranks), *special.values()],
-        begin,
-    )
+    only_special = all(row.special for row in added)
+    plain = only_special and not nfc and not lacking and split in (*SPLITS, NO_SPLIT)
+    return Proof(ranks, [vocabulary[token] for token in ranks], split, nfc, plain)
 
 
-def _split_of(pre: dict) -> str:
-    """The pattern of a pre-tokenizer that splits by a pattern and then into bytes (as
-    `_pre_tokenizer` writes it, or GPT-2's)."""
-    parts = pre["pretokenizers"] if pre["type"] == "Sequence" else [pre]
-    to_bytes = parts[-1]
+def _normalizes(document: dict) -> bool:
+    """Whether a text becomes NFC first, which is all that may happen to it."""
+    steps = library.steps_of(document.get("normalizer"), "normalizers")
+    other = [step["type"] for step in steps if step["type"] != "NFC"]
+    if other:
+        raise ValueError(f"it changes texts first (normalizer {other[0]})")
+    return bool(steps)
+
+
+def _cuts_of(pre: dict) -> tuple[str, ...]:
+    """The patterns by which a text is cut, one after another, before it becomes bytes."""
+    *cuts, to_bytes = library.steps_of(pre, "pretokenizers")
     if to_bytes["type"] != "ByteLevel":
         raise ValueError(
             f"it is not a byte-level BPE (its pre-tokenizer ends in {to_bytes['type']})"
         )
-    split = SPLIT_GPT2 if to_bytes.get("use_regex", True) else NO_SPLIT
-    if len(parts) == 2 and split == NO_SPLIT and parts[0]["type"] == "Split":
-        isolated = parts[0]["behavior"] == "Isolated" and not parts[0]["invert"]
-        split = parts[0]["pattern"].get("Regex") if isolated else None
-    elif len(parts) > 1:
-        split = None
-    if to_bytes.get("add_prefix_space", True) or split not in (*SPLITS, NO_SPLIT):
-        raise ValueError("it cuts texts in another way than Llama 3, GPT-2, o200k or Qwen 2")
-    return split
+    if to_bytes.get("add_prefix_space", True):
+        raise ValueError("it puts a space before a text")
+    patterns = [_pattern_of(cut) for cut in cuts]
+    if to_bytes.get("use_regex", True):
+        patterns.append(SPLIT_GPT2)
+    return tuple(patterns)
+
+
+def _pattern_of(cut: dict) -> str:
+    """The pattern whose matches, and what lies between them, are the pieces of a cut."""
+    if cut["type"] == "Digits":
+        return DIGIT if cut["individual_digits"] else NUMBER
+    if cut["type"] != "Split":
+        raise ValueError(f"it cuts texts by {cut['type']}")
+    pattern = cut["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n")
+    isolated = cut["behavior"] == "Isolated" and not cut["invert"]
+    # what the pattern does not match is removed: nothing, as it matches every text from end to end
+    removes_nothing = cut["behavior"] == "Removed" and cut["invert"] and pattern in SPLITS
+    if not (isolated or removes_nothing):
+        raise ValueError(f"its cuts have the behavior {cut['behavior']}")
+    return pattern
 
 
 def _ranks(
@@ -291,7 +412,7 @@ def _ranks(
         if (
             -1 not in places
             and places == sorted(places)
-            and (look_up or len(needed) + 256 == len(ranks))
+            and (look_up or len(needed) + len(letters) == len(ranks))
         ):
             return ranks
     if not look_up and unmade:

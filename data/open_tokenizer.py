@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from data import hf_tokenizer, rank_files, tokenizer
+from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer
 from data.stores import kept
 
 
@@ -16,6 +16,6 @@ def open_tokenizer(name: str, cache: str = "") -> tokenizer.Tokenizer:
     path = kept.tokenizer(name, cache)
     if not path.endswith(".json"):
         return rank_files.from_rank_file(path)
-    if tokenizer.is_saved(path):
-        return tokenizer.load_saved(path)
+    if saved_tokenizer.is_saved(path):
+        return saved_tokenizer.load(path)
     return hf_tokenizer.read_file(Path(path))

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import formats, tokenizer
+from data import formats, saved_tokenizer, tokenizer
 from data.packing import PackedTokens
 from data.stores import corpus, places
 from data.tokens import Tokens
@@ -91,7 +91,7 @@ def open_prepared(folder: str, cfg: Data | None = None) -> Prepared:
     manifest = read_manifest(folder)
     place = _place(folder, manifest, cfg)
     place.check()
-    saved = tokenizer.load_saved(place.path("tokenizer.json"))
+    saved = saved_tokenizer.load(place.path("tokenizer.json"))
     if saved.fingerprint != manifest["tokenizer_fingerprint"]:
         raise InputError(
             f"{folder}: its tokenizer ({saved.fingerprint}) is not the one that made its tokens "

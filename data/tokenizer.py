@@ -14,13 +14,14 @@ the same result on any number of threads, and tiktoken takes its ranks as they a
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -60,9 +61,30 @@ LONGEST_WHITESPACE = 100_000
 _LONG_WHITESPACE = re.compile(rf"(?<!\s)\s{{{LONGEST_WHITESPACE + 1},}}")
 
 
+class Encoded(NamedTuple):
+    """A rendered text as tokens, and the part of the text that each of them stands for."""
+
+    ids: np.ndarray  # [n], of the tokenizer's dtype
+    starts: np.ndarray  # int64 [n]: the token's first byte in the text's UTF-8
+    stops: np.ndarray  # int64 [n]: the byte after its last
+    sizes: np.ndarray  # int64 [n]: bytes of text; 0 for the name of a special token
+
+
+class CannotEncode(ValueError):
+    """A text that its tokenizer has no ids for."""
+
+
 class Tokenizer:
-    """A byte-level BPE. Every text survives `decode(encode(text))`: bytes are tokens, so nothing is
-    unknown."""
+    """The tokenizer that all other code sees: this one, a byte-level BPE that tiktoken runs, or
+    data/library.py::LibraryTokenizer, which has the same members.
+
+    Here every text survives `decode(encode(text))`: bytes are tokens, so nothing is unknown."""
+
+    engine = "tiktoken"  # what makes the ids; data/library.py has others
+    # the files that lay in the folder of a published tokenizer: {name: JSON, or the text of others}
+    beside: Mapping[str, Any] = MappingProxyType({})
+    # True: the bytes of a text are the sum of `byte_lengths` of its ids; else `text_bytes` counts
+    exact_lengths = True
 
     def __init__(
         self,
@@ -78,26 +100,36 @@ class Tokenizer:
         count = len(ranks) + len(special_tokens)
         self.ranks = ranks
         self.split = split
-        self.special_tokens = special_tokens
-        self.end_of_text = end_of_text
-        self.begin_of_text = begin_of_text or (
-            BEGIN_OF_TEXT if BEGIN_OF_TEXT in special_tokens else None
-        )
         self.ids = None if ids == list(range(count)) else ids
-        self.special_ids = ids[len(ranks) :] if ids else list(range(len(ranks), count))
-        self.n_vocab = max(ids) + 1 if ids else count  # some ids below may stand for nothing
-        self.eot_id = self.special_ids[special_tokens.index(end_of_text)]
-        self.bos_id = (
-            self.special_ids[special_tokens.index(self.begin_of_text)]
-            if self.begin_of_text
-            else None
-        )
-        self.dtype = np.dtype(np.uint16 if self.n_vocab <= 2**16 else np.uint32)
+        special_ids = ids[len(ranks) :] if ids else list(range(len(ranks), count))
+        highest = max(ids) if ids else count - 1  # some ids below may stand for nothing
+        if begin_of_text is None and BEGIN_OF_TEXT in special_tokens:
+            begin_of_text = BEGIN_OF_TEXT
+        self._name(special_tokens, special_ids, end_of_text, begin_of_text, highest + 1)
         definition = [split, special_tokens, end_of_text, [len(token) for token in ranks]]
         if self.ids:
             definition.append(self.ids)
         digest = hashlib.sha256(json.dumps(definition).encode() + b"".join(ranks))
         self.fingerprint = digest.hexdigest()[:32]
+
+    def _name(
+        self,
+        special_tokens: list[str],
+        special_ids: list[int],
+        end_of_text: str,
+        begin_of_text: str | None,
+        n_vocab: int,
+    ) -> None:
+        """Set what depends on names and ids. special_tokens: all that a rendered text may name."""
+        id_of = dict(zip(special_tokens, special_ids, strict=True))
+        self.special_tokens = special_tokens
+        self.special_ids = special_ids
+        self.end_of_text = end_of_text
+        self.begin_of_text = begin_of_text
+        self.eot_id = id_of[end_of_text]
+        self.bos_id = id_of[begin_of_text] if begin_of_text else None
+        self.n_vocab = n_vocab
+        self.dtype = np.dtype(np.uint16 if n_vocab <= 2**16 else np.uint32)
 
     @cached_property
     def _bpe(self) -> tiktoken.Encoding:
@@ -144,6 +176,48 @@ class Tokenizer:
         ranks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return self._id_of_rank[ranks] if self.ids else ranks.astype(self.dtype)
 
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text. Raises as it does."""
+        return [self.encode(text) for text in texts]
+
+    def encode_rendered(self, text: str) -> Encoded:
+        """Encode a text in which the name of a special token is that token, as a chat template
+        renders it. `encode` takes such names as ordinary text. Raises as `encode` does."""
+        pieces = []
+        lengths = []
+        sizes = []
+        id_of = dict(zip(self.special_tokens, self.special_ids, strict=True))
+        for i, piece in enumerate(self._names_in_text.split(text)):
+            if i % 2:
+                pieces.append(np.array([id_of[piece]], self.dtype))
+                lengths.append(np.array([len(piece.encode())], np.int64))
+                sizes.append(np.zeros(1, np.int64))
+            elif piece:
+                pieces.append(self.encode(piece))
+                lengths.append(self._lengths[pieces[-1]])
+                sizes.append(lengths[-1])
+        if not pieces:
+            none = np.zeros(0, np.int64)
+            return Encoded(none.astype(self.dtype), none, none, none)
+        counts = np.concatenate(lengths)
+        stops = np.cumsum(counts)
+        return Encoded(np.concatenate(pieces), stops - counts, stops, np.concatenate(sizes))
+
+    @cached_property
+    def _names_in_text(self) -> re.Pattern:
+        # of two names that begin alike the longer one is meant
+        names = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("(" + "|".join(map(re.escape, names)) + ")")
+
+    @cached_property
+    def _lengths(self) -> np.ndarray:
+        return np.array(self.byte_lengths, np.int64)
+
+    def text_bytes(self, text: str, ids: np.ndarray) -> np.ndarray:
+        """Bytes of the text, int64 [n], that each of the `ids` of `encode(text)` stands for. Their
+        sum is the size of the text in UTF-8, if it has a token at all."""
+        return self._lengths[ids]
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of these ids. Special tokens appear by name. Bytes that are not UTF-8 (half a
         character) and ids beyond the vocabulary (a model may have more rows than the tokenizer has
@@ -153,8 +227,8 @@ class Tokenizer:
         return b"".join(tokens).decode("utf-8", errors="replace")
 
     def save(self, path: str) -> None:
-        """Write one JSON file, from which `load_saved` makes the same tokenizer, with the same
-        fingerprint."""
+        """Write one JSON file, from which data/saved_tokenizer.py makes the same tokenizer, with
+        the same fingerprint."""
         with open(path, "w", encoding="ascii") as file:
             json.dump(
                 {
@@ -170,30 +244,6 @@ class Tokenizer:
             )
 
 
-def load_saved(path: str) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote. Raises InputError if the file is missing or
-    something else."""
-    try:
-        with open(path, encoding="ascii") as file:
-            saved = json.load(file)
-        # b64decode takes three times as long
-        ranks = [binascii.a2b_base64(token) for token in saved["ranks"]]
-        names = (saved["split"], saved["special_tokens"], saved["end_of_text"])
-        return Tokenizer(ranks, *names, saved.get("ids"), saved.get("begin_of_text"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a saved tokenizer ({error!r})") from error
-
-
-def is_saved(path: str) -> bool:
-    """Whether a file is what `Tokenizer.save` writes, as a run's folder has it. It begins with what
-    no other tokenizer.json begins with."""
-    try:
-        with open(path, "rb") as file:
-            return b'"split"' in file.read(20)
-    except OSError:
-        return False
-
-
 def byte_tokenizer() -> Tokenizer:
     """256 bytes and the end of text: 257 ids, nothing to train, and the longest sequences."""
     return Tokenizer([bytes([i]) for i in range(256)], NO_SPLIT, [END_OF_TEXT], END_OF_TEXT)
@@ -204,6 +254,15 @@ def gpt2_bytes() -> list[bytes]:
     (openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [bytes([byte]) for byte in (*printable, *sorted(set(range(256)) - set(printable)))]
+
+
+def letters_of_bytes() -> list[str]:
+    """The printable character that stands for each byte in a vocabulary of `tokenizers`: the byte
+    itself if it is printable in Latin-1, otherwise the next character from U+0100 on (as in GPT-2:
+    openai/gpt-2, encoder.py)."""
+    order = [token[0] for token in gpt2_bytes()]
+    letter_of = {byte: chr(byte) if i < 188 else chr(256 + i - 188) for i, byte in enumerate(order)}
+    return [letter_of[byte] for byte in range(256)]
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:
@@ -222,6 +281,11 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:
             f'set it to {len(ranks) + 1} or less, or use tokenizer = "bytes"'
         )
     return Tokenizer(ranks, SPLIT, [END_OF_TEXT], END_OF_TEXT)
+
+
+def has_long_whitespace(text: str) -> bool:
+    """Whether a run of whitespace is longer than tiktoken's regular expressions can take."""
+    return len(text) > LONGEST_WHITESPACE and bool(_LONG_WHITESPACE.search(text))
 
 
 def _pieces(text: str) -> Iterator[str]:

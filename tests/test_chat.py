@@ -187,23 +187,6 @@ def test_a_template_stays_in_its_sandbox(template):
         as_chat("strict").encode({"messages": twice})
 
 
-def test_text_that_its_tokens_do_not_give_back_is_named():
-    """Answers are found by counting bytes, so a token too few would move every label after it."""
-    form = as_chat()
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    record = {"messages": messages}
-    whole = form.encode(record).ids
-    form.tokens = lambda text: whole[:-1]
-    with pytest.raises(answers.Unfit, match="its tokenizer does not give back"):
-        form.encode(record)
-    form.tokens = lambda text: np.append(whole, whole[-1:])
-    with pytest.raises(answers.Unfit, match="its tokenizer does not give back"):
-        form.encode(record)
-    form.tokens = lambda text: whole[:0]
-    with pytest.raises(answers.Unfit, match="its tokenizer does not give back"):
-        form.encode(record)
-
-
 # --------------------------------------------------------------------------------------------------
 # what cannot be used
 
@@ -306,15 +289,6 @@ def test_what_cannot_be_opened_is_a_sentence(tmp_path, folders):
     broken.write_text("{% for m in messages %}")
     with pytest.raises(InputError, match="not valid Jinja"):
         quietly(data(source, chat_template=str(broken)))
-    folder = folders["plain"]
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["added_tokens"][0]["rstrip"] = True
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    config = (folder / "tokenizer_config.json").read_text()
-    (tmp_path / "tokenizer_config.json").write_text(config)
-    with pytest.raises(InputError, match="takes the whitespace beside it"):
-        quietly(data(source, tokenizer=str(tmp_path / "tokenizer.json")))
-
     made = quietly(data(source))
     text = quietly(Data(source="README.md", tokenizer="bytes", cache=str(tmp_path / "cache")))
     with pytest.raises(InputError, match="prepared as chat.*keeps its format"):

@@ -36,12 +36,12 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from data import hf_tokenizer
 from data.rank_files import LLAMA3_SPECIAL_TOKENS
+from data.saved_tokenizer import load as load_saved
 from data.tokenizer import (
     END_OF_TEXT,
     SPLIT,
     Tokenizer,
     byte_tokenizer,
-    load_saved,
     train_bpe,
 )
 from models import FORMATS, MODELS, llama

@@ -13,9 +13,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import tiktoken
+import tokenizers
 
 from configs.schema import InputError
-from data import hf_tokenizer, rank_files, tokenizer, train_tokenizer
+from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer, train_tokenizer
 from data.open_tokenizer import open_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +147,7 @@ def test_fingerprint_follows_everything_that_defines_a_tokenizer(
     bpe: tokenizer.Tokenizer, tmp_path: Path
 ) -> None:
     bpe.save(str(tmp_path / "saved.json"))
-    saved = tokenizer.load_saved(str(tmp_path / "saved.json"))
+    saved = saved_tokenizer.load(str(tmp_path / "saved.json"))
     assert saved.fingerprint == bpe.fingerprint
     assert saved.encode(words(1, 50)).tolist() == bpe.encode(words(1, 50)).tolist()
     same = (bpe.ranks, bpe.split, ["<|endoftext|>"], "<|endoftext|>")
@@ -262,7 +263,7 @@ def test_published_rank_files(name: str, count: int, n_vocab: int, tmp_path: Pat
     assert tok.decode([tok.eot_id, n_vocab + 5]) == "<|endoftext|>\ufffd"
     assert len(tok.byte_lengths) == n_vocab and tok.byte_lengths[tok.eot_id] == 0
     tok.save(str(tmp_path / "saved"))
-    saved = tokenizer.load_saved(str(tmp_path / "saved"))
+    saved = saved_tokenizer.load(str(tmp_path / "saved"))
     assert (saved.fingerprint, saved.special_ids) == (tok.fingerprint, tok.special_ids)
     for text in hard_texts(1, 3000):
         ids = saved.encode(text)
@@ -356,7 +357,6 @@ CHANGES = [None, gpt2, special_first, ids_shuffled, never_made, looked_up, qwen2
 def test_a_tokenizer_json_gives_the_ids_of_tokenizers(
     change: object, code_bpe: tokenizer.Tokenizer, tmp_path: Path
 ) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(as_theirs(code_bpe, change)))
     tok, theirs = hf_tokenizer.read_file(path), tokenizers.Tokenizer.from_file(str(path))
@@ -392,50 +392,314 @@ def test_begin_of_text_is_what_tokenizer_config_says(
     )
     assert (tok := hf_tokenizer.read_file(path)).bos_id == 1200 and tok.eot_id == 1199
     tok.save(str(tmp_path / "saved"))
-    assert tokenizer.load_saved(str(tmp_path / "saved")).bos_id == 1200
+    assert saved_tokenizer.load(str(tmp_path / "saved")).bos_id == 1200
+
+
+def added(name: str, id: int, **fields: bool) -> dict:
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": id, "content": name, "special": False} | usual | fields
+
+
+def pattern(document: dict) -> dict:
+    return document["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+
+
+BY_LIBRARY = {  # what changes a document, and why tiktoken does not run it
+    "NFKC": (lambda d: d.update(normalizer={"type": "NFKC"}), "changes texts first"),
+    "unknown pattern": (lambda d: pattern(d).update(Regex=r"\S+"), "cuts mean the same"),
+    "punctuation": (
+        lambda d: d["pre_tokenizer"]["pretokenizers"].insert(
+            0, {"type": "Punctuation", "behavior": "Isolated"}
+        ),
+        "cuts texts by Punctuation",
+    ),
+    "prefix space": (
+        lambda d: d["pre_tokenizer"]["pretokenizers"][1].update(add_prefix_space=True),
+        "puts a space before",
+    ),
+    "merges reversed": (lambda d: d["model"]["merges"].reverse(), "merges are not in the order"),
+    "greedy": (
+        lambda d: d["added_tokens"].append(added("<x>", 1200, lstrip=True)),
+        "depends on its neighbours",
+    ),
+}
+
+
+def same_as_library(tok: tokenizer.Tokenizer, path: Path, texts: list[str]) -> None:
+    """Ids of text, of rendered text and decoded text are the library's, and every byte is counted."""
+    theirs = tokenizers.Tokenizer.from_file(str(path))
+    rendered = tokenizers.Tokenizer.from_file(str(path))
+    theirs.encode_special_tokens = True
+    for text in texts:
+        ids = tok.encode(text)
+        wanted = theirs.encode(text, add_special_tokens=False).ids
+        assert ids.tolist() == wanted, repr(text[:60])
+        assert tok.decode(ids) == theirs.decode(wanted, skip_special_tokens=False)
+        sizes = tok.text_bytes(text, ids)
+        assert len(sizes) == len(ids) and sizes.min(initial=0) >= 0
+        assert sizes.sum() == (len(text.encode()) if len(ids) else 0), repr(text[:60])
+        made = tok.encode_rendered(text)
+        assert made.ids.tolist() == rendered.encode(text, add_special_tokens=False).ids
+        assert (made.starts <= made.stops).all() and len(made.sizes) == len(made.ids)
+    batch = tok.encode_batch(texts)
+    assert [ids.tolist() for ids in batch] == [tok.encode(text).tolist() for text in texts]
+
+
+NAMED = [
+    "<|endoftext|>",
+    "a <x>  b<x>",
+    "a <|endoftext|>\n<think>two</think>4",
+    "<|endo<think>ftext|>",
+]
+
+
+@pytest.mark.parametrize("what", BY_LIBRARY)
+def test_what_is_not_proved_is_left_to_the_library(
+    what: str, code_bpe: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
+    change, reason = BY_LIBRARY[what]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(as_theirs(code_bpe, change)))
+    tok = hf_tokenizer.read_file(path)
+    assert tok.engine == "tokenizers" and reason in tok.reason
+    same_as_library(tok, path, hard_texts(4, 200) + NAMED)
+
+
+def cuts(*steps: dict) -> object:
+    def change(document: dict) -> None:
+        to_bytes = document["pre_tokenizer"]["pretokenizers"][-1]
+        document["pre_tokenizer"]["pretokenizers"] = [*steps, to_bytes]
+
+    return change
+
+
+def split_by(regex: str, behavior: str = "Isolated", invert: bool = False) -> dict:
+    pattern = {"Regex": regex}
+    return {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert}
+
+
+def digits_then_gpt2(individual: bool) -> object:
+    def change(document: dict) -> None:
+        digits = {"type": "Digits", "individual_digits": individual}
+        cuts(digits)(document)
+        document["pre_tokenizer"]["pretokenizers"][-1]["use_regex"] = True
+
+    return change
+
+
+def think(document: dict) -> None:
+    names = ("<think>", "</think>", "  ", "\u00e9\u00e9")
+    document["added_tokens"] += [added(n, 1200 + i) for i, n in enumerate(names)]
+    document["added_tokens"].append(added("\u00e0 la", 1204, normalized=True))
+    document["normalizer"] = {"type": "NFC"}
+
+
+def lacks_bytes(document: dict) -> None:
+    """As SmolLM2's: letters of no text that it was trained on are in no token."""
+    for byte in (0x00, 0xE2, 0xF0):
+        del document["model"]["vocab"][tokenizer.letters_of_bytes()[byte]]
+    document["model"]["vocab"]["<|endoftext|>"] = 1199
+    document["model"]["ignore_merges"] = False
+
+
+PROVED = {
+    "NFC": lambda d: d.update(normalizer={"type": "Sequence", "normalizers": [{"type": "NFC"}]}),
+    "empty normalizer": lambda d: d.update(normalizer={"type": "Sequence", "normalizers": []}),
+    "DeepSeek": cuts(*map(split_by, hf_tokenizer.CUTS_DEEPSEEK)),
+    "dolma2": cuts(split_by(tokenizer.SPLIT, "Removed", True)),
+    "tekken": cuts(split_by(hf_tokenizer.SPLIT_TEKKEN)),
+    "digits": digits_then_gpt2(True),
+    "numbers": digits_then_gpt2(False),
+    "think": think,
+    "bytes are missing": lacks_bytes,
+}
+
+
+@pytest.mark.parametrize("what", PROVED)
+def test_what_is_proved_is_run_by_tiktoken(
+    what: str, code_bpe: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(as_theirs(code_bpe, PROVED[what])))
+    tok = hf_tokenizer.read_file(path)
+    assert tok.engine == "tiktoken", tok.reason
+    east = [f"a{chr(c)}b {chr(c)}1 \n{chr(c)}  {chr(c)} 12{chr(c)}" for c in range(0x3000, 0x3100)]
+    hard = [
+        "e\u0301\u0327 \u1100\u1161\u11a8 <think>\u0338 \u304b\u3099",
+        "\u00e9\u00e9 a\u0300 la",
+    ]
+    same_as_library(tok, path, hard_texts(5, 400) + NAMED + east + hard)
+    tok.save(str(tmp_path / "saved"))
+    again = saved_tokenizer.load(str(tmp_path / "saved"))
+    assert (again.fingerprint, again.engine) == (tok.fingerprint, tok.engine)
+    assert again.by_library("for a test").fingerprint != "" and again.beside == tok.beside
+
+
+def test_a_wrong_proof_is_seen(code_bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
+    """The negative control: without the gaps as pieces, DeepSeek's pattern loses text."""
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(as_theirs(code_bpe, PROVED["DeepSeek"])))
+    without = hf_tokenizer.SPLIT_DEEPSEEK.partition("|(?:(?!")[0]
+    with mock.patch.dict(hf_tokenizer.CUTS, {hf_tokenizer.CUTS_DEEPSEEK: without}):
+        tok = hf_tokenizer.read_file(path)
+    with pytest.raises(AssertionError):
+        same_as_library(tok, path, hard_texts(5, 400))
+
+
+def unigram() -> dict:
+    pieces = ["<unk>", "</s>", "\u2581", "\u2581the", "\u2581a", *"abcdefthe", "the", "\u00e9"]
+    vocab = [[piece, -float(i)] for i, piece in enumerate(dict.fromkeys(pieces))]
+    return {
+        "normalizer": {"type": "NFKC"},
+        "pre_tokenizer": {
+            "type": "Metaspace",
+            "replacement": "\u2581",
+            "prepend_scheme": "always",
+            "split": True,
+        },
+        "decoder": {
+            "type": "Metaspace",
+            "replacement": "\u2581",
+            "prepend_scheme": "always",
+            "split": True,
+        },
+        "model": {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False},
+    }
+
+
+def word_piece() -> dict:
+    words = ["[UNK]", "</s>", "the", "##s", "a", "##b", "cafe", "!", "."]
+    return {
+        "normalizer": {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": True,
+        },
+        "pre_tokenizer": {"type": "BertPreTokenizer"},
+        "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        "model": {
+            "type": "WordPiece",
+            "unk_token": "[UNK]",
+            "continuing_subword_prefix": "##",
+            "max_input_chars_per_word": 100,
+            "vocab": {word: i for i, word in enumerate(words)},
+        },
+    }
+
+
+def byte_fallback() -> dict:
+    """As Llama 2's."""
+    letters = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "\u2581",
+        "t",
+        "h",
+        "e",
+    ]
+    words = [*letters, "th", "the", "\u2581the"]
+    pairs = [["t", "h"], ["th", "e"], ["\u2581", "the"]]
+    replace = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    back = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    return {
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replace],
+        },
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, strip],
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": "<unk>",
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": {word: i for i, word in enumerate(words)},
+            "merges": pairs,
+        },
+    }
+
+
+@pytest.mark.parametrize("made", [unigram, word_piece, byte_fallback], ids=lambda f: f.__name__)
+def test_other_models_are_the_librarys(made: object, tmp_path: Path) -> None:
+    end = added("</s>", 1, special=True)
+    usual = {"version": "1.0", "padding": None, "post_processor": None, "added_tokens": [end]}
+    cut_off = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(usual | made() | {"truncation": cut_off}))
+    tok = hf_tokenizer.read_file(path)
+    assert (tok.engine, tok.eot_id, tok.exact_lengths) == ("tokenizers", 1, False)
+    with pytest.raises(ValueError, match="no length"):
+        print(tok.byte_lengths)
+    path.write_text(json.dumps(usual | made() | {"truncation": None}))  # never cut off here
+    texts = [
+        "the the",
+        " the  \u2581 caf\u00e9s! ab. ",
+        "\u65e5\u672c\U0001f600 the",
+        "",
+        "  ",
+        "a</s>the",
+    ]
+    same_as_library(tok, path, texts + hard_texts(6, 100))
+    tok.save(str(tmp_path / "saved"))
+    again = saved_tokenizer.load(str(tmp_path / "saved"))
+    assert again.fingerprint == tok.fingerprint == hf_tokenizer.read_file(path).fingerprint
+    assert tok.decode([10_000]) == "\ufffd"
 
 
 REFUSED = {
-    "Unigram": (
-        lambda d: d["model"].update(type="Unigram"),
-        "it is a Unigram model, not a byte-level BPE",
-    ),
-    "WordPiece": (lambda d: d["model"].update(type="WordPiece"), "it is a WordPiece model"),
-    "byte fallback": (lambda d: d["model"].update(byte_fallback=True), "byte_fallback"),
-    "normalizer": (
-        lambda d: d.update(normalizer={"type": "NFC"}),
-        "changes texts first .normalizer NFC.",
-    ),
-    "Metaspace": (lambda d: d.update(pre_tokenizer={"type": "Metaspace"}), "ends in Metaspace"),
-    "unknown pattern": (
-        lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex=r"\S+"),
-        "cuts texts in another way",
-    ),
-    "digits too": (
-        lambda d: d["pre_tokenizer"]["pretokenizers"].insert(0, {"type": "Digits"}),
-        "cuts texts in another",
-    ),
-    "ordinary added token": (
+    "half an added token": (
         lambda d: d["added_tokens"].append({"id": 1200, "content": "    ", "special": False}),
-        "found in ordinary text",
+        "it is no tokenizer.json that .*missing field",
     ),
-    "a byte is missing": (
-        lambda d: d["model"]["vocab"].pop("a"),
-        "lacks some of the 256 bytes|not in its vocabulary",
-    ),
-    "merges reversed": (lambda d: d["model"]["merges"].reverse(), "merges are not in the order"),
-    "no end": (lambda d: d["added_tokens"].clear(), "nothing says which token ends a text"),
+    "a byte is missing": (lambda d: d["model"]["vocab"].pop("a"), "`a` out of vocabulary"),
+    "dropout": (lambda d: d["model"].update(dropout=0.1), "dropout = 0.1"),
+    "no end": (lambda d: d["added_tokens"].clear(), "token ends a text"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_other_tokenizers_are_refused_with_the_reason(
+def test_what_no_library_reads_is_refused_with_the_reason(
     what: str, code_bpe: tokenizer.Tokenizer, tmp_path: Path
 ) -> None:
     change, reason = REFUSED[what]
     (tmp_path / "tokenizer.json").write_text(json.dumps(as_theirs(code_bpe, change)))
     with pytest.raises(InputError, match=reason):
         hf_tokenizer.read_file(tmp_path / "tokenizer.json")
+
+
+def test_the_fingerprint_is_of_what_decides_the_ids(
+    code_bpe: tokenizer.Tokenizer, tmp_path: Path
+) -> None:
+    """Another spelling is the same tokenizer; another merge, name or normalizer is another one."""
+
+    def fingerprint(change: object) -> str:
+        document = as_theirs(code_bpe, PROVED["NFC"])
+        change(document)
+        (tmp_path / "tokenizer.json").write_text(json.dumps(document))
+        return hf_tokenizer.read_file(tmp_path / "tokenizer.json").fingerprint
+
+    def pairs(document: dict) -> None:
+        model = document["model"]
+        model["merges"] = [pair.split(" ") for pair in model["merges"]]
+        model["unk_token"] = None
+        document["post_processor"] = {"type": "ByteLevel"} | dict.fromkeys(
+            ("add_prefix_space", "trim_offsets", "use_regex"), True
+        )
+
+    same = fingerprint(lambda d: None)
+    assert fingerprint(pairs) == same
+    others = [think, lambda d: d["model"]["merges"].pop(), lambda d: d.update(normalizer=None)]
+    assert len({same, *map(fingerprint, others)}) == 4
 
 
 # ---- one's own

@@ -42,7 +42,8 @@ from checkpoint.verify import Damaged
 from configs.schema import InputError
 from data import hf_tokenizer, turns
 from data.rank_files import from_rank_file
-from data.tokenizer import Tokenizer, load_saved
+from data.saved_tokenizer import load as load_saved
+from data.tokenizer import Tokenizer
 from models import FORMATS
 from reliability.objects import Key, location
 from tools import adapters, new_checkpoint, outbound, places, to_dcp, torchtitan_config

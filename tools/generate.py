@@ -32,7 +32,8 @@ from configs.schema import InputError
 from data import hf_tokenizer, turns
 from data.answers import Unfit
 from data.chat import Chat
-from data.tokenizer import Tokenizer, load_saved
+from data.saved_tokenizer import load as load_saved
+from data.tokenizer import Tokenizer
 from models import FORMATS, MODELS
 from reliability.objects import Key, location
 from tools import adapters, places

@@ -46,6 +46,8 @@ def encode(
         rows = [
             (split, np.concatenate([begin, tok.encode(text), end]), None) for split, text in texts
         ]
+    except tokenizer.CannotEncode as error:
+        return len(data), score, f"cannot be tokenised: {error}"
     except BaseException as error:  # a panic of tiktoken is not an Exception
         if type(error).__name__ != "PanicException":
             raise

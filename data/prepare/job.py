@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import formats, sources, tokenizer
+from data import formats, saved_tokenizer, sources, tokenizer
 from data.open_tokenizer import open_tokenizer
 from data.prepare import workers
 from data.prepare.part import PartMaker
@@ -101,7 +101,7 @@ class PrepareJob:
         with open(os.path.join(folder, PLAN), encoding="ascii") as file:
             plan = json.load(file)
         files = [sources.File(*row) for row in plan["files"]]
-        tok = tokenizer.load_saved(os.path.join(folder, "tokenizer.json"))
+        tok = saved_tokenizer.load(os.path.join(folder, "tokenizer.json"))
         cfg = Data.model_validate_json(json.dumps(plan["cfg"]))
         return PrepareJob(folder, cfg, files, plan["parts"], tok, formats.load(folder))
 

@@ -1,0 +1,352 @@
+"""Opens any tokenizer.json: the ids are those of Hugging Face's `tokenizers`, for every text.
+
+Two differences to the library are meant. The names of special tokens are ordinary text in `encode`
+(its `encode_special_tokens`), and nothing is added, cut off or padded: post-processor, truncation
+and padding of the file are not run. Added tokens that are not special (`<think>` in Qwen 3's file)
+are one token in every text, as in the library.
+
+tiktoken makes the ids where data/hf_tokenizer.py has proved that they are the same: `engine` says
+which of the two does.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from configs.schema import InputError
+from data.proved import Added, Proof, Proved
+from data.tokenizer import CannotEncode, Encoded, Tokenizer, letters_of_bytes
+
+# What of a tokenizer.json decides the ids.
+DECIDES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+NOT_RUN = {"post_processor": None, "truncation": None, "padding": None}
+
+
+class LibraryTokenizer(Tokenizer):
+    """The tokenizer of a tokenizer.json."""
+
+    def __init__(
+        self,
+        document: dict,
+        added: list[Added],
+        begin: str | None,
+        end: str,
+        beside: Mapping[str, Any],
+        proof: Proof | None,
+        reason: str = "",
+    ) -> None:
+        """document: the parsed file. beside: as `Tokenizer.beside`. reason: why there is no proof.
+        Raises KeyError if begin or end is no added token."""
+        self.document = document
+        self.added = added
+        self.beside = beside
+        self.reason = reason
+        self.proved = Proved(proof, added) if proof else None
+        self.engine = "tiktoken" if proof else "tokenizers"
+        vocabulary = document["model"]["vocab"]
+        highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
+        ids = [row.id for row in added]
+        names = [row.name for row in added]
+        self._name(names, ids, end, begin, max([highest, *ids]) + 1)
+        self.is_byte_level = is_byte_level(document)
+        self.exact_lengths = self.is_byte_level and not loses_text(document, added)
+        if proof and proof.plain:  # what came of the same file before the library was there
+            same = Tokenizer(proof.ranks, proof.split, names, end, [*proof.ids, *ids], begin)
+            self.fingerprint = same.fingerprint
+        else:
+            self.fingerprint = fingerprint_of(document, end)
+
+    # ----------------------------------------------------------------------------------------------
+    # the library
+
+    @cached_property
+    def in_text(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer for ordinary text."""
+        made = build(self.document)
+        made.encode_special_tokens = True
+        return made
+
+    @cached_property
+    def in_rendered(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer for text in which special tokens are named."""
+        return build(self.document)
+
+    def library_ids(self, text: str) -> np.ndarray:
+        """`encode` by the library, proof or not. Raises CannotEncode."""
+        return np.array(self._ask(self.in_text, text).ids, self.dtype)
+
+    def _ask(self, library: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
+        text.encode()  # raises UnicodeEncodeError for lone surrogates
+        try:
+            return library.encode(text, add_special_tokens=False)
+        except Exception as error:  # a vocabulary without a token for what it does not know
+            raise CannotEncode(f"tokenizers: {error}") from error
+
+    def by_library(self, reason: str) -> LibraryTokenizer:
+        """The same tokenizer without tiktoken."""
+        given = (self.document, self.added, self.begin_of_text, self.end_of_text, self.beside)
+        return LibraryTokenizer(*given, None, reason)
+
+    # ----------------------------------------------------------------------------------------------
+    # text to ids
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids [n] of `dtype`: names of special tokens are ordinary text. Raises UnicodeEncodeError
+        for lone surrogates, and CannotEncode."""
+        text.encode()
+        made = self.proved.ranks(text) if self.proved else None
+        if made is None:
+            return self.library_ids(text)
+        return self.proved.ids[made[0]].astype(self.dtype)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """`encode` of each text. The library shares the work among its own threads."""
+        if self.proved:
+            return [self.encode(text) for text in texts]
+        for text in texts:
+            text.encode()
+        try:
+            made = self.in_text.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:
+            raise CannotEncode(f"tokenizers: {error}") from error
+        return [np.array(one.ids, self.dtype) for one in made]
+
+    def encode_rendered(self, text: str) -> Encoded:
+        """As `Tokenizer.encode_rendered`. The bytes of a character that several tokens share are
+        counted to the first of them."""
+        text.encode()
+        made = self.proved.ranks(text, rendered=True) if self.proved else None
+        if made is None or made[1]:  # the offsets are those of the text, not of what NFC made
+            encoding = self._ask(self.in_rendered, text)
+            ids = np.array(encoding.ids, self.dtype)
+            starts, stops = byte_offsets(text, encoding.offsets)
+            sizes = shares(stops, len(text.encode()))
+        else:
+            ids = self.proved.ids[made[0]].astype(self.dtype)
+            sizes = self.proved.lengths[made[0]]
+            stops = np.cumsum(sizes)
+            starts = stops - sizes
+        return Encoded(ids, starts, stops, np.maximum(sizes - self._names[ids], 0))
+
+    @cached_property
+    def _names(self) -> np.ndarray:
+        """Bytes of the name of each special token, int64 [n_vocab], 0 for other ids."""
+        lengths = np.zeros(self.n_vocab, np.int64)
+        for row in self.added:
+            if row.special:
+                lengths[row.id] = len(row.name.encode())
+        return lengths
+
+    # ----------------------------------------------------------------------------------------------
+    # bytes
+
+    @property
+    def byte_lengths(self) -> list[int]:
+        """How many bytes of text each id stands for, as in `Tokenizer`. Raises ValueError where
+        only a text tells (`text_bytes`)."""
+        if not self.is_byte_level:
+            raise ValueError("the tokens of this tokenizer have no length of their own")
+        lengths = [0] * self.n_vocab
+        special = {row.id for row in self.added if row.special}
+        for id, token in self._bytes_of_id.items():
+            lengths[id] = 0 if id in special else len(token)
+        return lengths
+
+    def text_bytes(self, text: str, ids: np.ndarray) -> np.ndarray:
+        """As `Tokenizer.text_bytes`. Where the bytes of the tokens are not those of the text, they
+        come from the library's offsets: a token has what lies between the end of the token before
+        it and its own, and the last one also what follows it."""
+        total = len(text.encode())
+        if self.is_byte_level:
+            lengths = self._lengths[ids]
+            if self.exact_lengths or lengths.sum() == total:
+                return lengths
+        _, stops = byte_offsets(text, self._ask(self.in_text, text).offsets)
+        return shares(stops, total)
+
+    # ----------------------------------------------------------------------------------------------
+    # ids to text
+
+    @cached_property
+    def _bytes_of_id(self) -> dict[int, bytes]:
+        """Of a byte-level vocabulary, as the library's decoder reads it: a token with a letter that
+        stands for no byte is taken as it is."""
+        byte_of = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
+
+        def content(word: str) -> bytes:
+            known = all(letter in byte_of for letter in word)
+            return bytes(byte_of[letter] for letter in word) if known else word.encode()
+
+        made = {id: content(word) for word, id in self.document["model"]["vocab"].items()}
+        return made | {row.id: content(row.name) for row in self.added}
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The library's text of these ids. Ids that it does not know become U+FFFD, as in
+        `Tokenizer`."""
+        if self.is_byte_level:
+            return super().decode(ids)
+        library = self.__dict__.get("in_rendered") or self.in_text
+        parts: list[str] = []
+        known: list[int] = []
+        for id in [*np.asarray(ids).tolist(), None]:
+            if id is not None and library.id_to_token(id) is not None:
+                known.append(id)
+                continue
+            if known:
+                parts.append(library.decode(known, skip_special_tokens=False))
+                known = []
+            if id is not None:
+                parts.append("\ufffd")
+        return "".join(parts)
+
+    # ----------------------------------------------------------------------------------------------
+    # the saved file
+
+    def save(self, path: str) -> None:
+        """As `Tokenizer.save`: the file holds the document, what lay beside it, and the proof."""
+        proof = self.proved.proof if self.proved else None
+        saved = {
+            "split": proof.split if proof else None,  # first, as data/saved_tokenizer.py looks
+            "end_of_text": self.end_of_text,
+            "begin_of_text": self.begin_of_text,
+            "reason": self.reason,
+            "proof": proof and proof._replace(ranks=_as_base64(proof.ranks))._asdict(),
+            "added": self.added,
+            "beside": dict(self.beside),
+            "document": self.document,
+        }
+        with open(path, "w", encoding="ascii") as file:
+            file.write(json.dumps(saved))
+
+
+def restored(saved: dict) -> LibraryTokenizer:
+    """The tokenizer whose `save` wrote this. Raises KeyError, TypeError or ValueError for something
+    else."""
+    proof = None
+    if saved["proof"]:
+        proof = Proof(**saved["proof"])
+        proof = proof._replace(ranks=[binascii.a2b_base64(token) for token in proof.ranks])
+    added = [Added(*row) for row in saved["added"]]
+    ends = (saved["begin_of_text"], saved["end_of_text"])
+    return LibraryTokenizer(
+        saved["document"], added, *ends, saved["beside"], proof, saved["reason"]
+    )
+
+
+def _as_base64(ranks: list[bytes]) -> list[str]:
+    return [base64.b64encode(token).decode() for token in ranks]
+
+
+def build(document: dict) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a document, without what it does around a text. Raises InputError
+    for what is none."""
+    try:
+        return tokenizers.Tokenizer.from_str(json.dumps(document | NOT_RUN))
+    except Exception as error:  # the library raises nothing more precise
+        raise InputError(f"it is no tokenizer.json that `tokenizers` reads: {error}") from None
+
+
+def added_by(library: tokenizers.Tokenizer) -> list[Added]:
+    """The added tokens, in the order of the ids that the library gives them."""
+    return [
+        Added(
+            row.content,
+            id,
+            row.special,
+            row.lstrip or row.rstrip or row.single_word,
+            row.normalized,
+        )
+        for id, row in sorted(library.get_added_tokens_decoder().items())
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# bytes and offsets
+
+
+def byte_offsets(text: str, offsets: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Where tokens begin and end in the UTF-8 of a text, int64 [n] each. offsets: in characters."""
+    places = np.array(offsets, np.int64).reshape(-1, 2)
+    if text.isascii():
+        return places[:, 0], places[:, 1]
+    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    sizes = 1 + (points >= 0x80).astype(np.int64) + (points >= 0x800) + (points >= 0x10000)
+    before = np.concatenate([[0], np.cumsum(sizes)])
+    return before[places[:, 0]], before[places[:, 1]]
+
+
+def shares(stops: np.ndarray, total: int) -> np.ndarray:
+    """Bytes that tokens which end at `stops` have of a text of `total` bytes, int64 [n]: all of it,
+    if there is a token."""
+    if not len(stops):
+        return np.zeros(0, np.int64)
+    ends = np.maximum.accumulate(stops)
+    ends[-1] = total
+    return np.diff(ends, prepend=0)
+
+
+def is_byte_level(document: dict) -> bool:
+    """Whether its tokens are bytes, each written as a letter (data/tokenizer.py::letters_of_bytes)."""
+    decoder = document.get("decoder") or {}
+    is_bpe = document["model"].get("type", "BPE") == "BPE"
+    steps = steps_of(document.get("pre_tokenizer"), "pretokenizers")
+    return is_bpe and decoder.get("type") == "ByteLevel" and any(map(_is_to_bytes, steps))
+
+
+def _is_to_bytes(step: dict) -> bool:
+    return step.get("type") == "ByteLevel"
+
+
+def loses_text(document: dict, added: list[Added]) -> bool:
+    """Whether the bytes of a byte-level tokenizer's tokens may be other than those of a text."""
+    steps = steps_of(document.get("pre_tokenizer"), "pretokenizers")
+    removes = any(step.get("behavior") == "Removed" for step in steps)
+    prefixes = any(step.get("add_prefix_space") for step in steps)
+    normalizes = bool(steps_of(document.get("normalizer"), "normalizers"))
+    letters = document["model"]["vocab"]
+    lacks = any(letter not in letters for letter in letters_of_bytes())
+    takes = any(row.greedy and not row.special for row in added)
+    return removes or prefixes or normalizes or lacks or takes
+
+
+def steps_of(part: dict | None, key: str) -> list[dict]:
+    """The steps of a normalizer or pre-tokenizer, which may be a Sequence in a Sequence."""
+    if not part:
+        return []
+    if part.get("type") != "Sequence":
+        return [part]
+    return [step for inner in part[key] for step in steps_of(inner, key)]
+
+
+# --------------------------------------------------------------------------------------------------
+# identity
+
+
+def fingerprint_of(document: dict, end: str) -> str:
+    """A hash of what decides the ids. Another spelling of the same (merges as pairs, a field that is
+    null) is the same."""
+    parts = {key: document.get(key) for key in DECIDES}
+    model = {key: value for key, value in parts["model"].items() if not _says_nothing(value)}
+    if "merges" in model:
+        model["merges"] = [_as_pair(pair) for pair in model["merges"]]
+    parts["model"] = model
+    parts["added_tokens"] = sorted(parts["added_tokens"] or [], key=lambda row: row["id"])
+    canonical = json.dumps(["tokenizer.json", end, parts], sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+def _says_nothing(value: object) -> bool:
+    return value is None or value is False or value == ""
+
+
+def _as_pair(pair: str | list) -> list:
+    return pair.split(" ") if isinstance(pair, str) else list(pair)
