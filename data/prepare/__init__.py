@@ -160,12 +160,12 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
     elif kind != "bytes":
         path = Path(kept.tokenizer(kind, cfg.cache))
         content = rank_files.read_rank_file(str(path))
-        if path.suffix == ".json":  # the files beside it say how a text begins and ends
-            beside = (path.parent / name for name in ("tokenizer_config.json", "config.json"))
-            content += b"".join(file.read_bytes() for file in beside if file.is_file())
         if re.search(rb'"special"\s*:\s*false', content):
             # such tokens are found in text; in a folder that older code has made they are not
             content += b"found"
+        if path.suffix == ".json":  # the files beside it say how a text begins and ends
+            beside = (path.parent / name for name in ("tokenizer_config.json", "config.json"))
+            content += b"".join(file.read_bytes() for file in beside if file.is_file())
         kind = hashlib.sha256(content).hexdigest()
     options = [
         cfg.validation_fraction,
