@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -41,6 +41,7 @@ from reliability.objects import Key, location
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PIECE = 1 << 24  # elements of a matrix that are compared at once
 WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
 SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
@@ -79,7 +80,43 @@ def read_model(
     else:
         known = " and ".join(json.dumps(known) for known in by_type)
         raise InputError(f"{path}: model_type is {json.dumps(kind)}, only {known} can be converted")
-    return name, _read_args(path, config, families[name])
+    args = _read_args(path, config, families[name])
+    if args.tied_embeddings and _has_own_head(folder, families[name].hf_tied):
+        args = replace(args, tied_embeddings=False)
+    return name, args
+
+
+def _has_own_head(folder: Path, tied: tuple[str, str]) -> bool:
+    """Whether a folder whose config.json says that two tensors are one has both, and they differ, as
+    where a trainer has untied them. transformers 5 keeps both then, and so do we, with a warning."""
+    if not (folder / ONE_FILE).is_file() and not (folder / INDEX).is_file():
+        return False  # a configuration alone
+    there = inventory(folder)
+    embedding, head = tied
+    if embedding not in there or head not in there or _are_equal(there, embedding, head):
+        return False
+    logging.getLogger("plumbline").warning(
+        f"{folder}: config.json says tie_word_embeddings = true, and the files have a {head} that "
+        f"differs from {embedding}: both are read, and the model is not tied"
+    )
+    return True
+
+
+def _rows(there: dict[str, "Stored"], name: str) -> Iterator[Tensor]:
+    """A matrix, a few rows at a time, in float32."""
+    stored = there[name]
+    rows, columns = stored.shape
+    step = max(1, PIECE // max(1, columns))
+    for start in range(0, rows, step):
+        yield _read_slice(stored, name, (slice(start, start + step),)).float()
+
+
+def _are_equal(there: dict[str, "Stored"], one: str, other: str) -> bool:
+    """Whether two matrices have the same values."""
+    if there[one].shape != there[other].shape or len(there[one].shape) != 2:
+        return False
+    pairs = zip(_rows(there, one), _rows(there, other), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
 
 
 def check_model(
@@ -110,8 +147,8 @@ def _read_args(path: Path, config: dict[str, Any], family: Any) -> Any:
     """The numbers of this family from the fields of config.json; what it does not say has the
     default of transformers' class. Raises InputError."""
     for key, value in family.hf_fixed.items():
-        stored = config.get(key, value)
-        if stored != value:
+        stored = config.get(key)
+        if stored is not None and stored != value:
             raise InputError(
                 f"{path}: {key} is {json.dumps(stored)}, only {json.dumps(value)} can be converted"
             )
@@ -271,12 +308,12 @@ def weights(
 
     Raises InputError.
     """
-    names = family.hf_names(args)
     there = inventory(folder)
+    names = _names_in(folder, family, args, there)
     ignored = family.hf_ignored(args)
     found = {}
     for name, stored in there.items():
-        if not re.fullmatch(ignored, name):
+        if name in names.values() or not re.fullmatch(ignored, name):
             found[name] = (stored.dtype, stored.shape)
     layouts = family.hf_layouts(args, there)
     parts_of: dict[str, Shapes] = {}  # by our name: the shapes of their tensors
@@ -297,6 +334,22 @@ def weights(
         stacked = EXPERT in names[ours]
         files[ours] = WeightFiles(stored_parts, stacked, shapes[ours], layouts.get(ours))
     return files
+
+
+def _names_in(folder: Path, family: Any, args: Any, there: dict[str, Stored]) -> dict[str, str]:
+    """The names of Hugging Face's for our parameters, in a folder with these tensors. A tied matrix
+    may be there under either of its two names, as in transformers. Raises InputError for a model
+    that is not tied and has one of the two alone."""
+    names = family.hf_names(args)
+    embedding, head = family.hf_tied
+    if args.tied_embeddings and head in there and embedding not in there:
+        return {ours: head if theirs == embedding else theirs for ours, theirs in names.items()}
+    if not args.tied_embeddings and embedding in there and head not in there:
+        raise InputError(
+            f"{folder} has no {head}, and its config.json does not say that {embedding} stands for "
+            "it (tie_word_embeddings = true): transformers would make one of random numbers"
+        )
+    return names
 
 
 def _read_slice(stored: Stored, name: str, box: tuple[slice, ...]) -> Tensor:

@@ -144,6 +144,9 @@ class Formats:
     """(args) -> a regular expression for the whole names of further tensors that such files may have
     and nobody reads."""
 
+    hf_tied: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
+    """The tensors that are one in a model with tied embeddings: the embedding and the output
+    projection."""
     hf_layouts: Callable[[Any, Container[str]], dict[str, TensorLayout]] = _as_they_are
     """(args, there) -> name of a parameter that has another shape in their files -> its layout. Then
     several parameters may have one name in `hf_names`. there: the names of the tensors that are

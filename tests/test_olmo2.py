@@ -232,8 +232,14 @@ def scaled(**more: object) -> dict:
     [
         ({"layer_types": ["full_attention"] * 5}, "layer_types is .* over and over"),
         ({"layer_types": ["sliding_attention"] * 3}, "layer_types is"),
-        (scaled(original_max_position_embeddings=16, mscale=0.7), "are not supported, only"),
-        (scaled(original_max_position_embeddings=16, truncate=False), "are not supported, only"),
+        (
+            scaled(original_max_position_embeddings=16, mscale=0.7),
+            "of the rotary positions is not supported",
+        ),
+        (
+            scaled(original_max_position_embeddings=16, truncate=False),
+            "of the rotary positions is not supported",
+        ),
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "of type 'linear'"),
         ({"rope_parameters": {"rope_type": "default"}}, "must say what holds in full_attention"),
         (

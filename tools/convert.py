@@ -301,6 +301,7 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
     files = files_of_run(run.path, run.args.max_seq_len)
     if places.is_hugging_face(folder):
         config, of_base = adapters.files_of_base(folder)
+        config["tie_word_embeddings"] = run.args.tied_embeddings
         files = beside_template(of_base, files, run.path)
     else:
         config = hf.config_of(run.formats, run.args)

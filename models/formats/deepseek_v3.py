@@ -129,17 +129,19 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         )
     rope = dense.hf_rope(config)
     scaling = None
+    dense.check_rope(rope, {"default": (), "yarn": tuple(YARN)})
+    dense.check_full_attention(config)
     if rope["rope_type"] == "yarn":
         numbers = {key: dense.real_number(rope, key, default) for key, default in YARN.items()}
         numbers["original_max_seq_len"] = numbers.pop("original_max_position_embeddings")
         scaling = numbers
-    elif rope["rope_type"] != "default":
-        raise ValueError(
-            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only "
-            "default and yarn"
-        )
     n_layers = whole(config, "num_hidden_layers", 61, most=1000)
     heads = whole(config, "num_attention_heads", 128)
+    if config.get("num_key_value_heads", heads) not in (None, heads):
+        raise ValueError(
+            f"num_key_value_heads is {config['num_key_value_heads']!r}: every one of the {heads} "
+            "heads has keys and values of its own"
+        )
     return Args(
         dim=whole(config, "hidden_size", 7168),
         n_layers=n_layers,
@@ -164,7 +166,7 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         rope_scaling=scaling,
         norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
         max_seq_len=whole(config, "max_position_embeddings", 4096),
-        tied_embeddings=config.get("tie_word_embeddings", False) is True,
+        tied_embeddings=dense.is_tied(config),
     )
 
 

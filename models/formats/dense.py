@@ -9,7 +9,42 @@ from typing import Any
 
 from models.layers import Args
 
-HF_FIXED = {"hidden_act": "silu", "attention_bias": False, "quantization_config": None}
+# Fields that change what a decoder computes without any tensor that would show it, and the value at
+# which they change nothing. They are other architectures' (Granite, Gemma, Cohere, MiniCPM, OLMo 1,
+# Llama 4, GPT-NeoX); forks write them under a model_type of ours.
+HF_NEUTRAL = {
+    "alibi": False,
+    "attention_chunk_size": None,
+    "attention_multiplier": None,
+    "attn_logit_softcapping": None,
+    "attn_temperature_tuning": False,
+    "clip_qkv": None,
+    "compression_config": None,
+    "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None,
+    "hidden_activation": "silu",
+    "is_causal": True,
+    "logit_scale": 1.0,
+    "logits_scaling": 1.0,
+    "no_rope_layers": None,
+    "parallel_attn": False,
+    "query_pre_attn_scalar": None,
+    "residual_multiplier": 1.0,
+    "rope_interleaved": False,
+    "rotary_pct": 1.0,
+    "scale_depth": None,
+    "scale_emb": 1.0,
+    "use_bidirectional_attention": False,
+    "use_parallel_residual": False,
+    "use_qk_norm": False,
+}
+HF_FIXED = HF_NEUTRAL | {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "quantization_config": None,
+    "rope_interleave": False,
+    "swiglu_limit": None,
+}
 
 HF_NAMES = {  # `*` is a layer's number
     "tok_embeddings.weight": "model.embed_tokens.weight",
@@ -86,10 +121,53 @@ def hf_fields(args: Args, scaling: dict | None = None) -> dict[str, Any]:
 def hf_rope(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
     """The rotary numbers of a config.json, wherever it has them, in transformers' order of
     preference. `rope_type` and `rope_theta` are always there; theta: the default of the family's
-    configuration."""
+    configuration. An original length at the top level counts before the one beside the factor, and
+    without any it is the model's."""
     rope = {"rope_theta": config.get("rope_theta") or theta}
+    if config.get("partial_rotary_factor") is not None:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
     rope |= config.get("rope_scaling") or config.get("rope_parameters") or {}
-    return {"rope_type": rope.get("type", "default")} | rope
+    rope = {"rope_type": rope.get("type", "default")} | rope
+    if rope["rope_type"] in ("llama3", "yarn"):
+        lengths = (config.get(ORIGINAL), rope.get(ORIGINAL), config.get("max_position_embeddings"))
+        known = [length for length in lengths if length is not None]
+        rope |= {ORIGINAL: known[0]} if known else {}
+    return rope
+
+
+ORIGINAL = "original_max_position_embeddings"
+# Keys of rotary numbers that change nothing at this value, whatever the type.
+NEUTRAL_ROPE = {"partial_rotary_factor": 1.0, "truncate": True}
+
+
+def check_rope(rope: dict[str, Any], kinds: dict[str, tuple[str, ...]]) -> None:
+    """Raise ValueError for rotary numbers that a family does not have: another type, or a key that
+    would be ignored. kinds: type -> its keys."""
+    kind = rope["rope_type"]
+    if kind not in kinds:
+        raise ValueError(
+            f"rotary positions of type {kind!r} ({rope}) are not supported, only "
+            f"{' and '.join(kinds)}"
+        )
+    known = ("rope_type", "type", "rope_theta", *kinds[kind])
+    for key, value in rope.items():
+        if key not in known and value is not None and NEUTRAL_ROPE.get(key) != value:
+            raise ValueError(
+                f"{key} of the rotary positions is not supported ({rope}), only {', '.join(known)} "
+                f"for type {kind}"
+            )
+
+
+def check_full_attention(config: dict[str, Any], window: str = "sliding_window") -> None:
+    """Raise ValueError for layers with a window, in a family where all layers see every token.
+    window: the field that gives it; "" where another one says that it is not used."""
+    kinds = set(config.get("layer_types") or ())
+    if kinds - {"full_attention"}:
+        raise ValueError(f"layer_types has {sorted(kinds)}, only full_attention is supported")
+    if window and config.get(window) is not None:
+        raise ValueError(
+            f"{window} is {config[window]!r}: layers with a window are not supported in this family"
+        )
 
 
 def numbers_from_hf(
@@ -112,9 +190,18 @@ def numbers_from_hf(
             "rope_theta": real_number(hf_rope(config), "rope_theta"),
             "norm_eps": real_number(config, "rms_norm_eps", 1e-6),
             "max_seq_len": whole_number(config, "max_position_embeddings", context),
-            "tied_embeddings": config.get("tie_word_embeddings", False) is True,
+            "tied_embeddings": is_tied(config),
         }
     )
+
+
+def is_tied(config: dict[str, Any]) -> bool:
+    """Whether one matrix is the embedding and the output projection, as far as config.json says.
+    Raises ValueError."""
+    tied = config.get("tie_word_embeddings")
+    if tied not in (None, True, False) or type(tied) is int:
+        raise ValueError(f"tie_word_embeddings is {tied!r}, and must be true or false")
+    return tied is True
 
 
 def check_heads(numbers: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from models.formats import dense
 from models.formats.layouts import Interleaved, Mxfp4
 from models.gpt_oss import ALPHA, LIMIT, Args
 
-HF_FIXED = {
+HF_FIXED = dense.HF_NEUTRAL | {
     "hidden_act": "silu",
     "attention_bias": True,
     "swiglu_alpha": ALPHA,
@@ -149,7 +149,7 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         rope_scaling=_rope_scaling(rope),
         norm_eps=dense.real_number(config, "rms_norm_eps", 1e-5),
         max_seq_len=whole(config, "max_position_embeddings", 131072),
-        tied_embeddings=config.get("tie_word_embeddings", False) is True,
+        tied_embeddings=dense.is_tied(config),
     )
 
 
@@ -166,16 +166,9 @@ def _check_quantisation(quantisation: Any) -> None:
 
 
 def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
+    dense.check_rope(rope, {"default": (), "yarn": (*YARN, "truncate")})
     if rope["rope_type"] == "default":
         return None
-    if rope["rope_type"] != "yarn":
-        raise ValueError(
-            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only "
-            "default and yarn"
-        )
-    foreign = [key for key in ("attention_factor", "mscale", "mscale_all_dim") if rope.get(key)]
-    if foreign:
-        raise ValueError(f"{foreign[0]} of the rotary positions is not supported ({rope})")
     numbers: dict[str, Any] = {
         key: dense.real_number(rope, key, default) for key, default in YARN.items()
     }

@@ -11,7 +11,8 @@ from models.formats import dense
 from models.formats.dense import real_number, whole_number
 from models.llama import Args
 
-HF_FIXED = dense.HF_FIXED | {"mlp_bias": False, "partial_rotary_factor": 1.0}
+HF_FIXED = dense.HF_FIXED | {"mlp_bias": False}
+LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor")
 
 
 def hf_config(args: Args) -> dict[str, Any]:
@@ -32,19 +33,13 @@ def args_from_hf(config: dict[str, Any]) -> Args:
     """What config.json does not say has LlamaConfig's default."""
     numbers = dense.numbers_from_hf(config, head_dim=None, kv_heads=0, context=2048)
     rope = dense.hf_rope(config)
+    dense.check_rope(rope, {"default": (), "llama3": (*LLAMA3, dense.ORIGINAL)})
+    dense.check_full_attention(config)
     scaling = None
     if rope["rope_type"] == "llama3":
-        scaling = {
-            key: real_number(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")
-        }
-        scaling["original_max_seq_len"] = whole_number(
-            rope, "original_max_position_embeddings", numbers["max_seq_len"]
-        )
-    elif rope["rope_type"] != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        kind = rope["rope_type"]
-        raise ValueError(
-            f"rotary positions of type {kind!r} ({rope}) are not supported, only default and llama3"
-        )
+        scaling = {key: real_number(rope, key) for key in LLAMA3}
+        original = whole_number(rope, dense.ORIGINAL, numbers["max_seq_len"])
+        scaling["original_max_seq_len"] = original
     return Args(**numbers, rope_scaling=scaling)
 
 

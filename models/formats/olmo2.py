@@ -20,7 +20,7 @@ NO_PADDING = {"pad_token_id": None}
 # Key of a rope_scaling -> the default of transformers. The length of queries and keys follows from
 # the factor.
 YARN = {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0}
-IGNORED_BY_YARN = {"rope_type", "type", "rope_theta", "truncate"}
+KINDS = {"default": (), "yarn": (*YARN, dense.ORIGINAL, "attention_factor")}
 
 
 def hf_names(args: Args) -> dict[str, str]:
@@ -60,6 +60,8 @@ def args_from_hf(config: dict[str, Any]) -> Args:
     known["rms_norm_eps"] = config.get("rms_norm_eps") or 1e-5
     numbers = dense.numbers_from_hf(known, head_dim=None, kv_heads=0, context=2048)
     window = dense.whole_number(config, "sliding_window", 4096) if is_olmo3 else 0
+    if not is_olmo3:
+        dense.check_full_attention(config)
     args = Args(**numbers, window=window, rope_scaling=scaling_from_hf(rope))
     if is_olmo3 and config.get("layer_types") not in (None, layer_types(args)):
         raise ValueError(
@@ -79,6 +81,8 @@ def rope_of_olmo3(config: dict[str, Any], theta: float) -> dict[str, Any]:
             "sliding_attention"
         )
     base = {"rope_theta": config.get("rope_theta") or theta, "rope_type": "default"}
+    if config.get("partial_rotary_factor") is not None:
+        base["partial_rotary_factor"] = config["partial_rotary_factor"]
     sliding = base | (by_kind.get("sliding_attention") or {})
     full = base | (by_kind.get("full_attention") or {}) | (config.get("rope_scaling") or {})
     if sliding != base | {"rope_theta": full["rope_theta"]}:
@@ -86,22 +90,22 @@ def rope_of_olmo3(config: dict[str, Any], theta: float) -> dict[str, Any]:
             f"rotary positions of sliding_attention are {sliding}, only those of full_attention "
             "without scaling are supported"
         )
+    outer = config.get(dense.ORIGINAL)
+    if outer is not None and outer != full.get(dense.ORIGINAL):
+        raise ValueError(
+            f"{dense.ORIGINAL} is {outer!r}, and {full.get(dense.ORIGINAL)!r} in the rotary "
+            "positions of full_attention: transformers reads the latter"
+        )
     return full
 
 
 def scaling_from_hf(rope: dict[str, Any]) -> dict[str, float] | None:
     """`Args.rope_scaling` from the rotary numbers of a config.json."""
-    if rope["rope_type"] == "default" and rope.get("partial_rotary_factor", 1.0) == 1.0:
+    dense.check_rope(rope, KINDS)
+    if rope["rope_type"] == "default":
         return None
-    known = {*YARN, *IGNORED_BY_YARN, "original_max_position_embeddings", "attention_factor"}
-    if rope["rope_type"] != "yarn" or not set(rope) <= known or rope.get("truncate") is False:
-        raise ValueError(
-            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only "
-            "default, and yarn with factor, original_max_position_embeddings, beta_fast, beta_slow "
-            "and attention_factor"
-        )
     scaling = {key: dense.real_number(rope, key, default) for key, default in YARN.items()}
-    original = dense.real_number(rope, "original_max_position_embeddings")
+    original = dense.real_number(rope, dense.ORIGINAL)
     length = dense.real_number(rope, "attention_factor", mscale(scaling["factor"]))
     return scaling | {"original_max_seq_len": original, "attention_factor": length}
 

@@ -44,14 +44,8 @@ def hf_config(args: Args) -> dict[str, Any]:
 def args_from_hf(config: dict[str, Any]) -> Args:
     """What config.json does not say has Qwen3Config's default."""
     rope = dense.hf_rope(config)
-    kinds = config.get("layer_types") or ["full_attention"]
-    if rope["rope_type"] != "default":
-        raise ValueError(
-            f"rotary positions of type {rope['rope_type']!r} ({rope}) are not supported, only "
-            "default"
-        )
-    if set(kinds) != {"full_attention"}:
-        raise ValueError(f"layer_types has {sorted(set(kinds))}, only full_attention is supported")
+    dense.check_rope(rope, {"default": ()})
+    dense.check_full_attention(config, window="")  # use_sliding_window is false
     if config.get("model_type") != "qwen3_moe":
         return Args(**dense.numbers_from_hf(config, head_dim=128, kv_heads=32, context=32768))
     if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):

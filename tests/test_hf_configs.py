@@ -1,0 +1,279 @@
+"""Folders of Hugging Face's whose config.json and tensors say one thing in several ways, or two
+things at once: what we read computes transformers' logits, or is refused by name."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from checkpoint import hf
+from configs.schema import InputError
+from models import FORMATS, MODELS, deepseek_v3
+from tests.shapes import DEEPSEEK, SHAPES, formats, hugging_face
+from tools import check, convert
+
+transformers = pytest.importorskip("transformers")
+TOKENS = torch.arange(60).view(2, 30)
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def write(folder: Path, family: Any, args: Any, limit: str = "5GB") -> Path:
+    """A folder that transformers writes, of a random model."""
+    torch.manual_seed(3)
+    model = hugging_face(family, args)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    model.save_pretrained(folder, max_shard_size=limit)
+    return folder
+
+
+def say(folder: Path, **fields: object) -> None:
+    """Change fields of config.json; a field that becomes `...` is taken out."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    config = {key: value for key, value in config.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def ours(folder: Path) -> nn.Module:
+    name, args = hf.read_model(folder, FORMATS)
+    model = MODELS[name].build(args)
+    live = model.state_dict()
+    shapes = {parameter: list(tensor.shape) for parameter, tensor in live.items()}
+    for parameter, files in hf.weights(folder, FORMATS[name], args, shapes).items():
+        live[parameter].copy_(files.read())
+    return model
+
+
+def theirs(folder: Path) -> Tensor:
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(folder, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def assert_computes_the_same(folder: Path) -> None:
+    with torch.no_grad():
+        logits = ours(folder)(TOKENS, torch.arange(TOKENS.shape[1]))
+    torch.testing.assert_close(logits, theirs(folder), rtol=1e-5, atol=1e-5)
+
+
+# One matrix or two -----------------------------------------------------------------------------------
+
+FAMILIES = {
+    name: SHAPES[name]
+    for name in ("llama3.1", "qwen3", "qwen3 experts", "olmo2", "olmo3", "gpt_oss")
+} | {"deepseek_v3": (deepseek_v3.FAMILY, DEEPSEEK)}
+
+
+def without(folder: Path, name: str) -> None:
+    tensors = load_file(folder / hf.ONE_FILE)
+    del tensors[name]
+    save_file(tensors, folder / hf.ONE_FILE, {"format": "pt"})
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_a_head_of_its_own_is_kept_whatever_the_flag_says(shape, tmp_path, caplog):
+    """As transformers 5 does; in one file and in several."""
+    for limit in "5GB", "20KB":
+        folder = write(tmp_path / limit, *FAMILIES[shape], limit)
+        say(folder, tie_word_embeddings=True)
+        assert_computes_the_same(folder)
+        assert f"{HEAD} that differs from {EMBEDDING}" in caplog.text
+        assert not hf.read_model(folder, FORMATS)[1].tied_embeddings
+
+
+def test_negative_control_the_flag_alone_drops_a_head(tmp_path, monkeypatch):
+    folder = write(tmp_path / "hf", *SHAPES["qwen3"])
+    say(folder, tie_word_embeddings=True)
+    monkeypatch.setattr(hf, "_has_own_head", lambda *_: False)
+    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+        assert_computes_the_same(folder)
+
+
+@pytest.mark.parametrize("shape", FAMILIES)
+def test_one_matrix_is_found_under_either_name(shape, tmp_path):
+    family, args = FAMILIES[shape]
+    folder = write(tmp_path / "hf", family, args)
+    tensors = load_file(folder / hf.ONE_FILE)
+    tensors[HEAD] = tensors[EMBEDDING].clone()
+    save_file(tensors, folder / hf.ONE_FILE, {"format": "pt"})
+    say(folder, tie_word_embeddings=True)
+    assert hf.read_model(folder, FORMATS)[1] == replace(args, tied_embeddings=True)
+    assert_computes_the_same(folder)  # a copy
+    without(folder, EMBEDDING)
+    assert_computes_the_same(folder)  # the head stands for both
+    say(folder, tie_word_embeddings=False)
+    with pytest.raises(InputError, match=rf"{EMBEDDING} is missing"):
+        ours(folder)
+
+
+@pytest.mark.parametrize("flag", [False, ...])
+def test_a_head_that_is_missing_is_not_made_up(flag, tmp_path):
+    """transformers draws random numbers for it, with a warning."""
+    folder = write(tmp_path / "hf", *SHAPES["llama3"])
+    without(folder, HEAD)
+    say(folder, tie_word_embeddings=flag)
+    with pytest.raises(InputError, match=f"has no {HEAD}, and its config.json does not say"):
+        ours(folder)
+
+
+def test_a_run_that_would_tie_an_untied_model_is_refused_before_it_starts(tmp_path):
+    from configs.load import load_config
+
+    family, args = SHAPES["llama3.2"]
+    args = replace(args, rope_scaling=None, vocab_size=263)
+    folder = write(tmp_path / "hf", family, replace(args, tied_embeddings=False))
+    say(folder, tie_word_embeddings=True)
+    numbers = {key: getattr(args, key) for key in family.numbers.options}
+    options = [f"--model.{key}={str(value).lower()}" for key, value in numbers.items()]
+    options.append("--data.tokenizer=bytes")
+    run = load_config([*options, f"--checkpoint.load_hf={folder}", "--training.seq_len=16"])
+    (problem,) = check.model_problems(run, folder)
+    assert "model.tied_embeddings is false in the checkpoint and true here" in problem
+    options.append("--model.tied_embeddings=false")
+    run = load_config([*options, f"--checkpoint.load_hf={folder}", "--training.seq_len=16"])
+    assert not list(check.model_problems(run, folder))
+
+
+def test_both_matrices_go_in_and_out_again(tmp_path):
+    folder = write(tmp_path / "hf", *SHAPES["qwen3"])
+    say(folder, tie_word_embeddings=True)
+    for argv in (
+        ("from-hf", folder, tmp_path / "run"),
+        ("to-hf", tmp_path / "run", tmp_path / "out"),
+    ):
+        assert convert.main([str(word) for word in argv]) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    assert torch.equal(theirs(folder), theirs(tmp_path / "out"))
+
+
+# Fields of config.json -------------------------------------------------------------------------------
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0}
+ORIGINAL = "original_max_position_embeddings"
+OLD = {"rope_parameters": ...}  # before transformers 5
+NEW = {"rope_scaling": ..., "rope_theta": ...}
+
+
+def llama3(**more: object) -> dict:
+    return {"rope_type": "llama3"} | LLAMA3 | more
+
+
+SPELLINGS = {  # name: (shape, fields)
+    "no rotary numbers": ("llama3", OLD | NEW),
+    "theta at the top": ("llama3", OLD | {"rope_scaling": None, "rope_theta": 77.0}),
+    "theta inside": ("llama3", NEW | {"rope_parameters": {"rope_theta": 77.0}}),
+    "type": ("llama3", OLD | {"rope_scaling": {"type": "llama3", ORIGINAL: 16} | LLAMA3}),
+    "original inside": ("llama3", OLD | {"rope_scaling": llama3(**{ORIGINAL: 16})}),
+    "original inside, new": (
+        "llama3",
+        NEW | {"rope_parameters": llama3(rope_theta=77.0, **{ORIGINAL: 16})},
+    ),
+    "original at the top": ("llama3", OLD | {"rope_scaling": llama3(), ORIGINAL: 16}),
+    "original at the top, new": (
+        "llama3",
+        NEW | {"rope_parameters": llama3(rope_theta=77.0), ORIGINAL: 16},
+    ),
+    "two originals": ("llama3", OLD | {"rope_scaling": llama3(**{ORIGINAL: 40}), ORIGINAL: 16}),
+    "no original": ("llama3", OLD | {"rope_scaling": llama3()}),
+    "both spellings": (
+        "llama3",
+        {"rope_scaling": llama3(**{ORIGINAL: 16}), "rope_parameters": {"rope_theta": 77.0}},
+    ),
+    "whole rotation": ("llama3", {"partial_rotary_factor": 1.0}),
+    "olmo2, original at the top": ("olmo2", OLD | {"rope_scaling": YARN, ORIGINAL: 16}),
+    "olmo2, no original": ("olmo2", OLD | {"rope_scaling": YARN}),
+    "olmo3, original inside": ("olmo3", OLD | {"rope_scaling": YARN | {ORIGINAL: 16}}),
+    "gpt_oss, original at the top": ("gpt_oss", OLD | {"rope_scaling": YARN, ORIGINAL: 16}),
+    "deepseek_v3, two originals": (
+        "deepseek_v3",
+        OLD | {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 0.8, ORIGINAL: 64}, ORIGINAL: 16},
+    ),
+    "windows that are not used": (
+        "qwen3",
+        {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1},
+    ),
+    "fields that change nothing": (
+        "llama3",
+        {"logits_scaling": 1.0, "final_logit_softcapping": None, "rope_interleaved": False},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_every_spelling_computes_what_transformers_computes(name, tmp_path):
+    shape, fields = SPELLINGS[name]
+    folder = write(tmp_path / "hf", *SHAPES[shape])
+    say(folder, **fields)
+    assert_computes_the_same(folder)
+
+
+SCALED = ({"rope_type": "linear"}, {"rope_type": "dynamic"}, {"rope_type": "longrope"})
+REFUSED = [  # (shapes, fields, words)
+    *(
+        (tuple(FAMILIES), {spelling: kind | {"factor": 4.0}}, f"of type '{kind['rope_type']}'")
+        for kind in SCALED
+        for spelling in ("rope_scaling",)
+    ),
+    (("llama3.1", "qwen3"), {"rope_scaling": YARN}, "of type 'yarn'"),
+    (("qwen3", "olmo2", "gpt_oss"), {"rope_scaling": llama3()}, "of type 'llama3'"),
+    (tuple(FAMILIES), {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    (("llama3.1",), NEW | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary"),
+    (("llama3.1",), {"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "factor of the"),
+    (("llama3.1",), {"rope_scaling": llama3(attention_factor=1.2)}, "attention_factor of the"),
+    (
+        ("deepseek_v3",),
+        {"rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.2}},
+        "attention_factor of the",
+    ),
+    (("qwen3",), NEW | {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention"),
+    (("olmo3",), {"rope_scaling": YARN | {ORIGINAL: 64}, ORIGINAL: 16}, f"{ORIGINAL} is 16, and 64"),
+    (("llama3.1", "olmo2", "deepseek_v3"), {"sliding_window": 8}, "sliding_window is 8"),
+    (
+        ("llama3.1", "qwen3", "olmo2", "deepseek_v3"),
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types has",
+    ),
+    (("qwen3",), {"use_sliding_window": True}, "use_sliding_window is true"),
+    (("deepseek_v3",), {"num_key_value_heads": 1}, "num_key_value_heads is 1"),
+    (tuple(FAMILIES), {"tie_word_embeddings": 1}, "tie_word_embeddings is 1, and must be"),
+    (("llama3.1", "qwen3", "olmo2", "deepseek_v3"), {"attention_bias": True}, "attention_bias is true"),
+    (("gpt_oss",), {"attention_bias": False}, "attention_bias is false"),
+    (tuple(FAMILIES), {"hidden_act": "gelu_pytorch_tanh"}, 'hidden_act is "gelu_pytorch_tanh"'),
+    *(
+        (tuple(FAMILIES), {field: value}, f"{field} is ")
+        for field, value in {
+            "logits_scaling": 8.0,
+            "logit_scale": 0.0625,
+            "final_logit_softcapping": 30.0,
+            "attn_logit_softcapping": 50.0,
+            "attention_multiplier": 0.0156,
+            "query_pre_attn_scalar": 256,
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 12.0,
+            "clip_qkv": 8.0,
+            "use_qk_norm": True,
+            "no_rope_layers": [1, 1, 0],
+            "use_bidirectional_attention": True,
+        }.items()
+    ),
+]  # fmt: skip
+
+
+def test_what_would_compute_something_else_is_refused_by_name(tmp_path):
+    for shapes, fields, words in REFUSED:
+        for shape in shapes:
+            family, args = FAMILIES[shape]
+            (tmp_path / "config.json").write_text(json.dumps(formats(family).hf_config(args)))
+            say(tmp_path, **fields)
+            with pytest.raises(InputError) as refusal:
+                hf.read_model(tmp_path, FORMATS)
+            assert words in str(refusal.value), (shape, fields)
