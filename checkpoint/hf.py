@@ -34,6 +34,7 @@ from checkpoint import state, storage, verify
 from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
+from configs.published import described
 from configs.schema import Config, InputError
 from models.lora import is_adapter
 from reliability import disk
@@ -70,17 +71,10 @@ def read_model(
     InputError for a model of none of these families, or with parts that ours does not have.
     """
     path = folder / "config.json"
-    config = read_json(path)
-    by_type = {kind: name for name, family in families.items() for kind in family.hf_types}
-    kind = config.get("model_type")
-    if kind is None:
-        name = unnamed or next(iter(families))
-    elif isinstance(kind, str) and kind in by_type:
-        name = by_type[kind]
-    else:
-        known = " and ".join(json.dumps(known) for known in by_type)
-        raise InputError(f"{path}: model_type is {json.dumps(kind)}, only {known} can be converted")
-    args = _read_args(path, config, families[name])
+    try:
+        name, args = described(read_json(path), families, unnamed)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
     if args.tied_embeddings and _has_own_head(folder, families[name].hf_tied):
         args = replace(args, tied_embeddings=False)
     return name, args
@@ -141,25 +135,6 @@ def check_model(
         raise InputError(
             f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor"
         )
-
-
-def _read_args(path: Path, config: dict[str, Any], family: Any) -> Any:
-    """The numbers of this family from the fields of config.json; what it does not say has the
-    default of transformers' class. Raises InputError."""
-    for key, value in family.hf_fixed.items():
-        stored = config.get(key)
-        if stored is not None and stored != value:
-            raise InputError(
-                f"{path}: {key} is {json.dumps(stored)}, only {json.dumps(value)} can be converted"
-            )
-    try:
-        return family.args_from_hf(config)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else error
-        kinds = " or ".join(family.hf_types)
-        raise InputError(
-            f"{path} is not the configuration of a model of type {kinds}: {what}"
-        ) from None
 
 
 def read_json(path: Path) -> dict:

@@ -7,9 +7,9 @@ whether data.source is a prepared folder, which all hosts share): every rank fin
 and no rank is left waiting for one that gave up. What concerns one option alone is a bound in
 `configs/schema.py`.
 
-Like all of `configs/` this never imports torch. What a family of models demands of its own numbers
-stands in models/flavors/, and what a mesh demands of them here: a family says which number is which
-(`models/options.py::Numbers`).
+Like all of `configs/` this imports no torch, unless model.flavor is a folder. What a family of
+models demands of its own numbers stands in models/flavors/, and what a mesh demands of them here: a
+family says which number is which (`models/options.py::Numbers`).
 """
 
 import glob
@@ -20,6 +20,7 @@ import os
 from difflib import get_close_matches
 from types import SimpleNamespace
 
+from configs import published
 from configs.schema import (
     CACHE,
     SCHEDULES,
@@ -46,12 +47,15 @@ def architecture(model: Model) -> dict:
     flavor = given.pop("flavor")
     of_family = NUMBERS[family]
     flavors = of_family.flavors
+    if flavor not in flavors and published.is_folder(flavor):
+        flavors = {flavor: published.numbers(family, flavor)}
     if flavor not in flavors:
         near = get_close_matches(flavor.lower(), [name.lower() for name in flavors], n=1)
         hints = [f'; did you mean "{name}"?' for name in flavors if name.lower() in near]
         allowed = ", ".join(flavors)
         raise InputError(
-            f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{''.join(hints)}"
+            f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{''.join(hints)}; "
+            "a folder of Hugging Face's may be named too, and this is none (no config.json in it)"
         )
     if foreign := [key for key in given if key not in of_family.options]:
         allowed = ", ".join(of_family.options)

@@ -26,6 +26,7 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
+from configs import published
 from configs.check import broken_rules, derive
 from configs.schema import Config, Derived, InputError, redact
 
@@ -103,6 +104,7 @@ def load_config(
             doubtful |= meant
     given |= {name: (value, COMMAND_LINE) for name, value in overrides.items()}
 
+    given |= published.family_of(given)
     sound = {}  # table -> its options that were given and are right
     for table in TABLES:
         sound[table], wrong, meant = _sound(table, given)

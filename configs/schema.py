@@ -224,8 +224,8 @@ class Architecture(Table):
     family: Literal[FAMILIES] = "llama"
     """Which file of models/ defines the model."""
     flavor: str = "debug"
-    """A row of FLAVORS in that file (debug, 8B, ...); a name that it does not have is answered with
-    the list."""
+    """A row of FLAVORS in that file (debug, 8B, ...), or a folder of Hugging Face's, whose numbers
+    count."""
 
 
 def _overrides() -> dict:

@@ -15,7 +15,8 @@ from checkpoint import hf
 from configs.schema import InputError
 from models import FORMATS, MODELS, deepseek_v3
 from tests.shapes import DEEPSEEK, SHAPES, formats, hugging_face
-from tools import check, convert
+from tools import check, convert, positions
+from train import architecture
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(60).view(2, 30)
@@ -152,6 +153,36 @@ def test_both_matrices_go_in_and_out_again(tmp_path):
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
     assert torch.equal(theirs(folder), theirs(tmp_path / "out"))
+
+
+def test_a_folder_is_a_flavor(tmp_path):
+    """Its family follows, a number may still be overridden, and what is wrong is one sentence."""
+    from configs.load import ConfigError, load_config
+
+    family, args = SHAPES["qwen3 experts"]
+    args = replace(args, vocab_size=263)
+    folder = write(tmp_path / "hf", family, args)
+    options = [f"--model.flavor={folder}", "--data.tokenizer=bytes", "--training.seq_len=16"]
+    assert architecture(load_config(options)) == (family, args)
+    overridden = load_config([*options, "--model.rope_theta=5.0"])
+    assert architecture(overridden)[1] == replace(args, rope_theta=5.0)
+    with pytest.raises(ConfigError, match='of the family "qwen3", and model.family is "llama"'):
+        load_config([*options, "--model.family=llama"])
+    broken = write(tmp_path / "broken", family, args)
+    say(broken, hidden_act="gelu")
+    with pytest.raises(ConfigError, match=r'broken/config.json: hidden_act is "gelu"'):
+        load_config([f"--model.flavor={broken}", *options[1:]])
+    with pytest.raises(ConfigError, match="a folder of Hugging Face's may be named too"):
+        load_config([f"--model.flavor={tmp_path}", *options[1:]])
+
+
+def test_a_model_sees_its_positions_as_far_as_memory_goes():
+    family, args = SHAPES["llama3"]
+    model = family.build(args)
+    assert positions.within_memory(model, args) == (64, "all of the model's positions")
+    seen = positions.within_memory(model, replace(args, max_seq_len=2**40))
+    assert 2**10 < seen.count < 2**40 and seen.count % 1024 == 0
+    assert "of the model's 1,099,511,627,776: " in seen.reason and "GiB of memory" in seen.reason
 
 
 # Fields of config.json -------------------------------------------------------------------------------

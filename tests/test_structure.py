@@ -82,6 +82,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "parallelisms.mesh",
         "reliability.disk",
         "reliability.objects",
+        "configs.published",  # which model a config.json means
         "models.lora",  # which parameters are adapters
         "training",
         "training.init",  # the global index of an element, and a hash of it

@@ -119,7 +119,9 @@ def main(argv: list[str] | None = None) -> int:
         "--delimiter", default=" ", help="between a context and its choices [one space]"
     )
     parser.add_argument(
-        "--window", type=int, help="tokens that the model sees [those that it was trained on]"
+        "--window",
+        type=int,
+        help="tokens that the model sees [those of its training; of a folder, the model's positions]",
     )
     parser.add_argument(
         "--batch-tokens", type=int, default=8192, help="tokens of a forward [%(default)s]"
@@ -134,6 +136,8 @@ def main(argv: list[str] | None = None) -> int:
         chosen = wanted(folder, args.task, args.delimiter)
         loaded = load(folder, args.tokenizer)
         window = args.window or loaded.context
+        reason = "--window" if args.window else loaded.reason
+        print(f"window: {window:,} tokens ({reason})", file=sys.stderr)
         opened = [tasks.open_task(task, loaded.tokenizer, window) for task in chosen]
         mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
         results = [

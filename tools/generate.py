@@ -36,14 +36,15 @@ from data.saved_tokenizer import load as load_saved
 from data.tokenizer import Tokenizer
 from models import FORMATS, MODELS
 from reliability.objects import Key, location
-from tools import adapters, places
+from tools import adapters, places, positions
 from training.sample import sample_stream
 
 
 class Loaded(NamedTuple):
     model: nn.Module
     tokenizer: Tokenizer
-    context: int  # positions that the model was trained on, as far as that is known
+    context: int  # positions that the model sees at most
+    reason: str = ""  # why so many, for a person
 
 
 def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
@@ -70,7 +71,9 @@ def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
     else:
         state.load_model(path, model)
     # a converted checkpoint has no seq_len
-    return Loaded(model, words, manifest["facts"].get("seq_len", _context(args)))
+    seq_len = manifest["facts"].get("seq_len")
+    seen = positions.of_training(seq_len) if seq_len else positions.within_memory(model, args)
+    return Loaded(model, words, *seen)
 
 
 def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
@@ -92,13 +95,7 @@ def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
     )
     for parameter, tensor in live.items():
         tensor.copy_(stored[parameter].read())
-    return Loaded(model, words, _context(args))
-
-
-def _context(args: Any) -> int:
-    """For a model whose training length nobody wrote down: what it can reach, within what a laptop
-    has memory for."""
-    return min(args.max_seq_len, 1024)
+    return Loaded(model, words, *positions.within_memory(model, args))
 
 
 def texts_as_they_come(
@@ -137,7 +134,8 @@ def decoded(
     number `shown` on. The bytes of a character may be spread over several tokens: one that is not
     whole yet is left out, so each text begins with the one before, until the last texts, which have
     every byte."""
-    model, words, context = loaded
+    model, words, context = loaded.model, loaded.tokenizer, loaded.context
+    warn_of_length(loaded, ids, new_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     texts = list(zip(ids, shown, strict=True))
     for drawn in sample_stream(model.to(device), ids, new_tokens, context, device, **options):
@@ -145,6 +143,17 @@ def decoded(
             text.extend([] if token is None else [token])
         yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]
     yield [words.decode(text[first:]) for text, first in texts]
+
+
+def warn_of_length(loaded: Loaded, ids: list[list[int]], new_tokens: int) -> None:
+    """Say on stderr that texts become longer than what the model sees of them."""
+    longest = max(map(len, ids)) + new_tokens
+    if longest > loaded.context:
+        print(
+            f"a text may reach {longest:,} tokens, and the model sees the last {loaded.context:,} of "
+            f"them ({loaded.reason})",
+            file=sys.stderr,
+        )
 
 
 def messages_of(argument: str) -> list:
