@@ -360,6 +360,8 @@ class Data(Table):
     source, in GB."""
     text_field: str = Field("text", min_length=1, max_length=200)
     """Key or column that holds the text in JSON lines, Parquet and Hugging Face datasets."""
+    json_files: Literal["records", "text"] = "records"
+    """What a .json file holds: records with text_field (an array, objects or lines), or one text."""
     add_bos: bool = False
     """Begin each document with the tokenizer's begin-of-text token."""
     add_eos: bool = True

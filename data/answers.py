@@ -64,7 +64,7 @@ class Completions:
 
 
 def example(form: Format, line: str) -> Example | str:
-    """A line as tokens, or why it cannot be used, as in data/sources.py::Document."""
+    """A line as tokens, or why it cannot be used, as in data/pieces.py::Document."""
     try:
         record = json.loads(line)
         if not isinstance(record, dict):

@@ -60,7 +60,7 @@ def load(folder: str) -> dict:
 
 def find(cfg: Data) -> list[sources.File]:
     """The files of `cfg.source`, as data/sources.py::find returns them. Raises InputError if one of
-    them is not JSON lines, where the format needs these."""
+    them has no JSON records, where the format needs these."""
     if cfg.format == "text":
         return sources.find(cfg.source)
     if cfg.tokenizer == "bpe":
@@ -69,11 +69,11 @@ def find(cfg: Data) -> list[sources.File]:
             "would be trained on the lines of this source: give data.tokenizer the path of one, "
             'such as the tokenizer.json of the run that is continued, or "bytes"'
         )
-    lines = f'data.format = "{cfg.format}" reads JSON lines (.jsonl)'
+    lines = f'data.format = "{cfg.format}" reads JSON records (.jsonl, .json)'
     if cfg.source.startswith(sources.HUGGING_FACE):
         raise InputError(f"data.source: {lines}, not {cfg.source}: export the dataset to them")
     files = sources.find(cfg.source)
-    others = [file.path for file in files if not sources.has_lines(file)]
+    others = [file.path for file in files if not sources.has_records(file, cfg.json_files)]
     if others:
         raise InputError(f"data.source: {lines}, not {others[0]}: name the files that are")
     return files

@@ -5,12 +5,12 @@ only.
 |-------------------------------|--------------------------------------------------------------------------------|-----------|
 | `stdlib`                      | every .py file of this Python's standard library but its tests and its tables  | file      |
 |                               | of characters (about 9 MB)                                                     |           |
-| a file                        | one document, whatever its suffix (also `.json`), unless it is one of those    | file      |
-|                               | below                                                                          |           |
+| a file                        | one document, whatever its suffix, unless it is one of those below             | file      |
 | `.jsonl`, `.ndjson`           | one per line that is not blank: the string under `data.text_field`             | file:line |
+| `.json`                       | one per line, if each line is an object; otherwise one per element of an array, | file:line, |
+|                               | or per object. With `data.json_files = "text"` it is one document              | file:record |
 | `.parquet`                    | one per row: the string in the column `data.text_field`                        | file:row  |
-| any of these + `.gz`, `.zst`  | the same, decompressed as it is read (`.json.gz` is JSON lines, as C4 and Dolma | the same  |
-|                               | name theirs; a compressed Parquet file is not read)                            |           |
+| any of these + `.gz`, `.zst`  | the same, decompressed as it is read (a compressed Parquet file is not read)   | the same  |
 | a folder                      | every file under it with a suffix of SUFFIXES, hidden files and folders left out |         |
 | a glob (`**` recursive)       | every file that matches, of mixed kinds                                        |           |
 | `hf:PATH[@SPLIT]`             | one per row of what `datasets` saved there (save_to_disk), or of a folder that | path:row  |
@@ -18,7 +18,7 @@ only.
 | `hf:NAME[/CONFIG][@SPLIT]`    | one per row of a dataset of the Hugging Face Hub, streamed shard by shard      | path:row  |
 | `s3://`, `gs://`, `az://`     | an object, all below a prefix, or a glob of them: as files of the same names   | the same  |
 
-Lines count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM
+Lines and records count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM
 stays). If something cannot be read (bytes that are not UTF-8, a line that is not JSON, a truncated
 .gz), everything stops with its name, unless `data.skip_failed` allows as many failures: guessing
 would train on garbage, and skipping would change the corpus in silence. Only for the standard
@@ -27,26 +27,41 @@ tests).
 
 A file is read in `Piece`s, so that several processes can share a large one. A piece is a range of
 bytes (JSON lines), of row groups (Parquet) or of rows (a saved dataset). A compressed file is one
-piece.
+piece, and so is a .json file.
+
+Readers: records.py (JSON), columns.py (Parquet), hub.py (Hugging Face), unpack.py (.gz, .zst).
 """
 
 from __future__ import annotations
 
 import glob
 import io
-import json
 import os
 import re
 import stat
 import sysconfig
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
-from configs.schema import InputError
+from configs.schema import Data, InputError
+from data import columns, hub, records
+from data.hub import HUGGING_FACE
+from data.pieces import (
+    BUFFER,
+    IN_LINE,
+    TOO_LONG,
+    UNREADABLE,
+    WHOLE,
+    BadFile,
+    Document,
+    File,
+    Piece,
+)
 from data.stores import places
 from data.stores.fetchers import THREADS
 from data.stores.text import open_object
+from data.unpack import unpack
 
 TEXT = (
     ".txt",
@@ -93,7 +108,9 @@ TEXT = (
     ".css",
 )
 JSON_LINES = (".jsonl", ".ndjson")
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}  # suffix -> pyarrow's name of the codec
+JSON = ".json"
+RECORDS, AS_TEXT = "records", "text"  # data.json_files
+COMPRESSED = (".gz", ".zst")
 SUFFIXES = (
     *TEXT,
     *JSON_LINES,
@@ -115,47 +132,20 @@ STDLIB_LEFT_OUT = {
 }
 # of characters; the last one has code around them
 STDLIB_TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py")
-HUGGING_FACE = "hf:"
-BUFFER = 1 << 20  # bytes read at a time
-ROWS = 256  # rows of a column that are read at a time
-MOST_LOOKED_AT = 100  # .json files of a source, in search of JSON lines
-WHOLE = -1  # the number of a document that is its whole file
-TOO_LONG = "too long"  # the one problem that an option asks for, so that it is no failure
-UNREADABLE = "cannot be read: "  # a problem that begins so may be gone at the next attempt
-
-
-class File(NamedTuple):
-    name: str  # relative to the source, with forward slashes: the same on every machine
-    path: str  # absolute, or a URL; for a Hugging Face dataset what `data.source` says
-    size: int  # bytes; 0 if nobody can tell (a stream)
-    mtime_ns: int
-
-
-class Piece(NamedTuple):
-    file: File
-    # in bytes (JSON lines), row groups (Parquet), rows (a saved dataset) or shards (a stream);
-    # otherwise 0
-    start: int
-    stop: int
-    size: int  # bytes of the file, about: to share the work evenly, and to show progress
-
-
-class Document(NamedTuple):
-    # its line in the piece, counted from 1; or its row in the file, counted from 0; or WHOLE
-    number: int
-    text: str
-    problem: str  # "", TOO_LONG, or why it cannot be read
-    done: int  # bytes of the piece, about, that have been read after this document
+MOST_LOOKED_AT = 100  # text files of a source, in search of JSON lines
 
 
 def documents(
-    source: str, files: list[File] | None = None, field: str = "text"
+    source: str,
+    files: list[File] | None = None,
+    field: str = "text",
+    json_files: str = RECORDS,
 ) -> Iterator[tuple[str, str]]:
     """(name, text) of every document. `files`: what `find(source)` returned, if it was called
-    already. Raises InputError as described above."""
+    already; json_files: as data.json_files. Raises InputError as described above."""
     for file in find(source) if files is None else files:
         for piece in pieces(file):
-            for document in read(piece, field):
+            for document in read(piece, field, 0, json_files):
                 if not document.problem:
                     yield name(file.name, document.number), document.text
                 elif source != "stdlib":
@@ -170,18 +160,30 @@ def failure(piece: Piece, document: Document) -> InputError:
     """The error for a document that cannot be read. It counts the lines before the piece, to name
     the right line."""
     return InputError(
-        f"data.source: {piece.file.path}{_place(piece, document.number)} {document.problem}"
+        f"data.source: {piece.file.path}{_place(piece, document)} {document.problem}"
+        f"{_json_advice(piece.file, document.problem)}"
     )
 
 
-def _place(piece: Piece, number: int) -> str:
-    if number == WHOLE:
+def _json_advice(file: File, problem: str) -> str:
+    """Say what to do with a .json file that has no records, such as the settings of a program."""
+    packed = [JSON + suffix for suffix in COMPRESSED]
+    if records.NOTHING in problem and _is(file, (JSON, *packed)):
+        return (
+            '; if such files are text, set data.json_files = "text", or leave them out with a glob'
+        )
+    return ""
+
+
+def _place(piece: Piece, document: Document) -> str:
+    if document.number == WHOLE:
         return ""
-    path = piece.file.path
-    return (
-        f", {'row' if path.startswith(HUGGING_FACE) or path.endswith('.parquet') else 'line'} "
-        f"{lines_before(piece) + number}"
-    )
+    unit = "line"
+    if piece.file.path.startswith(HUGGING_FACE) or _is(piece.file, (".parquet",)):
+        unit = "row"
+    elif document.problem.startswith(IN_LINE):
+        unit = "record"
+    return f", {unit} {lines_before(piece) + document.number}"
 
 
 def lines_before(piece: Piece) -> int:
@@ -208,7 +210,7 @@ def find(source: str) -> list[File]:
     """The files of a source, sorted by name. Raises InputError if there are none, or if it cannot
     be read."""
     if source.startswith(HUGGING_FACE):
-        return [_hugging_face_file(source)]
+        return [hub.find(source)]
     if places.is_url(source):
         return _stored_files(source)
     path = os.path.expanduser(source)
@@ -225,7 +227,8 @@ def find(source: str) -> list[File]:
         paths = [p for p in _walk(root, set()) if p.lower().endswith(SUFFIXES)]
     elif glob.has_magic(path) and not os.path.exists(path):
         root = os.path.dirname(re.split(r"[*?[]", path, maxsplit=1)[0]) or "."
-        paths = [p for p in glob.iglob(path, recursive=True) if not os.path.isdir(p)]
+        matches = glob.iglob(path, recursive=True)
+        paths = [p for p in matches if not os.path.isdir(p) and not _is_in_circle(p)]
     else:
         root, paths = os.path.dirname(path) or ".", [path]
     files = sorted(_file(path, root) for path in paths)
@@ -301,6 +304,22 @@ def _walk(root: str, left_out: set[str]) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 
 
+def _is_in_circle(path: str) -> bool:
+    """Tell whether a path leads through a link to a folder above that link: `**` would find the same
+    files again and again."""
+    folder = os.path.dirname(path)
+    real = os.path.realpath(folder)
+    if real == os.path.abspath(folder):
+        return False
+    seen = set()
+    while folder and folder != os.path.dirname(folder):
+        if os.path.islink(folder) and os.path.realpath(folder) in seen:
+            return True
+        seen.add(os.path.realpath(folder))
+        folder = os.path.dirname(folder)
+    return False
+
+
 def _is_build_record(path: str) -> bool:
     """Whether a file tells how this very Python was compiled (_sysconfigdata_*.py, config-3.x-*/).
     Without these files the corpus is the same on every machine with the same Python version."""
@@ -312,34 +331,42 @@ def _is_build_record(path: str) -> bool:
 
 
 def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
-    """Say which .json files look like JSON lines, which are a document each only under a name of
-    JSON_LINES."""
-    plain = [file for file in files if _is(file, (".json",))]
+    """Say which text files look like JSON lines, which are a document each only under a name of
+    JSON_LINES or JSON."""
+    kinds = (*JSON_LINES, JSON, ".parquet", *COMPRESSED)
+    plain = [f for f in files if not _is(f, kinds) and not f.path.startswith(HUGGING_FACE)]
     lines = [file for file in plain[:MOST_LOOKED_AT] if _has_json_lines(file)]
     if lines:
         log(
-            f"warning: {lines[0].path} has one JSON object per line, and a .json file is one "
+            f"warning: {lines[0].path} has one JSON object per line, and under this name it is one "
             "document, braces and all: rename it to .jsonl to make each line a document"
             + (f" ({len(lines)} files are so)" if len(lines) > 1 else "")
         )
 
 
 def _has_json_lines(file: File) -> bool:
-    """Whether the first line is a JSON object, and the next one begins another. What cannot be read
-    is reported later."""
+    """Whether a file begins with lines that are a JSON object each. What cannot be read is reported
+    later."""
     try:
         with open_file(file) as content:
-            first = content.readline(BUFFER)
-            second = content.readline(BUFFER)
-        return isinstance(json.loads(first), dict) and second.lstrip().startswith(b"{")
-    except (OSError, ValueError, RecursionError):
+            return records.begins_with_lines(content.read(records.HEAD))
+    except OSError:
         return False
 
 
-def has_lines(file: File) -> bool:
-    """Whether a file is JSON lines by its name, compressed or not."""
-    lines = [kind + packed for kind in (*JSON_LINES, ".json") for packed in COMPRESSED]
-    return _is(file, (*JSON_LINES, *lines))
+def has_records(file: File, json_files: str = RECORDS) -> bool:
+    """Whether a file is JSON records by its name, compressed or not. json_files: as data.json_files."""
+    kinds = JSON_LINES if json_files == AS_TEXT else (*JSON_LINES, JSON)
+    return _is(file, (*kinds, *(kind + packed for kind in kinds for packed in COMPRESSED)))
+
+
+def json_reading(cfg: Data, files: list[File]) -> list[str]:
+    """What distinguishes how .json files are read from how they once were: as text if they were not
+    compressed, else as JSON lines. What was prepared then keeps its name."""
+    changed = JSON if cfg.json_files == RECORDS else tuple(JSON + packed for packed in COMPRESSED)
+    return (
+        [f"json {cfg.json_files}"] if any(f.path.lower().endswith(changed) for f in files) else []
+    )
 
 
 def _is(file: File, suffixes: tuple[str, ...]) -> bool:
@@ -350,7 +377,7 @@ def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
     """The file in pieces of about `size` bytes, if its kind allows it, in order. It never raises
     for a damaged file: reading the piece will say what is wrong."""
     if file.path.startswith(HUGGING_FACE):
-        stop = _hugging_face_parts(file)
+        stop = hub.parts(file)
         step = max(1, stop * size // file.size) if file.size else 1
     elif _is(file, JSON_LINES):
         stop, step = file.size, size
@@ -377,270 +404,73 @@ def cut(files: list[File], size: int) -> list[list[Piece]]:
         return list(pool.map(pieces, files, [size] * len(files)))
 
 
-def read(piece: Piece, field: str = "text", longest: int = 0) -> Generator[Document, None, int]:
+def read(
+    piece: Piece, field: str = "text", longest: int = 0, json_files: str = RECORDS
+) -> Generator[Document, None, int]:
     """The documents of a piece; a document with a problem has no text. A problem of the file itself
-    comes last, as WHOLE. field: "" for whole lines, as they are (data/answers.py reads them).
-    longest: a text file of more bytes is TOO_LONG and not read further; 0: no limit. Returns the
-    number of lines read."""
+    comes last, as WHOLE. field: "" for whole records, as they are (data/answers.py reads them).
+    longest: a text of more bytes is TOO_LONG and not held; 0: no limit. json_files: as
+    data.json_files. Returns the number of lines or records read."""
     path = piece.file.path.lower()
     inner, packed = os.path.splitext(path)
     try:
         if path.startswith(HUGGING_FACE):
-            yield from _rows(piece, field, _hugging_face_batches(piece, field))
+            yield from columns.documents(piece, field, longest, hub.batches(piece, field))
         elif path.endswith(".parquet"):
-            yield from _rows(piece, field, _parquet_batches(piece, field))
-        elif path.endswith(JSON_LINES):
-            with open_file(piece.file) as file:
-                return (yield from _json_lines(file, file, piece, field))
+            with _arrow_file(piece.file) as content:
+                batches = columns.parquet_batches(content, piece, field)
+                yield from columns.documents(piece, field, longest, batches)
         elif packed in COMPRESSED:
-            import pyarrow  # it reports every damage, also a truncated .zst
-
-            with _arrow_file(piece.file) as raw:
-                file = io.BufferedReader(
-                    pyarrow.CompressedInputStream(raw, COMPRESSED[packed]), BUFFER
-                )
-                if inner.endswith((*JSON_LINES, ".json")):
-                    return (yield from _json_lines(file, raw, piece, field))
-                yield _text(file, piece, longest)
+            with _unpacked(piece.file, packed) as raw:
+                content = io.BufferedReader(raw, BUFFER)
+                reader = _reader(inner, json_files)
+                return (yield from reader(content, piece, field, longest, raw.packed_bytes))
         else:
-            with open_file(piece.file) as file:
-                yield _text(file, piece, longest)
+            with open_file(piece.file) as content:
+                reader = _reader(path, json_files)
+                return (yield from reader(content, piece, field, longest, None))
+    except BadFile as error:
+        yield Document(WHOLE, "", str(error), piece.size)
     except OSError as error:  # those of pyarrow have no strerror
         yield Document(WHOLE, "", f"{UNREADABLE}{error.strerror or error}", piece.size)
     return 0
 
 
-def _text(file: IO[bytes], piece: Piece, longest: int) -> Document:
+def _unpacked(file: File, suffix: str) -> Any:
+    return unpack(suffix, file.size, lambda: open_file(file), lambda: _arrow_file(file), file.path)
+
+
+def _reader(path: str, json_files: str) -> Callable[..., Generator[Document, None, int]]:
+    """What reads a file, by its name without the suffix of its compression."""
+    if path.endswith(JSON_LINES):
+        return records.lines
+    if path.endswith(JSON) and json_files == RECORDS:
+        return records.json_file
+    return _text
+
+
+def _text(
+    file: IO[bytes], piece: Piece, field: str, longest: int, packed: Callable[[], int] | None
+) -> Generator[Document, None, int]:
+    """A file that is one document."""
     content = file.read(longest + 1) if longest else file.read()
     if longest and len(content) > longest:
-        return Document(WHOLE, "", TOO_LONG, piece.size)
+        yield Document(WHOLE, "", TOO_LONG, piece.size)
+        return 0
     try:
-        return Document(WHOLE, content.decode("utf-8"), "", piece.size)
+        yield Document(WHOLE, content.decode("utf-8"), "", piece.size)
     except UnicodeDecodeError as error:
-        problem = f"is not UTF-8 text (byte {error.start}): convert it, or leave it out with a glob"
-        return Document(WHOLE, "", problem, piece.size)
-
-
-def _json_lines(
-    file: IO[bytes], raw: Any, piece: Piece, field: str
-) -> Generator[Document, None, int]:
-    """The lines that begin in the piece. The last one may end in the next piece. `raw` tells how
-    far the file is read."""
-    position = piece.start
-    if position:  # the line that holds the byte before it belongs to the previous piece
-        file.seek(position - 1)
-        position += len(file.readline()) - 1
-    divided = raw is file
-    number = 0
-    while not divided or position < piece.stop:
-        try:
-            line = file.readline()
-        except OSError as error:  # a damaged or truncated archive
-            yield Document(number + 1, "", f"{UNREADABLE}{error.strerror or error}", piece.size)
-            break
-        if not line:
-            break
-        position += len(line)
-        number += 1
-        if not line.strip():
-            continue
-        done = position - piece.start if divided else raw.tell()
-        try:
-            text = line.decode("utf-8-sig" if number == 1 and not piece.start else "utf-8")
-            if field:
-                row = json.loads(text)
-                text = row[field]
-            # refuses what is not a string, and escapes of half a character (lone surrogates)
-            text.encode("utf-8")
-        except KeyError:
-            keys = ", ".join(f'"{key}"' for key in list(row)[:20])
-            problem = f'has nothing under "{field}" (data.text_field), but {keys or "no keys"}'
-            yield Document(number, "", problem, done)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            wanted = f'a JSON object with a string under "{field}" (data.text_field)'
-            if not field:
-                wanted = "UTF-8 text"
-            problem = f"is not {wanted} ({error!r:.200})"
-            yield Document(number, "", problem, done)
-        else:
-            yield Document(number, text, "", done)
-    return number
-
-
-def _rows(
-    piece: Piece, field: str, batches: Iterator[tuple[int, float, Any]]
-) -> Iterator[Document]:
-    """The documents of batches: (row of the first, share of the piece that has been read with it,
-    column of strings)."""
-    for first, share, column in batches:
-        done = round(share * piece.size)
-        try:
-            texts = column.to_pylist()
-        except UnicodeDecodeError:
-            texts = [_decoded(value) for value in column]
-        for row, text in enumerate(texts, start=first):
-            try:
-                text.encode("utf-8")
-            except (AttributeError, ValueError) as error:
-                problem = (
-                    "is not UTF-8 text" if isinstance(text, bytes) else f"has no string ({error})"
-                )
-                yield Document(row, "", f'{problem} in the column "{field}"', done)
-            else:
-                yield Document(row, text, "", done)
-
-
-def _decoded(value: Any) -> str | bytes:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError:
-        return b""
-
-
-# --------------------------------------------------------------------------------------------------
-# Parquet
+        problem = (
+            f"is not UTF-8 text (byte {error.start}){records.encoding_advice(content)}: convert "
+            "it, or leave it out with a glob"
+        )
+        yield Document(WHOLE, "", problem, piece.size)
+    return 0
 
 
 def _row_groups(file: File) -> int:
-    from pyarrow import ArrowException, parquet
-
     try:
         with _arrow_file(file) as content:
-            return parquet.read_metadata(content).num_row_groups
-    except (OSError, ArrowException):
+            return columns.row_groups(content)
+    except OSError:
         return 1  # reading it will say why
-
-
-def _parquet_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any]]:
-    from pyarrow import ArrowException, parquet
-
-    try:
-        with (
-            _arrow_file(piece.file) as content,
-            parquet.ParquetFile(content, pre_buffer=False) as file,
-        ):
-            if field not in file.schema_arrow.names:
-                names = ", ".join(file.schema_arrow.names[:20])
-                raise OSError(f'it has no column "{field}" (data.text_field), but {names}')
-            groups = [file.metadata.row_group(group).num_rows for group in range(piece.stop)]
-            row = sum(groups[: piece.start])
-            for group in range(piece.start, piece.stop):
-                end = row + groups[group]
-                for batch in file.iter_batches(
-                    ROWS, row_groups=[group], columns=[field], use_threads=False
-                ):
-                    unread = (end - row - len(batch)) / max(groups[group], 1)
-                    yield (
-                        row,
-                        (group + 1 - piece.start - unread) / (piece.stop - piece.start),
-                        batch.column(0),
-                    )
-                    row += len(batch)
-    except ArrowException as error:
-        raise OSError(str(error).splitlines()[0]) from error
-
-
-# --------------------------------------------------------------------------------------------------
-# Hugging Face
-
-
-def _hugging_face_file(source: str) -> File:
-    """A dataset as a `File`. On this disk it has the size and time of its files; on the Hub the
-    hash of its builder takes the place of the time."""
-    path, split = _hugging_face_name(source)
-    if _is_saved(path):
-        files = sorted(f for f in _walk(path, set()) if f.endswith(".arrow"))
-        stats = [os.stat(f) for f in files]
-        size, time = sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
-        return File(
-            f"{os.path.basename(path)}@{split}",
-            f"{HUGGING_FACE}{os.path.abspath(path)}@{split}",
-            size,
-            time,
-        )
-    try:
-        builder = _datasets().load_dataset_builder(*_hub_name(path))
-    except Exception as error:  # the many libraries below raise all kinds
-        raise InputError(
-            f'data.source = "{source}" cannot be opened by datasets: {str(error).splitlines()[0]}'
-        ) from error
-    size = builder.info.download_size or builder.info.dataset_size or 0
-    return File(
-        f"{os.path.basename(path)}@{split}",
-        f"{HUGGING_FACE}{path}@{split}",
-        size,
-        int(builder.hash[:15], 16),
-    )
-
-
-def _hugging_face_name(source: str) -> tuple[str, str]:
-    path, _, split = source.removeprefix(HUGGING_FACE).rpartition("@")
-    return (os.path.expanduser(path), split) if path else (os.path.expanduser(split), "train")
-
-
-def _hub_name(path: str) -> list[str]:
-    """[name], or [name, configuration] if there are three parts: org/name/configuration."""
-    return [path] if os.path.exists(path) or path.count("/") < 2 else path.rsplit("/", 1)
-
-
-def _is_saved(path: str) -> bool:
-    return any(
-        os.path.isfile(os.path.join(path, name)) for name in ("state.json", "dataset_dict.json")
-    )
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise InputError(
-            "data.source: a Hugging Face dataset needs `pip install datasets`"
-        ) from error
-    return datasets
-
-
-def _hugging_face(file: File) -> tuple[Any, bool]:
-    """(the dataset, whether it is a stream)."""
-    datasets = _datasets()
-    path, split = _hugging_face_name(file.path)
-    try:
-        if not _is_saved(path):
-            return datasets.load_dataset(*_hub_name(path), split=split, streaming=True), True
-        saved = datasets.load_from_disk(path)
-        return (saved[split] if isinstance(saved, datasets.DatasetDict) else saved), False
-    except Exception as error:
-        raise InputError(
-            f"data.source: {file.path} cannot be opened by datasets: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def _hugging_face_parts(file: File) -> int:
-    dataset, streamed = _hugging_face(file)
-    return dataset.num_shards if streamed else len(dataset)
-
-
-def _hugging_face_batches(piece: Piece, field: str) -> Iterator[tuple[int, float, Any]]:
-    """(row of the first, share of the piece, column) of each batch. The rows of a streamed shard
-    count from shard << 32, since nobody knows how many rows the shards before it have."""
-    dataset, streamed = _hugging_face(piece.file)
-    columns = dataset.column_names
-    if columns is not None and field not in columns:
-        raise OSError(
-            f'it has no column "{field}" (data.text_field), but {", ".join(columns[:20])}'
-        )
-    if not streamed:
-        table = dataset.with_format("arrow")
-        for row in range(piece.start, piece.stop, ROWS):
-            stop = min(row + ROWS, piece.stop)
-            yield (
-                row,
-                (stop - piece.start) / (piece.stop - piece.start),
-                table[row:stop].column(field),
-            )
-        return
-    for shard in range(piece.start, piece.stop):
-        row = shard << 32
-        stream = dataset.shard(num_shards=dataset.num_shards, index=shard)
-        for batch in stream.with_format("arrow").iter(batch_size=ROWS):
-            yield row, 0.0, batch.column(field)
-            row += len(batch)

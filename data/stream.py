@@ -137,6 +137,7 @@ def _fingerprint(cfg: Data, pieces: list[sources.Piece], every: int) -> str:
         cfg.add_eos,
         cfg.max_document_bytes,
         cfg.validation_fraction,
+        *sources.json_reading(cfg, [piece.file for piece in pieces]),
     ]
     digest = hashlib.sha256(json.dumps([cut, every, options]).encode())
     return digest.hexdigest()[:32]
@@ -394,7 +395,8 @@ class Stream:
                     raise
 
     def _open(self, unit: Unit) -> Iterator[sources.Document]:
-        return sources.read(unit.piece, self.cfg.text_field, self.cfg.max_document_bytes)
+        cfg = self.cfg
+        return sources.read(unit.piece, cfg.text_field, cfg.max_document_bytes, cfg.json_files)
 
     def _stopped_in_pause(self, attempt: int, where: str, error: Exception) -> bool:
         """Warns of a read that failed, and waits before the next attempt. Returns whether the run

@@ -35,27 +35,32 @@ HARD = (
 
 
 def train(
-    source: str, vocab_size: int, out: Path, field: str = "text", characters: int = BPE_CHARACTERS
+    source: str,
+    vocab_size: int,
+    out: Path,
+    field: str = "text",
+    characters: int = BPE_CHARACTERS,
+    json_files: str = sources.RECORDS,
 ) -> tokenizer.Tokenizer:
     """Train the tokenizer, write it to the folder `out` and verify it. Raises InputError if the
     source cannot be read or is too small, or if `out` has something in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out: {out} exists already: give another folder, or remove it")
     sources.warn_of_lines(sources.find(source), print)
-    tok = tokenizer.train_bpe(_texts(source, field, characters), vocab_size)
+    tok = tokenizer.train_bpe(_texts(source, field, characters, json_files), vocab_size)
     out.mkdir(parents=True, exist_ok=True)
     rank_files.write_rank_file(tok, str(out / RANKS))
     for name, document in hf_tokenizer.files(tok, 1 << 20).items():
         (out / name).write_text(
             json.dumps(document, ensure_ascii=False, indent=1), encoding="utf-8"
         )
-    verify(tok, out, [*_texts(source, field, SAMPLE), *HARD])
+    verify(tok, out, [*_texts(source, field, SAMPLE, json_files), *HARD])
     return tok
 
 
-def _texts(source: str, field: str, characters: int) -> Iterator[str]:
+def _texts(source: str, field: str, characters: int, json_files: str) -> Iterator[str]:
     """The first texts of the source, up to `characters` characters; the last text is cut."""
-    for _, text in sources.documents(source, field=field):
+    for _, text in sources.documents(source, field=field, json_files=json_files):
         yield text[:characters]
         characters -= len(text)
         if characters <= 0:
@@ -109,6 +114,12 @@ def main() -> int:
     parser.add_argument("--source", default=Data().source, help="as data.source [stdlib]")
     parser.add_argument("--text-field", default=Data().text_field, help="as data.text_field [text]")
     parser.add_argument(
+        "--json-files",
+        default=Data().json_files,
+        choices=(sources.RECORDS, sources.AS_TEXT),
+        help=f"as data.json_files [{Data().json_files}]",
+    )
+    parser.add_argument(
         "--vocab-size", type=int, required=True, help="ids, the end of a text included"
     )
     parser.add_argument(
@@ -123,7 +134,14 @@ def main() -> int:
     try:
         if args.vocab_size < 257:
             raise InputError("--vocab-size: 256 bytes and the end of a text make at least 257")
-        tok = train(args.source, args.vocab_size, args.out, args.text_field, args.characters)
+        tok = train(
+            args.source,
+            args.vocab_size,
+            args.out,
+            args.text_field,
+            args.characters,
+            args.json_files,
+        )
     except (InputError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

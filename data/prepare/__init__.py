@@ -173,6 +173,7 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
         cfg.add_bos,
         cfg.add_eos,
         cfg.max_document_bytes,
+        *sources.json_reading(cfg, files),
     ]
     described = (
         formats.describe(cfg, open_tokenizer(cfg.tokenizer, cfg.cache))

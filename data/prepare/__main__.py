@@ -20,6 +20,7 @@ OPTIONS = (
     "tokenizer",
     "bpe_vocab_size",
     "text_field",
+    "json_files",
     "validation_fraction",
     "max_document_bytes",
     "skip_failed",

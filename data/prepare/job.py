@@ -400,7 +400,9 @@ def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
     failed = 0
     for file in files:
         for piece in sources.pieces(file):
-            for document in sources.read(piece, cfg.text_field, cfg.max_document_bytes):
+            for document in sources.read(
+                piece, cfg.text_field, cfg.max_document_bytes, cfg.json_files
+            ):
                 if taken >= BPE_CHARACTERS:
                     return
                 failed += document.problem not in ("", sources.TOO_LONG)
@@ -429,6 +431,8 @@ def change_of_sides(records: list[dict], fraction: float) -> dict:
     """How to deal with documents so that neither split is empty. {"low": score} ("high"): the text
     with this score is held out (trained on) although its hash says otherwise. "cut": all documents
     are the same text, which is cut in two."""
+    if not records:  # files without a line or a row
+        return {}
     lowest, highest = min(r["lowest"] for r in records), max(r["highest"] for r in records)
     if not fraction or lowest > highest:  # nothing is to be held out, or there is no text at all
         return {}

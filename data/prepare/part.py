@@ -77,7 +77,8 @@ class PartMaker:
         for piece in self.pieces:
             file, *extent = piece
             source_piece = sources.Piece(self.job.files[file], *extent)
-            reader = sources.read(source_piece, field, self.job.cfg.max_document_bytes)
+            cfg = self.job.cfg
+            reader = sources.read(source_piece, field, cfg.max_document_bytes, cfg.json_files)
             done = 0  # bytes of the piece
             while True:
                 try:
