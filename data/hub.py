@@ -158,7 +158,8 @@ def _reason(source: str, text: str, error: Exception) -> str:
         return f"has several configurations, {names}: name one, as {HUGGING_FACE}{path}/{first}"
     if text.startswith("BuilderConfig"):
         wanted = path.rsplit("/", 1)[-1]
-        return f'has no configuration "{wanted}", but {names}: name one of them'
+        absent = "is no folder, and its parent " if path.startswith("/") else ""
+        return f'{absent}has no configuration "{wanted}", but {names}: name one of them'
     first_line = text.splitlines()[0] if text else type(error).__name__
     return f"cannot be opened by datasets: {first_line}"
 

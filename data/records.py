@@ -256,23 +256,29 @@ def values(
     a place where no record can begin or end, nothing more is read."""
     text = _Text(file, bound(longest))
     number = 0
+    line = 0  # where the record that is being read begins
     try:
         while text.find_record():
-            number += 1
             line = text.line
             raw, size = text.take()
-            if size > len(raw):
-                yield Document(number, "", TOO_LONG, packed())
-                continue
-            content, problem = text_of(raw, field)
-            yield Document(number, content, problem and f"{IN_LINE}{line}) {problem}", packed())
+            number += 1
+            yield _record(number, line, raw, size, field, packed())
+            line = 0
     except (BadFile, OSError) as error:
-        where = f"{IN_LINE}{text.line}) "
+        where = f"{IN_LINE}{line or text.line}) "
         problem = _problem_of(error)
         if problem.startswith(UNREADABLE):
             where = ""
         yield Document(number + 1, "", f"{where}{problem}", piece.size)
     return number
+
+
+def _record(number: int, line: int, raw: bytes, size: int, field: str, done: int) -> Document:
+    """Give a record as a document. size: its bytes, more than `raw` if it is too long."""
+    if size > len(raw):
+        return Document(number, "", TOO_LONG, done)
+    text, problem = text_of(raw, field)
+    return Document(number, text, problem and f"{IN_LINE}{line}) {problem}", done)
 
 
 class _Text:

@@ -308,15 +308,15 @@ def _is_in_circle(path: str) -> bool:
     """Tell whether a path leads through a link to a folder above that link: `**` would find the same
     files again and again."""
     folder = os.path.dirname(path)
-    real = os.path.realpath(folder)
-    if real == os.path.abspath(folder):
+    if os.path.realpath(folder) == os.path.abspath(folder):
         return False
-    seen = set()
     while folder and folder != os.path.dirname(folder):
-        if os.path.islink(folder) and os.path.realpath(folder) in seen:
-            return True
-        seen.add(os.path.realpath(folder))
-        folder = os.path.dirname(folder)
+        above = os.path.dirname(folder)
+        if os.path.islink(folder):
+            target, real = os.path.realpath(folder), os.path.realpath(above)
+            if os.path.commonpath([target, real]) == target:
+                return True
+        folder = above
     return False
 
 
@@ -437,7 +437,7 @@ def read(
 
 
 def _unpacked(file: File, suffix: str) -> Any:
-    return unpack(suffix, file.size, lambda: open_file(file), lambda: _arrow_file(file), file.path)
+    return unpack(suffix, file.size, lambda: open_file(file), file.path)
 
 
 def _reader(path: str, json_files: str) -> Callable[..., Generator[Document, None, int]]:

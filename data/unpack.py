@@ -3,7 +3,7 @@
 Of a damaged or truncated file everything before the damage is given, to the last byte, and then
 BadFile is raised. gzip is read with zlib, since pyarrow stops at the zeros with which tapes and
 block devices pad a file. zstd is read with pyarrow, which loses what it decompressed in the call
-that finds the damage: the file is then read once more, and in its last megabyte byte by byte.
+that finds the damage: the file is then read once more, and just before that call byte by byte.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from typing import IO, Any
 
 from data.pieces import BUFFER, BadFile
@@ -25,6 +26,7 @@ TRUNCATED = (
     "is truncated: the compressed file ends here; get it again, or leave the rest out with "
     "data.skip_failed"
 )
+LATER = 1 << 62  # no place of a file
 TOO_WIDE = "too much memory"  # zstd's words for a window beyond its default of 128 MB
 
 
@@ -100,33 +102,40 @@ class Gzip(io.RawIOBase):
 
 
 def _before_damage(member: Any, packed: bytes, size: int) -> bytes:
-    """Decompress up to `size` bytes, one at a time, until the damage."""
+    """Decompress up to the damage, which comes within `size` bytes. zlib gives nothing of a call that
+    fails, so it gets one byte at a time, and then may give one byte at a time."""
     content = bytearray()
-    try:
-        while len(content) < size:
-            content += member.decompress(packed, 1)
-            packed = member.unconsumed_tail
-    except zlib.error:
-        pass
-    return bytes(content)
+    rest = b""
+    with suppress(zlib.error):
+        for place in range(len(packed)):
+            before = member.copy()
+            rest = packed[place : place + 1]
+            content += member.decompress(rest)
+    with suppress(zlib.error):
+        while more := before.decompress(rest, 1):
+            content += more
+            rest = before.unconsumed_tail
+    return bytes(content[:size])
 
 
 class Zstd(io.RawIOBase):
     """The content of a zstd file: of all its frames, one after another."""
 
-    def __init__(self, open_packed: Callable[[], Any], name: str) -> None:
-        """open_packed: opens the compressed file, for pyarrow; name: for the advice."""
+    def __init__(self, open_packed: Callable[[], IO[bytes]], name: str) -> None:
+        """open_packed: opens the compressed file; name: for the advice."""
         self.open_packed = open_packed
         self.name = name
         self.given = 0  # bytes
+        self.read_before = 0  # compressed bytes
         self.problem = ""
-        self._open()
+        self._open(LATER)
 
-    def _open(self) -> None:
+    def _open(self, sparing_from: int) -> None:
         import pyarrow
 
-        self.packed_file = self.open_packed()
-        self.stream = pyarrow.CompressedInputStream(self.packed_file, "zstd")
+        self.packed_file = _Sparing(self.open_packed(), sparing_from)
+        raw = pyarrow.PythonFile(self.packed_file, mode="r")
+        self.stream = pyarrow.CompressedInputStream(raw, "zstd")
 
     def readable(self) -> bool:
         return True
@@ -145,6 +154,7 @@ class Zstd(io.RawIOBase):
         view = memoryview(block).cast("B")
         if self.problem:
             return self._before_damage(view)
+        read_before = self.packed_bytes()
         try:
             content = self.stream.read(len(view))
         except OSError as error:
@@ -153,6 +163,7 @@ class Zstd(io.RawIOBase):
             self.problem = self._problem(str(error))
             self._open_again()
             return self._before_damage(view)
+        self.read_before = read_before
         view[: len(content)] = content
         self.given += len(content)
         return len(content)
@@ -168,9 +179,10 @@ class Zstd(io.RawIOBase):
         return f"{DAMAGED} ({reason.splitlines()[0]})"
 
     def _open_again(self) -> None:
-        """Go back to the place before the read that failed."""
+        """Go back to the place before the read that failed. What pyarrow holds of the file there was
+        read by the call before it, or by this one."""
         self.packed_file.close()
-        self._open()
+        self._open(max(0, self.read_before - PACKED))
         left = self.given
         while left:
             left -= len(self.stream.read(min(left, BUFFER)))
@@ -188,15 +200,32 @@ class Zstd(io.RawIOBase):
         return done
 
 
-def unpack(
-    suffix: str,
-    size: int,
-    open_file: Callable[[], IO[bytes]],
-    open_arrow: Callable[[], Any],
-    path: str,
-) -> Gzip | Zstd:
-    """Open a compressed file, by its suffix. size: its bytes; open_file, open_arrow: open it for
-    Python, and for pyarrow. Raises BadFile if it is not what its suffix says."""
+class _Sparing:
+    """A compressed file for pyarrow, which gets single bytes from a place on: it then has decompressed
+    all that comes before the byte that is damaged."""
+
+    def __init__(self, file: IO[bytes], sparing_from: int) -> None:
+        self.file = file
+        self.sparing_from = sparing_from
+
+    def read(self, size: int) -> bytes:
+        whole = self.sparing_from - self.file.tell()
+        return self.file.read(min(size, max(whole, 1)))
+
+    def tell(self) -> int:
+        return self.file.tell()
+
+    def close(self) -> None:
+        self.file.close()
+
+    @property
+    def closed(self) -> bool:
+        return self.file.closed
+
+
+def unpack(suffix: str, size: int, open_file: Callable[[], IO[bytes]], path: str) -> Gzip | Zstd:
+    """Open a compressed file, by its suffix. size: its bytes; open_file: opens it. Raises BadFile if
+    it is not what its suffix says."""
     if not size:
         raise BadFile(f"is empty, which no {suffix} file is: make it again")
     packed_file = open_file()
@@ -212,7 +241,7 @@ def unpack(
         packed_file.seek(0)
         return Gzip(packed_file)
     packed_file.close()
-    return Zstd(open_arrow, path)
+    return Zstd(open_file, path)
 
 
 def _is_zstd(magic: bytes) -> bool:
