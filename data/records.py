@@ -28,8 +28,6 @@ SPACE = re.compile(rb"[ \t\r\n]*")
 STRUCTURE = re.compile(rb'["{}\[\]]')
 QUOTED = re.compile(rb'["\\\n]')
 SCALAR_END = re.compile(rb"[ \t\r\n,\]}]")
-# Python refuses integers of more than 4,300 digits, which may stand beside a text
-DECODER = json.JSONDecoder(parse_int=float)
 
 Records = Generator[Document, None, int]  # returns the number of lines or records
 
@@ -54,7 +52,7 @@ def text_of(raw: bytes, field: str) -> tuple[str, str]:
     if not field:
         return content, ""
     try:
-        record = DECODER.decode(content)
+        record = _parsed(content)
     except (ValueError, RecursionError) as error:
         return "", f"is not {wanted}{_layout_advice(content)} ({error!r:.200})"
     if not isinstance(record, dict):
@@ -76,6 +74,17 @@ def text_of(raw: bytes, field: str) -> tuple[str, str]:
     return text, ""
 
 
+def _parsed(content: str) -> Any:
+    """Parse JSON. Raises ValueError or RecursionError. Python refuses integers of more than 4,300
+    digits, which may stand beside a text."""
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        if "digits" not in str(error):
+            raise
+    return json.loads(content, parse_int=float)
+
+
 def _found(record: dict, field: str) -> Any:
     """Find what is under a key, or under a path of keys. Raises KeyError."""
     if field in record:
@@ -93,7 +102,7 @@ def _is_twice(content: str, field: str) -> bool:
     name = json.dumps(field)
     if content.count(name) < 2:
         return False
-    members = json.JSONDecoder(object_pairs_hook=list, parse_int=float).decode(content)
+    members = json.loads(content, object_pairs_hook=list, parse_int=float)
     return [key for key, _ in members].count(field) > 1
 
 
@@ -206,7 +215,7 @@ def begins_with_lines(head: bytes) -> bool:
 
 def _is_object(row: bytes) -> bool:
     try:
-        return isinstance(DECODER.decode(row.decode("utf-8")), dict)
+        return isinstance(_parsed(row.decode("utf-8")), dict)
     except (ValueError, RecursionError):
         return False
 
