@@ -132,7 +132,7 @@ STDLIB_LEFT_OUT = {
 }
 # of characters; the last one has code around them
 STDLIB_TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py")
-MOST_LOOKED_AT = 100  # text files of a source, in search of JSON lines
+MOST_LOOKED_AT = 20  # text files of a source, in search of JSON lines
 
 
 def documents(
@@ -350,7 +350,7 @@ def _has_json_lines(file: File) -> bool:
     try:
         with open_file(file) as content:
             return records.begins_with_lines(content.read(records.HEAD))
-    except OSError:
+    except (OSError, InputError):  # of a disk, of a store
         return False
 
 
