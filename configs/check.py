@@ -658,6 +658,11 @@ RULES = {
         '{data.chat_template} has no effect with {data.format}: set data.format = "chat", or '
         "remove it (a prepared folder keeps its own)",
     ),
+    "chat_may_drop": (
+        lambda c: c.data.chat_may_drop and c.data.format != "chat",
+        '{data.chat_may_drop} has no effect with {data.format}: set data.format = "chat", or '
+        "remove it (a prepared folder keeps its own)",
+    ),
     # Streaming.
     "stream_tokenizer": (
         lambda c: c.data.stream and c.data.tokenizer == "bpe",

@@ -330,6 +330,9 @@ class Data(Table):
     """What documents are: text, chat (messages) or completion (prompt and completion)."""
     chat_template: FileText = ""
     """With chat: plain, chatml or the path of a Jinja template; empty: the tokenizer's own."""
+    chat_may_drop: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """With chat: what a template may leave out: a key (name, reasoning_content), a role (system), or
+    think."""
     mixture: Annotated[
         tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
     ] = ()

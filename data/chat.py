@@ -1,11 +1,8 @@
 """Conversations as text, by the template of their tokenizer, and which of it is an answer.
 
-A template is a program in Jinja that came with a tokenizer, so nobody here has read it. It runs in
-jinja2's sandbox, in the environment that transformers documents for chat templates: blocks are
-trimmed, `break` and `continue` work, `tojson` does not escape HTML, `raise_exception` raises, and
-the names of special tokens are variables. There is one difference: `strftime_now` is not there, as
-the tokens of a corpus must not depend on the day. A template asks for it first, and names a day of
-its own otherwise.
+data/rendering.py runs the template, which gets what transformers gives it: the messages, the names of
+special tokens, and of the line `tools`, `documents` and the variables in `chat_template_kwargs`.
+data/whole.py checks that nothing that was said is missing in the text.
 
 Which characters are answers? If the template has `{% generation %}` blocks, they are what these
 contain. Otherwise answer i is what follows when message i is added to the messages before it, with
@@ -19,25 +16,23 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jinja2
 import numpy as np
-from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configs.schema import Data, InputError
+from data import rendering, whole
 from data.answers import Example, Unfit
+from data.rendering import BEGIN, END
 from data.stores import kept, places
+from data.talk import Talk, advice, read
 from data.tokenizer import CannotEncode, Encoded, Tokenizer
 from reliability.objects import location
 
-# An answer begins and ends with these while a template is rendered. Unicode will never assign them.
-BEGIN, END = "\ufdd0", "\ufdd1"
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-PROBE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
-MESSAGE_KEYS = ("role", "content", "name", "reasoning_content")
+ASKED = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "."}]
+PROBES = (ASKED, [{"role": "system", "content": "!"}, *ASKED])  # the second, if the first fails
 
 # `data.chat_template` by name. Both begin a new line before a message's text, or end one after it.
 PLAIN = (
@@ -70,6 +65,7 @@ class Template(NamedTuple):
     source: str  # in Jinja
     tokens: dict[str, str]  # "eos_token" and so on: variables of the template
     control: list[str]  # special tokens that no message may contain
+    may_drop: list[str] = []  # data.chat_may_drop
 
 
 class Chat:
@@ -80,8 +76,8 @@ class Chat:
         self.tok = tok
         self.template = template
         try:
-            self.compiled = environment().from_string(template.source)
-        except jinja2.TemplateError as error:
+            self.reads = rendering.variables(template.source)
+        except rendering.Failed as error:
             raise InputError(f"data.chat_template: it is not valid Jinja: {error}") from error
         self.marks_answers = bool(GENERATION.search(template.source))
         self.id_of = dict(zip(tok.special_tokens, tok.special_ids, strict=True))
@@ -91,11 +87,16 @@ class Chat:
 
     def encode(self, record: dict) -> Example:
         """The tokens of a conversation. Raises Unfit."""
-        messages = messages_of(record)
-        if not any(message["role"] == "assistant" for message in messages):
+        talk = self.talk(record)
+        if not any(message["role"] == "assistant" for message in talk.messages):
             raise Unfit("has no answer: no message has the role assistant")
-        plain = self.plain(messages)
-        text, spans = self.answers(messages)
+        plain = self.plain(talk)
+        parts = whole.Parts(self.template.may_drop)
+        text, spans, with_marks = self.answers(talk, parts.mark(talk))
+        lacking = whole.missing(parts.found, text, with_marks)
+        if lacking:
+            keys = [part.key for part in lacking]
+            raise Unfit(f"{whole.sentence(lacking)}: give another template, or {advice(*keys)}")
         ids, starts, stops, sizes = self.encode_rendered(text)
         answers = np.zeros(len(ids), bool)
         for first, stop in spans:
@@ -105,43 +106,78 @@ class Chat:
             answers[(stops > first_byte) & (starts < stop_byte)] = True
         return Example(plain, int(sizes.sum()), ids, answers, sizes)
 
-    def plain(self, messages: list[dict]) -> str:
-        """The messages as JSON. Raises Unfit if something in them would be taken for a part of the
+    def talk(self, record: dict) -> Talk:
+        """The conversation of a line. Raises Unfit for what its template cannot get."""
+        return read(record, self.reads, self.template.tokens, self.template.may_drop)
+
+    def plain(self, talk: Talk) -> str:
+        """The conversation as JSON. Raises Unfit if something in it would be taken for a part of the
         template."""
-        plain = json.dumps(messages, ensure_ascii=False)
+        said = [talk.messages, talk.given] if talk.given else talk.messages
+        plain = json.dumps(said, ensure_ascii=False)
         for name in self.template.control:
             if name in plain:
                 raise Unfit(
                     f"has the special token {name} in a message, which would end or begin one"
                 )
-        if BEGIN in plain or END in plain:
-            raise Unfit("has U+FDD0 or U+FDD1 in a message, which no text should have")
+        if re.search("[\ufdd0-\ufdd3]", plain):
+            raise Unfit("has U+FDD0 to U+FDD3 in a message, which no text should have")
         return plain
 
     def prompt(self, messages: list) -> np.ndarray:
         """Ids [n] of messages that are to be answered, as they stand before an answer in training.
         Raises Unfit."""
-        messages = messages_of({"messages": messages})
-        if messages[-1]["role"] == "assistant":
+        talk = self.talk({"messages": messages})
+        if talk.messages[-1]["role"] == "assistant":
             raise Unfit("ends with an answer, so there is nothing to answer")
-        self.plain(messages)
-        text, _ = self.render(messages, prompt=True)
+        self.plain(talk)
+        # templates leave out earlier thoughts where they ask for an answer
+        parts = whole.Parts([*self.template.may_drop, whole.THOUGHTS, "reasoning_content"])
+        found, marked = self.results([(talk, True), (parts.mark(talk), True)])
+        text, _ = _extents(found)
+        lacking = whole.missing(parts.found, text, _text_or_nothing(marked))
+        if lacking:
+            raise Unfit(whole.sentence(lacking))
         return self.tokens(text)
 
     def end_of_turn(self) -> int | None:
         """The first of the special tokens that end an answer. None if its template ends it with
         other text, or cannot tell."""
-        try:
-            text, spans = self.answers(PROBE)
-        except Unfit:
-            return None
-        first, stop = spans[-1]
+        answer, _ = self.probe()
         end = None
-        for id in self.tokens(text[first:stop].rstrip()).tolist()[::-1]:
+        for id in self.tokens(answer.rstrip()).tolist()[::-1]:
             if id not in self.tok.special_ids:
                 break
             end = id
         return end
+
+    def probe(self) -> tuple[str, str]:
+        """An answer as this template renders it, and what comes after it; ("", "") if the template
+        renders none of PROBES."""
+        for messages in PROBES:
+            try:
+                text, spans, _ = self.answers(Talk(messages, {}))
+            except Unfit:
+                continue
+            first, stop = spans[-1]
+            return text[first:stop], text[stop:]
+        return "", ""
+
+    def warning(self) -> str:
+        """A sentence about answers that do not teach a model to stop; "" if they do."""
+        answer, after = self.probe()
+        if not answer or self.end_of_turn() is not None:
+            return ""
+        ends = self.special.match(after.lstrip())
+        if self.marks_answers and ends:
+            advice = f"move {ends[0]} into the {{% generation %}} block"
+        else:
+            advice = f"let answers end with one, such as {self.tok.end_of_text}"
+        return (
+            f"warning: the chat template trains on no special token at the end of an answer ("
+            f"{answer!r:.60}), so the model does not learn to stop there: {advice} "
+            "(data.chat_template)"
+        )
 
     def tokens(self, text: str) -> np.ndarray:
         """Ids [n] of a rendered text, in which the name of a special token is that token. Raises
@@ -155,19 +191,31 @@ class Chat:
         except CannotEncode as error:
             raise Unfit(f"cannot be tokenised: {error}") from error
 
-    def answers(self, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and [first, stop) of its answers in it. Raises Unfit."""
-        text, spans = self.render(messages)
-        wanted = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    def answers(
+        self, talk: Talk, marked: Talk | None = None
+    ) -> tuple[str, list[tuple[int, int]], str]:
+        """The text of a conversation, [first, stop) of its answers in it, and the text of `marked`,
+        "" if there is none. Raises Unfit."""
+        wanted = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
+        asked = [(marked or talk, False), (talk, False)]
+        for i in [] if self.marks_answers else wanted:
+            asked.append((Talk(talk.messages[:i], talk.given), True))
+            asked.append((Talk(talk.messages[: i + 1], talk.given), False))
+        with_marks, *found = self.results(asked)
+        (text, spans), *others = map(_extents, found)
         if self.marks_answers:
             spans = [(first, stop) for first, stop in spans if first < stop]
             if len(spans) < len(wanted):
                 raise Unfit(f"has {len(wanted)} answers, of which its template marks {len(spans)}")
-            return text, spans
+        else:
+            spans = self.differences(text, wanted, [other for other, _ in others])
+        return text, spans, _text_or_nothing(with_marks)
+
+    def differences(self, text: str, wanted: list[int], others: list[str]) -> list[tuple[int, int]]:
+        """[first, stop) of answers in the text of a conversation. wanted: the numbers of their
+        messages; others: for each the text up to it, and up to its end. Raises Unfit."""
         spans = []
-        for i in wanted:
-            before, _ = self.render(messages[:i], prompt=True)
-            after, _ = self.render(messages[: i + 1])
+        for i, before, after in zip(wanted, others[::2], others[1::2], strict=True):
             if not (after.startswith(before) and text.startswith(after)) or after == before:
                 raise Unfit(
                     f"has an answer (message {i + 1}) that its template renders in another way when "
@@ -175,7 +223,7 @@ class Chat:
                     "{% generation %} blocks (data.chat_template)"
                 )
             spans.append((len(before), self.end(after, len(before))))
-        return text, spans
+        return spans
 
     def end(self, text: str, first: int) -> int:
         """Where an answer ends that begins at `first` of the text: after its last special token, if
@@ -190,112 +238,48 @@ class Chat:
     def render(
         self, messages: list[dict], prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of the messages, and the extents of the template's `{% generation %}` blocks in
-        it. prompt: add what asks for an answer. Raises Unfit."""
-        try:
-            marked = self.compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self.template.tokens,
-            )
-        except Exception as error:  # a template may do anything that fails
-            raise Unfit(f"cannot be rendered by its template: {error!s:.200}") from error
-        text = ""
-        spans = []
-        first = None
-        for piece in re.split(f"([{BEGIN}{END}])", marked):
-            if piece == BEGIN:
-                first = len(text)
-            elif piece == END:
-                if first is None:
-                    raise Unfit("has an answer inside an answer, by its template")
-                spans.append((first, len(text)))
-                first = None
-            else:
-                text += piece
-        return text, spans
+        """The text of messages, and the extents of the template's `{% generation %}` blocks in it.
+        prompt: add what asks for an answer. Raises Unfit."""
+        [found] = self.results([(Talk(messages, {}), prompt)])
+        return _extents(found)
+
+    def results(self, wanted: list[tuple[Talk, bool]]) -> list[str | rendering.Failed]:
+        """The text of each conversation, with BEGIN and END; with or without what asks for an
+        answer."""
+        requests = []
+        for talk, prompt in wanted:
+            always = {"tools": None, "documents": None, **talk.given, **self.template.tokens}
+            always["add_generation_prompt"] = prompt
+            requests.append({"messages": talk.messages, **always})
+        return rendering.render(self.template.source, requests)
 
 
-def messages_of(record: dict) -> list[dict]:
-    """The messages of a line. Raises Unfit for what no template could tell us about: an answer that
-    is empty, or a part of a message that would be left out in silence."""
-    messages = record.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise Unfit('has no list of messages under "messages"')
-    if record.get("tools"):
-        raise Unfit('has "tools", which are not supported: only text')
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise Unfit(f"has a message ({number}) that is not an object with role and content")
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise Unfit(f"has a message ({number}) without a role and a content that are text")
-        unknown = [key for key in message if key not in MESSAGE_KEYS and message[key] is not None]
-        if unknown:
-            raise Unfit(f'has "{unknown[0]}" in a message ({number}), which is not supported')
-        if role == "assistant" and not content.strip():
-            raise Unfit(f"has an empty answer (message {number})")
-    return messages
+def _extents(marked: str | rendering.Failed) -> tuple[str, list[tuple[int, int]]]:
+    """A text without BEGIN and END, and the extents that they mark in it. Raises Unfit."""
+    if isinstance(marked, rendering.Failed):
+        raise Unfit(f"cannot be rendered by its template: {marked}")
+    text = ""
+    spans = []
+    first = None
+    for piece in re.split(f"([{BEGIN}{END}])", marked):
+        if piece == BEGIN:
+            first = len(text)
+        elif piece == END:
+            if first is None:
+                raise Unfit("has an answer inside an answer, by its template")
+            spans.append((first, len(text)))
+            first = None
+        else:
+            text += piece
+    return text, spans
+
+
+def _text_or_nothing(found: str | rendering.Failed) -> str:
+    return "" if isinstance(found, rendering.Failed) else re.sub(f"[{BEGIN}{END}]", "", found)
 
 
 # --------------------------------------------------------------------------------------------------
 # templates
-
-
-class Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what is inside, between BEGIN and END."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Any) -> list:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (
-            jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)]).set_lineno(line)
-            for mark in (BEGIN, END)
-        )
-        return [begin, *body, end]
-
-
-class Names(jinja2.utils.Namespace):
-    """`namespace()` without the names through which a template could reach Python's internals."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, *rest = args
-        for name in dict(*rest, **kwargs):
-            refuse_internal(name)
-        jinja2.utils.Namespace.__init__(self, *rest, **kwargs)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        refuse_internal(name)
-        super().__setitem__(name, value)
-
-
-def refuse_internal(name: str) -> None:
-    if name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a template may not set {name!r}")
-
-
-def environment() -> ImmutableSandboxedEnvironment:
-    """Where templates run: https://huggingface.co/docs/transformers/chat_templating_writing names
-    these settings and functions."""
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    made.filters["tojson"] = _to_json
-    made.globals["raise_exception"] = _raise
-    made.globals["namespace"] = Names
-    return made
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
 
 
 def find_template(cfg: Data, tok: Tokenizer) -> Template:
@@ -332,7 +316,7 @@ def find_template(cfg: Data, tok: Tokenizer) -> Template:
             f"data.chat_template: the tokenizer {cfg.tokenizer} has no chat template: name one of "
             f"{', '.join(BUILT_IN)}, or the path of a Jinja template"
         )
-    return Template(source, tokens, control)
+    return Template(source, tokens, control, list(cfg.chat_may_drop))
 
 
 def _is_hugging_face(path: Path) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from typing import Any
 
 from configs.schema import Data, InputError
 from data import sources
@@ -34,7 +35,10 @@ def describe(cfg: Data, tok: Tokenizer) -> dict:
 
     template = chat.find_template(cfg, tok)
     chat.Chat(tok, template)  # raises InputError for what is no template
-    return {"format": cfg.format} | template._asdict()
+    described = {"format": cfg.format} | template._asdict()
+    if not template.may_drop:  # corpora keep the names that they had before there was this option
+        del described["may_drop"]
+    return described
 
 
 def build(described: dict, tok: Tokenizer) -> Format | None:
@@ -45,8 +49,15 @@ def build(described: dict, tok: Tokenizer) -> Format | None:
         return Completions(tok, described["add_bos"], described["add_eos"])
     from data import chat
 
-    fields = [described[name] for name in chat.Template._fields]
-    return chat.Chat(tok, chat.Template(*fields))
+    fields = {name: value for name, value in described.items() if name != "format"}
+    return chat.Chat(tok, chat.Template(**fields))
+
+
+def warning(folder: str, tok: Tokenizer) -> str:
+    """A sentence about conversations in a prepared folder that do not teach a model to stop, or
+    ""."""
+    form: Any = build(load(folder), tok)
+    return form.warning() if hasattr(form, "warning") else ""
 
 
 def load(folder: str) -> dict:

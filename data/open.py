@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from configs.schema import Config, InputError
-from data import fit, inputs, prepared, splice, stream
+from data import fit, formats, inputs, prepared, splice, stream
 from data.loader import Corpora
 from data.prepare import prepare
 from data.prepared import Prepared
@@ -38,6 +38,7 @@ def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
     _check_tokenizers(opened)
     sets = _sets(sources, further)
     _check_fit(cfg, sources, sets, log)
+    _warn(opened, log)
     if cfg.validation.interval and not sets:
         raise InputError(
             f"validation.interval = {cfg.validation.interval}, but {opened[0].folder} was prepared "
@@ -79,6 +80,15 @@ def _check_fit(cfg: Config, sources: dict, sets: dict[str, Tokens], log: Log) ->
         splits += [(name or "held_out", tokens) for name, tokens in sets.items()]
     for name, tokens in splits:
         fit.check_fit(name, tokens, cfg.training.seq_len, cfg.data.skip_failed, log)
+
+
+def _warn(opened: list, log: Log) -> None:
+    """Say which conversations do not teach the model to stop."""
+    for corpus in opened:
+        if isinstance(corpus, Prepared) and corpus.format == "chat":
+            warning = formats.warning(corpus.train.folder, corpus.tokenizer)
+            if warning:
+                log(f"{corpus.folder}: {warning}")
 
 
 def _check_tokenizers(opened: list) -> None:

@@ -40,6 +40,7 @@ TEMPLATES = {
     "without blocks": WITHOUT_BLOCKS,
     "strict": STRICT,
 }
+MAY_DROP = ("system",)  # by the strict one
 
 
 def said(*contents: str, system: str = "") -> dict:

@@ -35,7 +35,7 @@ from parallelisms.mesh import world
 from tests.parity import gathered
 from tests.ranks import run_ranks
 from tests.runs import MESHES, ends, killed, run, series, tiny_run, trained
-from tests.talks import SPECIAL, TALKS, TEMPLATES, said, talks, write, write_tokenizer
+from tests.talks import MAY_DROP, SPECIAL, TALKS, TEMPLATES, said, talks, write, write_tokenizer
 
 SHIPPED = Path(__file__).parents[1] / "data" / "examples" / "chat.jsonl"
 T = 96
@@ -61,7 +61,8 @@ def quietly(cfg: Data) -> Prepared:
 def as_chat(name: str = "plain", tok: Tokenizer | None = None) -> chat.Chat:
     tokens = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[0]}
     tok = tok or byte_tokenizer()
-    return chat.Chat(tok, chat.Template(TEMPLATES[name], tokens, tok.special_tokens))
+    template = chat.Template(TEMPLATES[name], tokens, tok.special_tokens, list(MAY_DROP))
+    return chat.Chat(tok, template)
 
 
 def parts(tok: Tokenizer, ids: np.ndarray, mask: np.ndarray) -> list[str]:
@@ -95,7 +96,8 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(name, folders)
     theirs = PreTrainedTokenizerFast.from_pretrained(folders[name])
     path = str(folders[name] / "tokenizer.json")
     tok = open_tokenizer(path)
-    described = formats.describe(Data(format="chat", tokenizer=path), tok)
+    cfg = Data(format="chat", tokenizer=path, chat_may_drop=MAY_DROP)
+    described = formats.describe(cfg, tok)
     ours = formats.build(json.loads(json.dumps(described)), tok)
     for talk in TALKS:
         messages = talk["messages"]

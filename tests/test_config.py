@@ -964,6 +964,13 @@ RULE_CASES = {
         'data.chat_template = "plain" has no effect with data.format = "text"',
         "data.chat_template=",
     ),
+    "chat_may_drop": (
+        'data.chat_may_drop=["name"]',
+        1,
+        1,
+        'data.chat_may_drop = ["name"] has no effect with data.format = "text"',
+        "data.chat_may_drop=[]",
+    ),
     "stream_tokenizer": (
         "data.stream=true",
         1,

@@ -19,7 +19,7 @@ from data.open_tokenizer import open_tokenizer
 from data.tokenizer import byte_tokenizer
 from tests.ranks import run_ranks
 from tests.runs import run, tiny_run
-from tests.talks import TALKS, TEMPLATES, said, small_tokenizer, write, write_tokenizer
+from tests.talks import MAY_DROP, TALKS, TEMPLATES, said, small_tokenizer, write, write_tokenizer
 from tools import convert, generate
 
 # It asks for the day, and for a token that not every tokenizer has.
@@ -45,7 +45,8 @@ def of_folder(folder: Path) -> chat.Chat:
     """As a run that trains with the files of a tokenizer."""
     path = str(folder / "tokenizer.json")
     tok = open_tokenizer(path)
-    return formats.build(formats.describe(Data(format="chat", tokenizer=path), tok), tok)
+    cfg = Data(format="chat", tokenizer=path, chat_may_drop=MAY_DROP)
+    return formats.build(formats.describe(cfg, tok), tok)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -101,7 +102,12 @@ def test_files_render_a_conversation_as_training_did(name, tok, tmp_path):
     template.write_text((TEMPLATES | {"dated": DATED})[name])
     saved = tmp_path / "tokenizer.json"
     tok.save(str(saved))
-    options = {"format": "chat", "tokenizer": str(saved), "chat_template": str(template)}
+    options = {
+        "format": "chat",
+        "tokenizer": str(saved),
+        "chat_template": str(template),
+        "chat_may_drop": MAY_DROP,
+    }
     described = formats.describe(Data(**options), tok)
     (tmp_path / "data.json").write_text(json.dumps({"chat": described}))
     out = tmp_path / "out"

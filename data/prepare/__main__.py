@@ -7,6 +7,7 @@ import signal
 import sys
 
 from configs.schema import Data, InputError
+from data import formats
 from data.prepare import HERE, RAY, prepare
 from data.prepare.job import COUNTS, PrepareJob
 from data.prepare.workers import work
@@ -53,6 +54,14 @@ def main() -> int:
             action=argparse.BooleanOptionalAction,
         )
     parser.add_argument(
+        "--chat-may-drop",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help=Data.model_fields["chat_may_drop"].description,
+    )
+    parser.add_argument(
         "--out",
         default="",
         type=places.out_place,
@@ -74,6 +83,7 @@ def main() -> int:
     check, out, workers, on = (arguments.pop(name) for name in ("verify", "out", "workers", "on"))
     if on == RAY and workers:
         parser.error("--workers is for one machine: on a Ray cluster every CPU makes parts")
+    arguments["chat_may_drop"] = tuple(arguments["chat_may_drop"])
     try:
         cfg = Data(**arguments)
     except ValueError as error:  # pydantic's: an option out of its bounds
@@ -108,6 +118,9 @@ def _print_report(prepared: Prepared, checked: bool) -> None:
     print(f"folder       {prepared.folder}")
     for line in report["failures"]:
         print(f"failed       {line}")
+    warning = formats.warning(prepared.train.folder, prepared.tokenizer)
+    if warning:
+        print(warning, file=sys.stderr)
 
 
 if __name__ == "__main__":
