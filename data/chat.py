@@ -77,7 +77,7 @@ class Chat:
         self.template = template
         try:
             self.reads = rendering.variables(template.source)
-        except rendering.Failed as error:
+        except rendering.Unrendered as error:
             raise InputError(f"data.chat_template: it is not valid Jinja: {error}") from error
         self.marks_answers = bool(GENERATION.search(template.source))
         self.id_of = dict(zip(tok.special_tokens, tok.special_ids, strict=True))
@@ -91,7 +91,7 @@ class Chat:
         if not any(message["role"] == "assistant" for message in talk.messages):
             raise Unfit("has no answer: no message has the role assistant")
         plain = self.plain(talk)
-        parts = whole.Parts(self.template.may_drop)
+        parts = whole.SaidTexts(self.template.may_drop)
         text, spans, with_marks = self.answers(talk, parts.mark(talk))
         lacking = whole.missing(parts.found, text, with_marks)
         if lacking:
@@ -120,8 +120,8 @@ class Chat:
                 raise Unfit(
                     f"has the special token {name} in a message, which would end or begin one"
                 )
-        if re.search("[\ufdd0-\ufdd3]", plain):
-            raise Unfit("has U+FDD0 to U+FDD3 in a message, which no text should have")
+        if re.search("[\ufdd0-\ufddd]", plain):
+            raise Unfit("has one of U+FDD0 to U+FDDD in a message, which no text should have")
         return plain
 
     def prompt(self, messages: list) -> np.ndarray:
@@ -132,7 +132,7 @@ class Chat:
             raise Unfit("ends with an answer, so there is nothing to answer")
         self.plain(talk)
         # templates leave out earlier thoughts where they ask for an answer
-        parts = whole.Parts([*self.template.may_drop, whole.THOUGHTS, "reasoning_content"])
+        parts = whole.SaidTexts([*self.template.may_drop, whole.THOUGHTS, "reasoning_content"])
         found, marked = self.results([(talk, True), (parts.mark(talk), True)])
         text, _ = _extents(found)
         lacking = whole.missing(parts.found, text, _text_or_nothing(marked))
@@ -243,7 +243,7 @@ class Chat:
         [found] = self.results([(Talk(messages, {}), prompt)])
         return _extents(found)
 
-    def results(self, wanted: list[tuple[Talk, bool]]) -> list[str | rendering.Failed]:
+    def results(self, wanted: list[tuple[Talk, bool]]) -> list[str | rendering.Unrendered]:
         """The text of each conversation, with BEGIN and END; with or without what asks for an
         answer."""
         requests = []
@@ -254,9 +254,9 @@ class Chat:
         return rendering.render(self.template.source, requests)
 
 
-def _extents(marked: str | rendering.Failed) -> tuple[str, list[tuple[int, int]]]:
+def _extents(marked: str | rendering.Unrendered) -> tuple[str, list[tuple[int, int]]]:
     """A text without BEGIN and END, and the extents that they mark in it. Raises Unfit."""
-    if isinstance(marked, rendering.Failed):
+    if isinstance(marked, rendering.Unrendered):
         raise Unfit(f"cannot be rendered by its template: {marked}")
     text = ""
     spans = []
@@ -274,8 +274,8 @@ def _extents(marked: str | rendering.Failed) -> tuple[str, list[tuple[int, int]]
     return text, spans
 
 
-def _text_or_nothing(found: str | rendering.Failed) -> str:
-    return "" if isinstance(found, rendering.Failed) else re.sub(f"[{BEGIN}{END}]", "", found)
+def _text_or_nothing(found: str | rendering.Unrendered) -> str:
+    return "" if isinstance(found, rendering.Unrendered) else re.sub(f"[{BEGIN}{END}]", "", found)
 
 
 # --------------------------------------------------------------------------------------------------

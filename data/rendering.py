@@ -39,7 +39,7 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 PRINTED = (str, int, float, list, tuple, dict, jinja2.Undefined, type(None))
 
 
-class Failed(ValueError):
+class Unrendered(ValueError):
     """A template that cannot be compiled or rendered; the message says why."""
 
 
@@ -100,25 +100,25 @@ def _renderer(process: int) -> Renderer:
 
 
 def variables(source: str) -> set[str]:
-    """The names that a template reads. Raises Failed if it is not valid."""
+    """The names that a template reads. Raises Unrendered if it is not valid."""
     [reply] = _renderer(os.getpid()).ask(source, [None])
     return set(_content(reply, "reads"))
 
 
-def render(source: str, requests: list[dict]) -> list[str | Failed]:
+def render(source: str, requests: list[dict]) -> list[str | Unrendered]:
     """The text of a template for each set of variables, or why there is none."""
-    texts: list[str | Failed] = []
+    texts: list[str | Unrendered] = []
     for reply in _renderer(os.getpid()).ask(source, requests):
         try:
             texts.append(_content(reply, "text"))
-        except Failed as error:
+        except Unrendered as error:
             texts.append(error)
     return texts
 
 
 def _content(reply: dict, name: str) -> Any:
     if "error" in reply:
-        raise Failed(reply["error"])
+        raise Unrendered(reply["error"])
     return reply[name]
 
 

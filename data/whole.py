@@ -2,8 +2,8 @@
 
 A template may leave out a part of a message without a word: a name, a system turn, the reasoning
 before an answer, what comes after the first three characters. So the conversation is rendered once
-more, with each of its texts between two marks that no text has. Where the marks come out, in order
-and with the text between them unchanged, the text is there, and not by chance. A template that looks
+more, with each of its texts between marks of its own that no text has. Where the marks come out, in
+order and with the text between them unchanged, the text is there, and not by chance. A template that looks
 at what it renders may answer the marks with another text; then the texts themselves are searched for.
 Whitespace around a text may go, also around `<think>` and `</think>` in it.
 """
@@ -17,21 +17,26 @@ from typing import Any, NamedTuple
 
 from data.talk import UNSAID, Talk
 
-FIRST, LAST = "\ufdd2", "\ufdd3"  # never assigned by Unicode
-MARKS = re.compile(f"[{FIRST}{LAST}]")
+# never assigned by Unicode: the marks, and ten digits for the number of a text
+FIRST, LAST, DIGITS = (
+    "\ufdd2",
+    "\ufdd3",
+    "\ufdd4\ufdd5\ufdd6\ufdd7\ufdd8\ufdd9\ufdda\ufddb\ufddc\ufddd",
+)
+MARKS = re.compile(f"[{FIRST}{LAST}{DIGITS}]")
 THOUGHTS = "think"  # in data.chat_may_drop: what a content has from <think> to </think>
 # templates cut a text at these
 SEAM = re.compile(r"(</?(?:think|tool_response)>)")
 
 
-class Part(NamedTuple):
+class SaidText(NamedTuple):
     """A text that must be in the rendering."""
 
     where: int  # the number of its message; 0: none
     key: str  # as data.chat_may_drop names it
     field: str  # the key of the message that it is in
     text: str  # without whitespace at its ends
-    marked: bool
+    mark: str  # before it; "": it has none
 
     def __str__(self) -> str:
         name = f'"{self.key}"'
@@ -43,12 +48,12 @@ class Part(NamedTuple):
         return f"{name}{place} ({json.dumps(self.text[:40], ensure_ascii=False)})"
 
 
-class Parts:
+class SaidTexts:
     """All parts of a conversation, and their marks."""
 
     def __init__(self, may_drop: Collection[str]) -> None:
         self.may_drop = may_drop
-        self.found: list[Part] = []
+        self.found: list[SaidText] = []
 
     def mark(self, talk: Talk) -> Talk:
         """The conversation with marks. Its parts are kept."""
@@ -81,7 +86,7 @@ class Parts:
                 marked[name] = self._value(item, where, key, field) if said else item
             return marked
         if isinstance(value, int | float) and not isinstance(value, bool):
-            self.found.append(Part(where, key, field, str(value), False))
+            self.found.append(SaidText(where, key, field, str(value), ""))
         return value
 
     def _text(self, text: str, where: int, key: str, field: str) -> str:
@@ -91,32 +96,35 @@ class Parts:
             of_thought = inside or piece in ("<think>", "</think>")
             named = THOUGHTS if of_thought and field == "content" else key
             core = piece.strip()
-            if core and named not in self.may_drop:
-                self.found.append(Part(where, named, field, core, not i % 2))
-            if core and not i % 2 and named not in self.may_drop:
+            if not core or named in self.may_drop:
+                marked += piece
+            elif i % 2:
+                self.found.append(SaidText(where, named, field, core, ""))
+                marked += piece
+            else:
+                mark = FIRST + "".join(DIGITS[int(digit)] for digit in str(len(self.found)))
+                self.found.append(SaidText(where, named, field, core, mark))
                 begin = piece.index(core)
                 stop = begin + len(core)
-                marked += piece[:begin] + FIRST + core + LAST + piece[stop:]
-            else:
-                marked += piece
+                marked += piece[:begin] + mark + core + LAST + piece[stop:]
             if i % 2:
                 inside = piece == "<think>"
         return marked
 
 
-def sentence(lacking: list[Part]) -> str:
+def sentence(lacking: list[SaidText]) -> str:
     """Name the parts that a rendering lacks."""
     return f"has {', '.join(map(str, lacking))}, which its template leaves out or changes"
 
 
-def missing(parts: list[Part], text: str, marked: str) -> list[Part]:
+def missing(parts: list[SaidText], text: str, marked: str) -> list[SaidText]:
     """The parts that a rendering lacks, of each key the first. Messages must be in order. marked: what
     was rendered with marks, "" if that is not known."""
     with_marks = MARKS.sub("", marked) == text
     searched = marked if with_marks else text
     begin = end = number = 0
     reached = 0  # in the content of the message
-    lacking: dict[str, Part] = {}
+    lacking: dict[str, SaidText] = {}
     for part in parts:
         if part.where != number:
             begin = reached = end
@@ -133,9 +141,9 @@ def missing(parts: list[Part], text: str, marked: str) -> list[Part]:
     return list(lacking.values())
 
 
-def _stop(text: str, part: Part, start: int, with_marks: bool) -> int:
+def _stop(text: str, part: SaidText, start: int, with_marks: bool) -> int:
     """Where a part ends in a text, as it is or as JSON; -1: nowhere from `start` on."""
-    before, after = (FIRST, LAST) if with_marks and part.marked else ("", "")
+    before, after = (part.mark, LAST) if with_marks and part.mark else ("", "")
     quoted = json.dumps(part.text, ensure_ascii=False)[1:-1]
     forms = (part.text, quoted, json.dumps(part.text)[1:-1])
     for form in forms:

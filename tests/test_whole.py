@@ -271,7 +271,7 @@ LONG = "{% for i in range(99999) %}" * 4 + "{% endfor %}" * 4
         (LOOPS, "too many statically nested blocks"),
         ("{% for", "not valid Jinja"),
         ("{{ 'x' | random }}", "random"),
-        ("{{ 9 ** 9 ** 9 }}", "processor time"),
+        ("{{ 9 ** (9 ** 9) }}", "processor time"),
     ],
 )
 def test_a_template_that_cannot_be_compiled_is_a_sentence(source, words, short_of_time):
@@ -282,7 +282,7 @@ def test_a_template_that_cannot_be_compiled_is_a_sentence(source, words, short_o
 
 HARMS = {
     LONG: "more than 0.3 s of processor time",
-    "{{ (messages | length + 7) ** 9 ** 9 }}": "processor time",
+    "{{ (messages | length + 7) ** (9 ** 9) }}": "processor time",
     "{{ 'x' * 9999999999 }}": "memory",
     "{% for i in range(10 ** 9) %}{% endfor %}": "Range too big",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "too deeply",
@@ -439,7 +439,7 @@ def test_published_templates_are_rendered_as_transformers_does(name, line):
             try:
                 [wanted], _ = theirs.render_jinja_template([record["messages"]], **asked)
             except Exception:
-                assert isinstance(found, rendering.Failed)
+                assert isinstance(found, rendering.Unrendered)
             else:
                 assert found == wanted
     made = example(ours, json.dumps(record))
