@@ -11,6 +11,7 @@ from configs.schema import Config, Data, InputError
 from data import chat, formats, rendering, whole
 from data.answers import Example, Unfit, example
 from data.open import open_corpora
+from data.open_tokenizer import open_tokenizer
 from data.prepare import __main__ as command
 from data.prepare import prepare
 from data.tokenizer import byte_tokenizer
@@ -445,3 +446,44 @@ def test_published_templates_are_rendered_as_transformers_does(name, line):
     made = example(ours, json.dumps(record))
     said_of = WHOLE if isinstance(made, Example) else made
     assert OF_PUBLISHED[name, line] in said_of
+
+
+INST = (
+    "{{ bos_token }}"
+    + EACH
+    + "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}{% else %}"
+    "{% generation %}{{ ' ' + m.content + ' ' + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
+)
+TWICE = said("  Grüße, <b>you</b> 🙂", "“Ça va”\n\n  你好", "1234567", "Fine. ")
+IDS = {  # a model's tokenizer, and a template where its own is not taken
+    "smollm2": "",
+    "qwen3": chat.CHATML,
+    "gemma3": "",
+    "deepseek_v3": "",
+    "llama3_1": "",
+    "llama2": INST,
+}
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_published_tokenizers_give_conversations_the_ids_of_transformers(name):
+    """And the same answers, where the template has blocks. Llama 2's tokens have no bytes of their
+    own, Gemma's change the text first."""
+    transformers = pytest.importorskip("transformers")
+    path = published(name) / "tokenizer.json"
+    tokens, control, own = chat._of_hugging_face(path)
+    source = IDS[name] or own
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path), **tokens)
+    theirs.chat_template = source
+    ours = chat.Chat(open_tokenizer(str(path)), chat.Template(source, tokens, control))
+    for talk in (said("q", "a"), TWICE, said("2+2?", THINKING)):
+        made = ours.encode(talk)
+        asked = {"return_dict": True, "return_assistant_tokens_mask": ours.marks_answers}
+        wanted = theirs.apply_chat_template(talk["messages"], **asked)
+        assert made.ids.tolist() == wanted["input_ids"]
+        assert int(made.sizes.sum()) == made.bytes > 0
+        if ours.marks_answers and made.text.isascii():
+            assert made.answers.astype(int).tolist() == wanted["assistant_masks"]
+        prompt = theirs.apply_chat_template(talk["messages"][:-1], add_generation_prompt=True)
+        assert ours.prompt(talk["messages"][:-1]).tolist() == prompt["input_ids"]
+    assert not ours.warning()
