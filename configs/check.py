@@ -612,6 +612,16 @@ RULES = {
         "{data.tokenizer} needs at least 257 rows of the embedding (256 bytes and the end of a "
         "text), but {model.vocab_size}",
     ),
+    "tokenizer_pattern": (
+        lambda c: c.data.tokenizer_pattern and c.data.tokenizer in ("bpe", "bytes"),
+        "{data.tokenizer_pattern} has no effect with {data.tokenizer}: it is for a tiktoken rank "
+        "file that does not say its pattern. Remove it",
+    ),
+    "end_token": (
+        lambda c: c.data.tokenizer == "bpe" and c.data.end_token not in ("", "<|endoftext|>"),
+        "{data.end_token} has no effect with {data.tokenizer}, which ends texts with "
+        "<|endoftext|>: remove it",
+    ),
     # The sources.
     "mixture_source": (
         lambda c: c.data.mixture and c.data.source != Data().source,

@@ -134,10 +134,25 @@ def _file(value: str) -> str:
     return _store(value).removeprefix("file://") if "://" in value else value
 
 
+# A tokenizer of the Hugging Face Hub.
+HUB_NAME = re.compile(
+    r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./+-]+))?(?:@(?P<revision>[\w./+-]+))?"
+)
+
+
+def _tokenizer(value: str) -> str:
+    if value.startswith("hf:") and not HUB_NAME.fullmatch(value):
+        raise ValueError(
+            "must name a model of the Hugging Face Hub as hf:OWNER/NAME or hf:OWNER/NAME@REVISION"
+        )
+    return value
+
+
 PathText = Annotated[str, AfterValidator(_path)]
 SourceText = Annotated[PathText, AfterValidator(_source)]
 LocalPath = Annotated[PathText, AfterValidator(_here)]
 FileText = Annotated[PathText, AfterValidator(_file)]  # of a file that may be in a store
+TokenizerText = Annotated[FileText, AfterValidator(_tokenizer)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -351,9 +366,15 @@ class Data(Table):
     mask_documents: bool = False
     """Restart attention and positions at each document's first token; no loss from one document to
     the next."""
-    tokenizer: FileText = Field("bpe", min_length=1)
-    """bpe (trained on the source at first use), bytes, or the path or URL of a tiktoken rank file or
-    a tokenizer.json."""
+    tokenizer: TokenizerText = Field("bpe", min_length=1)
+    """bpe (trained on the source at first use), bytes, hf:OWNER/NAME[@REVISION], or the path or URL
+    of a folder, a tokenizer.json, a tekken.json or a tiktoken rank file."""
+    tokenizer_pattern: str = Field("", max_length=10_000)
+    """Of a rank file that is not known: llama3, llama4, qwen2, gpt2, cl100k, o200k or a regular
+    expression."""
+    end_token: str = Field("", max_length=200)
+    """Name of the special token that ends a text; empty: as the tokenizer's files say
+    (docs/data.md)."""
     bpe_vocab_size: int = Field(4096, ge=257, le=1_000_000)
     """Vocabulary size of the trained BPE, special tokens included; only used by tokenizer = "bpe"."""
     cache: LocalPath = Field("", max_length=240)

@@ -230,14 +230,15 @@ def read(folder: Path) -> Tokenizer:
     return read_file(folder / "tokenizer.json")
 
 
-def read_file(path: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. The files beside it say how a text begins and ends. Raises
-    InputError."""
+def read_file(path: Path, end: str = "") -> Tokenizer:
+    """The tokenizer of a tokenizer.json. The files beside it say how a text begins and ends, or
+    `end` (data.end_token): data/ends.py. Raises InputError."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file")
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        begin, end = begin_and_end(path.parent, document)
+        added = {row["id"]: row["content"] for row in document.get("added_tokens") or []}
+        begin, end = begin_and_end(path.parent, added, end)
         return opened(document, begin, end, beside(path.parent))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from configs.schema import Config, InputError, is_prepared
 from data import formats, sources, tasks
-from data.open_tokenizer import open_tokenizer
+from data.open_tokenizer import open_named
 from data.packing import PackedTokens
 from data.prepare import prepare
 from data.stores import places
@@ -84,7 +84,7 @@ def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
 
 
 def _check_tokenizer(cfg: Config, vocab_size: int) -> None:
-    tokenizer = open_tokenizer(cfg.data.tokenizer, cfg.data.cache)
+    tokenizer = open_named(cfg.data)
     check_vocabulary(tokenizer, cfg, vocab_size)
     formats.describe(cfg.data, tokenizer)  # is there a template?
 

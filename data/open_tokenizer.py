@@ -1,21 +1,63 @@
-"""Opens the tokenizer that an option names."""
+"""Opens the tokenizer that an option names.
+
+| name                                  | opened by                                          |
+|---------------------------------------|----------------------------------------------------|
+| `bytes`                               | tokenizer.py                                       |
+| `hf:OWNER/NAME[/FILE][@REVISION]`     | as the file, which stores/hub.py fetches           |
+| `s3://...`, `gs://...`, `az://...`    | as the file, which stores/kept.py fetches          |
+| a folder                              | as the first of stores/kept.py::FILES in it        |
+| a run's or prepared `tokenizer.json`  | saved_tokenizer.py                                 |
+| `tekken.json`                         | tekken.py                                          |
+| any other `.json`                     | hf_tokenizer.py                                    |
+| any other file                        | rank_files.py                                      |
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer
+from configs.schema import Data, InputError
+from data import ends, hf_tokenizer, library, rank_files, saved_tokenizer, tekken, tokenizer
 from data.stores import kept
 
 
-def open_tokenizer(name: str, cache: str = "") -> tokenizer.Tokenizer:
-    """The tokenizer that `data.tokenizer` names, which must not be "bpe". cache: data.cache, for one
-    in a store. InputError: it cannot be read."""
+def open_named(cfg: Data) -> tokenizer.Tokenizer:
+    """The tokenizer of a run's options, which must not be "bpe". InputError: it cannot be read."""
+    return open_tokenizer(cfg.tokenizer, cfg.cache, cfg.tokenizer_pattern, cfg.end_token)
+
+
+def open_tokenizer(
+    name: str, cache: str = "", pattern: str = "", end: str = ""
+) -> tokenizer.Tokenizer:
+    """The tokenizer that `data.tokenizer` names, which must not be "bpe".
+
+    cache: data.cache, for one in a store. pattern, end: data.tokenizer_pattern and data.end_token.
+    InputError: it cannot be read, or an option does not fit it.
+    """
     if name == "bytes":
-        return tokenizer.byte_tokenizer()
+        return _ending(tokenizer.byte_tokenizer(), end)
     path = kept.tokenizer(name, cache)
     if not path.endswith(".json"):
-        return rank_files.from_rank_file(path)
+        return rank_files.from_rank_file(path, pattern, end)
+    if pattern:
+        raise InputError(
+            f"data.tokenizer_pattern has no effect with {path}, which says how it cuts text: leave "
+            "the option out"
+        )
     if saved_tokenizer.is_saved(path):
-        return saved_tokenizer.load(path)
-    return hf_tokenizer.read_file(Path(path))
+        return _ending(saved_tokenizer.load(path), end)
+    if tekken.is_tekken(Path(path)):
+        return tekken.read_file(Path(path), end)
+    return hf_tokenizer.read_file(Path(path), end)
+
+
+def _ending(tok: tokenizer.Tokenizer, end: str) -> tokenizer.Tokenizer:
+    """The same with another token that ends a text, if one is named."""
+    if not end or ends.check_end(end, tok.special_tokens) == tok.end_of_text:
+        return tok
+    if isinstance(tok, library.LibraryTokenizer):
+        return hf_tokenizer.opened(tok.document, tok.begin_of_text, end, tok.beside)
+    ids = tok.ids or list(range(tok.n_vocab))
+    return tokenizer.Tokenizer(
+        tok.ranks, tok.split, tok.special_tokens, end, ids, tok.begin_of_text
+    )

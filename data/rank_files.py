@@ -1,22 +1,30 @@
 """Reads and writes tiktoken rank files: one line for each token, of its bytes and its rank.
 
-A rank file is the form of Llama 3's and OpenAI's tokenizers. It does not say the pattern that cuts
-text, nor the special tokens: KNOWN_RANK_FILES has both for the published ones.
+A rank file does not say the pattern that cuts text, nor the special tokens, and another pattern
+gives other ids without any error. So a file is read only if something says which pattern it was made
+for, in this order: its digest, for the published ones (DIGESTS); a `tokenizer.json` of the same ranks
+beside it, as data/train_tokenizer.py writes; `data.tokenizer_pattern`.
 """
 
 from __future__ import annotations
 
 import base64
-import os
+import hashlib
+import unicodedata
+from pathlib import Path
 from typing import NamedTuple
 
+import tiktoken
+
 from configs.schema import InputError
+from data import ends, hf_tokenizer
 from data.tokenizer import (
     END_OF_TEXT,
     SPLIT,
     SPLIT_CL100K,
     SPLIT_GPT2,
     SPLIT_O200K,
+    SPLIT_QWEN2,
     Tokenizer,
     gpt2_bytes,
 )
@@ -36,24 +44,70 @@ LLAMA3_SPECIAL_TOKENS = [
 ]
 
 
-class RankFile(NamedTuple):
-    """What a published rank file does not say. Source, except for Llama 3: openai/tiktoken,
-    tiktoken_ext/openai_public.py."""
+def _reserved(count: int, room: str = "", first: int = 0) -> list[str]:
+    return [f"<|{room}reserved_special_token_{i}|>" for i in range(first, first + count)]
 
-    name: str
+
+def _llama4_special_tokens() -> list[str]:
+    """Llama 4's 2,048, in the order of their ids from 200000 (meta-llama/llama-models,
+    models/llama4/tokenizer.py)."""
+    text, vision, reasoning = "text_post_train_", "vision_", "reasoning_"
+    named = [
+        *("<|begin_of_text|>", "<|end_of_text|>"),
+        *("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+        *("<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>"),
+        *_reserved(6, text),
+        *("<|python_start|>", "<|python_end|>", "<|finetune_right_pad|>"),
+        *_reserved(61, text, 8),
+        *("<|image_start|>", "<|image_end|>"),
+        *_reserved(2, vision),
+        *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        *_reserved(4, vision, 2),
+        "<|image|>",
+        *_reserved(1, vision, 6),
+        "<|patch|>",
+        *_reserved(1041, vision, 7),
+        *_reserved(8, reasoning),
+        *("<|reasoning_thinking_start|>", "<|reasoning_thinking_end|>"),
+    ]
+    return [*named, *_reserved(2048 - len(named))]
+
+
+class RankFile(NamedTuple):
+    """What a published rank file does not say."""
+
     split: str
+    ranks: int
     special_tokens: dict[str, int]  # name -> id
     end_of_text: str
 
 
-# By number of ranks. All four number the 256 bytes as GPT-2 did, the printable ones first
-# (`gpt2_bytes`). A file of another origin that happens to have as many ranks does not (those of
-# rustbpe and `tokenizers` begin with byte 0).
+def _numbered(names: list[str], first: int) -> dict[str, int]:
+    return {name: first + i for i, name in enumerate(names)}
+
+
+# The names that data.tokenizer_pattern knows. Sources: meta-llama/llama3, meta-llama/llama-models,
+# QwenLM/Qwen (tokenization_qwen.py), and openai/tiktoken (tiktoken_ext/openai_public.py).
 KNOWN_RANK_FILES = {
-    50_256: RankFile("GPT-2 (r50k_base)", SPLIT_GPT2, {END_OF_TEXT: 50_256}, END_OF_TEXT),
-    100_256: RankFile(
-        "cl100k_base",
+    "llama3": RankFile(
+        SPLIT, 128_000, _numbered(LLAMA3_SPECIAL_TOKENS, 128_000), "<|end_of_text|>"
+    ),
+    "llama4": RankFile(
+        SPLIT_O200K, 200_000, _numbered(_llama4_special_tokens(), 200_000), "<|end_of_text|>"
+    ),
+    "qwen2": RankFile(
+        SPLIT_QWEN2,
+        151_643,
+        _numbered(
+            [END_OF_TEXT, "<|im_start|>", "<|im_end|>", *(f"<|extra_{i}|>" for i in range(205))],
+            151_643,
+        ),
+        END_OF_TEXT,
+    ),
+    "gpt2": RankFile(SPLIT_GPT2, 50_256, {END_OF_TEXT: 50_256}, END_OF_TEXT),
+    "cl100k": RankFile(
         SPLIT_CL100K,
+        100_256,
         {
             END_OF_TEXT: 100_257,
             "<|fim_prefix|>": 100_258,
@@ -63,25 +117,20 @@ KNOWN_RANK_FILES = {
         },
         END_OF_TEXT,
     ),
-    128_000: RankFile(
-        "Llama 3",
-        SPLIT,
-        {token: 128_000 + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)},
-        "<|end_of_text|>",
-    ),
-    199_998: RankFile(
-        "o200k_base", SPLIT_O200K, {END_OF_TEXT: 199_999, "<|endofprompt|>": 200_018}, END_OF_TEXT
+    "o200k": RankFile(
+        SPLIT_O200K, 199_998, {END_OF_TEXT: 199_999, "<|endofprompt|>": 200_018}, END_OF_TEXT
     ),
 }
-
-# The files of a published model's folder that are its tokenizer: Hugging Face's, Meta's,
-# data/train_tokenizer.py's.
-FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    os.path.join("original", "tokenizer.model"),
-    "tokenizer.tiktoken",
-)
+# SHA-256 of the published files. tiktoken's are those that it compares downloads with.
+DIGESTS = {
+    "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55": "llama3",
+    "d0bdbaf59b0762c8c807617e2d8ea51420eb1b1de266df2495be755c8e0ed6ed": "llama4",
+    # the ranks of Qwen3's tokenizer.json, which are Qwen's of the first day
+    "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186": "qwen2",
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": "gpt2",
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": "cl100k",
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": "o200k",
+}
 
 
 def read_rank_file(path: str) -> bytes:
@@ -90,54 +139,133 @@ def read_rank_file(path: str) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
-    except IsADirectoryError:
-        found = (
-            os.path.join(path, name) for name in FILES if os.path.isfile(os.path.join(path, name))
-        )
-        inside = next(found, "")
-        advice = (
-            f"name the file in it, {inside}"
-            if inside
-            else "and none of the files in it is a tokenizer that is known here"
-        )
-        raise InputError(f"data.tokenizer: {path} is a folder: {advice}") from None
     except OSError as error:
         raise InputError(
-            f'data.tokenizer: {path} cannot be read ({error.strerror}); give "bpe", "bytes" or '
-            "the path "
-            "of a tiktoken rank file or of a tokenizer.json"
+            f'data.tokenizer: {path} cannot be read ({error.strerror}); give "bpe", "bytes", '
+            '"hf:OWNER/NAME", or the path of a folder, of a tokenizer.json or of a tiktoken rank file'
         ) from error
 
 
-def from_rank_file(path: str) -> Tokenizer:
+def from_rank_file(path: str, pattern: str = "", end: str = "") -> Tokenizer:
     """The tokenizer of a tiktoken rank file, which has one `<base64 of the token> <rank>` per line.
-    Raises InputError if it is not one. KNOWN_RANK_FILES has what the file does not say; any other
-    file gets Llama 3's pattern and one special token."""
-    lines = [line.split() for line in read_rank_file(path).splitlines() if line.strip()]
+
+    pattern, end: data.tokenizer_pattern and data.end_token. InputError: it is no rank file, or
+    nothing says its pattern.
+    """
+    content = read_rank_file(path)
+    ranks = _ranks(path, content)
+    name = DIGESTS.get(_digest(content)) or DIGESTS.get(_digest(b"".join(_lines(ranks))))
+    if name:
+        if pattern not in ("", name, KNOWN_RANK_FILES[name].split):
+            raise InputError(
+                f"data.tokenizer_pattern: {path} is the published file whose pattern is {name}: "
+                "leave the option out"
+            )
+        return _with_special_tokens(ranks, KNOWN_RANK_FILES[name], end)
+    if not pattern:
+        return _like_the_one_beside(path, ranks, end)
+    known = KNOWN_RANK_FILES.get(pattern)
+    if known and len(ranks) == known.ranks and ranks[:256] == gpt2_bytes():
+        return _with_special_tokens(ranks, known, end)
+    split = known.split if known else _checked_pattern(pattern)
+    return _with_added_tokens(path, ranks, split, end)
+
+
+def _ranks(path: str, content: bytes) -> list[bytes]:
+    lines = [line.split() for line in content.splitlines() if line.strip()]
     try:
         tokens = {int(rank): base64.b64decode(token, validate=True) for token, rank in lines}
     except ValueError as error:
-        raise InputError(
-            f"data.tokenizer: {path} is not a tiktoken rank file (lines of base64 and rank); a "
-            "SentencePiece model cannot be used"
-        ) from error
+        raise InputError(f"data.tokenizer: {path} is {_instead(path, content)}") from error
     ranks = [tokens.get(rank, b"") for rank in range(len(lines))]
     if len(set(ranks) - {b""}) != len(lines) or not {bytes([i]) for i in range(256)} <= set(ranks):
         raise InputError(
             f"data.tokenizer: {path} is damaged: {len(lines)} ranks must be 0 to {len(lines) - 1}, "
             "each of a different token, all 256 single bytes among them"
         )
-    known = KNOWN_RANK_FILES.get(len(ranks))
-    if not known or ranks[:256] != gpt2_bytes():
-        return Tokenizer(ranks, SPLIT, [END_OF_TEXT], END_OF_TEXT)
+    return ranks
+
+
+def _instead(path: str, content: bytes) -> str:
+    """A name for what lies in place of a rank file, and what to do then."""
+    if content.startswith(b"version https://git-lfs"):
+        return "a pointer of Git LFS in place of the file: fetch it with git lfs pull"
+    if content[:1] != b"\n" or b"<unk>" not in content[:1000]:
+        return (
+            "not a tiktoken rank file (lines of base64 and rank); give the tokenizer.json of the "
+            "same model"
+        )
+    beside = Path(path).parent / "tokenizer.json"
+    found = f"{beside}, beside it" if beside.is_file() else "the one published with this model"
+    return f"a SentencePiece model, which is not read; give its tokenizer.json instead: {found}"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _lines(ranks: list[bytes]) -> list[bytes]:
+    """As files are published: in the order of ranks."""
+    return [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks)]
+
+
+def _with_special_tokens(ranks: list[bytes], known: RankFile, end: str) -> Tokenizer:
+    names = list(known.special_tokens)
     ids = [*range(len(ranks)), *known.special_tokens.values()]
-    return Tokenizer(ranks, known.split, list(known.special_tokens), known.end_of_text, ids)
+    end = ends.check_end(end, names) if end else known.end_of_text
+    return Tokenizer(ranks, known.split, names, end, ids)
+
+
+def _like_the_one_beside(path: str, ranks: list[bytes], end: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json of the same ranks. Raises InputError if there is none."""
+    beside = Path(path).parent / "tokenizer.json"
+    found = hf_tokenizer.read_file(beside, end) if beside.is_file() else None
+    if isinstance(found, Tokenizer) and found.ranks == ranks:
+        return found
+    raise InputError(
+        f"data.tokenizer: {path} ({len(ranks):,} ranks) does not say how it cuts text, and is none "
+        f"of the known files: set data.tokenizer_pattern to one of {', '.join(KNOWN_RANK_FILES)}, "
+        "or to a regular expression (llama3 is that of python -m data.train_tokenizer)"
+    )
+
+
+def _with_added_tokens(path: str, ranks: list[bytes], split: str, end: str) -> Tokenizer:
+    """The special tokens are those that a tokenizer_config.json beside the file numbers
+    (added_tokens_decoder, as Kimi's does), or else <|endoftext|> alone."""
+    folder = Path(path).parent
+    added = ends.added_tokens(folder)
+    added = {id: name for id, name in sorted(added.items()) if id >= len(ranks)}
+    if not added:
+        names = [END_OF_TEXT]
+        return Tokenizer(ranks, split, names, ends.check_end(end or END_OF_TEXT, names))
+    begin, end = ends.begin_and_end(folder, added, end)
+    ids = [*range(len(ranks)), *added]
+    return Tokenizer(ranks, split, list(added.values()), end, ids, begin)
+
+
+def _checked_pattern(pattern: str) -> str:
+    """A regular expression of data.tokenizer_pattern. tiktoken drops what lies between two matches,
+    so one that leaves characters out would lose text. Raises InputError for such a one."""
+    letters = [chr(code) for code in range(0x11000) if not 0xD800 <= code < 0xE000]
+    text = "".join(letter for letter in letters if unicodedata.category(letter) != "Cn")
+    texts = [text, " ".join(text), "a1  \n\n b's \t\r\n--__ 12345 \u65e5\u672c\n "]
+    try:
+        ranks = {bytes([byte]): byte for byte in range(256)}
+        bpe = tiktoken.Encoding(
+            "pattern", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
+        )
+        kept = all(bytes(bpe.encode_ordinary(text)) == text.encode() for text in texts)
+        reason = "it does not match every character of a text"
+    except ValueError as error:
+        kept, reason = False, str(error)
+    if not kept:
+        raise InputError(
+            f"data.tokenizer_pattern: {pattern!r} is neither one of {', '.join(KNOWN_RANK_FILES)} "
+            f"nor a regular expression that cuts text: {reason}"
+        )
+    return pattern
 
 
 def write_rank_file(tok: Tokenizer, path: str) -> None:
-    """Write the ranks as a tiktoken file. If the tokenizer was trained here, `from_rank_file` reads
-    the same one back."""
-    with open(path, "wb") as file:
-        file.writelines(
-            b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tok.ranks)
-        )
+    """Write the ranks as a tiktoken file. It does not say the pattern."""
+    Path(path).write_bytes(b"".join(_lines(tok.ranks)))

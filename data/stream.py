@@ -45,7 +45,7 @@ import numpy as np
 from configs.schema import Config, Data, InputError
 from data import sources
 from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
-from data.open_tokenizer import open_tokenizer
+from data.open_tokenizer import open_named
 from data.prepare import is_tokenised
 from data.prepare.encoding import encode
 from data.shuffle import permute
@@ -100,7 +100,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
             f"data.source: {cfg.source} is prepared already, so there is nothing to stream: "
             "data.stream = false"
         )
-    tok = open_tokenizer(cfg.tokenizer, cfg.cache)
+    tok = open_named(cfg)
     files = sources.find(cfg.source)
     if cfg.add_bos and tok.bos_id is None:
         raise InputError(

@@ -71,7 +71,7 @@ def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
     """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the
     text back. If `tokenizers` is installed, it is asked too."""
     forms = {
-        RANKS: rank_files.from_rank_file(str(out / RANKS)),
+        RANKS: rank_files.from_rank_file(str(out / RANKS), "llama3"),
         "tokenizer.json": hf_tokenizer.read(out),
     }
     for name, form in forms.items():

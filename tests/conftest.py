@@ -27,6 +27,10 @@ DEFAULT_CAP_SECONDS = 120
 os.environ.setdefault("PLUMBLINE_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
+# Nothing is fetched from the Hugging Face Hub: without a network each try would take half a minute.
+# Tests that fetch have a hub of their own (tests/hub.py).
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # `nohup` and the background jobs of a script start the suite with SIGINT ignored, and what is
 # ignored stays ignored in every child: the tests of Ctrl-C would wait for ever. A handler is not
 # inherited by a program that is started, so that has the default again.

@@ -20,7 +20,6 @@ from configs.load import load_config
 from configs.schema import InputError
 from data import sources
 from data.prepare import prepare
-from data.rank_files import write_rank_file
 from data.tokenizer import train_bpe
 from models import Registry, llama, qwen3
 from models.formats import llama as llama_formats
@@ -38,8 +37,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("inputs")
     text = " ".join(f"{n} and {n * n % 97}," for n in range(3000))
     (place / "text.txt").write_text(text)
-    write_rank_file(train_bpe([text], 300), str(place / "t.tiktoken"))
-    cfg = load_config([f"--data.source={place}/text.txt", f"--data.tokenizer={place}/t.tiktoken"])
+    train_bpe([text], 300).save(str(place / "t.json"))
+    cfg = load_config([f"--data.source={place}/text.txt", f"--data.tokenizer={place}/t.json"])
     prepare(cfg.data, out=str(place / "prepared"), log=lambda line: None, workers=1)
     (place / "empty").mkdir()
     return place
@@ -64,7 +63,7 @@ LACKING = {
     "no such tokenizer": ("data.tokenizer=PLACE/nowhere.json", "PLACE/nowhere.json"),
     "a tokenizer that is none": ("data.tokenizer=PLACE/text.txt", "is not a tiktoken rank file"),
     "a tokenizer that is too large": (
-        "data.tokenizer=PLACE/t.tiktoken model.vocab_size=299",
+        "data.tokenizer=PLACE/t.json model.vocab_size=299",
         "has 300 tokens|only 299: set model.vocab_size to at least 300",
     ),
     "a prepared folder whose tokenizer is too large": (
@@ -233,9 +232,9 @@ def test_a_package_that_is_missing_is_a_sentence(package, options, place, monkey
 
 def test_nothing_is_said_where_nothing_is_missing(place):
     assert not problems(place, "")
-    assert not problems(place, "data.tokenizer=PLACE/t.tiktoken model.vocab_size=300")
+    assert not problems(place, "data.tokenizer=PLACE/t.json model.vocab_size=300")
     assert not problems(
-        place, "data.source=PLACE/prepared data.tokenizer=PLACE/t.tiktoken model.vocab_size=300"
+        place, "data.source=PLACE/prepared data.tokenizer=PLACE/t.json model.vocab_size=300"
     )
 
 
@@ -294,6 +293,7 @@ def test_a_preset_without_its_files_ends_with_the_command_that_tries_it(
 ):
     """The command is legal, lacks nothing on this machine, and its sequences fit into Python's
     library."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "configs" / f"{preset}.toml").read_text(encoding="utf-8")
@@ -302,7 +302,8 @@ def test_a_preset_without_its_files_ends_with_the_command_that_tries_it(
     monkeypatch.setattr(check, "gpu_problems", lambda cfg, local: iter(()))
     assert check.main([f"configs/{preset}.toml", "--optimizer.lr=1e-4", *sizes]) == 2
     said = capsys.readouterr().err
-    assert "assets/" in said and 'data.source = "corpus/' in said
+    assert "data.tokenizer: hf:" in said and "is not in the cache" in said
+    assert 'data.source = "corpus/' in said
     program, *arguments = shlex.split(said.strip().splitlines()[-1])
     assert program == "./run_train.sh" and "--optimizer.lr=1e-4" in arguments
     cfg = load_config(arguments, int(world), int(local))

@@ -283,14 +283,15 @@ def test_whatever_decides_the_tokens_makes_a_new_folder(
     for options in (
         {"tokenizer": "bpe", "bpe_vocab_size": 300},
         {"tokenizer": "bpe", "bpe_vocab_size": 301},
-        {"tokenizer": str(rank_file)},
+        {"tokenizer": str(rank_file), "tokenizer_pattern": "llama3"},
         {"validation_fraction": 0.3},
     ):
         made.append(prepare(data(corpus, tmp_path, **options)))
     rank_file.write_bytes(
         b"".join(b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks[:-1]))
     )
-    made.append(prepare(data(corpus, tmp_path, tokenizer=str(rank_file))))
+    other = {"tokenizer": str(rank_file), "tokenizer_pattern": "llama3"}
+    made.append(prepare(data(corpus, tmp_path, **other)))
     (corpus / "part0" / "new.txt").write_text("new")
     made.append(prepare(data(corpus, tmp_path)))
     (corpus / "part0" / "new.txt").write_text("NEW")  # the same size
@@ -915,15 +916,16 @@ def test_a_prepared_folder_is_a_source(
     assert used.fingerprint == made.fingerprint and used.folder == made.folder
     rank_files.write_rank_file(made.tokenizer, str(tmp_path / "same.tiktoken"))
     rank_files.write_rank_file(bpe, str(tmp_path / "other.tiktoken"))
-    assert (
-        prepare(data(out, tmp_path, tokenizer=str(tmp_path / "same.tiktoken"))).fingerprint
-        == made.fingerprint
+    same, other = (
+        data(out, tmp_path, tokenizer=str(tmp_path / name), tokenizer_pattern="llama3")
+        for name in ("same.tiktoken", "other.tiktoken")
     )
+    assert prepare(same).fingerprint == made.fingerprint
     with pytest.raises(
         InputError,
         match=f"data.tokenizer: .*other.tiktoken .*{bpe.fingerprint}.* is not the tokenizer",
     ):
-        prepare(data(out, tmp_path, tokenizer=str(tmp_path / "other.tiktoken")))
+        prepare(other)
     for options in ({"validation_fraction": 0.3}, {"add_eos": False}):
         with pytest.raises(
             InputError, match=f"--out: {out} has something else, or was made with other options"

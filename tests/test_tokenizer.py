@@ -17,7 +17,6 @@ import tokenizers
 
 from configs.schema import InputError
 from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer, train_tokenizer
-from data.open_tokenizer import open_tokenizer
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -68,7 +67,11 @@ def bpe() -> tokenizer.Tokenizer:
 def test_round_trip_of_adversarial_text(
     name: str, bpe: tokenizer.Tokenizer, llama3_file: Path
 ) -> None:
-    for tok in (tokenizer.byte_tokenizer(), bpe, rank_files.from_rank_file(str(llama3_file))):
+    for tok in (
+        tokenizer.byte_tokenizer(),
+        bpe,
+        rank_files.from_rank_file(str(llama3_file), "llama3"),
+    ):
         ids = tok.encode(ADVERSARIAL[name])
         assert ids.dtype == tok.dtype
         assert tok.decode(ids) == ADVERSARIAL[name]
@@ -101,29 +104,6 @@ def test_bpe_has_the_vocabulary_asked_for_and_compresses(bpe: tokenizer.Tokenize
         InputError, match="data.bpe_vocab_size is 4096, but the corpus has text for"
     ):
         tokenizer.train_bpe(["too little"], 4096)
-
-
-@pytest.mark.parametrize(
-    "inside",
-    [
-        "tokenizer.json",
-        "tokenizer.model",
-        "original/tokenizer.model",
-        "tokenizer.tiktoken",
-        "",
-    ],
-)
-def test_a_folder_is_answered_with_the_file_in_it(inside: str, tmp_path: Path) -> None:
-    (tmp_path / "original").mkdir()
-    if inside:
-        (tmp_path / inside).write_text("")
-    advice = (
-        f"name the file in it, {tmp_path}/{inside}$"
-        if inside
-        else "none of the files in it is a tokenizer"
-    )
-    with pytest.raises(InputError, match=f"^data.tokenizer: {tmp_path} is a folder: .*{advice}"):
-        open_tokenizer(str(tmp_path))
 
 
 def test_bpe_is_the_same_in_another_process_with_other_threads(
@@ -163,7 +143,7 @@ def test_fingerprint_follows_everything_that_defines_a_tokenizer(
 
 
 def test_llama3_rank_file(llama3_file: Path) -> None:
-    tok = rank_files.from_rank_file(str(llama3_file))
+    tok = rank_files.from_rank_file(str(llama3_file), "llama3")
     assert (tok.n_vocab, tok.eot_id, tok.dtype) == (128_256, 128_001, np.uint32)
     names = {
         128_000: "<|begin_of_text|>",
@@ -184,7 +164,7 @@ def test_other_rank_files_get_one_special_token(bpe: tokenizer.Tokenizer, tmp_pa
     lines = [b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks)]
     path = tmp_path / "mine.tiktoken"
     path.write_bytes(b"".join(reversed(lines)))  # any order of the lines
-    assert rank_files.from_rank_file(str(path)).fingerprint == bpe.fingerprint
+    assert rank_files.from_rank_file(str(path), "llama3").fingerprint == bpe.fingerprint
     for damage, sentence in (
         (b"not a rank file at all\n", "is not a tiktoken rank file"),
         (b'{"model": {}}', "is not a tiktoken rank file"),
@@ -242,18 +222,20 @@ def hard_texts(seed: int, n: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "name, count, n_vocab",
+    "name, pattern, count, n_vocab",
     [
-        ("r50k_base", 50_256, 50_257),
-        ("cl100k_base", 100_256, 100_277),
-        ("o200k_base", 199_998, 200_019),
+        ("r50k_base", "gpt2", 50_256, 50_257),
+        ("cl100k_base", "cl100k", 100_256, 100_277),
+        ("o200k_base", "o200k", 199_998, 200_019),
     ],
 )
-def test_published_rank_files(name: str, count: int, n_vocab: int, tmp_path: Path) -> None:
+def test_published_rank_files(
+    name: str, pattern: str, count: int, n_vocab: int, tmp_path: Path
+) -> None:
     """tiktoken cannot download here, so the ranks are made up; pattern, special tokens and ids are
     tiktoken's own."""
     ranks = made_up(count)
-    tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)))
+    tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)), pattern)
     theirs = published(name, ranks)
     assert (tok.n_vocab, tok.eot_id) == (
         n_vocab,
@@ -275,8 +257,8 @@ def test_published_rank_files(name: str, count: int, n_vocab: int, tmp_path: Pat
 def test_a_file_of_a_known_length_that_is_somebody_elses(tmp_path: Path) -> None:
     """50,257 is a popular size: such a tokenizer trained here has as many ranks as GPT-2's."""
     ranks = sorted(made_up(50_256), key=lambda token: (len(token), token))
-    tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)))
-    assert (tok.split, tok.n_vocab, tok.eot_id) == (tokenizer.SPLIT, 50_257, 50_256)
+    tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)), "gpt2")
+    assert (tok.split, tok.n_vocab, tok.eot_id) == (tokenizer.SPLIT_GPT2, 50_257, 50_256)
 
 
 # ---- Hugging Face's tokenizer.json

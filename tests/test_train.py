@@ -258,7 +258,8 @@ def test_a_tokenizer_larger_than_the_model_is_a_sentence(options, tmp_path):
 
     tokens = [bytes([i]) for i in range(256)] + [b"%d" % i for i in range(10, 99)]
     ranks.write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for i, t in enumerate(tokens)))
-    refused([*options, f"--data.tokenizer={ranks}"], tmp_path, "346 tokens", "model.vocab_size")
+    named = [f"--data.tokenizer={ranks}", "--data.tokenizer_pattern=llama3"]
+    refused([*options, *named], tmp_path, "346 tokens", "model.vocab_size")
 
 
 def test_a_tokenizer_that_disagrees_with_the_cached_tokens_is_a_sentence(oracle, options, tmp_path):

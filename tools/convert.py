@@ -40,8 +40,8 @@ from checkpoint import hf, state, storage, verify
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
 from configs.schema import InputError
-from data import hf_tokenizer, turns
-from data.rank_files import from_rank_file
+from data import turns
+from data.open_tokenizer import open_tokenizer
 from data.saved_tokenizer import load as load_saved
 from data.tokenizer import Tokenizer
 from models import FORMATS
@@ -108,12 +108,12 @@ def from_hf(source: Path, out: Path) -> str:
     def read(tensor: str) -> Tensor:
         return stored[tensor].read()
 
-    return publish(out, name, args, source, read, tokenizer_of(hf_tokenizer.read, source))
+    return publish(out, name, args, source, read, tokenizer_of(open_tokenizer, str(source)))
 
 
 def from_meta(source: Path, out: Path) -> str:
     meta = MetaFolder(source)
-    tokenizer = tokenizer_of(from_rank_file, str(source / "tokenizer.model"))
+    tokenizer = tokenizer_of(open_tokenizer, str(source / "tokenizer.model"))
     return publish(out, META, meta.args, source, meta.read, tokenizer)
 
 
@@ -262,7 +262,7 @@ def to_hf(
             "lora-to-peft alone"
         )
     if tokenizer:
-        saved = load_saved(places.tokenizer_file(tokenizer))
+        saved = places.tokenizer_named(tokenizer)
     else:
         saved = saved_tokenizer(path)
     files = {}
@@ -524,7 +524,7 @@ OPTIONS = {  # command -> option -> its settings, argparse's
         "--max-shard-size": MAX_SHARD_SIZE,
         "--tokenizer": {
             "default": "",
-            "help": "a saved tokenizer.json, when it is not in the run's folder",
+            "help": "a tokenizer, as data.tokenizer names it, when none is in the run's folder",
         },
     },
     "config": {

@@ -128,7 +128,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="also write the scores and each row's to a file")
     parser.add_argument(
-        "--tokenizer", default="", help="a saved tokenizer.json, when it is not in the run's folder"
+        "--tokenizer",
+        default="",
+        help="a tokenizer, as data.tokenizer names it, when none is in the run's folder",
     )
     args = parser.parse_args(argv)
     try:

@@ -29,9 +29,10 @@ from torch import nn
 
 from checkpoint import hf, state, verify
 from configs.schema import InputError
-from data import hf_tokenizer, turns
+from data import turns
 from data.answers import Unfit
 from data.chat import Chat
+from data.open_tokenizer import open_tokenizer
 from data.saved_tokenizer import load as load_saved
 from data.tokenizer import Tokenizer
 from models import FORMATS, MODELS
@@ -48,19 +49,22 @@ class Loaded(NamedTuple):
 
 
 def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
-    """What `folder` holds, as the first lines of this file say; `tokenizer`: the path of a saved
-    one to take instead. Raises InputError for a folder that has no model or no tokenizer, and for a
-    damaged one."""
+    """What `folder` holds, as the first lines of this file say.
+
+    tokenizer: one to take instead, as data.tokenizer names it. Raises InputError for a folder that
+    has no model or no tokenizer, and for a damaged one."""
     if places.is_hugging_face(folder):
         return _load_hugging_face(folder, tokenizer)
     path = verify.newest(folder)
-    tokenizer = tokenizer and places.tokenizer_file(tokenizer)
     try:
         manifest = verify.read_manifest(path)
     except verify.Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     family, args = state.model_of(path, manifest, MODELS)
-    words = load_saved(tokenizer or places.tokenizer_of(path))
+    if tokenizer:
+        words = places.tokenizer_named(tokenizer)
+    else:
+        words = load_saved(places.tokenizer_of(path))
     model = family.build(args)
     if adapters.has_adapters(manifest):
         run = adapters.open_run(path)
@@ -80,9 +84,9 @@ def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
     name, args = hf.read_model(folder, FORMATS)
     family = MODELS[name]
     if tokenizer:
-        words = load_saved(places.tokenizer_file(tokenizer))
+        words = places.tokenizer_named(tokenizer)
     else:
-        words = hf_tokenizer.read(folder)
+        words = open_tokenizer(str(folder))
     with torch.device("meta"):
         model = family.build(args)
     model.to_empty(device="cpu")
@@ -257,7 +261,9 @@ def main(argv: list[str] | None = None) -> int:
         "--seed", type=int, default=0, help="another seed, another text [%(default)s]"
     )
     parser.add_argument(
-        "--tokenizer", default="", help="a saved tokenizer.json, when it is not in the run's folder"
+        "--tokenizer",
+        default="",
+        help="a tokenizer, as data.tokenizer names it, when none is in the run's folder",
     )
     args = parser.parse_args(argv)
     try:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TypeGuard
 
 from configs.schema import InputError
-from data.stores import kept
+from data.open_tokenizer import open_tokenizer
+from data.tokenizer import Tokenizer
 from reliability.objects import Key, location
 from tools.mirror import Mirror
 
@@ -108,9 +109,14 @@ def _fetched(url: str) -> tempfile.TemporaryDirectory:
     return folder
 
 
-def tokenizer_file(name: str) -> str:
-    """The path of a tokenizer's file; a URL is fetched. Raises InputError."""
-    return kept.tokenizer(name, _temporary().name)
+def tokenizer_named(name: str) -> Tokenizer:
+    """The tokenizer of an option --tokenizer, which names it as data.tokenizer does. Raises
+    InputError."""
+    if name == "bpe":
+        raise InputError(
+            "--tokenizer: bpe is trained by a run: name the tokenizer.json in its folder"
+        )
+    return open_tokenizer(name, _temporary().name)
 
 
 @functools.cache

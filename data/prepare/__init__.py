@@ -38,8 +38,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from configs.schema import CACHE, Data, InputError, is_prepared
-from data import formats, rank_files, sources
-from data.open_tokenizer import open_tokenizer
+from data import ends, formats, rank_files, sources
+from data.open_tokenizer import open_named
 from data.prepare import cluster
 from data.prepare.job import BPE_CHARACTERS, PrepareJob
 from data.prepare.workers import Processes
@@ -140,7 +140,7 @@ def _open_source(cfg: Data) -> Prepared:
             "keeps its format: leave the option out"
         )
     if cfg.tokenizer != "bpe":  # the default, which accepts the folder's tokenizer
-        named = open_tokenizer(cfg.tokenizer, cfg.cache)
+        named = open_named(cfg)
         if named.fingerprint != prepared.tokenizer.fingerprint:
             raise InputError(
                 f"data.tokenizer: {cfg.tokenizer} ({named.fingerprint}) is not the tokenizer that "
@@ -164,8 +164,8 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
             # such tokens are found in text; in a folder that older code has made they are not
             content += b"found"
         if path.suffix == ".json":  # the files beside it say how a text begins and ends
-            beside = (path.parent / name for name in ("tokenizer_config.json", "config.json"))
-            content += b"".join(file.read_bytes() for file in beside if file.is_file())
+            beside = ends.files_that_decide(path.parent)
+            content += b"".join(file.read_bytes() for file in beside)
         kind = hashlib.sha256(content).hexdigest()
     options = [
         cfg.validation_fraction,
@@ -175,13 +175,11 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
         cfg.max_document_bytes,
         *sources.json_reading(cfg, files),
     ]
-    described = (
-        formats.describe(cfg, open_tokenizer(cfg.tokenizer, cfg.cache))
-        if cfg.format != "text"
-        else {}
-    )
+    described = formats.describe(cfg, open_named(cfg)) if cfg.format != "text" else {}
     if described:
         options += [FORMAT_OF_ANSWERS, described]
+    if cfg.tokenizer_pattern or cfg.end_token:
+        options += [cfg.tokenizer_pattern, cfg.end_token]
     decides = json.dumps([FORMAT, cfg.source == "stdlib", files, kind, BPE_CHARACTERS, options])
     readable = re.sub(
         r"[^A-Za-z0-9]+", "-", f"{os.path.basename(cfg.source.rstrip('/'))}-{kind[:8]}"

@@ -19,6 +19,8 @@ OPTIONS = (
     "format",
     "chat_template",
     "tokenizer",
+    "tokenizer_pattern",
+    "end_token",
     "bpe_vocab_size",
     "text_field",
     "json_files",

@@ -23,7 +23,7 @@ import numpy as np
 
 from configs.schema import Data, InputError
 from data import formats, saved_tokenizer, sources, tokenizer
-from data.open_tokenizer import open_tokenizer
+from data.open_tokenizer import open_named
 from data.prepare import workers
 from data.prepare.part import PartMaker
 from data.prepared import FORMAT, FORMAT_OF_ANSWERS, SPLITS, file_sha256, tables
@@ -380,11 +380,16 @@ def allowed_failures(cfg: Data) -> float:
 def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer.Tokenizer:
     """The tokenizer that data.tokenizer asks for, trained first if it is a BPE of this source."""
     if cfg.tokenizer == "bpe":
+        if cfg.tokenizer_pattern or cfg.end_token not in ("", tokenizer.END_OF_TEXT):
+            raise InputError(
+                "data.tokenizer_pattern and data.end_token have no effect with data.tokenizer = "
+                '"bpe", which ends texts with <|endoftext|>: remove them'
+            )
         began = time.monotonic()
         tok = tokenizer.train_bpe(_first_texts(cfg, files), cfg.bpe_vocab_size)
         log(f"trained a BPE of {tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s")
     else:
-        tok = open_tokenizer(cfg.tokenizer, cfg.cache)
+        tok = open_named(cfg)
     if cfg.add_bos and tok.bos_id is None:
         raise InputError(
             f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"

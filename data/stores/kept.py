@@ -1,9 +1,10 @@
-"""A tokenizer in a store: `data.tokenizer = "s3://bucket/llama/tokenizer.json"`.
+"""Where the file of a tokenizer lies that an option names: here, in a folder, on the hub (hub.py), or
+in a store: `data.tokenizer = "s3://bucket/llama/tokenizer.json"`.
 
-It is fetched into a folder of `data.cache`, with the files beside it that say how a text begins and
-ends, and what its chat template is. The folder's name is a hash of what the store has, so a file that
-is replaced there is another tokenizer here, and a file that is here needs no look at its content.
-`tools/check.py` fetches it once for a host, before the ranks start.
+One in a store is fetched into a folder of `data.cache`, with the files beside it that say how a text
+begins and ends, and what its chat template is. The folder's name is a hash of what the store has, so
+a file that is replaced there is another tokenizer here, and a file that is here needs no look at its
+content. `tools/check.py` fetches it once for a host, before the ranks start.
 """
 
 from __future__ import annotations
@@ -15,17 +16,49 @@ import tempfile
 from pathlib import Path
 
 from configs.schema import CACHE, InputError
+from data.stores import hub
 from data.stores.places import is_url, key_of
 from reliability.objects import Key, Stat
 
-# Of a published model, beside its tokenizer.json (data/hf_tokenizer.py, data/chat.py).
-BESIDE = ("tokenizer_config.json", "config.json", "chat_template.jinja")
+# In the folder of a published model, its tokenizer: Hugging Face's, Mistral's, Meta's,
+# data/train_tokenizer.py's, Moonshot's, Qwen's.
+FILES = (
+    "tokenizer.json",
+    "tekken.json",
+    "original/tokenizer.model",
+    "tokenizer.tiktoken",
+    "tiktoken.model",
+    "qwen.tiktoken",
+    "tokenizer.model",
+)
+# And what lies beside it (data/ends.py, data/chat.py).
+BESIDE = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+    "chat_template.jinja",
+)
 
 
 def tokenizer(name: str, cache: str) -> str:
-    """The path of the tokenizer that an option names. One in a store is fetched, if it is not here
-    yet. Raises InputError."""
-    return _fetched(name, cache) if is_url(name) else os.path.expanduser(name)
+    """The path of the file of the tokenizer that an option names. One on the hub or in a store is
+    fetched, if it is not here yet. Raises InputError."""
+    if name.startswith(hub.PREFIX):
+        return hub.fetched(name, FILES, BESIDE)
+    if is_url(name):
+        return _fetched(name, cache)
+    path = os.path.expanduser(name)
+    return _in_folder(path) if os.path.isdir(path) else path
+
+
+def _in_folder(folder: str) -> str:
+    for name in FILES:
+        if os.path.isfile(os.path.join(folder, name)):
+            return os.path.join(folder, name)
+    raise InputError(
+        f"data.tokenizer: {folder} is a folder without a tokenizer: none of {', '.join(FILES)} is in it"
+    )
 
 
 @functools.cache
