@@ -41,10 +41,11 @@ class Answer(BaseHTTPRequestHandler):
 
     def answer(self, with_body: bool) -> None:
         self.server.asked.append((self.command, self.path))
-        owner, name, resolve, revision, *parts = self.path.strip("/").split("/")
-        found = self.server.models.get(f"{owner}/{name}")
-        if resolve != "resolve" or found is None:
+        model, _, rest = self.path.strip("/").partition("/resolve/")
+        found = self.server.models.get(model)
+        if found is None:
             return self.refuse(404, "RepoNotFound")
+        revision, *parts = rest.split("/")
         if found == GATED:
             return self.refuse(403 if self.headers.get("authorization") else 401, "GatedRepo")
         by_commit = {COMMITS[known]: folder for known, folder in found.items()}
