@@ -49,8 +49,7 @@ def _reserved(count: int, room: str = "", first: int = 0) -> list[str]:
 
 
 def _llama4_special_tokens() -> list[str]:
-    """Llama 4's 2,048, in the order of their ids from 200000 (meta-llama/llama-models,
-    models/llama4/tokenizer.py)."""
+    """Llama 4's 2,048, in the order of their ids from 200000 (meta-llama/llama-models)."""
     text, vision, reasoning = "text_post_train_", "vision_", "reasoning_"
     named = [
         *("<|begin_of_text|>", "<|end_of_text|>"),
@@ -80,6 +79,7 @@ class RankFile(NamedTuple):
     ranks: int
     special_tokens: dict[str, int]  # name -> id
     end_of_text: str
+    nfc: bool = False  # text is normalised before it is cut
 
 
 def _numbered(names: list[str], first: int) -> dict[str, int]:
@@ -103,6 +103,7 @@ KNOWN_RANK_FILES = {
             151_643,
         ),
         END_OF_TEXT,
+        nfc=True,
     ),
     "gpt2": RankFile(SPLIT_GPT2, 50_256, {END_OF_TEXT: 50_256}, END_OF_TEXT),
     "cl100k": RankFile(
@@ -213,14 +214,18 @@ def _with_special_tokens(ranks: list[bytes], known: RankFile, end: str) -> Token
     names = list(known.special_tokens)
     ids = [*range(len(ranks)), *known.special_tokens.values()]
     end = ends.check_end(end, names) if end else known.end_of_text
-    return Tokenizer(ranks, known.split, names, end, ids)
+    tok = Tokenizer(ranks, known.split, names, end, ids)
+    if not known.nfc:
+        return tok
+    document = hf_tokenizer.files(tok, 0)["tokenizer.json"] | {"normalizer": {"type": "NFC"}}
+    return hf_tokenizer.opened(document, None, end, {})
 
 
 def _like_the_one_beside(path: str, ranks: list[bytes], end: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json of the same ranks. Raises InputError if there is none."""
     beside = Path(path).parent / "tokenizer.json"
     found = hf_tokenizer.read_file(beside, end) if beside.is_file() else None
-    if isinstance(found, Tokenizer) and found.ranks == ranks:
+    if found and found.proved and found.proved.proof.ranks == ranks:
         return found
     raise InputError(
         f"data.tokenizer: {path} ({len(ranks):,} ranks) does not say how it cuts text, and is none "

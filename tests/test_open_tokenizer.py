@@ -108,7 +108,11 @@ def test_what_cannot_be_known_is_one_sentence(bpe, document, tmp_path):
         assert all(word in said for word in words) and "None" not in said, said
 
     refused("no added token '<nope>'", "data.end_token", end="<nope>")
-    refused("its eos_token '<gone>' is no added token", CONFIG, **{CONFIG: {"eos_token": "<gone>"}})
+    refused(
+        "the eos_token of tokenizer_config.json, '<gone>', is no",
+        "data.end_token",
+        **{CONFIG: {"eos_token": "<gone>"}},
+    )
     refused("tokenizer_config.json is not a JSON object", **{CONFIG: "[1]"})
     refused("config.json cannot be read as JSON", **{CONFIG: {}, MODEL: "{"})
     odd = tokenizer.Tokenizer(bpe.ranks, bpe.split, ["<a>", "<b>"], "<a>")
