@@ -40,6 +40,7 @@ import os
 import re
 import stat
 import sysconfig
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
@@ -330,6 +331,18 @@ def _is_build_record(path: str) -> bool:
 # what is in a file
 
 
+def warn_of_others(source: str, log: Callable[[str], object]) -> None:
+    """Say which files of a folder are left out, by their suffixes, since they may be of the corpus."""
+    folder = os.path.expanduser(source)
+    if source == "stdlib" or places.is_url(source) or not os.path.isdir(folder):
+        return
+    names = [path.lower() for path in _walk(folder, set())]
+    others = Counter(os.path.splitext(n)[1] for n in names if not n.endswith(SUFFIXES))
+    if others:
+        kinds = ", ".join(f"{kind or 'no suffix'} ({n:,})" for kind, n in others.most_common(5))
+        log(f"left out, since they are no text by their names: {kinds}; a glob names such files")
+
+
 def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
     """Say which text files look like JSON lines, which are a document each only under a name of
     JSON_LINES or JSON."""
@@ -456,6 +469,11 @@ def _text(
     content = file.read(longest + 1) if longest else file.read()
     if longest and len(content) > longest:
         yield Document(WHOLE, "", TOO_LONG, piece.size)
+        return 0
+    head = content[:200]
+    if head.count(0) * 3 > len(head) > 1:
+        problem = "has a zero in every other byte: convert it with `iconv -f UTF-16LE -t UTF-8`"
+        yield Document(WHOLE, "", problem, piece.size)
         return 0
     try:
         yield Document(WHOLE, content.decode("utf-8"), "", piece.size)

@@ -120,6 +120,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
         line += f"; each piece is read {every} times per epoch, as there are fewer than streams"
     log(line)
     sources.warn_of_lines(files, log)
+    sources.warn_of_others(cfg.source, log)
     units = tuple(Unit(piece, first, every) for piece in pieces for first in range(every))
     return StreamSource(cfg, tok, units, _fingerprint(cfg, pieces, every), cfg.source)
 

@@ -424,6 +424,21 @@ def test_odd_lines(what: str, tmp_path: Path) -> None:
         assert f"{path}, line 1 " in refusal(path, tmp_path)
 
 
+def test_utf16_without_a_mark_is_no_text_with_zeros(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "some text".encode("utf-16-le"))
+    assert "a.txt has a zero in every other byte: convert it with `iconv" in refusal(path, tmp_path)
+
+
+def test_what_a_folder_leaves_out_is_said(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in ("a.txt", "b.txt", "c.jsonl.xz", "d.jsonl.XZ", "README"):
+        write(folder / name, name.encode())
+    said: list[str] = []
+    prepare(data(folder, tmp_path), log=said.append)
+    assert any("left out" in line and ".xz (2), no suffix (1)" in line for line in said), said
+
+
 def test_a_text_inside_an_object(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"a": {"b": "c"}, "x.y": "z"}\n')
     assert read(path, "a.b") == ["c"]

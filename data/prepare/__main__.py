@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+from typing import get_args
 
 from configs.schema import Data, InputError
 from data import formats
@@ -45,6 +46,7 @@ def main() -> int:
             f"--{name.replace('_', '-')}",
             default=field.default,
             type=type(field.default),
+            choices=get_args(field.annotation) or None,
             help=f"{field.description.replace('%', '%%')} [{field.default}]",
         )
     for name in ("add_bos", "add_eos"):

@@ -78,6 +78,7 @@ class PrepareJob:
         parts = _divide(files, max(PART_BYTES, total // MOST_PARTS))
         log(f"{cfg.source}: {len(files):,} files, {total / 1e6:,.1f} MB, {len(parts):,} parts")
         sources.warn_of_lines(files, log)
+        sources.warn_of_others(cfg.source, log)
         tok = _make_tokenizer(cfg, files, log)
         job = PrepareJob(folder, cfg, files, parts, tok, formats.describe(cfg, tok))
         tok.save(os.path.join(folder, "tokenizer.json"))
