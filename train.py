@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from checkpoint import hf
-from checkpoint.resume import resume
+from checkpoint.place import claimed
+from checkpoint.resume import describe, resume
 from configs import check
 from configs.load import as_given, dump, help_text, load_config
 from configs.schema import Config, InputError
@@ -289,9 +290,9 @@ def accumulate_gradients(job: Job, feed: Feed, scale: Tensor) -> Tensor:
     return total
 
 
-def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
+def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
     """A whole run, from the newest checkpoint in cfg.run.folder if there is one. Returns the exit
-    code."""
+    code. place: where its checkpoints are (checkpoint/place.py::claimed)."""
     steps = cfg.training.steps
     clock = this_start.clock
     corpora, job = open_run(cfg, this_start, watchdog)
@@ -299,7 +300,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
     if this_start.fails_again_and_again(mesh, cfg.run.max_failures_at_step):
         return CRASH_LOOP
 
-    checkpoints, progress, order = resume(job, FORMATS, corpora, dump(cfg), watchdog)
+    checkpoints, progress, order = resume(job, FORMATS, corpora, dump(cfg), watchdog, place)
     start = step = progress.get("step", 0)
     held_out = corpora.held_out(mesh, job.args.vocab_size)
     tasks = open_tasks(cfg, corpora.tokenizer)
@@ -364,6 +365,7 @@ def train(cfg: Config, this_start: Start, stop: Stop, watchdog: health.Watchdog)
                 patience = cfg.run.step_timeout_seconds
                 mesh.set_timeout(patience)
                 stop.at_once = False  # from now on there is something to save
+                describe(Path(cfg.run.folder), dump(cfg), corpora, order)
 
             guard.judge(step, result, batch["window"], corpora.whereabouts)
             if every(step, cfg.debug.replica_check_interval):
@@ -459,14 +461,18 @@ def main(argv: list[str] | None = None) -> int:
         cfg = load_config(argv, here.size, here.local_size)
         check_mirrored(cfg.run.mirror)
         folder = Path(cfg.run.folder)
-        with Start(folder, here.rank, argv, *as_given(argv), dump(cfg), os.environ) as this_start:
+        meshes.open_group(cfg.run)
+        with (
+            claimed(cfg) as place,
+            Start(folder, here.rank, argv, *as_given(argv), dump(cfg), os.environ) as this_start,
+        ):
             log.setup(folder, here.rank, log.writes_log(cfg.run.logs, here.size, here.local_rank))
             with (
                 Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
                 health.Watchdog(folder, here.rank) as watchdog,
                 health.FailureTime(),
             ):
-                this_start.code = train(cfg, this_start, stop, watchdog)
+                this_start.code = train(cfg, place, this_start, stop, watchdog)
         meshes.close_mesh()
         return this_start.code
     except (InputError, LoaderError, OSError) as error:

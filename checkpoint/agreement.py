@@ -6,6 +6,7 @@ and one all-reduce tells all ranks whether any has failed (`agree`). DCP's colle
 of rank 0 at every save, even if the objects are empty.
 """
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -79,4 +80,25 @@ def on_every_rank(group: dist.ProcessGroup | None, fn: Callable, *args: object) 
     except BaseException as failure:  # any error: the other ranks must not wait for this one
         error = failure
     agree(error, group)
+    return result
+
+
+def on_rank_0(group: dist.ProcessGroup | None, fn: Callable, *args: object) -> Any:
+    """Call fn(*args) on rank 0 of the group (None: of all ranks). Every rank returns its result, or
+    raises the exception that it raised."""
+    result: Any = None
+    error: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            result = fn(*args)
+        except (InputError, Damaged) as failure:
+            error = failure
+        # any error: the other ranks must not wait for an answer that never comes
+        except Exception:
+            error = RuntimeError(traceback.format_exc())
+    answer = [result, error]
+    dist.broadcast_object_list(answer, src=0, group=group)
+    result, error = answer
+    if error is not None:
+        raise error
     return result

@@ -6,7 +6,8 @@ ends, in whatever way, so on one host there is no stale lease. A network file sy
 to one host, or have none. So the owner also increases a count in the file every BEAT seconds, and a
 run that finds a lease of another host first watches for PATIENCE seconds whether its count goes up.
 A run that loses its lease all the same (its process was frozen for longer) is stopped before it
-publishes anything: see `Lease.check`.
+publishes anything: see `Lease.check`. A file that was removed, or that holds something else than a
+run's name, is no other run's: the owner writes it anew.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from configs.schema import InputError
 
+SIZE = 200  # bytes of the file, so that a beat writes over all of the one before
 BEAT = 5.0  # seconds
 PATIENCE = 20.0  # seconds
 say = logging.getLogger("plumbline")
@@ -45,17 +47,21 @@ class Lease:
         self.path = path
         self.id = uuid.uuid4().hex[:8]
         self.count = 0
+        self.changing = threading.Lock()
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             locked = _lock(self.fd)
-            owner = _read(self.fd)
+            owner, is_free = _read(self.fd)
+            if is_free:
+                owner = None
             local = locked and owner and owner["host"] == socket.gethostname()
             holder = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
             # the lock does not tell whether that run is alive
-            if owner and locked is not False and not local:
+            if locked is not False and not is_free and not local:
+                found = f"was left by {holder}" if owner else "has a damaged .lease"
                 say.warning(
-                    f"{path.parent} was left by {holder}: watching for {PATIENCE:.0f} s whether "
-                    "it is alive"
+                    f"{path.parent} {found}: watching for {PATIENCE:.0f} s whether "
+                    f"{'it' if owner else 'its run'} is alive"
                 )
                 locked = not _counts_on(path) and _lock(self.fd)
             if locked is False:
@@ -73,10 +79,12 @@ class Lease:
 
     def _beat(self) -> None:
         self.count += 1
-        text = json.dumps(
-            {"host": socket.gethostname(), "pid": os.getpid(), "id": self.id, "count": self.count}
-        )
-        os.pwrite(self.fd, text.ljust(200).encode(), 0)
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "id": self.id}
+        self._write(owner | {"count": self.count})
+
+    def _write(self, content: dict) -> None:
+        os.pwrite(self.fd, json.dumps(content).ljust(SIZE).encode(), 0)
+        os.ftruncate(self.fd, SIZE)
         os.fsync(self.fd)
 
     def _keep_beating(self) -> None:
@@ -84,31 +92,65 @@ class Lease:
             # a missed beat makes the owner look dead; `check` covers it
             with contextlib.suppress(OSError):
                 if self.held():
-                    self._beat()
+                    with self.changing:
+                        self._beat()
 
     def held(self) -> bool:
-        """Whether the lease is still ours: nobody took it over, and the file was not replaced."""
-        try:
-            same = os.stat(self.path).st_ino == os.fstat(self.fd).st_ino
-        except OSError:
-            return False
-        return same and (_read(self.fd) or {}).get("id") == self.id
+        """Whether the lease is still ours: no other run took it over, and its folder is there. What
+        is neither ours nor another run's is mended."""
+        with self.changing:
+            if self.fd < 0:  # given back
+                return False
+            try:
+                if not self.path.exists():
+                    self._write_anew()
+                same = os.stat(self.path).st_ino == os.fstat(self.fd).st_ino
+                owner, _ = _read(self.fd)
+                if same and owner is None:
+                    say.warning(f"{self.path} was damaged, and is mended")
+                    self._beat()
+                    owner, _ = _read(self.fd)
+            except OSError:
+                return False
+        return same and owner is not None and owner["id"] == self.id
+
+    def _write_anew(self) -> None:
+        """The file was removed: make another. Raises FileExistsError where another run was first."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+        os.dup2(fd, self.fd)
+        os.close(fd)
+        if _lock(self.fd) is False:
+            raise BlockingIOError(errno.EAGAIN, "another run was first", str(self.path))
+        self._beat()
+        say.warning(f"{self.path} was removed, and is made anew")
 
     def check(self) -> None:
         """Raises Lost if the lease is not held. Called before anything in the folder changes
         visibly."""
-        if not self.held():
-            raise Lost(
-                f"{self.path.parent} was taken over by another run: nothing more is published by "
-                "this one"
-            )
+        if self.held():
+            return
+        folder = self.path.parent
+        if not folder.is_dir():
+            raise Lost(removed(folder))
+        raise Lost(f"{folder} was taken over by another run: nothing more is published by this one")
 
     def release(self) -> None:
+        """Give the folder back, once."""
+        if self.released.is_set():
+            return
         self.released.set()
         self.thread.join()
         if self.held():
-            os.ftruncate(self.fd, 0)
-        os.close(self.fd)
+            # not emptied: an owner that was frozen meanwhile must see that another run was here
+            with contextlib.suppress(OSError):
+                self._write({"id": self.id, "released": True})
+        with self.changing:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def removed(folder: Path) -> str:
+    return f"{folder} was removed during the run: nothing can be saved any more"
 
 
 def _lock(fd: int) -> bool | None:
@@ -121,14 +163,19 @@ def _lock(fd: int) -> bool | None:
     return True
 
 
-def _read(fd: int) -> dict | None:
-    """Who holds or held the lease; None if it was released or never held, or if the file holds
-    something else."""
+def _read(fd: int) -> tuple[dict | None, bool]:
+    """Who holds or held the lease, or gave it back ({"id", "released"}), None if the file does not
+    say; and whether that means that nobody holds it."""
+    content = os.pread(fd, 1000, 0)
     try:
-        owner = json.loads(os.pread(fd, 1000, 0))
-        return owner if {"host", "pid", "id"} <= owner.keys() else None
+        owner = json.loads(content)
+        if owner.get("released") is True and "id" in owner:
+            return owner, True
+        if {"host", "pid", "id"} <= owner.keys():
+            return owner, False
     except (ValueError, AttributeError):
-        return None
+        pass
+    return None, not content
 
 
 def _counts_on(path: Path) -> bool:

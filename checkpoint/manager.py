@@ -29,9 +29,9 @@ import datetime
 import fnmatch
 import json
 import logging
+import math
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoint import adapters, state, storage, verify
-from checkpoint.agreement import NO_FILE, agree, gather_files, on_every_rank
+from checkpoint.agreement import NO_FILE, agree, gather_files, on_every_rank, on_rank_0
 from checkpoint.lease import Lost
-from checkpoint.place import open_place
+from checkpoint.place import CheckpointFolder, open_place
 from checkpoint.state import STAGING
 from checkpoint.storage import GENERATOR, NotFinite, OneByOne, SavePlan, Staged
+from checkpoint.stores.bucket import Bucket
 from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
@@ -72,9 +73,19 @@ class CheckpointManager:
     checkpoint that is resumed.
     """
 
-    def __init__(self, cfg: schema.Checkpoint, folder: Path, mesh: Mesh, facts: dict):
+    def __init__(
+        self,
+        cfg: schema.Checkpoint,
+        folder: Path,
+        mesh: Mesh,
+        facts: dict,
+        place: CheckpointFolder | Bucket | None = None,
+    ):
+        """place: the folder's, if it is this run's already (place.py::claimed); it is then not
+        given back here."""
         self.cfg = cfg
-        self.place = open_place(cfg, folder)
+        self.place = place or open_place(cfg, folder)
+        self.gives_back = place is None
         self.folder = self.place.path  # a folder, or a prefix of a store
         self.mesh = mesh
         self.facts = json.loads(json.dumps(facts))  # as it will be read back, with lists for tuples
@@ -109,25 +120,15 @@ class CheckpointManager:
     def _on_rank_0(self, fn: Callable, *args: object) -> Any:
         """Call fn(*args) on rank 0. Every rank returns its result, or raises the exception that it
         raised."""
-        result: Any = None
-        error: Exception | None = None
-        if self.mesh.rank == 0:
-            try:
-                result = fn(*args)
-            except (InputError, Damaged) as failure:
-                error = failure
-            except OSError as failure:
-                cause = f"{failure.filename or self.folder}: {failure.strerror or failure}"
-                error = InputError(f"checkpoints cannot be kept in {self.folder}: {cause}")
-            # any error: the other ranks must not wait for an answer that never comes
-            except Exception:
-                error = RuntimeError(traceback.format_exc())
-        answer = [result, error]
-        dist.broadcast_object_list(answer, src=0, group=self.group)
-        result, error = answer
-        if error is not None:
-            raise error
-        return result
+        return on_rank_0(self.group, self._or_sentence, fn, *args)
+
+    def _or_sentence(self, fn: Callable, *args: object) -> Any:
+        """Call fn(*args); a folder that cannot be used is a sentence."""
+        try:
+            return fn(*args)
+        except OSError as error:
+            cause = f"{error.filename or self.folder}: {error.strerror or error}"
+            raise InputError(f"checkpoints cannot be kept in {self.folder}: {cause}") from None
 
     # Saving
 
@@ -394,9 +395,8 @@ class CheckpointManager:
             self._finish()
         finally:
             self.thread.shutdown()
-            if self.lease:
-                self.retention.close()
-                self.lease.release()
+            if self.gives_back:
+                self.place.release()
         if self.failures:
             raise InputError(
                 f"the run has ended, but its last checkpoint could not be written to {self.folder}"
@@ -415,10 +415,12 @@ class CheckpointManager:
 
     # Loading
 
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict | None:
+    def load(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, last: int | None = None
+    ) -> dict | None:
         """Resume from the newest whole checkpoint of this run, or from that of cfg.load_step, and
         return its progress. Returns None for a fresh start, which takes the weights of
-        cfg.load_path if it is set.
+        cfg.load_path if it is set. last: the run's last step, if that is known.
 
         Raises InputError where a fresh start would hide a mistake: the step is missing, none of the
         checkpoints can be read, or the checkpoint is of a different model, data or seed.
@@ -426,18 +428,25 @@ class CheckpointManager:
         materialise(optimizer)
         live = state.tensors(model, optimizer)
         size = sum(tensor.numel() * tensor.element_size() for tensor in live.values())
-        names = self._on_rank_0(self._choose, size)
+        names = self._on_rank_0(self._choose, size, last)
         self._make_plan(live)
         if not names:
             self._start_from(live)
             return None
         return self._resume(names, live, optimizer)["progress"]
 
-    def _choose(self, size: int) -> list[str]:
-        """Names of this run's checkpoints, newest first. size: bytes of one checkpoint. Raises
-        InputError if the disk has no room for one."""
-        self.place.check_room(size)
+    def _choose(self, size: int, last: int | None) -> list[str]:
+        """Names of this run's checkpoints, newest first. size: bytes of one checkpoint; last: as in
+        `load`. Raises InputError if the disk has no room for those that are kept, or none."""
         names = self.place.names()
+        count = 1
+        if self.cfg.keep_last:  # and the one that is written before the oldest goes
+            count = max(1, self.cfg.keep_last + 1 - len(names))
+        if last is not None:
+            done = max(map(_step, names), default=0)
+            to_come = math.ceil((last - done) / (self.cfg.interval or last))
+            count = min(count, max(1, to_come))
+        self.place.check_room(size, count)
         step = self.cfg.load_step
         steps = sorted({_step(name) for name in names})
         if step >= 0 and step not in steps:

@@ -5,19 +5,22 @@ their files, and `publish` makes it a checkpoint. What a crash leaves in between
 `take` of the next start removes it.
 """
 
+import contextlib
 import logging
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint import storage, verify
-from checkpoint.lease import Lease
+from checkpoint.agreement import on_rank_0
+from checkpoint.lease import Lease, Lost, removed
 from checkpoint.retention import Retention
 from checkpoint.storage import OneByOne, SavePlan, Staged
 from checkpoint.stores.bucket import Bucket
-from configs.schema import Checkpoint, InputError
+from configs.schema import Checkpoint, Config, InputError
 from reliability import disk
-from reliability.objects import location
+from reliability.objects import Unreachable, location
 
 TEMPORARY = re.compile(r"\.(tmp|del)-[0-9a-f]{8}-[0-9]+-step-[0-9]{8,}(\.[0-9]+)?")
 PATIENCE = 15 * 60  # seconds that a start waits for the removal of what an earlier run left
@@ -30,6 +33,33 @@ def open_place(cfg: Checkpoint, folder: Path) -> "CheckpointFolder | Bucket":
     if isinstance(where, Path):
         return CheckpointFolder(where, cfg)
     return Bucket(where, cfg)
+
+
+@contextlib.contextmanager
+def claimed(cfg: Config) -> "Iterator[CheckpointFolder | Bucket]":
+    """Make the run's folder this start's alone while the context lasts. Called by all ranks before
+    anything is written there: a start that is refused leaves the folder as it was. Raises
+    InputError on every rank."""
+    place = open_place(cfg.checkpoint, Path(cfg.run.folder) / "checkpoints")
+    on_rank_0(None, _claim, place, cfg.run.folder)
+    try:
+        yield place
+    except Unreachable:  # a store that does not answer would not hear of it either
+        raise
+    except InputError:
+        place.release()
+        raise
+    place.release()
+
+
+def _claim(place: "CheckpointFolder | Bucket", folder: str) -> None:
+    try:
+        place.claim()
+    except OSError as error:
+        raise InputError(
+            f"run.folder = {folder!r} cannot be written ({error.filename or place.path}: "
+            f"{error.strerror}): choose another"
+        ) from None
 
 
 class CheckpointFolder:
@@ -45,18 +75,34 @@ class CheckpointFolder:
         return self.path / f".tmp-{run}-{number}-{name}"
 
     def write(self, draft: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
-        """Write this rank's file, and sync it. Returns its row in the manifest's `files`."""
-        draft.mkdir(exist_ok=True)
+        """Write this rank's file, and sync it. Returns its row in the manifest's `files`. Raises Lost
+        if the folder is gone."""
+        try:
+            draft.mkdir(exist_ok=True)
+        except FileNotFoundError:
+            raise Lost(removed(self.path)) from None
         return storage.write(draft, plan, parts)
 
-    def take(self) -> str:
-        """Become the only run that writes here, and have a thread remove what an earlier run left
-        unfinished. Returns the name of this run."""
+    def claim(self) -> None:
+        """Become the only run that writes here, until `release`."""
         self.path.mkdir(parents=True, exist_ok=True)
         for parent in (self.path.parent, self.path.parent.parent):
             # a folder whose name a power cut takes away is lost with all that was synced in it
             disk.sync(parent)
         self.lease = Lease(self.path / ".lease")
+
+    def release(self) -> None:
+        """Give the folder back, if it is ours."""
+        if self.retention:
+            self.retention.close()
+        if self.lease:
+            self.lease.release()
+
+    def take(self) -> str:
+        """Claim the place unless that is done, and have a thread remove what an earlier run left
+        unfinished. Returns the name of this run."""
+        if not self.lease:
+            self.claim()
         self.retention = Retention(self.path, self.lease, self.cfg)
         ours = {".lease", *verify.published(self.path)}
         leftovers = []
@@ -72,17 +118,25 @@ class CheckpointFolder:
         """Of the checkpoints, newest first."""
         return verify.published(self.path)
 
-    def check_room(self, size: int) -> None:
-        """Raises InputError if the disk has no room for a checkpoint of `size` bytes."""
-        if shutil.disk_usage(self.path).free < size:
+    def check_room(self, size: int, count: int) -> None:
+        """Raises InputError if the disk has no room for `count` more checkpoints of `size` bytes,
+        which is how many this run adds before it removes one."""
+        if shutil.disk_usage(self.path).free < size * count:
             # what an earlier run left may be what fills the disk
             self.retention.wait(PATIENCE)
         free = shutil.disk_usage(self.path).free
+        if free >= size * count:
+            return
+        have = f"{self.path} has {free / 1e6:,.1f} MB free"
         if free < size:
             raise InputError(
-                f"{self.path} has {free / 1e6:,.1f} MB free, one checkpoint of this run takes "
-                f"{size / 1e6:,.1f} MB: make room"
+                f"{have}, one checkpoint of this run takes {size / 1e6:,.1f} MB: make room"
             )
+        raise InputError(
+            f"{have}, and this run adds {count} checkpoints of {size / 1e6:,.1f} MB before it "
+            f"removes one (checkpoint.keep_last = {self.cfg.keep_last}): make room for "
+            f"{size * count / 1e6:,.1f} MB, or lower checkpoint.keep_last"
+        )
 
     def publish(self, draft: Path, name: str, manifest: dict) -> None:
         """Make the folder a checkpoint. Raises Lost if another run has taken over."""

@@ -2,6 +2,7 @@
 the newest one."""
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -9,18 +10,26 @@ from typing import Any
 
 from checkpoint import adapters, hf
 from checkpoint.manager import CheckpointManager
+from parallelisms.mesh import world
+from reliability import disk
+
+say = logging.getLogger("plumbline")
 
 
 def resume(
-    job: Any, families: Mapping[str, Any], corpora: Any, options: str, watchdog: Any
+    job: Any,
+    families: Mapping[str, Any],
+    corpora: Any,
+    options: str,
+    watchdog: Any,
+    place: Any,
 ) -> tuple[CheckpointManager, dict, Any]:
     """The checkpoints of this run, the progress of the one that was loaded ({} for a new run), and
     the order of the batches that goes on from there. Called by all ranks.
 
-    Opening them makes the folder this run's alone, so its configuration, its tokenizer and data.json
-    are written there. job: a train.Job; families: what Hugging Face's files are of each family, by
-    name; corpora: a data/loader.py::Corpora; options: the resolved configuration, as TOML; watchdog:
-    a reliability/health.py::Watchdog.
+    job: a train.Job; families: what Hugging Face's files are of each family, by name; corpora: a
+    data/loader.py::Corpora; options: the resolved configuration, as TOML; watchdog: a
+    reliability/health.py::Watchdog; place: as place.py::claimed has made it this run's.
     """
     cfg = job.cfg
     folder = Path(cfg.run.folder)
@@ -40,21 +49,39 @@ def resume(
             "alpha": cfg.lora.alpha,
             "targets": sorted(cfg.lora.targets),
         }
-    checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", job.mesh, facts)
-    if job.mesh.rank == 0:
-        (folder / "config.toml").write_text(options, encoding="utf-8")
-        tokenizer.save(str(folder / "tokenizer.json"))
+    checkpoints = CheckpointManager(cfg.checkpoint, folder / "checkpoints", job.mesh, facts, place)
     watchdog.arm(watchdog.STORAGE, "load")
     if cfg.lora.rank:
         adapters.load_base(job, families, checkpoints)
-    progress = checkpoints.load(job.model, job.optimizer) or {}
+    progress = checkpoints.load(job.model, job.optimizer, cfg.training.steps) or {}
     if not progress and cfg.checkpoint.load_hf and not cfg.lora.rank:
         published = Path(cfg.checkpoint.load_hf)
         checkpoints.origin = hf.load(
             published, job.model, families, cfg.model.family, job.args, checkpoints.group
         )
     order = corpora.order(progress)
-    if job.mesh.rank == 0:
-        record = json.dumps(corpora.record(order), indent=1)
-        (folder / "data.json").write_text(record, encoding="utf-8")
+    if not (folder / "config.toml").exists():
+        describe(folder, options, corpora, order)
     return checkpoints, progress, order
+
+
+def describe(folder: Path, options: str, corpora: Any, order: Any) -> None:
+    """Write what a reader of the run needs, its configuration, tokenizer and data, on rank 0. A run
+    that goes on does it after its first step: a start that trains nothing changes nothing."""
+    if world().rank != 0:
+        return
+    files = {
+        "config.toml": options,
+        "data.json": json.dumps(corpora.record(order), indent=1),
+    }
+    try:
+        for name, text in files.items():
+            disk.write_whole(str(folder / name), text.encode())
+        temporary = folder / "tokenizer.json.tmp"
+        corpora.tokenizer.save(str(temporary))
+        temporary.rename(folder / "tokenizer.json")
+    except OSError as error:
+        say.warning(
+            f"{error.filename or folder}: {error.strerror}: config.toml, data.json and tokenizer.json "
+            f"in {folder} may be those of an earlier start"
+        )

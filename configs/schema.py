@@ -225,8 +225,8 @@ class Run(Table):
     """Save a checkpoint and stop this many minutes after the processes started, as after a signal;
     0: no limit."""
     max_failures_at_step: int = Field(3, ge=0)
-    """Refuse to start (exit code 76) when this many starts in a row have failed at the same step;
-    0: never refuse."""
+    """Refuse to start (exit code 76) after so many starts in a row that failed at one step for one
+    cause; 0: never."""
     logs: Literal["auto", "all", "hosts"] = "auto"
     """Ranks that write a log: all, or the first of each host; auto: all if fewer than 1,024. Errors
     are always logged."""

@@ -55,8 +55,11 @@ class Sizes(NamedTuple):
 
 def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """The ranks with this one's place on the hosts of its ep group, and the ranks of its host.
-    Every rank calls this. Raises InputError, on every rank, where hosts have different numbers of
-    ranks."""
+    Every rank calls this, for each of its stages: all share what the first one opens, so that
+    `Mesh.set_timeout` knows every group. Raises InputError, on every rank, where hosts have
+    different numbers of ranks."""
+    if PEERS in mesh.more_groups:
+        return mesh.more_groups[PEERS], mesh.more_groups[HOST]
     local = world().local_size  # configs/check.py: it divides ep
     on_hosts = mesh.gather(local)
     if len(set(on_hosts)) > 1:

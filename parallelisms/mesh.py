@@ -231,12 +231,12 @@ def open_group(run: Run) -> torch.device:
         cpu_settings()
     else:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if dist.is_initialized():
-        return device
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         record_flights(Path(run.folder) / "logs")
+    if dist.is_initialized():
+        return device
     limit = timedelta(seconds=run.init_timeout_seconds)
     if here.size > 1:
         dist.init_process_group(backend, timeout=limit)

@@ -166,10 +166,11 @@ class Past:
         return [line for line in self.lines if line["step"] is not None]
 
     @property
-    def refused(self) -> bool:
-        """Whether it ended before its first step because its input was wrong. Such a start is no
-        interruption, and its seconds are not the run's."""
-        return self.ended.get("exit_code") == 2 and not self.steps
+    def did_nothing(self) -> bool:
+        """Whether it ended before it did a step, because its input was wrong or nothing was left to
+        do. Such a start is no interruption, and its seconds are not the run's."""
+        steps = {line["step"] for line in self.steps}
+        return len(steps) < 2 and self.ended.get("exit_code") in (0, 2)
 
 
 def folders(folder: Path) -> list[Path]:
@@ -260,7 +261,7 @@ class Account:
 def account(starts: list[Past]) -> Account:
     """Add up what the starts of a run have written."""
     result, alive, before = Account(), 0.0, None
-    counted = [start for start in starts if start.lines and not start.refused]
+    counted = [start for start in starts if start.lines and not start.did_nothing]
     redone = _redone([_segments(start) for start in counted])
     for start, (steps, seconds) in zip(counted, redone, strict=True):
         gap = max(0.0, start.lines[0]["time"] - alive) if before else 0.0

@@ -1,12 +1,13 @@
 """Detects what goes wrong in a run: a rank that hangs, numbers that jump, replicas that differ,
 ranks that are slow."""
 
+import contextlib
 import faulthandler
 import logging
 import math
+import os
 import signal
 import statistics
-import sys
 import threading
 import time
 import traceback
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
-from reliability.position import Position
+from reliability.position import Position, frames_of_others
 
 say = logging.getLogger("plumbline")
 
@@ -70,8 +71,9 @@ class Watchdog:
         if kind is None or issubclass(kind, InputError):
             self.rest()
         else:
-            self.file.write(redact("".join(traceback.format_exception(error))))
-            self.stacks()
+            with contextlib.suppress(OSError):  # a full disk must not hide the error
+                self.file.write(redact("".join(traceback.format_exception(error))))
+                self.stacks()
             self.arm(self.DYING)
 
     def stacks(self) -> None:
@@ -79,11 +81,12 @@ class Watchdog:
         is just becoming a Python thread; `faulthandler.dump_traceback` does not, and a rank whose
         save had failed died of it (SIGSEGV, 3.11)."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        for number, frame in sys._current_frames().items():
-            self.file.write(
-                f"\nThread {number:#018x} "
-                f"{names.get(number, '')}:\n{''.join(traceback.format_stack(frame))}"
-            )
+        stacks = {threading.get_ident(): traceback.format_stack()}
+        for number, frame in frames_of_others().items():
+            stacks[number] = traceback.format_stack(frame)
+        for number, lines in stacks.items():
+            name = names.get(number, "")
+            self.file.write(f"\nThread {number:#018x} {name}:\n{''.join(lines)}")
         self.file.flush()
 
     def rest(self) -> None:
@@ -91,9 +94,12 @@ class Watchdog:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if not self.file.closed:
             faulthandler.unregister(signal.SIGALRM)
-            self.file.close()
-            if self.path.stat().st_size == 0:
-                self.path.unlink()
+            own = os.fstat(self.file.fileno())
+            with contextlib.suppress(OSError):  # a full disk; or somebody has removed the folder
+                self.file.close()
+                is_own = os.path.samestat(own, self.path.stat())
+                if is_own and own.st_size == 0:
+                    self.path.unlink()
 
 
 class FailureTime:

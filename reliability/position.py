@@ -82,7 +82,10 @@ class Position:
         kill the process (SIGBUS)."""
         # PyTorch reads this when the first process group is made
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        with open(self.path, "wb+") as file:
+        # A file of its own, not the one of an earlier start written over: a process that still has
+        # that one mapped would die when it is shortened (SIGBUS).
+        self.path.unlink(missing_ok=True)
+        with open(self.path, "xb+") as file:
             file.write(bytes(SIZE))
             file.flush()
             self.memory = mmap.mmap(file.fileno(), SIZE)
@@ -239,16 +242,23 @@ def threads() -> list[dict[str, Any]]:
     its two innermost lines of this repository. A thread without such a line is left out."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    frames = sys._current_frames()
+    frames = frames_of_others()
     rows = []
     for number in sorted(frames, key=lambda n: n != main):
-        if number == threading.get_ident():
-            continue
         lines = own_lines(frames[number])
         if lines or number == main:
             inner = frames[number].f_code.co_filename
             rows.append({"name": names.get(number, ""), "inner": inner, "lines": lines[:2]})
     return rows
+
+
+def frames_of_others() -> dict[int, FrameType]:
+    """The innermost frame of each Python thread but this one, by the thread's number. This one's
+    would hold the frames that hold it: a cycle, and while `gc` is off every tensor of every frame
+    would stay."""
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return frames
 
 
 def own_lines(frame: FrameType | None) -> list[str]:

@@ -31,7 +31,8 @@ import torch
 
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
-from reliability.goodput import KINDS, ORDERLY, Clock, account, folders, read, read_json
+from reliability import causes
+from reliability.goodput import KINDS, ORDERLY, Clock, Past, account, folders, read, read_json
 
 say = logging.getLogger("plumbline")
 
@@ -130,6 +131,7 @@ class Start:
             "folder": str(Path.cwd()),
             "code": code(),
             "versions": versions(),
+            "memory_kills": causes.memory_kills(),
             "environment": {name: environ[name] for name in ENVIRONMENT if name in environ},
         }
         self._describe_changes(before)
@@ -176,33 +178,49 @@ class Start:
     def failures(self) -> tuple[int, int, str]:
         """How the starts just before this one failed: (the step that none of them got past, how
         many in a row, the reason of the last). A start counts only if it had the same options and
-        code as this one, so that a change of either is a new try, and only if it had begun to
-        train, since others say nothing about a step. (-1, 0, "") if there is none, and on every
-        rank but 0."""
-        step, times, reason = -1, 0, ""
-        before = (
-            [past for past in read(self.folder) if past.number < int(self.path.name)]
-            if self.path
-            else []
-        )
-        for past in reversed(before):
-            orderly, steps = past.ended.get("exit_code") in ORDERLY, past.steps
-            if not steps or (orderly and steps[0]["step"] == steps[-1]["step"]):
+        code as this one, so that a change of either is a new try, only if it had begun to train,
+        since others say nothing about a step, and only if its cause is that of the others. One that
+        was killed from outside after it had done a step ends the row. (-1, 0, "") if there is none,
+        and on every rank but 0."""
+        none = (-1, 0, "")
+        if not self.path:
+            return none
+        counted: list[tuple[int, str, str]] = []
+        later = self.facts
+        for past in reversed(read(self.folder)):
+            if past.number >= int(self.path.name) or self._says_nothing(past):
                 continue
-            config = self.path.with_name(f"{past.number:04d}") / "config.toml"
-            if _set_options(config) != _set_options(self.path / "config.toml"):
+            row = self._failure(past, later)
+            later = past.about
+            if row is None or (counted and row[:2] != counted[0][:2]):
                 break
-            files = past.about.get("code", {}).get("files")
-            if files != self.facts["code"]["files"]:
-                break
-            if orderly or step not in (-1, steps[-1]["step"]):
-                break
-            step, times, reason = (
-                steps[-1]["step"],
-                times + 1,
-                reason or past.ended.get("reason", "a kill"),
-            )
-        return step, times, reason
+            counted.append(row)
+        if not counted:
+            return none
+        step, _, reason = counted[0]
+        return step, len(counted), reason
+
+    def _says_nothing(self, past: Past) -> bool:
+        """Whether a start did not begin to train, or ended in order before it had done a step."""
+        steps = past.steps
+        did_nothing = not steps or steps[0]["step"] == steps[-1]["step"]
+        return not steps or (past.ended.get("exit_code") in ORDERLY and did_nothing)
+
+    def _failure(self, past: Past, later: dict) -> tuple[int, str, str] | None:
+        """The last step of a start that failed, the cause, and the reason in its words; None if it
+        was another run's, did not fail, or was killed from outside while it went on."""
+        config = self.path.with_name(f"{past.number:04d}") / "config.toml"
+        if _set_options(config) != _set_options(self.path / "config.toml"):
+            return None
+        if past.about.get("code", {}).get("files") != self.facts["code"]["files"]:
+            return None
+        if past.ended.get("exit_code") in ORDERLY:
+            return None
+        first, last = past.steps[0]["step"], past.steps[-1]["step"]
+        why = causes.cause(past, later, self.folder)
+        if not why and last > first:
+            return None
+        return last, why, past.ended.get("reason", why or "a kill")
 
     def fails_again_and_again(self, mesh: Mesh, limit: int) -> bool:
         """Whether at least `limit` starts in a row just before this one failed after the same step

@@ -259,7 +259,7 @@ def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(plac
     )
     with pytest.raises(InputError, match="transformers has no such norm"):
         job = SimpleNamespace(cfg=load_config(["--checkpoint.export_hf=float32"]), args=None)
-        train.resume(job, train.FORMATS, None, "", None)
+        train.resume(job, train.FORMATS, None, "", None, None)
 
 
 def test_a_family_without_formats_is_neither_loaded_nor_exported(place, monkeypatch):

@@ -1014,10 +1014,12 @@ def test_a_start_waits_for_the_room_that_an_earlier_run_took(tmp_path, monkeypat
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=50 * len(waited)))
     folder = CheckpointFolder(tmp_path, Checkpoint())
     folder.retention = SimpleNamespace(wait=waited.append)
-    folder.check_room(50)
+    folder.check_room(25, 2)
     assert waited == [PATIENCE]
     with pytest.raises(InputError, match="free, one checkpoint of this run takes"):
-        folder.check_room(101)
+        folder.check_room(101, 1)
+    with pytest.raises(InputError, match="adds 4 checkpoints of .* or lower checkpoint.keep_last"):
+        folder.check_room(101, 4)
 
 
 # Retention
@@ -1153,7 +1155,7 @@ def test_the_lease_of_a_dead_process_is_taken_over(tmp_path, monkeypatch):
     began = time.monotonic()
     lease.Lease(tmp_path / ".lease").release()
     assert time.monotonic() - began < 1
-    assert (tmp_path / ".lease").read_text() == ""
+    assert json.loads((tmp_path / ".lease").read_text())["released"]
 
 
 def test_the_lease_of_another_host_holds_while_it_counts_on(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from configs.load import load_config
 from configs.schema import InputError
 from models.moe import Experts, MixtureOfExperts
 from parallelisms import ep, ep_chunks, ep_hosts, in_flight
@@ -24,8 +25,9 @@ from reliability.collectives import group_of
 from tests.covering import covering_array
 from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks
-from tests.runs import COMPILED, STEPS, run, series, stopped_at, tiny_run
+from tests.runs import COMPILED, SMALL_MODEL, STEPS, run, series, stopped_at, tiny_run
 from tools.bench.in_flight import wait_at_once
+from train import build
 
 # Three hosts of two ranks; each rank has two experts. All sizes differ.
 HOSTS, RANKS, OF_RANK = 3, 2, 2
@@ -315,6 +317,26 @@ def test_peers_have_the_same_place_on_their_hosts():
         [[0, 2], [2, 3]],
         [[1, 3], [2, 3]],
     ]
+
+
+def timeouts_of_all_groups(options: list[str]) -> set[float]:
+    """Seconds that a collective of any group of this process may take after set_timeout(7)."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    job = build(load_config(options, 4))
+    job.mesh.set_timeout(7)
+    cpu = torch.device("cpu")
+    groups = list(dist.distributed_c10d._world.pg_names)
+    return {group._get_backend(cpu).options._timeout.total_seconds() for group in groups}
+
+
+def test_a_step_has_a_limit_in_every_group_of_every_stage():
+    """Both stages of a rank send by the same two groups. Without that the first stage's had no
+    limit but that of the start."""
+    options = [*SMALL_MODEL, *EXPERTS["qwen3 experts"], "--model.n_layers=4"]
+    options += ["--parallelism.pipeline_parallel=2"]
+    options += ["--parallelism.expert_parallel=2", "--parallelism.expert_exchange=hierarchical"]
+    options += ["--parallelism.pipeline_schedule=interleaved_1f1b", "--training.local_batch_size=1"]
+    assert run_ranks(4, timeouts_of_all_groups, options) == [{7.0}] * 4
 
 
 def test_hosts_with_different_numbers_of_ranks_are_refused_on_every_rank():

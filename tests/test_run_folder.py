@@ -21,7 +21,7 @@ import data.loader
 import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
-from reliability import goodput, record
+from reliability import causes, goodput, record
 from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
 from tests import forks
 from tests.ranks import run_ranks
@@ -611,6 +611,52 @@ def test_failures_at_one_step_are_counted_across_meshes_but_not_across_options(t
 
     assert [counted(configs[ranks]) for ranks in (1, 2, 1)] == [(-1, 0), (3, 1), (3, 2)]
     assert counted(configs[1].replace("seed = 1", "seed = 2")) == (-1, 0)
+
+
+OUTSIDE = "RuntimeError: [127.0.0.1]:17{} Connection closed by peer"
+
+
+@pytest.mark.parametrize(
+    ("first", "reasons", "times"),
+    [
+        (0, ["ValueError: at 0x51"] * 3, 3),
+        (0, ["ValueError: at 0x51", "ValueError: at 0x62", "ValueError: at 0x73"], 3),
+        (0, ["ValueError: no", "OSError: no", "ValueError: no"], 1),
+        (0, ["", "", ""], 0),  # kill -9 after steps that were done
+        (0, [OUTSIDE, OUTSIDE, OUTSIDE], 0),  # of another rank
+        (0, ["ValueError: no", "", "ValueError: no"], 1),
+        (3, ["", "", ""], 3),  # kill -9 before a step was done
+        (0, ["hung", "hung", "hung"], 3),
+        (0, ["memory", "memory", "memory"], 3),
+    ],
+)
+def test_a_crash_loop_is_one_step_that_fails_for_one_cause(
+    first, reasons, times, tmp_path, monkeypatch
+):
+    """first: the step after which each start went on; reasons: of its end, "" for kill -9."""
+    (tmp_path / "given.toml").write_text("")
+    folder = tmp_path / "run"
+    kills = [7]
+    monkeypatch.setattr(causes, "memory_kills", lambda: kills[0])
+
+    def begin() -> record.Start:
+        return record.Start(folder, 0, [], tmp_path / "given.toml", {}, "[run]\n", {})
+
+    for number, reason in enumerate(reasons):
+        start = begin()
+        start.resume(first)
+        if first < 3:
+            start.clock.step(3)
+        start.clock.write()
+        if reason == "hung":
+            (folder / "logs").mkdir(exist_ok=True)
+            (folder / "logs" / "rank-00000.stacks").write_text("File ...")
+        elif reason == "memory":
+            kills[0] += 1
+        elif reason:
+            start.end(1, reason.format(number))
+    step, counted, _ = begin().failures()
+    assert counted == times and step == (3 if times else -1)
 
 
 def test_accounts_of_random_histories():

@@ -299,7 +299,7 @@ def _about(run: Path) -> dict[str, object]:
     """Name -> a fact about the run that can be compared and printed."""
     facts: dict[str, object] = {}
     try:
-        starts = [start for start in goodput.read(run) if start.about and not start.refused]
+        starts = [start for start in goodput.read(run) if start.about and not start.did_nothing]
     except InputError:
         starts = []
     if starts:

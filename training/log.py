@@ -5,8 +5,10 @@ Any module may log with `logging.getLogger("plumbline")`. Before `setup` (in tes
 records go where Python's logging sends them by default.
 """
 
+import contextlib
 import logging
 import sys
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,29 @@ HARMLESS = (
 MANY_RANKS = 1024
 
 
+class _ToFile(logging.FileHandler):
+    """Writes to a file until that fails (a full disk), and says so once: a log ends no run. Lines
+    that could not be written stay in the buffer, and come when there is room."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            print(
+                f"{self.baseFilename} cannot be written ({error.strerror}): the run goes on",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+
 class _OnceItFails(logging.Handler):
     """Keeps the last records in memory. With the first error it writes them to the file at `path`,
     and then all others."""
@@ -45,7 +70,7 @@ class _OnceItFails(logging.Handler):
         super().__init__()
         self.last: deque[logging.LogRecord] = deque(maxlen=self.RECORDS)
         # it is made when something is written
-        self.file = logging.FileHandler(path, encoding="utf-8", delay=True)
+        self.file = _ToFile(path, encoding="utf-8", delay=True)
 
     def setFormatter(self, formatter: logging.Formatter) -> None:
         super().setFormatter(formatter)
@@ -100,7 +125,7 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
     path = Path(folder) / "logs" / f"rank-{rank:05d}.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = logging.FileHandler(path, encoding="utf-8") if writes else _OnceItFails(path)
+        file = _ToFile(path, encoding="utf-8") if writes else _OnceItFails(path)
     except OSError as error:
         raise InputError(
             f"run.folder = {str(folder)!r} cannot be written ({error.filename}: "
@@ -126,7 +151,16 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
 
     # the launcher points to the file, so it holds the traceback as well as stderr
     sys.excepthook = crashed
+    threading.excepthook = _thread_crashed
     return say
+
+
+def _thread_crashed(crash: threading.ExceptHookArgs) -> None:
+    """As Python does it, but for the thread that writes TensorBoard's file: of that the metrics say
+    a sentence (training/metrics.py)."""
+    is_tensorboard = "event_file_writer" in type(crash.thread).__module__
+    if not (is_tensorboard and isinstance(crash.exc_value, OSError)):
+        threading.__excepthook__(crash)
 
 
 def leave_out_harmless() -> None:

@@ -6,19 +6,19 @@ restart: what a killed run wrote after the checkpoint it resumes from is dropped
 floats so that they read back bitwise equal.
 """
 
-import json
+import contextlib
 import logging
 import math
-import os
 import re
 import resource
 import statistics
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,8 +29,10 @@ from configs import schema
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from training import digests, experts
+from training.lines import Lines, json_number
 from training.optimizers import sizes_like_parameter
 
+FILE = "metrics.jsonl"
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must
 # match the whole of torch.cuda.get_device_name(), so that a slice of a GPU (MIG) or a laptop's
 # variant is unknown rather than wrong.
@@ -242,16 +244,15 @@ class MetricsWriter:
         self.cfg, self.folder, self.start, self.steps, self.peak = cfg, folder, start, steps, peak
         self.rank0 = rank0
         self.rates: list[float] = []
-        self.bar = self.jsonl = self.tensorboard = self.wandb = None
-        self.records: dict[str, TextIO] = {}  # further files of JSON lines, by name
+        self.bar = self.tensorboard = self.wandb = None
+        self.draws = cfg.tensorboard
+        self.records: dict[str, Lines] = {}  # by the name of the file
         if not rank0:
             return
         if cfg.wandb_project:
             self.wandb = _open_wandb(cfg.wandb_project, folder)
-        path = folder / "metrics.jsonl"
-        for file in path, folder / experts.FILE, folder / digests.FILE:
-            _forget_after(file, start)
-        self.jsonl = path.open("a", encoding="utf-8")
+        for name in FILE, experts.FILE, digests.FILE:
+            self.records[name] = Lines(folder / name, start)
         if cfg.progress == "on" or (cfg.progress == "auto" and sys.stderr.isatty()):
             self.bar = tqdm(
                 total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr
@@ -274,16 +275,33 @@ class MetricsWriter:
             self.bar.set_postfix_str(line, refresh=False)
             self.bar.update(step - self.bar.n)
             self.bar.refresh()
-        numbers = {key: _json_number(value) for key, value in values.items()}
-        self.jsonl.write(json.dumps({"step": step} | numbers) + "\n")
-        self.jsonl.flush()
-        if self.cfg.tensorboard:
-            if self.tensorboard is None:
-                self.tensorboard = _open_tensorboard(self.folder / "tensorboard", self.start)
-            for key, value in values.items():
-                self.tensorboard.add_scalar(key, value, step)
+        numbers = {key: json_number(value) for key, value in values.items()}
+        self._record(FILE, {"step": step} | numbers)
+        if self.draws:
+            with self._curves_may_fail():
+                self._draw(step, values)
         if self.wandb is not None:
             self.wandb.log(values, step=step)
+
+    def _draw(self, step: int, values: dict[str, float]) -> None:
+        if self.tensorboard is None:
+            self.tensorboard = _open_tensorboard(self.folder / "tensorboard", self.start)
+        for key, value in values.items():
+            self.tensorboard.add_scalar(key, value, step)
+
+    @contextlib.contextmanager
+    def _curves_may_fail(self) -> Iterator[None]:
+        """A full disk ends TensorBoard's curves, whose thread then raises at every call, but not the
+        run."""
+        try:
+            yield
+        except OSError as error:
+            self.draws = False
+            self.tensorboard = None
+            logging.getLogger("plumbline").warning(
+                f"{self.folder / 'tensorboard'} cannot be written ({error.strerror}): TensorBoard's "
+                f"curves end here until the next start; {FILE} and tools.report have all steps"
+            )
 
     def record_experts(self, counts: dict) -> None:
         """Add a line of `training/experts.py::ExpertLoad` to the run's `experts.jsonl`."""
@@ -295,16 +313,15 @@ class MetricsWriter:
         if not of_rank:
             return
         numbers = digests.of_all_stages(of_rank, mesh)
-        pairs = {name: list(map(_json_number, pair)) for name, pair in numbers.items()}
+        pairs = {name: list(map(json_number, pair)) for name, pair in numbers.items()}
         self._record(digests.FILE, {"step": step, "gradients": pairs})
 
     def _record(self, name: str, line: dict) -> None:
         if not self.rank0:
             return
-        if name not in self.records:
-            self.records[name] = (self.folder / name).open("a", encoding="utf-8")
-        self.records[name].write(json.dumps(line) + "\n")
-        self.records[name].flush()
+        for lines in self.records.values():
+            lines.clean()
+        self.records[name].add(line)
 
     def _line(self, step: int, values: dict[str, float]) -> str:
         parts = [
@@ -325,9 +342,12 @@ class MetricsWriter:
         return f"{statistics.median(self.rates[1:] or self.rates):,.0f} tokens/s"
 
     def close(self) -> None:
-        for writer in (self.bar, self.jsonl, *self.records.values(), self.tensorboard):
+        for writer in (self.bar, *self.records.values()):
             if writer is not None:
                 writer.close()
+        if self.tensorboard is not None:
+            with self._curves_may_fail():
+                self.tensorboard.close()
         if self.wandb is not None:
             self.wandb.finish()
 
@@ -336,37 +356,6 @@ class MetricsWriter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity: they become the strings "nan", "inf" and "-inf", which
-    float() reads back."""
-    return value if math.isfinite(value) else str(float(value))
-
-
-def _forget_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a line cut off by a crash. A crash in here leaves the old
-    file or the new."""
-    if not path.exists():
-        return
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _step_of(line) <= step]
-    if kept == lines:
-        return
-    new = path.with_suffix(".tmp")
-    with new.open("w", encoding="utf-8") as file:
-        file.writelines(kept)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-
-
-def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinite if the line is not whole."""
-    try:
-        return json.loads(line)["step"] if line.endswith("\n") else math.inf
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return math.inf
 
 
 def _open_tensorboard(folder: Path, start: int):

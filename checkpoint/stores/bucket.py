@@ -61,10 +61,22 @@ class Bucket:
         (draft / verify.file_name(plan.rank)).upload(chunks, size)
         return [size, verify.digest(head)]
 
-    def take(self) -> str:
-        """Become the only run that writes here, and have the files removed that an earlier run left
-        without a manifest. Returns the name of this run."""
+    def claim(self) -> None:
+        """Become the only run that writes here, until `release`."""
         self.lease = StoreLease(self.path / ".lease")
+
+    def release(self) -> None:
+        """Give the prefix back, if it is ours."""
+        if self.retention:
+            self.retention.close()
+        if self.lease:
+            self.lease.release()
+
+    def take(self) -> str:
+        """Claim the place unless that is done, and have the files removed that an earlier run left
+        without a manifest. Returns the name of this run."""
+        if not self.lease:
+            self.claim()
         self.retention = StoreRetention(self.path, self.lease, self.cfg)
         drafts = set()
         foreign = set()
@@ -93,7 +105,7 @@ class Bucket:
                 pass  # the resume says so
         return sorted(names, key=verify.parse_name, reverse=True)
 
-    def check_room(self, size: int) -> None:
+    def check_room(self, size: int, count: int) -> None:
         """A bucket has no size."""
 
     def publish(self, draft: Key, name: str, manifest: dict) -> None:

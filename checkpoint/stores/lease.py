@@ -110,9 +110,13 @@ class StoreLease:
                     self.version = version
                     return True
                 owner, there = _read(self.key)
-                if owner.get("id") != self.id or there is None:
+                if owner and owner["id"] != self.id:
                     return False
-                self.version = there
+                if there is None:  # it was removed, by no run: each leaves its name
+                    made = self.key.create(self._text(run), tries)
+                    self.version = made or self.version
+                    return made is not None
+                self.version = there  # of an earlier beat, or of what is no lease
         return False
 
     def _keep_beating(self) -> None:
@@ -130,9 +134,13 @@ class StoreLease:
             self.check()
 
     def held(self) -> bool:
-        """Whether the lease is still ours: nobody took it over, and it was not removed."""
+        """Whether the lease is still ours: no other run took it over. What was removed or damaged is
+        mended."""
         owner, _ = _read(self.key)
-        return owner.get("id") == self.id
+        if owner:
+            return owner["id"] == self.id
+        say.warning(f"{self.key} was removed or damaged, and is mended")
+        return self._replace(self.id)
 
     def check(self) -> None:
         """Raises Lost if the lease is not held. Called before anything below the prefix changes
@@ -144,6 +152,9 @@ class StoreLease:
             )
 
     def release(self) -> None:
+        """Give the prefix back, once."""
+        if self.released.is_set():
+            return
         self.released.set()
         self.thread.join()
         try:

@@ -59,7 +59,7 @@ def spans(starts: list[Past]) -> list[Span]:
 def how_it_ended(start: Past, newest: bool) -> str:
     """newest: a start without an end may still be running; an earlier one was killed."""
     code = start.ended.get("exit_code")
-    if start.refused:
+    if start.did_nothing and code == 2:
         return "refused"
     if code is None:
         return "open" if newest else "failed"

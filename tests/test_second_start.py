@@ -1,0 +1,266 @@
+"""A second start in the folder of a run that is alive, or one that has nothing to do, changes
+nothing; and what goes away under a run ends it in a sentence."""
+
+import contextlib
+import errno
+import fcntl
+import io
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from checkpoint import lease, place
+from configs.schema import InputError
+from reliability import goodput
+from reliability.position import Position
+from tests import forks, ranks
+from tests.ranks import run_ranks
+from tests.runs import series, tiny_run
+
+OTHER = ["--optimizer.lr=0.5", "--training.steps=20"]
+
+
+def main(folder: Path, options: list[str]) -> tuple[int, str]:
+    """train.main on this rank: its exit code, and what it printed as an error."""
+    errors = io.StringIO()
+    with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
+        code = train.main([f"--run.folder={folder}", *options])
+    return code, errors.getvalue()
+
+
+def waiting(folder: Path, options: list[str], until: Path) -> tuple[int, str]:
+    """A run that says in its 7th step that it is there, and waits until a file is."""
+    real = train.train_step
+    lease.BEAT = 0.2
+    calls = []
+
+    def step(*args: object) -> train.StepResult:
+        calls.append(1)
+        if len(calls) == 7:
+            until.with_suffix(".ready").touch()
+            wait_for(until.exists)
+        return real(*args)
+
+    train.train_step = step
+    return main(folder, options)
+
+
+def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds * ranks.NEIGHBOURS
+    while not happened():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.02)
+
+
+def elsewhere(folder: Path, options: list[str]) -> tuple[int, str]:
+    """A start on another node, whose file system does not share locks."""
+
+    def no_lock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    fcntl.lockf = no_lock
+    socket.gethostname = lambda: "elsewhere"
+    lease.PATIENCE = 3.0
+    return main(folder, options)
+
+
+def as_it_was(folder: Path, options: list[str]) -> tuple[int, str]:
+    """A start that takes the folder after it has written there, as all once did."""
+
+    @contextlib.contextmanager
+    def later(cfg):
+        yield place.open_place(cfg.checkpoint, Path(cfg.run.folder) / "checkpoints")
+
+    train.claimed = later
+    return main(folder, options)
+
+
+def contents(folder: Path, but: tuple[str, ...] = (".lease", ".position")) -> dict[str, bytes]:
+    """The files of a run but those that it writes all the time while it lives."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        parts = {*path.parts, path.suffix}
+        if path.is_file() and not parts & {*but}:
+            found[str(path.relative_to(folder))] = path.read_bytes()
+    return found
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Those of the newest checkpoint, and the optimizer's state."""
+    found = {}
+    for path in max(folder.glob("checkpoints/step-*")).glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            found[f"{path.name}/{name}"] = tensor
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run on two ranks that no other start disturbs: its folder, and its options."""
+    place = tmp_path_factory.mktemp("alone")
+    options = [*tiny_run(place), "--checkpoint.keep_last=2"]
+    (place / "run").mkdir()
+    assert run_ranks(2, main, place / "run", options) == [(0, "")] * 2
+    return place / "run", options
+
+
+def test_a_second_start_leaves_the_first_as_it_is_alone(alone, tmp_path):
+    """On the same node three times, and on another one: each is refused, nothing in the folder
+    changes, and the first run ends with 0 and the bits that it has alone."""
+    oracle, options = alone
+    folder, until = tmp_path / "run", tmp_path / "go"
+    with ThreadPoolExecutor(1) as first:
+        ends = first.submit(run_ranks, 2, waiting, folder, options, until)
+        try:
+            wait_for(until.with_suffix(".ready").exists)
+            wait_for((folder / "checkpoints" / "step-00000005").exists)
+            before = contents(folder)
+            for start in main, main, main, elsewhere:
+                for code, said in run_ranks(2, start, folder, [*options, *OTHER]):
+                    assert code == 2 and "another run" in said and "Traceback" not in said, said
+            assert contents(folder) == before
+            run_ranks(2, as_it_was, folder, [*options, *OTHER])
+            assert contents(folder) != before, "the comparison sees no start that writes"
+        finally:
+            until.touch()
+        assert ends.result() == [(0, "")] * 2
+    assert series(folder) == series(oracle)
+    ours, theirs = weights(folder), weights(oracle)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def opened_again(path: Path) -> None:
+    """Another process that makes the same rank's file, again and again."""
+    for _ in range(30):
+        other = Position(path, 0)
+        other.open()
+        other.close(failed=False)
+
+
+def opened_in_place(path: Path) -> None:
+    """The same as it once was: the file of the first process is written over."""
+    for _ in range(30):
+        path.open("wb+").close()
+
+
+def moving(path: Path, until: Path) -> None:
+    own = Position(path, 0)
+    own.open()
+    until.with_suffix(".ready").touch()
+    while not until.exists():
+        own.begin("data")
+    own.close(failed=False)
+    os._exit(0)
+
+
+@pytest.mark.parametrize(("other", "code"), [(opened_again, 0), (opened_in_place, -signal.SIGBUS)])
+def test_a_position_that_another_process_opens_stays_mapped(other, code, tmp_path):
+    path, until = tmp_path / "rank-00000.position", tmp_path / "go"
+    process = forks.start(moving, path, until)
+    try:
+        wait_for(until.with_suffix(".ready").exists)
+        forks.call(other, path)
+        until.touch()
+        process.join(30 * ranks.NEIGHBOURS)
+        assert process.exitcode == code
+    finally:
+        forks.end(process)
+
+
+@pytest.mark.parametrize("steps", [16, 9])
+def test_a_start_without_a_step_changes_nothing_that_a_reader_sees(alone, tmp_path, steps):
+    """Neither one of a run that is done, nor one with fewer steps than are done."""
+    oracle, options = alone
+    folder = Path(shutil.copytree(oracle, tmp_path / "run"))
+    own = ("starts", "logs", ".lease")
+    before = contents(folder, own)
+    account = goodput.account(goodput.read(folder))
+    more = [*options, f"--training.steps={steps}", "--optimizer.lr=0.5"]
+    (code, said), _ = run_ranks(2, main, folder, more)
+    assert code in (0, 75) and said == ""
+    assert contents(folder, own) == before
+    if code == 0:
+        assert goodput.account(goodput.read(folder)) == account
+    # one that does a step is what a reader sees
+    run_ranks(2, main, folder, [*options, "--training.steps=17"])
+    assert "steps = 17\n" in (folder / "config.toml").read_text()
+
+
+def without_folder(folder: Path, options: list[str]) -> tuple[int, str]:
+    """A run whose folder somebody removes in its 7th step."""
+    real = train.train_step
+    calls = []
+
+    def step(*args: object) -> train.StepResult:
+        calls.append(1)
+        if len(calls) == 7 and args[0].mesh.rank == 0:
+            shutil.rmtree(folder)
+        return real(*args)
+
+    train.train_step = step
+    return main(folder, options)
+
+
+def test_a_folder_that_is_removed_ends_the_run_in_a_sentence(alone, tmp_path):
+    _, options = alone
+    options = [*options, "--metrics.tensorboard=true", "--validation.interval=3"]
+    for _, said in run_ranks(2, without_folder, tmp_path / "run", options):
+        assert "was removed during the run" in said
+        assert "Traceback" not in said and said.count("\n") == 1, said
+    assert not (tmp_path / "run").exists()
+
+
+# The file of the lease
+
+
+def garbage(path: Path) -> None:
+    path.write_text("x" * 500)
+
+
+def cut(path: Path) -> None:
+    path.write_text("")
+
+
+@pytest.mark.parametrize("harm", [garbage, cut, Path.unlink])
+def test_a_lease_that_is_damaged_or_removed_is_mended(harm, tmp_path, monkeypatch):
+    """During a run and before a start: it is no other run's."""
+    monkeypatch.setattr(lease, "PATIENCE", 0.6)
+    path = tmp_path / ".lease"
+    for _ in range(2):
+        mine = lease.Lease(path)
+        forks.call(harm, path)  # to close a file gives up this process's lock on it
+        mine.check()
+        refused = forks.call(refusal, path)
+        assert f"another run (process {os.getpid()} on" in refused
+        assert path.stat().st_size == lease.SIZE
+        mine.check()
+        mine.release()
+        harm(path)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(InputError) as error:
+        lease.Lease(path)
+    return str(error.value)
+
+
+def test_a_run_that_slept_through_another_one_sees_it(tmp_path, monkeypatch):
+    """The other has taken the folder over, and has given it back since."""
+    monkeypatch.setattr(lease, "BEAT", 1000)
+    path = tmp_path / ".lease"
+    mine = lease.Lease(path)
+    lease.Lease(path).release()  # in one process locks exclude nobody
+    with pytest.raises(lease.Lost, match="taken over"):
+        mine.check()
+    mine.release()

@@ -1,0 +1,110 @@
+"""Files of JSON lines to which a run adds, and which a full disk does not end.
+
+What cannot be written is kept and written when there is room again, so no line is lost while the
+run lives, and none is cut.
+"""
+
+import json
+import logging
+import math
+import os
+from io import FileIO
+from pathlib import Path
+
+say = logging.getLogger("plumbline")
+
+
+class Lines:
+    """One such file. Lines of steps after the one that was loaded are dropped before the first line
+    is added: a start that trains nothing leaves the file as it is."""
+
+    def __init__(self, path: Path, after: int) -> None:
+        """after: the step that was loaded, 0 for a fresh start."""
+        self.path, self.after = path, after
+        self.is_clean = False
+        self.file: FileIO | None = None
+        self.pending: list[str] = []
+        self.failed = False
+
+    def clean(self) -> None:
+        """Drop the lines of steps that are computed again."""
+        if not self.is_clean:
+            self._try(self._clean)
+
+    def add(self, line: dict) -> None:
+        self.pending.append(json.dumps(line) + "\n")
+        self._try(self._write)
+
+    def close(self) -> None:
+        if self.pending:
+            self._try(self._write)
+        if self.pending:
+            say.error(f"{self.path}: the last {len(self.pending)} lines are not in it")
+        if self.file:
+            self.file.close()
+
+    def _try(self, action) -> None:
+        try:
+            action()
+        except OSError as error:
+            if not self.failed:
+                say.warning(
+                    f"{self.path} cannot be written ({error.strerror}): training goes on, and its "
+                    "lines are written when there is room"
+                )
+            self.failed = True
+            return
+        if self.failed and not self.pending:
+            self.failed = False
+            say.info(f"{self.path} is written again, and no line is missing")
+
+    def _clean(self) -> None:
+        forget_after(self.path, self.after)
+        self.is_clean = True
+
+    def _write(self) -> None:
+        """Add all that is pending, or nothing."""
+        if not self.is_clean:
+            self._clean()
+        if self.file is None:
+            self.file = FileIO(self.path, "a")
+        end = os.fstat(self.file.fileno()).st_size
+        rest = memoryview("".join(self.pending).encode())
+        try:
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError:
+            self.file.truncate(end)
+            raise
+        self.pending.clear()
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no NaN and no infinity: they become the strings "nan", "inf" and "-inf", which
+    float() reads back."""
+    return value if math.isfinite(value) else str(float(value))
+
+
+def forget_after(path: Path, step: int) -> None:
+    """Drop the lines of later steps, and a line cut off by a crash. A crash in here leaves the old
+    file or the new."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _step_of(line) <= step]
+    if kept == lines:
+        return
+    new = path.with_suffix(".tmp")
+    with new.open("w", encoding="utf-8") as file:
+        file.writelines(kept)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def _step_of(line: str) -> float:
+    """The step of a line of metrics.jsonl; infinite if the line is not whole."""
+    try:
+        return json.loads(line)["step"] if line.endswith("\n") else math.inf
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf
