@@ -367,11 +367,10 @@ class Data(Table):
     """Restart attention and positions at each document's first token; no loss from one document to
     the next."""
     tokenizer: TokenizerText = Field("bpe", min_length=1)
-    """bpe (trained on the source at first use), bytes, hf:OWNER/NAME[@REVISION], or the path or URL
-    of a folder, a tokenizer.json, a tekken.json or a tiktoken rank file."""
+    """bpe (trained on the source), bytes, hf:OWNER/NAME, or a folder, tokenizer.json, tekken.json or
+    rank file."""
     tokenizer_pattern: str = Field("", max_length=10_000)
-    """Of a rank file that is not known: llama3, llama4, qwen2, gpt2, cl100k, o200k or a regular
-    expression."""
+    """Of an unknown rank file: llama3, llama4, qwen2, gpt2, cl100k, o200k or a regular expression."""
     end_token: str = Field("", max_length=200)
     """Name of the special token that ends a text; empty: as the tokenizer's files say
     (docs/data.md)."""

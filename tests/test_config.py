@@ -907,6 +907,20 @@ RULE_CASES = {
         'data.tokenizer = "bytes" needs at least 257 rows|model.vocab_size = 256',
         "model.vocab_size=257",
     ),
+    "tokenizer_pattern": (
+        "data.tokenizer=bytes data.tokenizer_pattern=llama3",
+        1,
+        1,
+        'data.tokenizer_pattern = "llama3" has no effect with|data.tokenizer = "bytes"',
+        "data.tokenizer_pattern=",
+    ),
+    "end_token": (
+        "data.tokenizer=bpe data.end_token=</s>",
+        1,
+        1,
+        'data.end_token = "</s>" has no effect with|data.tokenizer = "bpe"',
+        "data.end_token=<|endoftext|>",
+    ),
     "mixture_source": (
         'data.source=corpus data.mixture=[{name="a",source="x",weight=1}] data.tokenizer=bytes',
         1,
