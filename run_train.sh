@@ -9,7 +9,7 @@
 #   NGPU         processes on this node                      default: the visible GPUs, or 1
 #   NNODES       nodes of the job; run this on each of them  default: those of this Slurm step, or 1
 #                MIN:MAX: any number of nodes in this range  (docs/launch.md)
-#   NODE_RANK    the number of this node, from 0             default: Slurm's number, or 0
+#   NODE_RANK    the number of this node, from 0             default: Slurm's number; 0 of one node
 #   MASTER_ADDR  address of node 0                           default: from Slurm; needed when NNODES > 1
 #   MASTER_PORT  a free port there                           default: 29500
 #   RESTARTS     how often to restart by itself when a rank or a node has failed; default: 0
@@ -45,11 +45,15 @@ if [[ ! ${NGPU-} ]]; then
     NGPU=$(visible_gpus) || NGPU=1 # grep fails if it counts none
 fi
 NNODES=${NNODES:-${SLURM_STEP_NUM_NODES:-1}}
-NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 MASTER_PORT=${MASTER_PORT:-29500}
 RESTARTS=${RESTARTS:-0}
 [[ $NNODES =~ ^[0-9]{1,6}(:[0-9]{1,6})?$ ]] || fail "NNODES=$NNODES: must be a whole number, or MIN:MAX"
 FEWEST=${NNODES%:*} MOST=${NNODES#*:} # a single number is both
+if [[ $MOST == 1 ]]; then # also on one of several nodes of a Slurm step, each of which has a run of its own
+    NODE_RANK=${NODE_RANK:-0}
+else
+    NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
+fi
 for name in NGPU FEWEST MOST NODE_RANK MASTER_PORT RESTARTS; do
     [[ ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || fail "$name=${!name}: must be a whole number"
 done

@@ -434,6 +434,21 @@ def test_slurm_tells_the_nodes_who_they_are(
     assert [node.returncode for node in nodes] == [0, 0]
 
 
+def test_a_run_of_one_node_in_a_step_of_two_has_node_rank_0(repository: Path) -> None:
+    """Two runs of one node each, as in a sweep: NNODES=1 on both nodes of a Slurm step."""
+    (repository / "train.py").write_text(PRINT_ENVIRONMENT)
+    slurm = {
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NODEID": "1",
+    }
+    done = run(repository / "run_train.sh", "--training.local_batch_size=1", NNODES="1", **slurm)
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert (shown["RANK"], shown["WORLD_SIZE"]) == (None, None), "one process needs no ranks"
+
+
 def test_sigterm_to_the_script_saves_and_returns_75(repository: Path) -> None:
     train = (repository / "train.py").read_text().replace("sys.argv[1]", '"wait"')
     (repository / "train.py").write_text(train)
