@@ -220,7 +220,7 @@ class Chat:
                 raise Unfit(
                     f"has an answer (message {i + 1}) that its template renders in another way when "
                     "the conversation goes on, so nobody can tell where it is: give a template with "
-                    "{% generation %} blocks (data.chat_template)"
+                    "{% generation %} blocks (data.chat_template), as plain and chatml have"
                 )
             spans.append((len(before), self.end(after, len(before))))
         return spans

@@ -82,7 +82,10 @@ def find(cfg: Data) -> list[sources.File]:
         )
     lines = f'data.format = "{cfg.format}" reads JSON records (.jsonl, .json)'
     if cfg.source.startswith(sources.HUGGING_FACE):
-        raise InputError(f"data.source: {lines}, not {cfg.source}: export the dataset to them")
+        raise InputError(
+            f"data.source: {lines}, not {cfg.source}: export a split of the dataset first, by "
+            'to_json("talks.jsonl") of what datasets.load_dataset returns'
+        )
     files = sources.find(cfg.source)
     others = [file.path for file in files if not sources.has_records(file, cfg.json_files)]
     if others:

@@ -127,8 +127,8 @@ def answers_as_they_come(
     end = chat.end_of_turn()
     if end is not None:
         stops.append(end)
-    elif chat.warning():
-        print(chat.warning(), file=sys.stderr)
+    elif warning := chat.warning():
+        print(warning, file=sys.stderr)
     shown = [len(prompt) for prompt in ids]
     return decoded(loaded, ids, shown, new_tokens, stops=stops, **options)
 
