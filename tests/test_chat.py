@@ -280,8 +280,8 @@ def test_what_cannot_be_opened_is_a_sentence(tmp_path, folders):
         'needs the special token <.im_start.>.*use "plain"': {"chat_template": "chatml"},
         "nowhere.jinja cannot be read": {"chat_template": "nowhere.jinja"},
         "no effect": {"add_bos": True},
-        "not stdlib|JSON lines": {"source": "stdlib"},
-        "JSON lines .* not hf:some/chat": {"source": "hf:some/chat"},
+        "JSON records": {"source": "stdlib"},
+        "JSON records .* not hf:some/chat: export .*to_json": {"source": "hf:some/chat"},
         "all its conversations are the same": {"validation_fraction": 0.1},
     }.items():
         lines = write(tmp_path / "one.jsonl", [TALKS[0]]) if "same" in sentence else source
