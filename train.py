@@ -293,7 +293,7 @@ def accumulate_gradients(job: Job, feed: Feed, scale: Tensor) -> Tensor:
 def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
     """A whole run, from the newest checkpoint in cfg.run.folder if there is one. Returns the exit
     code. place: where its checkpoints are (checkpoint/place.py::claimed)."""
-    steps = cfg.training.steps
+    steps = cfg.training.last_step
     clock = this_start.clock
     corpora, job = open_run(cfg, this_start, watchdog)
     mesh = job.mesh
@@ -325,7 +325,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
 
     patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
     stopping = False
-    this_start.resume(start)
+    this_start.resume(start, checkpoints.origin)
     watchdog.position.follow(pp.stages_of(job.model), job.optimizer, start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
     with (
@@ -345,7 +345,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             data_seconds = clock.lap("data")
 
             watchdog.arm(patience, "forward")
-            lr = learning_rate(step, steps, cfg.optimizer.lr, cfg.lr_schedule)
+            lr = learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule)
             set_learning_rate(job.optimizer, lr)
             replay = every(step + 1, cfg.debug.replay_interval)
             digest = every(step + 1, cfg.metrics.gradient_interval)
@@ -429,7 +429,7 @@ def every(step: int, interval: int) -> bool:
 def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, last_words: str) -> int:
     """Export the weights if the run is done, and say the last words. Returns the exit code."""
     cfg = job.cfg
-    is_done = step == cfg.training.steps
+    is_done = step >= cfg.training.last_step
     # an export reads files, so one rank can do it for any mesh
     if is_done and cfg.checkpoint.export_hf and job.mesh.rank == 0:
         files = turns.files(Path(cfg.run.folder), tokenizer, job.args.max_seq_len)
@@ -444,13 +444,12 @@ def main(argv: list[str] | None = None) -> int:
     """`train.py [CONFIG.toml] [--table.key=value ...]`. Returns the exit code:
 
      0  done
-     1  no room to write, or data that cannot be read. Any other failure raises
-     2  wrong configuration or input
+     1  no room to write, or data that end or cannot be read. Any other failure raises
+     2  wrong configuration or input, and no step was done
     75  stopped on request with a checkpoint: run the same command again to go on
     76  the starts before failed at the same step again and again, so nothing was tried
 
-    A stream that ends (1: it cannot be read, 2: data.stream_epochs are over) leaves a checkpoint of
-    the last whole step.
+    A stream that ends leaves a checkpoint of the last whole step.
     """
     argv = sys.argv[1:] if argv is None else argv
     here = meshes.world()

@@ -40,7 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint import adapters, state, storage, verify
+from checkpoint import adapters, branches, changes, state, storage, verify
 from checkpoint.agreement import NO_FILE, agree, gather_files, on_every_rank, on_rank_0
 from checkpoint.lease import Lost
 from checkpoint.place import CheckpointFolder, open_place
@@ -419,8 +419,9 @@ class CheckpointManager:
         self, model: nn.Module, optimizer: torch.optim.Optimizer, last: int | None = None
     ) -> dict | None:
         """Resume from the newest whole checkpoint of this run, or from that of cfg.load_step, and
-        return its progress. Returns None for a fresh start, which takes the weights of
-        cfg.load_path if it is set. last: the run's last step, if that is known.
+        return its progress; a new run goes on from cfg.branch_from, if that is set. Returns None
+        for a fresh start, which takes the weights of cfg.load_path if it is set.
+        last: the run's last step, if that is known.
 
         Raises InputError where a fresh start would hide a mistake: the step is missing, none of the
         checkpoints can be read, or the checkpoint is of a different model, data or seed.
@@ -430,6 +431,8 @@ class CheckpointManager:
         size = sum(tensor.numel() * tensor.element_size() for tensor in live.values())
         names = self._on_rank_0(self._choose, size, last)
         self._make_plan(live)
+        if not names and self.cfg.branch_from:
+            return self._branch(live, optimizer)
         if not names:
             self._start_from(live)
             return None
@@ -472,9 +475,33 @@ class CheckpointManager:
                 f"checkpoint.load_step = {step} goes back from {names[0]}, now and at every "
                 "restart: remove it once there is a newer checkpoint",
             )
+        self._say_changes(manifest, optimizer)
+        return manifest
+
+    def _say_changes(self, manifest: dict, optimizer: torch.optim.Optimizer) -> None:
+        """In one line, where the checkpoint has the options that it was written with."""
+        if changes.options(manifest["facts"]) and changes.options(self.facts):
+            if line := changes.line(manifest, self.facts, self.mesh.sizes):
+                self._say(logging.WARNING, line)
+            return
         for line in state.mismatches(manifest["hyperparameters"], state.hyperparameters(optimizer)):
             self._say(logging.WARNING, f"optimizer {line}: the config's value is used")
-        return manifest
+
+    def _branch(self, live: dict, optimizer: torch.optim.Optimizer) -> dict:
+        """Go on from the checkpoint of another run that branch_from names, as that run would, and
+        return its progress."""
+        path = self._on_rank_0(branches.find, self.cfg.branch_from)
+        try:
+            manifest = self._on_rank_0(verify.read_manifest, path)
+            self._check_same_run(path, manifest, optimizer)
+            same_mesh = manifest["mesh"] == self.mesh.sizes
+            self._read(path, manifest, live, "model+optimizer", rng=same_mesh)
+        except Damaged as error:
+            raise InputError(f"checkpoint.branch_from: {path} is damaged: {error}") from None
+        self.origin = str(path)
+        self._say(logging.INFO, f"a branch of {path}")
+        self._say_changes(manifest, optimizer)
+        return manifest["progress"]
 
     def _load_first_whole(
         self, candidates: list[str], live: dict, optimizer: torch.optim.Optimizer
@@ -487,7 +514,7 @@ class CheckpointManager:
             manifest = None
             try:
                 manifest = self._on_rank_0(self._manifest_of, name)
-                self._check_same_run(name, manifest, optimizer)
+                self._check_same_run(self.folder / name, manifest, optimizer)
                 same_mesh = manifest["mesh"] == self.mesh.sizes
                 self._read(self.folder / name, manifest, live, "model+optimizer", rng=same_mesh)
                 return name, manifest
@@ -527,7 +554,7 @@ class CheckpointManager:
             raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
         self.origin = str(path)
         self._say(logging.INFO, f"a new run from the {self.cfg.load_path_content} of {path}")
-        for line in self._mismatches(manifest):
+        for line in changes.refused(manifest["facts"], self.facts):
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
 
     def load_base(self, folder: Path | Key, base: dict[str, Tensor]) -> str:
@@ -546,13 +573,9 @@ class CheckpointManager:
         except Damaged as error:
             raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
         self._say(logging.INFO, f"adapters of the model of {path}")
-        for line in self._mismatches(manifest):
+        for line in changes.refused(manifest["facts"], self.facts):
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
         return str(path.resolve())
-
-    def _mismatches(self, manifest: dict) -> list[str]:
-        saved = manifest["facts"].get("must_match", {})
-        return state.mismatches(saved, self.facts.get("must_match", {}))
 
     def _manifest_of(self, name: str) -> dict:
         manifest = verify.read_manifest(self.folder / name)
@@ -560,13 +583,15 @@ class CheckpointManager:
             raise Damaged(f"{self.folder / name}: its manifest is of step {manifest['step']}")
         return manifest
 
-    def _check_same_run(self, name: str, manifest: dict, optimizer: torch.optim.Optimizer) -> None:
-        lines = self._mismatches(manifest)
+    def _check_same_run(
+        self, path: Path | Key, manifest: dict, optimizer: torch.optim.Optimizer
+    ) -> None:
+        lines = changes.refused(manifest["facts"], self.facts)
         lines += state.mismatches(manifest["optimizer"], type(optimizer).__name__, "optimizer")
         lines += adapters.other_base(manifest["facts"], self.facts)
         if lines:
             raise InputError(
-                f"{self.folder / name} is of another run: {'; '.join(lines)}. Restore those "
+                f"{path} is of another run: {'; '.join(lines)}. Restore those "
                 "options, or set another run.folder (with checkpoint.load_path to start from these "
                 "weights)"
             )

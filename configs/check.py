@@ -734,6 +734,18 @@ RULES = {
         "{profiler.start_step} is beyond the end of the run, {training.steps}, so nothing would be "
         "traced: lower the first",
     ),
+    "stop_after": (
+        lambda c: c.training.stop_after > c.training.steps,
+        "{training.stop_after} is beyond the end of the run, {training.steps}: lower the first",
+    ),
+    "branch_from": (
+        lambda c: (
+            c.checkpoint.branch_from
+            and (c.checkpoint.load_path or c.checkpoint.load_hf or c.lora.rank > 0)
+        ),
+        "{checkpoint.branch_from} goes on with all of another run's state: it excludes "
+        "{checkpoint.load_path}, {checkpoint.load_hf} and {lora.rank}",
+    ),
     "load_step": (
         lambda c: c.checkpoint.load_step > c.training.steps,
         "{checkpoint.load_step} is beyond the end of the run, {training.steps}",

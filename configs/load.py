@@ -76,7 +76,10 @@ class ConfigError(InputError):
 
 
 def load_config(
-    argv: list[str], world_size: int | None = None, local_world_size: int | None = None
+    argv: list[str],
+    world_size: int | None = None,
+    local_world_size: int | None = None,
+    typed: bool = False,
 ) -> Config:
     """The configuration of the run that `argv` describes. If it names no file,
     configs/llama_debug.toml is taken.
@@ -84,8 +87,13 @@ def load_config(
     With the number of processes (of the run, of this host) the rules of the mesh are checked too.
     An option that was not set and follows from others, such as training.local_batch_size, gets its
     number. Raises ConfigError.
+
+    typed: whether a person wrote these arguments, who means one thing by an option; a program may
+    put later ones over earlier ones.
     """
     path, overrides, problems, doubtful = _arguments(argv)
+    if typed:
+        problems += _given_twice(argv)
     given = {}  # "table.key" -> (value, where it was set)
     try:
         tables = read_toml(path)
@@ -158,6 +166,21 @@ def _certain(cfg: Config, doubtful: set[str]) -> SimpleNamespace:
 def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
     """The file that `argv` names, or the default file, and the overrides by option."""
     return _arguments(argv)[:2]
+
+
+def _given_twice(argv: list[str]) -> list[str]:
+    """Sentences about options that a command line sets more than once."""
+    names = [word.removeprefix("--").partition("=")[0] for word in argv if word.startswith("--")]
+    problems = []
+    for name in dict.fromkeys(names):
+        if name in OPTIONS and names.count(name) > 1:
+            given = [word for word in argv if word.startswith(f"--{name}=")]
+            values = [_shown(_arguments([word])[1][name]) for word in given]
+            shown = f": {' and '.join(values)}" if len(values) > 1 else ""
+            problems.append(
+                f"{COMMAND_LINE}: --{name} is given {names.count(name)} times{shown}; keep one"
+            )
+    return problems
 
 
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set[str]]:
@@ -508,7 +531,9 @@ def main(argv: list[str]) -> int:
         (HERE / "schema.json").write_text(json_schema(), encoding="utf-8")
         return 0
     try:
-        cfg = load_config(run_arguments, flags.world_size, flags.local_world_size)
+        cfg = load_config(
+            run_arguments, flags.world_size, flags.local_world_size, argv == sys.argv[1:]
+        )
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

@@ -427,6 +427,8 @@ class Data(Table):
 class Training(Table):
     steps: int = Field(100, ge=1)
     """Optimizer steps of the whole run."""
+    stop_after: int = Field(0, ge=0)
+    """End the run after this step, on the schedule of training.steps; 0: after the last."""
     seq_len: int = Field(256, ge=1)
     """Tokens per sequence."""
     global_batch_size: int = Field(8, ge=1)
@@ -462,6 +464,11 @@ class Training(Table):
     expert_bias_speed: float = Field(0.001, ge=0)
     """How far an expert's balancing bias moves after each step, in a model that has such biases; 0:
     they stay."""
+
+    @property
+    def last_step(self) -> int:
+        """The step after which the run is done."""
+        return self.stop_after or self.steps
 
     def microbatches(self, dp_size: int) -> int:
         """Microbatches of a step, on each of `dp_size` data-parallel ranks."""
@@ -659,6 +666,9 @@ class Checkpoint(Table):
     exclude_from_loading: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Tensors not to load from load_path, as patterns such as "model.output.*"; they keep their
     initial values."""
+    branch_from: PathText = Field("", max_length=1000, examples=["runs/a@1200"])
+    """If the run has no checkpoint yet, go on from this step of another run; without @STEP: from its
+    newest."""
     load_hf: LocalPath = Field("", max_length=1000)
     """If the run has no checkpoint yet, start at step 0 with the weights of this Hugging Face
     folder."""

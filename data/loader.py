@@ -95,7 +95,7 @@ class Corpora:
             order = splice.begin(self.description)
             changes = []
         max_epochs = {entry.name: entry.max_epochs for entry in self.cfg.data.mixture}
-        splice.check_epochs(order, self.cfg.training.steps, max_epochs)
+        splice.check_epochs(order, self.cfg.training.last_step, max_epochs)
         if changes:
             say.warning(
                 f"the data changes at step {progress['step']} (data.allow_splice): "

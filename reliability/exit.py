@@ -15,6 +15,11 @@ CRASH_LOOP = 76
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
+class RunFailed(InputError):
+    """What ended a run that had trained: 2 would say that nothing was started, and a launcher starts
+    nothing again after it."""
+
+
 def refuse(error: Exception) -> int:
     """End this rank with a sentence instead of a traceback. Returns the exit code. The other ranks
     may still compute, so nothing waits for them.
@@ -35,4 +40,5 @@ def refuse(error: Exception) -> int:
     speaker = f"rank {here.rank}: " if here.size > 1 else ""
     print(speaker + sentence, file=sys.stderr, flush=True)
     meshes.abort_mesh()
-    return WRONG_INPUT if isinstance(error, InputError) else FAILED
+    is_refusal = isinstance(error, InputError) and not isinstance(error, RunFailed)
+    return WRONG_INPUT if is_refusal else FAILED

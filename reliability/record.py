@@ -32,6 +32,7 @@ import torch
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from reliability import causes
+from reliability.exit import RunFailed
 from reliability.goodput import KINDS, ORDERLY, Clock, Past, account, folders, read, read_json
 
 say = logging.getLogger("plumbline")
@@ -165,10 +166,12 @@ class Start:
         new.write_text(text, encoding="utf-8")
         new.replace(self.path / name)
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, origin: str = "") -> None:
         """The loop goes on after this step. Called at the start, and when a run goes back to a
-        checkpoint by itself."""
+        checkpoint by itself. origin: the checkpoint of another run that this one started from."""
         self.clock.resume(step)
+        if origin:
+            self.add(origin=origin)
         if self.path:
             total = account(read(self.folder)).seconds
             self.clock.before = {
@@ -281,9 +284,10 @@ class Start:
         elif isinstance(error, SystemExit):
             self.end(error.code if isinstance(error.code, int) else 1, self.reason)
         else:
-            self.end(
-                2 if isinstance(error, InputError) else 1, f"{kind.__name__}: {str(error)[:2000]}"
-            )
+            refused = isinstance(error, InputError) and not self.clock.started
+            self.end(2 if refused else 1, f"{kind.__name__}: {str(error)[:2000]}")
+            if isinstance(error, InputError) and not refused:
+                raise RunFailed(str(error)) from error
 
 
 # What is known about this process -----------------------------------------------------------------

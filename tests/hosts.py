@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import Launcher
-from tests.runs import ROOT, environment, free_port
+from tests.runs import ROOT, as_typed, environment, free_port
 
 ADDRESSES = ("10.123.45.1", "10.123.45.2")
 
@@ -87,7 +87,8 @@ class Hosts:
                 TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10",
                 **settings,
             )
-            command = ["ip", "netns", "exec", name, str(ROOT / "run_train.sh"), *options]
+            script = str(ROOT / "run_train.sh")
+            command = ["ip", "netns", "exec", name, script, *as_typed(options)]
             with open(f"{said}-{node}", "w") as file:
                 self.running.append(
                     subprocess.Popen(

@@ -149,6 +149,11 @@ def tiny_run(place: Path) -> list[str]:
     return [*TINY, f"--data.source={corpus}", f"--data.cache={place / 'cache'}"]
 
 
+def as_typed(options: list[str]) -> list[str]:
+    """The last of each option: on a command line none stands twice."""
+    return list({option.partition("=")[0]: option for option in options}.values())
+
+
 def run(options: list[str], folder: Path) -> tuple[int, str]:
     """train.main on this rank: its exit code, and what it printed as an error. Notes which samples
     each step saw."""

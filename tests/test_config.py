@@ -1064,6 +1064,20 @@ RULE_CASES = {
         "profiler.start_step = 11 is beyond the end of the run, training.steps = 10|lower",
         "profiler.start_step=10",
     ),
+    "stop_after": (
+        "training.stop_after=400",
+        1,
+        1,
+        "training.stop_after = 400 is beyond the end of the run, training.steps = 100",
+        "training.stop_after=100",
+    ),
+    "branch_from": (
+        "checkpoint.branch_from=a@5 checkpoint.load_path=b",
+        1,
+        1,
+        'checkpoint.branch_from = "a@5" goes on with all of another run\'s state',
+        "checkpoint.load_path=",
+    ),
     "load_step": (
         "checkpoint.load_step=400",
         1,

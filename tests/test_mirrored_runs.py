@@ -14,7 +14,7 @@ from configs.load import dump, load_config
 from configs.schema import InputError
 from reliability import objects
 from tests.ranks import NEIGHBOURS, run_ranks
-from tests.runs import ROOT, environment, run, series, tiny_run
+from tests.runs import ROOT, as_typed, environment, run, series, tiny_run
 from tests.s3 import Server
 from tests.stores import (
     emptied,
@@ -35,7 +35,7 @@ def store(running_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def start(options: list[str], ranks: int) -> subprocess.Popen:
-    command = [str(ROOT / "run_train.sh"), *options]
+    command = [str(ROOT / "run_train.sh"), *as_typed(options)]
     return subprocess.Popen(
         command, env=environment(NGPU=str(ranks)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

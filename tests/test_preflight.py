@@ -33,7 +33,7 @@ from configs.schema import InputError
 from parallelisms.mesh import World
 from tests.hosts import hosts  # noqa: F401  a fixture
 from tests.ranks import NEIGHBOURS, run_ranks
-from tests.runs import environment
+from tests.runs import as_typed, environment
 from tools.plan.device import load_device
 from tools.preflight import __main__ as preflight
 from tools.preflight import answers, host, job, machine, network
@@ -878,6 +878,9 @@ def test_only_and_skip():
 # As a user starts it ------------------------------------------------------------------------------
 
 
+ON_THREE = ["--parallelism.tensor_parallel=1", "--training.global_batch_size=6"]
+
+
 def in_place(place: Path) -> list[str]:
     """TINY with absolute paths."""
     return [
@@ -888,7 +891,7 @@ def in_place(place: Path) -> list[str]:
 
 def started(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(ROOT / "run_train.sh"), "--preflight", *arguments],
+        [str(ROOT / "run_train.sh"), "--preflight", *as_typed(list(arguments))],
         env=environment(**settings),
         cwd=ROOT,
         text=True,
@@ -963,8 +966,7 @@ def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
         [
             str(ROOT / "run_train.sh"),
             "--preflight",
-            *(o.replace("tensor_parallel=2", "tensor_parallel=1") for o in in_place(place)),
-            "--training.global_batch_size=6",
+            *as_typed([*in_place(place), *ON_THREE]),
             f"--run.folder={tmp_path}/runs/x",
         ],
         env=environment(NGPU="3", FLIGHT=str(tmp_path)),

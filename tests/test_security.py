@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import NEIGHBOURS
-from tests.runs import environment, tiny_run
+from tests.runs import as_typed, environment, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "canary-8f3b1c"
@@ -74,13 +74,8 @@ def a_run(
 ) -> Iterator[tuple[Path, str, set[str]]]:
     """(its place, all it said, where it listened) of a run that is stopped after it has saved."""
     place = tmp_path_factory.mktemp("run")
-    command = [
-        str(ROOT / "run_train.sh"),
-        *tiny_run(place),
-        "--training.steps=2000",
-        "--metrics.tensorboard=true",
-        f"--run.folder={place / 'run'}",
-    ]
+    options = [*tiny_run(place), "--training.steps=2000", "--metrics.tensorboard=true"]
+    command = [str(ROOT / "run_train.sh"), *as_typed(options), f"--run.folder={place / 'run'}"]
     here = environment(NGPU=str(request.param), OMP_NUM_THREADS="1", **SECRETS)
     with open(place / "said", "w") as file:
         process = subprocess.Popen(

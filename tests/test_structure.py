@@ -85,6 +85,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.published",  # which model a config.json means
         "models.lora",  # which parameters are adapters
         "training",
+        "training.optim",  # the learning rate, before and after a change of options
         "training.init",  # the global index of an element, and a hash of it
         "training.optimizers",  # what each optimizer keeps
     },

@@ -66,7 +66,7 @@ from tests.checkpoints import (
 from tests.launched import Launcher
 from tests.launched import ended as launchers_ended
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
-from tests.runs import ROOT, run, series, stopped_at, tiny_run
+from tests.runs import ROOT, as_typed, run, series, stopped_at, tiny_run
 from tools import convert, generate
 
 
@@ -847,7 +847,7 @@ def test_d11_without_a_folder_for_temporary_files(launched, tmp_path):
         if launched and place != tmp_path:
             path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
             settings = os.environ | {"TMPDIR": str(place), "NGPU": "2", "PATH": path}
-            command = [ROOT / "run_train.sh", f"--run.folder={folder}", *options]
+            command = [ROOT / "run_train.sh", f"--run.folder={folder}", *as_typed(options)]
             done = subprocess.run(
                 command, env=settings, capture_output=True, text=True, timeout=240
             )

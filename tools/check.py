@@ -183,7 +183,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--local-world-size", type=int, default=1)
     sizes, arguments = parser.parse_known_args(argv)
     try:
-        cfg = load_config(arguments, sizes.world_size, sizes.local_world_size)
+        typed = argv == sys.argv[1:]
+        cfg = load_config(arguments, sizes.world_size, sizes.local_world_size, typed)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -16,12 +16,12 @@ def last_lines(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: Metri
     """
     cfg = job.cfg
     folder = Path(cfg.run.folder)
-    steps = cfg.training.steps
+    steps = cfg.training.last_step
     lines = []
     if meter.last_loss is None:
         lines.append(
-            f"nothing to do: {folder} has already trained {step} steps; raise training.steps to "
-            "go on"
+            f"nothing to do: {folder} has already trained {step} of {steps} steps; raise "
+            "training.steps to go on"
         )
     else:
         lines.append(

@@ -1,0 +1,104 @@
+"""What a resumed run does otherwise than the run that wrote its checkpoint, in the names of options.
+
+A change of schedule bends the learning rate in silence, and a hash tells a person nothing. So one line
+names each option that changed, and the learning rate of the next step as it was to be and as it is.
+"""
+
+import json
+from typing import Any
+
+import tomli
+
+from checkpoint import state
+from configs.schema import Config
+from training.optim import learning_rate
+
+# Tables of options whose change changes what is computed; the mesh is compared by its sizes.
+TABLES = ("model", "data", "training", "optimizer", "lr_schedule", "lora")
+# Options of these that say where things are, and how they are read.
+ELSEWHERE = ("data.cache", "data.workers", "data.prefetch")
+
+
+def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
+    """All that changed, or nothing. facts: of this run, with the resolved options as TOML in
+    "config"; mesh: sizes by dimension."""
+    before, now = options(manifest["facts"]), options(facts)
+    changed = []
+    for name in sorted(before.keys() & now.keys()):
+        is_ours = name.partition(".")[0] in TABLES and name not in ELSEWHERE
+        if is_ours and before[name] != now[name]:
+            changed.append(f"{name} {_shown(before[name])} -> {_shown(now[name])}")
+    for name, size in mesh.items():
+        there = manifest["mesh"].get(name, 1)
+        if there != size:
+            changed.append(f"mesh {name} {there} -> {size}")
+    if not changed:
+        return ""
+    step = manifest["step"]
+    rates = [_rate(of, step) for of in (manifest["facts"], facts)]
+    if rates[0] != rates[1] and None not in rates:
+        changed.insert(0, f"learning rate of step {step + 1} {rates[0]:.3g} -> {rates[1]:.3g}")
+    return f"changed since the checkpoint of step {step}: {', '.join(changed)}"
+
+
+def options(facts: dict) -> dict[str, Any]:
+    """The options in a manifest, by name; none for one that has no configuration, such as a converted
+    model."""
+    try:
+        tables = tomli.loads(facts["config"])
+    except (KeyError, TypeError, ValueError):
+        return {}
+    found = {}
+    for table, values in tables.items():
+        if isinstance(values, dict):
+            found |= {f"{table}.{key}": value for key, value in values.items()}
+    return found
+
+
+def refused(saved: dict, here: dict) -> list[str]:
+    """Sentences that say why a checkpoint is not of this run. saved, here: facts of both. Other
+    numbers of the model follow from another family, so that is all that is said then."""
+    families = saved.get("family"), here.get("family")
+    if None not in families and families[0] != families[1]:
+        return state.mismatches(families[0], families[1], "model.family")
+    before, now = (dict(facts.get("must_match", {})) for facts in (saved, here))
+    lines = []
+    if before.pop("tokenizer", None) != now.pop("tokenizer", None):
+        names = [options(facts).get("data.tokenizer") for facts in (saved, here)]
+        if None in names or names[0] == names[1]:
+            lines.append(
+                f"data.tokenizer ({_shown(names[1])}) has other tokens now than when the checkpoint "
+                "was written"
+            )
+        else:
+            lines += state.mismatches(names[0], names[1], "data.tokenizer")
+    return lines + state.mismatches(before, now)
+
+
+def _rate(facts: dict, step: int) -> float | None:
+    """The learning rate that these options give the step after so many; None where they no longer
+    make a configuration."""
+    try:
+        cfg = Config.model_validate(_known(tomli.loads(facts["config"])))
+        warmup = cfg.lr_schedule.warmup_steps
+        if warmup is None:
+            warmup = round(cfg.lr_schedule.warmup_fraction * cfg.training.steps)
+        schedule = cfg.lr_schedule.model_copy(update={"warmup_steps": warmup})
+        if step >= cfg.training.steps:
+            return None
+        return learning_rate(step, cfg.training.steps, cfg.optimizer.lr, schedule)
+    except (KeyError, TypeError, ValueError, ArithmeticError):
+        return None
+
+
+def _known(tables: dict) -> dict:
+    """What the learning rate is a function of."""
+    steps = tables["training"]["steps"]
+    lr = tables["optimizer"]["lr"]
+    fields = tables["lr_schedule"]
+    return {"training": {"steps": steps}, "optimizer": {"lr": lr}, "lr_schedule": fields}
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

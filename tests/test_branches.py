@@ -1,0 +1,177 @@
+"""A run that goes on says what it does otherwise than before; a branch goes on in a folder of its own; and
+exit code 2 says that nothing was started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from checkpoint import changes, verify
+from configs.load import dump, load_config
+from tests.ranks import run_ranks
+from tests.runs import MESHES, ROOT, run, series, tiny_run
+
+WSD = ["--lr_schedule.kind=wsd", "--lr_schedule.decay_fraction=0.25"]
+
+
+def said(folder: Path) -> str:
+    return (folder / "logs" / "rank-00000.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory) -> tuple[list[str], Path]:
+    """A run of 12 steps that saves at 5, 10 and 12, on two ranks; and its options."""
+    place = tmp_path_factory.mktemp("parent")
+    options = [*tiny_run(place), *MESHES["fsdp2"][1], *WSD, "--training.steps=12"]
+    folder = place / "run"
+    folder.mkdir()
+    assert run_ranks(2, run, options, folder) == [(0, "")] * 2
+    return options, folder
+
+
+def test_a_branch_is_bitwise_the_parents_next_steps(parent, tmp_path):
+    """Where nothing changed; and it is said where it comes from, in starts/ and in the manifest."""
+    options, folder = parent
+    branch = [*options, f"--checkpoint.branch_from={folder}@5"]
+    assert run_ranks(2, run, branch, tmp_path) == [(0, "")] * 2
+    want = {step: loss for step, loss in series(folder).items() if step > 5}
+    assert series(tmp_path) == want
+    origin = str(folder / "checkpoints" / "step-00000005")
+    assert json.loads((tmp_path / "starts" / "0001" / "start.json").read_text())["origin"] == origin
+    manifest = verify.read_manifest(tmp_path / "checkpoints" / "step-00000010")
+    assert manifest["parent"] == origin and manifest["ancestors"] == []
+    assert f"a branch of {origin}" in said(tmp_path) and "changed since" not in said(tmp_path)
+    # started again it goes on with its own checkpoints
+    assert run_ranks(2, run, branch, tmp_path) == [(0, "")] * 2 and "nothing to do" in said(
+        tmp_path
+    )
+
+
+def test_a_branch_has_its_own_schedule_and_says_so(parent, tmp_path):
+    options, folder = parent
+    decay = ["--training.steps=8", "--optimizer.lr=0.02", f"--checkpoint.branch_from={folder}@5"]
+    assert run_ranks(2, run, [*options, *decay], tmp_path) == [(0, "")] * 2
+    rates, before = series(tmp_path, "lr"), series(folder, "lr")
+    assert list(rates) == [6, 7, 8] and rates[8] < rates[6] == pytest.approx(0.02)
+    (line,) = [line for line in said(tmp_path).splitlines() if "changed since" in line]
+    assert f"learning rate of step 6 {before[6]:.3g} -> {rates[6]:.3g}" in line
+    assert "optimizer.lr 0.01 -> 0.02" in line and "training.steps 12 -> 8" in line
+    assert "data." not in line and "run." not in line
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [("{}@7", "holds only steps [5, 10, 12]"), ("{}-no@5", "there is no checkpoint in")],
+)
+def test_a_branch_of_nothing_is_a_sentence(given, words, parent, tmp_path):
+    options, folder = parent
+    more = [f"--checkpoint.branch_from={given.format(folder)}"]
+    code, said = run_ranks(2, run, [*options, *more], tmp_path)[0]
+    assert code == 2 and words in said
+
+
+def test_another_model_or_tokenizer_is_named_by_its_option(parent, tmp_path):
+    options, folder = parent
+    for option, words in (
+        ("--model.family=qwen3", 'model.family is "llama" in the checkpoint and "qwen3" here.'),
+        ("--model.n_layers=3", "model.n_layers is 2 in the checkpoint and 3 here."),
+    ):
+        more = [option, f"--checkpoint.branch_from={folder}"]
+        code, said = run_ranks(2, run, [*options, *more], tmp_path)[0]
+        assert code == 2 and words in said
+    facts = [{"config": f'[data]\ntokenizer = "{name}"\n'} for name in ("bytes", "a.json")]
+    for i, facts_of in enumerate(facts):
+        facts_of["must_match"] = {"tokenizer": f"90b3{i}", "model": {}}
+    assert changes.refused(*facts) == [
+        'data.tokenizer is "bytes" in the checkpoint and "a.json" here'
+    ]
+    facts[1]["config"] = facts[0]["config"]
+    (line,) = changes.refused(*facts)
+    assert "bytes" in line and "has other tokens now" in line and "90b3" not in line
+    assert changes.refused(facts[0], facts[0]) == []
+
+
+def test_what_changed_is_one_line(parent):
+    options, folder = parent
+    manifest = verify.read_manifest(folder / "checkpoints" / "step-00000005")
+
+    def line(*more: str, mesh: dict = manifest["mesh"]) -> str:
+        cfg = load_config([f"--run.folder={folder}", *options, *more])
+        return changes.line(manifest, {"config": dump(cfg)}, mesh)
+
+    assert line() == ""
+    assert line("--metrics.interval=3", "--data.workers=1", "--run.folder=x") == ""
+    assert line("--lr_schedule.kind=cosine").count("\n") == 0
+    assert "learning rate of step 6 " in line("--lr_schedule.kind=cosine")
+    assert "optimizer.weight_decay 0.1 -> 0.3" in line("--optimizer.weight_decay=0.3")
+    assert "mesh tp 1 -> 2" in line(mesh={**manifest["mesh"], "tp": 2})
+    assert "learning rate" not in line("--training.steps=5", "--lr_schedule.kind=constant")
+    old = {**manifest, "facts": {"config": '[optimizer]\nlr = "strange"\n[gone]\nx = 1\n'}}
+    assert "optimizer.lr" in changes.line(old, {"config": dump(load_config([]))}, manifest["mesh"])
+    assert changes.options({}) == changes.options({"config": 3}) == {}
+
+
+def test_a_run_ends_early_on_its_schedule_and_goes_on(parent, tmp_path):
+    """training.stop_after: code 0, a checkpoint, and what follows is bitwise the run that never
+    stopped. Negative control: fewer training.steps bend the schedule."""
+    options, folder = parent
+    assert run_ranks(2, run, [*options, "--training.stop_after=7"], tmp_path) == [(0, "")] * 2
+    assert list(series(tmp_path)) == list(range(1, 8))
+    assert (tmp_path / "checkpoints" / "step-00000007").is_dir()
+    assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
+    assert series(tmp_path) == series(folder)
+    bent = tmp_path / "bent"
+    bent.mkdir()
+    assert run_ranks(2, run, [*options, "--training.steps=7"], bent) == [(0, "")] * 2
+    assert series(bent)[7] != series(folder)[7]
+
+
+def test_fewer_steps_than_are_done_is_nothing_to_do(parent):
+    options, folder = parent
+    before = series(folder)
+    assert run_ranks(2, run, [*options, "--training.steps=9"], folder) == [(0, "")] * 2
+    assert series(folder) == before
+    assert "has already trained 12 of 9 steps" in said(folder)
+
+
+def _last_save_fails(options: list[str], folder: Path) -> tuple[int, str]:
+    """The disk fills up after the first step."""
+    from checkpoint import storage
+
+    def full(*_: object) -> list:
+        raise OSError(28, "No space left on device")
+
+    storage.write = full
+    return run(options, folder)
+
+
+def test_no_room_for_the_last_checkpoint_is_1(parent, tmp_path):
+    """A launcher starts nothing again after 2, which says that nothing was started; a second try finds
+    the room that somebody has made."""
+    options, _ = parent
+    few = [*options, "--training.steps=4", "--checkpoint.interval=0", "--checkpoint.max_failures=1"]
+    for code, words in run_ranks(2, _last_save_fails, few, tmp_path):
+        assert code == 1 and "No space left" in words and "Traceback" not in words
+    ended = json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())
+    assert (ended["exit_code"], ended["step"]) == (1, 4)
+    assert run_ranks(2, run, few, tmp_path) == [(0, "")] * 2
+
+
+def test_an_option_is_typed_once():
+    words = [
+        "--optimizer.lr=1e-3",
+        "--training.steps",
+        "5",
+        "--optimizer.lr=2e-3",
+        "--training.steps=5",
+    ]
+    for program in ["configs.load"], ["tools.check"]:
+        done = subprocess.run(
+            [sys.executable, "-m", *program, *words], cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert "--optimizer.lr is given 2 times: 0.001 and 0.002; keep one" in done.stderr
+        assert "--training.steps is given 2 times; keep one" in done.stderr
+    assert load_config(words).optimizer.lr == 2e-3  # programs put options over others
