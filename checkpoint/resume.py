@@ -53,7 +53,7 @@ def resume(
     watchdog.arm(watchdog.STORAGE, "load")
     if cfg.lora.rank:
         adapters.load_base(job, families, checkpoints)
-    progress = checkpoints.load(job.model, job.optimizer, cfg.training.steps) or {}
+    progress = checkpoints.load(job.model, job.optimizer, cfg.training.last_step) or {}
     if not progress and cfg.checkpoint.load_hf and not cfg.lora.rank:
         published = Path(cfg.checkpoint.load_hf)
         checkpoints.origin = hf.load(

@@ -29,11 +29,15 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
     folder = Path(cfg.run.folder)
-    metrics = MetricsWriter(cfg.metrics, folder, mesh.rank == 0, start, cfg.training.last_step, peak)
+    metrics = MetricsWriter(
+        cfg.metrics, folder, mesh.rank == 0, start, cfg.training.last_step, peak
+    )
     say.info(model_summary(family, args, job.model, mesh, dtype, cfg.training, job.optimizer))
     if mesh.pp > 1:
         say.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
-    say.info(f"resumed after step {start} of {cfg.training.last_step}" if start else "a fresh start")
+    say.info(
+        f"resumed after step {start} of {cfg.training.last_step}" if start else "a fresh start"
+    )
     tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
     flops_per_token = family.flops_per_token(args, cfg.training.seq_len)
     experts = ExpertLoad(mesh, args) if getattr(args, "n_experts", 0) else None
