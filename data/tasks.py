@@ -5,6 +5,9 @@ A file has one JSON object per line, of one of two kinds:
     multiple_choice   {"context": "The sky is", "choices": ["blue", "square"], "answer": 0}
     perplexity        {"text": "..."}, or with a "context" that is not scored
 
+A question may have a list of contexts, one per choice, and a "group", whose accuracy is then found
+too.
+
 How text becomes tokens, and which of these are scored, follows lm-evaluation-harness 0.4.13, so
 that both score the same:
 
@@ -27,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,9 +46,13 @@ SHOWN = 5  # lines that a sentence names
 
 class Question(NamedTuple):
     line: int  # of the file, from 1
-    context: str
+    context: str | list[str]  # a list: of each choice
     choices: list[str]
     answer: int  # index of the right choice
+    group: str = ""  # of questions that have a score of their own too
+
+    def context_of(self, choice: int) -> str:
+        return self.context if isinstance(self.context, str) else self.context[choice]
 
 
 class Text(NamedTuple):
@@ -148,12 +156,21 @@ def _fields(line: bytes) -> dict[str, Any]:
 
 
 def _question(line: int, row: dict[str, Any]) -> Question:
-    context = _string(row, "context", may_be_empty=True)
     choices = row.get("choices")
+    if isinstance(row.get("context"), list):
+        context = _contexts(row["context"], choices)
+    else:
+        context = _string(row, "context", may_be_empty=True)
     if not isinstance(choices, list) or len(choices) < 2:
         raise ValueError('"choices" must be a list of two strings or more')
     for number, choice in enumerate(choices):
         _check_string(choice, f"choice {number}")
+    group = row.get("group", "")
+    if not isinstance(group, str) or not GROUP.fullmatch(group):
+        raise ValueError(
+            f'"group" must be a name of letters, digits, ".", "_" and "-", and is '
+            f"{json.dumps(group)}"
+        )
     answer = row.get("answer")
     is_index = isinstance(answer, int) and not isinstance(answer, bool)
     if not is_index or not 0 <= answer < len(choices):
@@ -161,7 +178,20 @@ def _question(line: int, row: dict[str, Any]) -> Question:
             f'"answer" must be the index of the right choice, 0 to {len(choices) - 1}, and is '
             f"{json.dumps(answer)}"
         )
-    return Question(line, context, choices, answer)
+    return Question(line, context, choices, answer, group)
+
+
+GROUP = re.compile(r"[A-Za-z0-9_.-]{0,60}")  # a part of a metric's name
+
+
+def _contexts(contexts: list, choices: object) -> list[str]:
+    """One context per choice."""
+    if not isinstance(choices, list) or len(contexts) != len(choices):
+        raise ValueError('"context" is a list, and must have one context for each choice')
+    for number, context in enumerate(contexts):
+        if context != "":
+            _check_string(context, f"context {number}")
+    return contexts
 
 
 def _text(line: int, row: dict[str, Any]) -> Text:
@@ -221,7 +251,8 @@ def _requests(
     """What a row asks for, however long its context is."""
     if isinstance(row, Question):
         for number, choice in enumerate(row.choices):
-            yield _continued(f"choice {number}", row.context, delimiter + choice, tokenizer, window)
+            context = row.context_of(number)
+            yield _continued(f"choice {number}", context, delimiter + choice, tokenizer, window)
     elif row.context is not None:
         yield _continued("the text", row.context, delimiter + row.text, tokenizer, window)
     else:

@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
@@ -27,7 +28,7 @@ from reliability.objects import Key, location
 from tools import places
 from tools.generate import Loaded, load
 from training.evaluate import score_requests
-from training.scores import ERROR, by_row, scores
+from training.scores import CHANCE, ERROR, by_row, scores
 
 CHUNK_TOKENS = 1024  # logits in memory, as training.loss_chunk_tokens
 
@@ -88,20 +89,33 @@ def evaluate(
 
 
 def table(results: list[dict]) -> str:
-    """Task, score, value and standard error, in columns."""
-    lines = [("task", "score", "value", "stderr")]
+    """Task, score, value, standard error and the level of chance, in columns."""
+    lines = [("task", "score", "value", "stderr", "chance")]
     for result in results:
-        values = result["scores"]
-        for key, value in values.items():
-            if not key.endswith(ERROR):
-                error = values.get(key + ERROR)
-                shown = "" if error is None else f"{error:.4f}"
-                lines.append((result["name"], key, f"{value:.4f}", shown))
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+        lines += _lines(result["name"], result["scores"])
+    widths = [max(len(line[column]) for line in lines) for column in range(5)]
     return "\n".join(
-        f"{name:<{widths[0]}}  {key:<{widths[1]}}  {value:>{widths[2]}}  {error:>{widths[3]}}"
-        for name, key, value, error in lines
+        f"{name:<{widths[0]}}  {key:<{widths[1]}}  {value:>{widths[2]}}  {error:>{widths[3]}}  "
+        f"{chance:>{widths[4]}}".rstrip()
+        for name, key, value, error, chance in lines
     )
+
+
+def _lines(name: str, values: dict[str, float]) -> Iterator[tuple[str, ...]]:
+    """A line for each score of a task; those of a group are named TASK/GROUP."""
+    for key, value in values.items():
+        group, _, score = key.rpartition("/")
+        if score == CHANCE or score.endswith(ERROR):
+            continue
+        error = values.get(key + ERROR)
+        chance = values.get(f"{group}/{CHANCE}" if group else CHANCE)
+        yield (
+            f"{name}/{group}" if group else name,
+            score,
+            f"{value:.4f}",
+            "" if error is None else f"{error:.4f}",
+            f"{chance:.4f}" if chance is not None and score.startswith("acc") else "",
+        )
 
 
 def main(argv: list[str] | None = None) -> int:

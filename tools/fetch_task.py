@@ -1,124 +1,236 @@
 """Writes a published benchmark as a file of an evaluation, by the package `datasets`.
 
-    python -m tools.fetch_task hellaswag hellaswag.jsonl
+    python -m tools.fetch_task hellaswag
+    python -m tools.fetch_task arc_easy arc.jsonl --from FOLDER --split validation
+    python -m tools.fetch_task mmlu --from FOLDER --shots 5
 
-Questions and choices are put as lm-evaluation-harness 0.4.13 puts them without examples
-(lm_eval/tasks, the file of each name), so that scores can be compared with published ones.
+Rows come from the hub, or with --from of a folder that `save_to_disk` wrote. Questions, choices and
+examples are put as lm-evaluation-harness 0.4.13 puts them (tools/benchmarks.py), so that scores can
+be compared with published ones.
 """
 
 import argparse
-import re
+import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import configs.cpu  # noqa: F401
 
 from configs.schema import InputError
 from data import tasks
+from tools import saved_datasets
+from tools.benchmarks import BENCHMARKS, MMLU, Benchmark, Row, parts_of
 
-Row = dict[str, Any]
-
-
-def asked(text: str) -> str:
-    return f"Question: {text}\nAnswer:"
-
-
-def hellaswag(row: Row) -> Row:
-    context = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
-    endings = [without_marks(ending) for ending in row["endings"]]
-    return choice(without_marks(context), endings, int(row["label"]))
+SEED = 1234  # of the harness, for examples
+BETWEEN = "\n\n"  # examples
+HIDDEN = ("", "-1", "None")  # answers of a test set that is for leaderboards
 
 
-def without_marks(text: str) -> str:
-    """Without what WikiHow's pages have left in square brackets."""
-    sentences = text.strip().replace(" [title]", ". ")
-    return re.sub(r"\[.*?\]", "", sentences).replace("  ", " ")
+def known(name: str) -> str:
+    """Return the name of a benchmark as it is. Raises InputError for another."""
+    names = [*BENCHMARKS, MMLU]
+    if name in names:
+        return name
+    near = get_close_matches(name.lower().replace("-", "_"), names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(_shown(names))}"
+    raise InputError(f"{name!r} is no benchmark that is known here: {hint}")
 
 
-def arc(row: Row) -> Row:
-    answer = row["choices"]["label"].index(row["answerKey"])
-    return choice(asked(row["question"]), row["choices"]["text"], answer)
+def _shown(names: list[str]) -> list[str]:
+    """Leave MMLU's subjects out, which are 57."""
+    return [name for name in names if not name.startswith("mmlu_")]
 
 
-def piqa(row: Row) -> Row:
-    return choice(asked(row["goal"]), [row["sol1"], row["sol2"]], row["label"])
-
-
-def openbookqa(row: Row) -> Row:
-    answer = row["choices"]["label"].index(row["answerKey"].strip())
-    return choice(row["question_stem"], row["choices"]["text"], answer)
-
-
-def sciq(row: Row) -> Row:
-    choices = [row[f"distractor{number}"] for number in (1, 2, 3)] + [row["correct_answer"]]
-    return choice(f"{row['support'].lstrip()}\n{asked(row['question'])}", choices, 3)
-
-
-def boolq(row: Row) -> Row:
-    return choice(f"{row['passage']}\n{asked(row['question'] + '?')}", ["no", "yes"], row["label"])
-
-
-def lambada(row: Row) -> Row:
-    """word_perplexity is the harness's perplexity."""
-    context, _, last = row["text"].rpartition(" ")
-    return {"context": context, "text": last}
-
-
-def choice(context: str, choices: list[str], answer: int) -> Row:
-    return {"context": context, "choices": choices, "answer": answer}
-
-
-class Benchmark(NamedTuple):
-    path: str  # of the hub
-    config: str | None
-    split: str  # that the harness scores
-    convert: Callable[[Row], Row]
-
-
-BENCHMARKS = {
-    "hellaswag": Benchmark("Rowan/hellaswag", None, "validation", hellaswag),
-    "arc_easy": Benchmark("allenai/ai2_arc", "ARC-Easy", "test", arc),
-    "arc_challenge": Benchmark("allenai/ai2_arc", "ARC-Challenge", "test", arc),
-    "piqa": Benchmark("baber/piqa", None, "validation", piqa),
-    "openbookqa": Benchmark("allenai/openbookqa", "main", "test", openbookqa),
-    "sciq": Benchmark("allenai/sciq", None, "test", sciq),
-    "boolq": Benchmark("aps/super_glue", "boolq", "validation", boolq),
-    "lambada_openai": Benchmark("EleutherAI/lambada_openai", "default", "test", lambada),
-}
-
-
-def published(name: str) -> Iterable[Row]:
-    """The rows of a benchmark, from the hub. Raises InputError."""
-    benchmark = BENCHMARKS[name]
+def from_hub(benchmark: Benchmark, split: str) -> Sequence[Row]:
+    """The rows of a split, from the hub. Raises InputError."""
+    datasets = saved_datasets.library()
     try:
-        import datasets
-    except ImportError:
-        raise InputError(
-            "benchmarks are read by the package datasets: pip install datasets"
-        ) from None
-    try:
-        return datasets.load_dataset(benchmark.path, benchmark.config, split=benchmark.split)
+        return datasets.load_dataset(benchmark.path, benchmark.config, split=split)
     except Exception as error:  # of many libraries
         raise InputError(f"{benchmark.path} cannot be loaded: {error}") from error
+
+
+def lines(
+    benchmark: Benchmark,
+    rows: Sequence[Row],
+    pool: Sequence[Row],
+    shots: int,
+    seed: int,
+    where: str,
+) -> Iterator[Row]:
+    """The lines of a task's file. pool: the rows that examples are taken from; where: names the
+    rows in an error. Raises InputError for a row that is not as it is published."""
+    generator = random.Random(seed)
+    for number, row in enumerate(rows):
+        found = line(benchmark, row, f"row {number} of {where}")
+        kind = "multiple_choice" if "choices" in found else "perplexity"
+        try:
+            tasks.PARSERS[kind](number, found)
+        except ValueError as error:
+            raise _unlike(f"row {number} of {where}", error) from None
+        before = benchmark.description
+        for example in drawn(benchmark, row, pool, shots, generator):
+            before += with_answer(line(benchmark, example, f"an example for {where}"))
+        if isinstance(found["context"], list):
+            found["context"] = [before + context for context in found["context"]]
+        else:
+            found["context"] = before + found["context"]
+        yield found
+
+
+def line(benchmark: Benchmark, row: Row, where: str) -> Row:
+    """One row, put as a question without examples. Raises InputError."""
+    answer = row[_column(benchmark.answer, row)] if benchmark.answer else None
+    if str(answer).strip() in HIDDEN and benchmark.answer:
+        raise InputError(
+            f"{where} has no answer ({benchmark.answer} is {answer!r}), as in a test set that is "
+            "for leaderboards: name another split with --split"
+        )
+    try:
+        found = benchmark.convert(row)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise _unlike(where, error) from None
+    if benchmark.group:
+        found["group"] = benchmark.group
+    return found
+
+
+def _unlike(where: str, error: Exception) -> InputError:
+    text = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+    return InputError(f"{where} is not as it is published: {text}")
+
+
+def drawn(
+    benchmark: Benchmark, row: Row, pool: Sequence[Row], count: int, generator: random.Random
+) -> Sequence[Row]:
+    """The examples before a question, as the harness draws them (lm_eval/api/samplers.py): never
+    the question itself where both may come from one split."""
+    if benchmark.in_order or not count:
+        return pool[:count]
+    if not benchmark.also_drawn:
+        return generator.sample(pool, count)
+    chosen = [other for other in generator.sample(pool, count + 1) if other != row][:count]
+    if len(chosen) < count:
+        chosen = generator.sample([other for other in pool if other != row], count)
+    return chosen
+
+
+def with_answer(found: Row) -> str:
+    """An example: its question, the right answer, and what stands before the next one."""
+    if "choices" not in found:  # the harness has the text begin with a space, behind the delimiter
+        return f"{found['context']}  {found['text']}{BETWEEN}"
+    context = found["context"]
+    if isinstance(context, list):
+        context = context[found["answer"]]
+    return f"{context} {found['choices'][found['answer']]}{BETWEEN}"
+
+
+def _column(columns: str, row: Row) -> str:
+    return next(column for column in columns.split("|") if column in row)
+
+
+def checked(benchmark: Benchmark, rows: Sequence[Row], where: str) -> Sequence[Row]:
+    """Rows whose columns are those of the benchmark. Raises InputError."""
+    if not len(rows):
+        raise InputError(f"{where} has no row")
+    has = list(rows[0])
+    missing = [
+        column for column in benchmark.columns if not any(c in has for c in column.split("|"))
+    ]
+    if missing:
+        raise InputError(
+            f"{where} has no column {', '.join(missing).replace('|', ' or ')} (it has "
+            f"{', '.join(has)}): is it another benchmark?"
+        )
+    return rows
+
+
+def part(benchmark: Benchmark, args: argparse.Namespace) -> list[Row]:
+    """The lines of a benchmark, or of one subject. Raises InputError."""
+    split = args.split or benchmark.split
+
+    def rows_of(name: str, instead: str) -> tuple[Sequence[Row], str]:
+        if args.folder is None:
+            where = f"{benchmark.path}, split {name}"
+            return checked(benchmark, from_hub(benchmark, name), where), where
+        place = saved_datasets.place_of(benchmark, args.folder)
+        where = str(saved_datasets.split_of(place, name, instead))
+        return checked(benchmark, saved_datasets.read(Path(where)), where), where
+
+    rows, where = rows_of(split, "name one that is there with --split")
+    pool: Sequence[Row] = ()
+    if args.shots:
+        advice = f"examples are drawn from {benchmark.examples}: leave --shots out"
+        found, of_pool = rows_of(benchmark.examples, advice)
+        pool = list(found)
+        if len(pool) < args.shots + benchmark.also_drawn:
+            raise InputError(f"--shots {args.shots}: {of_pool} has only {len(pool)} rows")
+    if args.limit:
+        rows = list(rows)[: args.limit]
+    return list(lines(benchmark, rows, pool, args.shots, args.seed, where))
+
+
+def fetch(args: argparse.Namespace) -> list[Row]:
+    """The lines of all parts of a benchmark. Raises InputError."""
+    parts = parts_of(known(args.name))
+    if args.shots < 0 or args.limit < 0:
+        raise InputError("--shots and --limit are numbers from 0 on")
+    if args.folder is not None and len(parts) > 1:
+        parts = _present(parts, args.folder)
+    return [row for each in parts for row in part(each, args)]
+
+
+def _present(parts: list[Benchmark], folder: Path) -> list[Benchmark]:
+    """The subjects that a folder has; those that it lacks are named."""
+    there = [each for each in parts if saved_datasets.has(each, folder)]
+    if not there:
+        saved_datasets.place_of(parts[0], folder)  # which raises
+    lacking = [each.group for each in parts if each not in there]
+    if lacking:
+        shown = ", ".join(map(str, lacking[: tasks.SHOWN]))
+        more = ", ..." if len(lacking) > tasks.SHOWN else ""
+        print(
+            f"warning: {folder} lacks {len(lacking)} of {len(parts)} subjects ({shown}{more}): the "
+            "mean is of the others",
+            file=sys.stderr,
+        )
+    return there
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.fetch_task", description="A benchmark as a file of an evaluation."
     )
-    parser.add_argument("name", choices=BENCHMARKS)
-    parser.add_argument("out", type=Path, help="the JSONL file to write")
+    parser.add_argument("name", help=f"{', '.join(_shown([*BENCHMARKS, MMLU]))}, or mmlu_SUBJECT")
+    parser.add_argument("out", type=Path, nargs="?", help="the file to write [NAME.jsonl]")
+    parser.add_argument(
+        "--from", dest="folder", type=Path, help="what datasets' save_to_disk wrote [the hub]"
+    )
+    parser.add_argument("--split", help="what to score [the harness's]")
+    parser.add_argument(
+        "--shots", type=int, default=0, help="examples before each question [%(default)s]"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help="of the examples [%(default)s, as the harness's]"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=0, help="take this many questions, of each subject [all]"
+    )
     args = parser.parse_args(argv)
-    convert = BENCHMARKS[args.name].convert
+    out = args.out or Path(f"{args.name}.jsonl")
     try:
-        rows = [convert(row) for row in published(args.name)]
+        rows = fetch(args)
+        tasks.write(out, rows)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
-    tasks.write(args.out, rows)
-    print(f"{len(rows)} rows of {args.name} in {args.out}")
+    except OSError as error:
+        print(f"{out} cannot be written ({error.strerror})", file=sys.stderr)
+        return 2
+    shots = f", {args.shots} examples before each" if args.shots else ""
+    print(f"{len(rows)} rows of {args.name} in {out}{shots}")
     return 0
 
 

@@ -12,6 +12,7 @@ SHOWN = {
     "perplexity": ("acc", "bits_per_byte", "word_perplexity"),
 }
 ERROR = "_stderr"  # ends the name of a score's standard error
+CHANCE = "chance"  # the accuracy of a guess
 
 
 def scores(
@@ -55,10 +56,24 @@ def _of_questions(task: EncodedTask, log_likelihoods: np.ndarray) -> dict[str, f
         for key, length in lengths.items():
             chosen = int(np.argmax(values / np.array(length)))
             right.setdefault(key, []).append(float(chosen == question.answer))
-    found = {}
+    groups = np.array([question.group for question in task.rows])
+    chances = np.array([1 / len(question.choices) for question in task.rows])
+    found = {CHANCE: float(chances.mean())}
     for key, each in right.items():
         found[key] = float(np.mean(each))
-        found |= _error(key, _mean_error(np.array(each)))
+        found |= _error(key, _grouped_error(np.array(each), groups))
+    return found | _of_groups(np.array(right["acc"]), chances, groups)
+
+
+def _of_groups(right: np.ndarray, chances: np.ndarray, groups: np.ndarray) -> dict[str, float]:
+    """The accuracy of each group, under GROUP/acc. Their mean, weighted by their sizes as in
+    lm-evaluation-harness 0.4.13, is the accuracy of all questions."""
+    found = {}
+    for group in sorted({*groups.tolist()} - {""}):
+        own = groups == group
+        found[f"{group}/{CHANCE}"] = float(chances[own].mean())
+        found[f"{group}/acc"] = float(right[own].mean())
+        found |= _error(f"{group}/acc", _mean_error(right[own]))
     return found
 
 
@@ -117,6 +132,18 @@ def _mean_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
+def _grouped_error(values: np.ndarray, groups: np.ndarray) -> float:
+    """The standard error of a mean over groups, by the variance inside them (lm_eval/api/metrics.py,
+    `pooled_sample_stderr`, of lm-evaluation-harness 0.4.13); with one group `_mean_error`."""
+    names = np.unique(groups)
+    if len(names) == 1:
+        return _mean_error(values)
+    if len(values) <= len(names):
+        return math.nan
+    squares = sum(((own - own.mean()) ** 2).sum() for own in (values[groups == g] for g in names))
+    return math.sqrt(float(squares) / (len(values) - len(names)) / len(values))
+
+
 def _ratio_error(amounts: np.ndarray, counts: np.ndarray) -> float:
     """The standard error of sum(amounts) / sum(counts), by linearisation (Cochran, Sampling
     Techniques, 1977, equation 6.13 without the correction for a finite population). NaN of one
@@ -135,4 +162,5 @@ def line(name: str, kind: str, values: dict[str, float]) -> str:
             continue
         error = f" ± {values[key + ERROR]:.3f}" if key + ERROR in values else ""
         parts.append(f"{key} {values[key]:.3f}{error}")
-    return f"{name}: {', '.join(parts)}"
+    chance = f" (chance {values[CHANCE]:.3f})" if CHANCE in values else ""
+    return f"{name}: {', '.join(parts)}{chance}"
