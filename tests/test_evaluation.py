@@ -1,13 +1,10 @@
 """Evaluation: what a task scores, the same on every mesh, and without a trace in training."""
 
-import ast
-import importlib.util
 import json
 import math
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +33,7 @@ from tests.runs import (
     said,
     tiny_run,
 )
-from tools import check, fetch_task, generate, next_line
+from tools import check, generate, next_line
 from tools import evaluate as evaluate_tool
 from tools.report import charts, tables
 from tools.report.run import read_runs
@@ -111,6 +108,10 @@ WRONG = {  # a line -> the words of the sentence
     '{"context": "", "choices": ["a", "b"], "answer": 2}': "0 to 1, and is 2",
     '{"context": "", "choices": ["a", "b"], "answer": true}': "0 to 1, and is true",
     '{"context": "\\ud800", "choices": ["a", "b"], "answer": 0}': "half of a surrogate pair",
+    '{"context": ["a"], "choices": ["a", "b"], "answer": 0}': "one context for each choice",
+    '{"context": ["a", 1], "choices": ["a", "b"], "answer": 0}': "context 1 must be a string",
+    '{"context": "", "choices": ["a", "b"], "answer": 0, "group": 3}': '"group" must be a name',
+    '{"context": "", "choices": ["a", "b"], "answer": 0, "group": "a/b"}': '"group" must be a name',
 }
 RIGHT = '{"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}'
 
@@ -285,61 +286,6 @@ def test_the_task_that_ships_is_made_of_what_is_held_out(tmp_path):
         assert right == text[int(number) - 1] and len(set(line["choices"])) == 4
         before = "\n".join(text[: int(number) - 1])
         assert before.endswith(line["context"].rpartition("\n")[0])
-
-
-PUBLISHED = {  # a row as it is published
-    "hellaswag": {
-        "activity_label": "Baking",
-        "ctx_a": "[header] How to bake [title] Take  flour.",
-        "ctx_b": "then SHE",
-        "endings": [" stirs [step] it. ", "sings."],
-        "label": "1",
-    },
-    "arc_easy": {
-        "question": "Which?",
-        "choices": {"text": ["this", "that"], "label": ["A", "B"]},
-        "answerKey": "B",
-    },
-    "piqa": {"goal": "To open", "sol1": "push", "sol2": "pull", "label": 1},
-    "openbookqa": {
-        "question_stem": "The sun",
-        "choices": {"text": ["shines", "sinks"], "label": ["A", "B"]},
-        "answerKey": " A",
-    },
-    "sciq": {
-        "support": "\n Water is wet.",
-        "question": "What is wet?",
-        "distractor1": "x",
-        "distractor2": "y",
-        "distractor3": "z",
-        "correct_answer": "water",
-    },
-    "boolq": {"passage": "It is.", "question": "is it", "label": 1},
-    "lambada_openai": {"text": "she said she would come"},
-}
-
-
-def test_published_benchmarks_become_files(tmp_path, monkeypatch, capsys):
-    asked = []
-
-    def load_dataset(path, config, split):
-        asked.append((path, config, split))
-        if path == "baber/piqa":
-            raise ConnectionError("offline")
-        return [next(PUBLISHED[n] for n, b in fetch_task.BENCHMARKS.items() if b.path == path)]
-
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    out = tmp_path / "x.jsonl"
-    assert fetch_task.main(["arc_challenge", str(out)]) == 0
-    want = tasks.Question(1, "Question: Which?\nAnswer:", ["this", "that"], 1)
-    assert tasks.read(row(out)) == [want] and asked == [
-        ("allenai/ai2_arc", "ARC-Challenge", "test")
-    ]
-    assert fetch_task.main(["lambada_openai", str(out)]) == 0
-    text = tasks.Text(1, "come", "she said she would")
-    assert tasks.read(row(out, tasks.kind_of(str(out)))) == [text]
-    assert fetch_task.main(["piqa", str(out)]) == 2
-    assert "baber/piqa cannot be loaded: offline" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
@@ -607,6 +553,8 @@ def test_a_run_says_its_scores_and_the_tool_finds_them_again(options, files, tmp
     assert last["step"] == 6
     log = said(tmp_path)
     assert "step 6/6  evaluation of multiple_choice: acc 0." in log and " ± " in log
+    assert "(chance 0.333)" in log and last["evaluation/multiple_choice/chance"] == 1 / 3
+    assert "evaluation/perplexity/chance" not in last
     assert "of them are longer than 16 tokens" in log
     assert evaluate_tool.main([str(tmp_path), "--json", str(tmp_path / "scores.json")]) == 0
     table = capsys.readouterr().out
@@ -620,7 +568,8 @@ def test_a_run_says_its_scores_and_the_tool_finds_them_again(options, files, tmp
     again = capsys.readouterr().out
     assert f"{last['evaluation/perplexity/bits_per_byte']:.4f}" in again
     page = report_of(tmp_path)
-    assert "Evaluation: multiple_choice" in page and "acc, ± standard error" in page
+    assert "Evaluation: multiple_choice" in page and "acc, ± standard error, chance 0.333" in page
+    assert re.search(r"multiple_choice, acc<td[^>]*>0\.\d+ ± 0\.\d+ \(chance 0\.333\)", page)
     assert "_stderr" not in page and "truncated" not in page
 
 
@@ -837,48 +786,3 @@ def test_log_likelihoods_scores_and_errors_are_those_of_lm_evaluation_harness(
                 assert result["scores"]["word_perplexity"] == pytest.approx(perplexity, rel=1e-5)
             lines = result["truncated_lines"]
             assert bool(lines) == (result["kind"] == "multiple_choice")
-
-
-HARNESS_FILES = {  # under lm_eval/tasks
-    "arc_easy": "arc/arc_easy.yaml",
-    "boolq": "super_glue/boolq/default.yaml",
-    "lambada_openai": "lambada/lambada_openai.yaml",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_benchmarks_are_put_as_in_the_harness(name):
-    lm_eval = pytest.importorskip("lm_eval", reason="pip install -r requirements-test.txt")
-    import yaml
-    from lm_eval.utils import apply_template
-
-    place = HARNESS_FILES.get(name, f"{name}/{name}.yaml")
-    file = Path(lm_eval.__file__).parent / "tasks" / place
-    text = file.read_text()
-    document = yaml.load(re.sub(r"!function (\S+)", r'"\1"', text), yaml.SafeLoader)
-    published = fetch_task.BENCHMARKS[name]
-    split = document.get("test_split") or document["validation_split"]
-    assert (document["dataset_path"], split) == (published.path, published.split)
-    assert document.get("dataset_name") == published.config
-    raw: dict = PUBLISHED[name]
-    ours = published.convert(raw)
-    if name == "hellaswag":
-        spec = importlib.util.spec_from_file_location("hellaswag_utils", file.parent / "utils.py")
-        utils = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(utils)
-        raw = utils.process_docs(SimpleNamespace(map=lambda convert: raw | convert(raw)))
-
-    def put(key: str) -> object:
-        template = document[key]
-        if isinstance(template, list):
-            return template
-        return raw[template] if template in raw else apply_template(str(template), raw)
-
-    assert put("doc_to_text") == ours["context"]
-    if name == "lambada_openai":
-        assert put("doc_to_target") == " " + ours["text"]
-        return
-    choices = put("doc_to_choice")
-    choices = ast.literal_eval(choices) if isinstance(choices, str) else choices
-    assert (choices, int(put("doc_to_target"))) == (ours["choices"], ours["answer"])

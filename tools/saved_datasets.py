@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from configs.schema import InputError
-from tools.benchmarks import Benchmark
+from tools.benchmarks import BENCHMARKS, Benchmark
 
 STATE = "state.json"
 NO_CONFIG = ("none", "default", "plain_text")  # names of the one configuration of a dataset
@@ -78,11 +78,14 @@ def _configs(benchmark: Benchmark) -> tuple[str, ...]:
 
 
 def _is_config(benchmark: Benchmark, split: Path) -> bool:
-    """Tell ARC-Easy from ARC-Challenge, whose columns are the same, by what was saved."""
+    """Tell ARC-Easy from ARC-Challenge, and MMLU's subjects, whose columns are the same, by what was
+    saved and by the folder's name."""
     told = _told(split / "dataset_info.json", "config_name")
-    if benchmark.group:  # of many, none is taken for another
-        return benchmark.config in (told, split.parent.name)
-    return benchmark.config is None or told in (None, benchmark.config, *NO_CONFIG)
+    names = {told, split.parent.name}
+    if benchmark.config is None or benchmark.config in names:
+        return True
+    others = {other.config for other in BENCHMARKS.values() if other.path == benchmark.path}
+    return not benchmark.group and not names & others and told in (None, *NO_CONFIG)
 
 
 def _told(file: Path, key: str) -> str | None:

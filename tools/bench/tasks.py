@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +49,8 @@ def save(name: str, source: Path, out: Path, questions: int, subjects: int | Non
         there = saved_datasets.splits(place)
         rows = saved_datasets.read(there.get(benchmark.split) or there["validation"])
         count = min(-(-questions // len(parts)), len(rows))
-        pool = rows.select(range(count, min(count + POOL, len(rows))))
+        behind = list(range(count, min(count + POOL, len(rows))))
+        pool = rows.select(behind) if behind else rows
         if benchmark.examples in there:
             pool = saved_datasets.read(there[benchmark.examples])
         found = {benchmark.split: rows.select(range(count)), benchmark.examples: pool}
@@ -58,13 +60,10 @@ def save(name: str, source: Path, out: Path, questions: int, subjects: int | Non
 
 def harness_tasks(names: Sequence[str], folder: Path, shots: int = 0) -> list[Any]:
     """The harness's own tasks of these benchmarks, on rows of such a folder; of MMLU their group."""
-    import lm_eval
     from lm_eval.api.group import Group
     from lm_eval.config.group import AggMetricConfig
-    from lm_eval.tasks import TaskManager
 
-    home = Path(lm_eval.__file__).parent / "tasks"
-    manager = TaskManager(include_path=[str(home / each) for each in HOMES], include_defaults=False)
+    manager = harness_manager()
     index = manager.task_index
     wanted = []
     for name in names:
@@ -86,10 +85,21 @@ def harness_tasks(names: Sequence[str], folder: Path, shots: int = 0) -> list[An
     return wanted
 
 
+@cache
+def harness_manager() -> Any:
+    """The harness's files of all benchmarks."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    home = Path(lm_eval.__file__).parent / "tasks"
+    return TaskManager(include_path=[str(home / each) for each in HOMES], include_defaults=False)
+
+
 HOMES = (  # of the harness's files, under lm_eval/tasks: reading all of them takes 15 s
     "arc",
     "commonsense_qa",
     "hellaswag",
+    "lambada",
     "mmlu/default",
     "openbookqa",
     "piqa",

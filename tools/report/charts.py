@@ -50,9 +50,13 @@ PANELS = (
     Panel("expert_load", "Expert load", "busiest expert over the mean, worst layer", "zero"),
 )
 # Shown elsewhere on the page, or the inverse of a chart that is shown.
-HIDDEN = re.compile(r"seconds/.*|step_seconds|tokens_seen|evaluation/.*/truncated")
+# Of the groups of a task, MMLU's 57 subjects say, tools.evaluate has the scores.
+HIDDEN = re.compile(
+    r"seconds/.*|step_seconds|tokens_seen|evaluation/.*/(truncated|chance)|evaluation/[^/]+/[^/]+/.*"
+)
 LAYER = re.compile(r"(.+)/layer-\d+")
 ERROR = "_stderr"  # as training/scores.py ends the key of a standard error
+CHANCE = "chance"  # as it ends the key of the accuracy of a guess
 BY_LAYER = "/layer"  # ends the key of the metrics of all layers, put together
 
 
@@ -68,20 +72,35 @@ def panels_of(runs: list[LoadedRun]) -> tuple[list[Chosen], list[Chosen]]:
     keys = dict.fromkeys(key for table in tables for key in table)
     known = [panel for panel in PANELS if panel.key in keys]
     taken = {panel.key for panel in known}
-    others = [_unknown_panel(key) for key in keys if key not in taken and not HIDDEN.fullmatch(key)]
+    others = [
+        _unknown_panel(key, tables)
+        for key in keys
+        if key not in taken and not HIDDEN.fullmatch(key)
+    ]
     return (
         [(panel, [table.get(panel.key) for table in tables]) for panel in known],
         [(panel, [table.get(panel.key) for table in tables]) for panel in others],
     )
 
 
-def _unknown_panel(key: str) -> Panel:
+def _unknown_panel(key: str, tables: list[dict[str, Points]]) -> Panel:
     if key.startswith(EVALUATION):
         task, _, score = key.removeprefix(EVALUATION).rpartition("/")
-        return Panel(key, f"Evaluation: {task}", f"{score}, ± standard error", "linear")
+        unit = f"{score}, ± standard error"
+        levels = [level for table in tables if (level := chance_of(key, table))]
+        return Panel(key, f"Evaluation: {task}", ", ".join([unit, *levels[:1]]), "linear")
     name = key.removesuffix(BY_LAYER)
     title = name.replace("_", " ").capitalize()
     return Panel(key, title, "mean and range of all layers" if name != key else "")
+
+
+def chance_of(key: str, metrics: dict[str, Points]) -> str:
+    """Say what accuracy a guess would have, for an accuracy; else nothing."""
+    task, _, score = key.rpartition("/")
+    level = metrics.get(f"{task}/{CHANCE}")
+    if level is None or not score.startswith("acc"):
+        return ""
+    return f"chance {numbers.short(float(level.values[-1]))}"
 
 
 def _with_errors(metrics: dict[str, Points]) -> dict[str, Points]:

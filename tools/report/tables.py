@@ -71,9 +71,14 @@ def _scores(run: LoadedRun) -> dict[str, str]:
         task, _, score = key.removeprefix(charts.EVALUATION).rpartition("/")
         if not key.startswith(charts.EVALUATION) or score not in ("acc", "bits_per_byte"):
             continue
+        if charts.HIDDEN.fullmatch(key):
+            continue
         error = run.metrics.get(key + charts.ERROR)
         margin = f" ± {_last(error)}" if error else ""
-        facts[f"{escape(task)}, {score}"] = _last(points) + margin
+        level = charts.chance_of(key, run.metrics)
+        facts[f"{escape(task)}, {score}"] = (
+            _last(points) + margin + (f" ({level})" if level else "")
+        )
     return facts
 
 
