@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from data.tokenizer import CannotEncode, Encoded, Tokenizer, letters_of_bytes
 # What of a tokenizer.json decides the ids.
 DECIDES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 NOT_RUN = {"post_processor": None, "truncation": None, "padding": None}
+A_TEXT = "a"  # to see what is put before it
 
 
 class LibraryTokenizer(Tokenizer):
@@ -79,6 +81,19 @@ class LibraryTokenizer(Tokenizer):
     def in_rendered(self) -> tokenizers.Tokenizer:
         """The library's tokenizer for text in which special tokens are named."""
         return build(self.document)
+
+    @cached_property
+    def put_before(self) -> list[int]:
+        """The ids that the file's post-processor puts before a text, Llama 3.1's
+        `<|begin_of_text|>` say. transformers 5 goes by it too, not by `add_bos_token`."""
+        kept = {"post_processor": self.document.get("post_processor")}
+        library = build(self.document, kept)
+        plain = library.encode(A_TEXT, add_special_tokens=False).ids
+        whole = library.encode(A_TEXT).ids
+        for begin in range(len(whole) - len(plain) + 1):
+            if whole[begin : begin + len(plain)] == plain:
+                return whole[:begin]
+        return []
 
     def library_ids(self, text: str) -> np.ndarray:
         """`encode` by the library, proof or not. Raises CannotEncode."""
@@ -246,11 +261,11 @@ def _as_base64(ranks: list[bytes]) -> list[str]:
     return [base64.b64encode(token).decode() for token in ranks]
 
 
-def build(document: dict) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a document, without what it does around a text. Raises InputError
+def build(document: dict, more: Mapping[str, Any] = MappingProxyType({})) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a document, without what it does around a text, but for `more`. Raises InputError
     for what is none."""
     try:
-        return tokenizers.Tokenizer.from_str(json.dumps(document | NOT_RUN))
+        return tokenizers.Tokenizer.from_str(json.dumps(document | NOT_RUN | more))
     except Exception as error:  # the library raises nothing more precise
         raise InputError(f"it is no tokenizer.json that `tokenizers` reads: {error}") from None
 

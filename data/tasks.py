@@ -16,7 +16,8 @@ that both score the same:
   vocabularies. Then context and choice are encoded together, and what is behind the tokens of the
   context alone is scored (lm_eval/api/model.py, `_encode_pair`).
 - An empty context is the token that begins a text, or ends one if the vocabulary has no such token.
-  No other text gets one.
+  Other contexts get what the post-processor of a published tokenizer.json puts before a text, such as
+  Llama 3.1's <|begin_of_text|>. Texts in windows have the first of these tokens, unscored.
 - Of what is longer than the window, the beginning is left out (lm_eval/models/huggingface.py,
   `_loglikelihood_tokens`). These lines are counted (`EncodedTask.truncated`).
 - A text is scored in windows, each token once. The last window reaches back, so that it is a whole
@@ -285,7 +286,7 @@ def encode_pair(
         return [first(tokenizer)], tokenizer.encode(continuation).tolist()
     before = tokenizer.encode(kept).tolist()
     whole = tokenizer.encode(kept + continuation).tolist()
-    return before, whole[len(before) :]
+    return [*tokenizer.put_before, *before], whole[len(before) :]
 
 
 def windows(tokens: list[int], before: int, window: int) -> Iterator[ScoreRequest]:

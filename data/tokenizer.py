@@ -83,6 +83,8 @@ class Tokenizer:
     engine = "tiktoken"  # what makes the ids; data/library.py has others
     # the files that lay in the folder of a published tokenizer: {name: JSON, or the text of others}
     beside: Mapping[str, Any] = MappingProxyType({})
+    # ids that a published tokenizer puts before a text on its own: by these a harness scores it
+    put_before: Sequence[int] = ()
     # True: the bytes of a text are the sum of `byte_lengths` of its ids; else `text_bytes` counts
     exact_lengths = True
 

@@ -56,7 +56,7 @@ NEEDS = (
         r"^python -m tools\.plan .*--search",
         "minutes of processor time (tests/test_plan.py searches fewer meshes)",
     ),
-    (r"^python -m tools\.fetch_task ", "a download (tests/test_evaluation.py)"),
+    (r"^python -m tools\.fetch_task ", "a download (tests/test_tasks.py)"),
     (r"^python -m tools\.simulate ", "the CUDA build of torch (tests/test_simulate.py)"),
     (
         r"^python -m tools\.parity CONFIG",

@@ -4,7 +4,7 @@
 
 MODEL is a folder of Hugging Face's, FOLDER what `datasets` saved (tools/fetch_task.py). Both sides
 read the same questions; the harness makes its requests of them by its own files. Printed for each
-benchmark: accuracies of both, and the largest difference between log-likelihoods of a choice.
+benchmark: accuracies of both, and the largest relative difference between log-likelihoods of a choice.
 """
 
 import argparse
@@ -176,10 +176,10 @@ def by_us(
 
 
 def largest(ours: Found, theirs: Found) -> float:
-    """The largest difference between log-likelihoods of a choice, in nats."""
+    """The largest difference between log-likelihoods of a choice, relative to them."""
     differences = [0.0]
     for mine, others in zip(ours.of_choices, theirs.of_choices, strict=True):
-        differences += [abs(a - b) for a, b in zip(mine, others, strict=True)]
+        differences += [abs(a - b) / abs(b) for a, b in zip(mine, others, strict=True)]
     return max(differences)
 
 
@@ -195,7 +195,7 @@ def row(name: str, ours: Found, theirs: Found) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-HEAD = "| benchmark | questions | acc | harness | acc_norm | harness | chance | largest difference, nats |"
+HEAD = "| benchmark | questions | acc | harness | acc_norm | harness | chance | largest relative difference |"
 
 
 def main(argv: list[str] | None = None) -> int:
