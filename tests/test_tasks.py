@@ -425,8 +425,7 @@ def test_a_published_tokenizer_encodes_contexts_and_choices_as_in_the_harness(na
 
 @pytest.mark.cap(400)
 def test_a_real_model_scores_real_questions_as_in_the_harness(tmp_path):
-    """SmolLM2-135M on some questions of each benchmark; on 200 of each by hand:
-    tools/bench/results/tasks.txt."""
+    """SmolLM2-135M on some questions of each benchmark; on more by hand, with tools/bench/tasks.py."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     model = published("smollm2")
     for name in bench.NAMES:
