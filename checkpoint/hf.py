@@ -497,6 +497,7 @@ def args_of(path: Path | Key, manifest: dict, family: Any) -> Any:
     numbers = manifest["facts"].get("must_match", {}).get("model")
     if not numbers:
         raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
+    state.check_numbers(path, manifest)
     return family.Args(**numbers)
 
 

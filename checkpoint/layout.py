@@ -18,6 +18,8 @@ This file imports no torch. A box is a pair of lists: its offset in the tensor a
 import math
 from collections.abc import Iterator
 
+MOST = 1 << 48  # elements, ranks or offsets
+DIMS = 64  # of a tensor, and cuts of it by dimensions of a mesh
 Box = tuple[list[int], list[int]]
 
 
@@ -109,6 +111,8 @@ def check(name: str, row: dict, ranks: int) -> None:
     last = row["first"]
     if not is_counts(shape) or not is_counts([last]):
         raise ValueError(f"{name}: shape {shape}, first {last}")
+    if len(shape) > DIMS or len(row["split"]) > DIMS:
+        raise ValueError(f"{name}: {len(shape)} dimensions, {len(row['split'])} splits")
     for entry in row["split"]:
         dim, pieces, stride = entry
         if not is_counts(entry) or dim >= len(shape) or pieces < 1 or stride < 1:
@@ -119,5 +123,5 @@ def check(name: str, row: dict, ranks: int) -> None:
 
 
 def is_counts(values: object) -> bool:
-    """Whether this is a list of whole numbers, none of them negative."""
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+    """Whether this is a list of whole numbers, each of which could count something."""
+    return isinstance(values, list) and all(type(n) is int and 0 <= n < MOST for n in values)

@@ -110,7 +110,9 @@ class CheckpointFolder:
             if TEMPORARY.fullmatch(path.name) and not path.is_symlink():
                 leftovers.append(path)
             elif path.name not in ours:
-                say.warning(f"{path} is not a checkpoint of this run and is left alone")
+                say.warning(
+                    f"{verify.shown(path)} is not a checkpoint of this run and is left alone"
+                )
         self.retention.remove_leftovers(leftovers)
         return self.lease.id
 

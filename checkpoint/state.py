@@ -77,6 +77,8 @@ def buffers(live: dict[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
+LAYERS = 1000  # that a model may have whatever its checkpoint holds
+NUMBER = 1 << 31  # no number of a model is larger: a vocabulary, a width, a base of rotations
 STAGING = ("pinned", "pageable", "none")  # kinds of buffers for copies, the best one first
 
 
@@ -183,12 +185,26 @@ def model_of(path: Path | Key, manifest: dict, families: Mapping[str, Any]) -> t
             f"here: {known}"
         )
     family = families[name]
+    check_numbers(path, manifest)
     try:
         return family, family.Args(**numbers)
     except TypeError as error:
         raise InputError(
             f"{path} holds a {name} with other numbers than those here: {error}"
         ) from None
+
+
+def check_numbers(path: Path | Key, manifest: dict) -> None:
+    """Raises InputError for a model that no machine could build, before anybody tries: it would take
+    hours or all memory. A layer has a tensor of its own in its checkpoint."""
+    numbers = manifest["facts"]["must_match"]["model"]
+    if not isinstance(numbers, dict):
+        raise InputError(f"{path} does not say which model it holds")
+    layers = max(LAYERS, len(manifest["tensors"]))
+    for name, number in numbers.items():
+        most = layers if name in ("n_layers", "n_dense_layers") else NUMBER
+        if isinstance(number, int) and not -1 <= number <= most:
+            raise InputError(f"{path}: model.{ascii(name)[1:-1]} = {number!r:.40} is no model's")
 
 
 def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:

@@ -56,11 +56,16 @@ MANIFEST = "manifest.json"
 METADATA = "__metadata__"
 # bytes under one hash: the least that a rank reads to trust one row of a large tensor
 BLOCK = 1 << 24
-FILE = re.compile(r"rank-([0-9]{5,})\.safetensors")
-NAME = re.compile(r"step-([0-9]{8,})(?:\.([1-9][0-9]*))?")
+# no rank, step or attempt has more digits: a list as long as a number says must fit into memory
+FILE = re.compile(r"rank-([0-9]{5,7})\.safetensors")
+NAME = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,5}))?")
 # where the files of a checkpoint in an object store are, beside its manifest: run and save
 PARTS = re.compile(r"[0-9a-f]{8}-[0-9]+")
 HEX = re.compile(r"[0-9a-f]{16}")  # a hash
+# what a terminal obeys instead of showing it: control characters, and those that turn a line around
+UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
+LARGEST = 1 << 28  # bytes of a manifest or a header: what is longer is not read into memory
+STEPS = 10**15  # more than a run has
 HEAD = {  # what every manifest says, beside "files" and "tensors"
     "format": int,
     "step": int,
@@ -270,6 +275,8 @@ def read_manifest(folder: Path | Key) -> dict:
 def _read_manifest(folder: Path | Key) -> dict:
     try:
         with open_regular(folder / MANIFEST) as stream:
+            if size_of(stream) > LARGEST:
+                raise Damaged(f"{folder / MANIFEST}: {size_of(stream):,} bytes are no manifest")
             outer = json.loads(stream.read())
         manifest = outer["manifest"]
         actual_hash = manifest_hash(manifest)
@@ -333,7 +340,11 @@ def _check(manifest: dict) -> None:
     itself."""
     for key, kind in HEAD.items():
         if type(manifest[key]) is not kind:
-            raise ValueError(f"{key} is {manifest[key]!r}")
+            raise ValueError(f"{key} is {manifest[key]!r:.100}")
+    if not (1 <= manifest["format"] and 0 <= manifest["step"] < STEPS):
+        raise ValueError(f"format {manifest['format']!r:.20}, step {manifest['step']!r:.20}")
+    for name in (manifest["optimizer"], manifest["torch"], *manifest["ancestors"]):
+        check_name(name)
     if manifest["format"] == 1:
         return _check_format_1(manifest)
     if not PARTS.fullmatch(manifest.get("parts", "00000000-0")):
@@ -350,9 +361,22 @@ def _check(manifest: dict) -> None:
         _check_rows(tensors, len(files))
 
 
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that a terminal would not show as it is, or that is no name."""
+    if not isinstance(name, str) or len(name) > 2000 or UNSHOWN.search(name):
+        raise ValueError(f"the name {ascii(name):.100}")
+
+
+def shown(path: Path | Key) -> str:
+    """A path that somebody else may have named, as a terminal shows it."""
+    text = str(path)
+    return ascii(text)[1:-1] if UNSHOWN.search(text) else text
+
+
 def _check_rows(tensors: dict[str, dict], ranks: int) -> None:
     for name, row in tensors.items():
         SIZES[row["dtype"]]
+        check_name(name)
         layout.check(name, row, ranks)
 
 
@@ -366,7 +390,8 @@ def _check_format_1(manifest: dict) -> None:
         if not 0 <= file["header"] <= file["size"]:
             raise ValueError(f"{name}: a header of {file['header']} bytes")
     for name, tensor in manifest["tensors"].items():
-        if not (isinstance(name, str) and layout.is_counts(tensor["shape"])):
+        check_name(name)
+        if not layout.is_counts(tensor["shape"]):
             raise ValueError(f"{name}: shape {tensor['shape']}")
         filled = 0
         for part in tensor["parts"]:
@@ -475,7 +500,7 @@ class Shard:
         for _ in tries(self.path):
             head = self.stream.read(8)
             length = int.from_bytes(head, "little")
-            head += self.stream.read(min(length, self.size))
+            head += self.stream.read(min(length, self.size, LARGEST))
             actual = digest(head)
             if not expected or actual == expected:
                 return head

@@ -13,6 +13,7 @@ import io
 import math
 import os
 import pickle
+import pickletools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -87,6 +88,10 @@ for _dtype in CODES:
     VALUES["torch", str(_dtype).removeprefix("torch.")] = _dtype
 
 
+LARGEST = 1 << 30  # bytes of .metadata
+SLOTS = ("PUT", "BINPUT", "LONG_BINPUT")  # opcodes for which an unpickler grows its memo
+
+
 class Refused(Exception):
     """A pickle names what DCP does not have."""
 
@@ -111,11 +116,23 @@ class MetadataUnpickler(pickle.Unpickler):
         return self.records[place]
 
 
+def check_sizes(content: bytes) -> None:
+    """Raises Refused or ValueError for a pickle that would take more memory than its bytes account for:
+    an opcode may say that so many bytes follow, or that a value is kept in a slot of any number."""
+    if len(content) > LARGEST:
+        raise Refused(f"it has more than {LARGEST:,} bytes")
+    for opcode, argument, _ in pickletools.genops(content):
+        if opcode.name in SLOTS and int(argument) > len(content):
+            raise Refused(f"it keeps a value in slot {argument:,} of a memo")
+
+
 def unpickled(path: Path) -> dict[str, Any]:
     """The fields of DCP's Metadata. Raises InputError."""
     try:
         with open_regular(path) as stream:
-            record = MetadataUnpickler(stream).load()
+            content = stream.read(LARGEST + 1)
+        check_sizes(content)
+        record = MetadataUnpickler(io.BytesIO(content)).load()
         if type(record).__name__ != "Metadata" or not isinstance(record.state, dict):
             raise ValueError("it holds no Metadata")
         return record.state

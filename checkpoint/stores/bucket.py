@@ -89,7 +89,9 @@ class Bucket:
                 if size:  # consoles mark folders by empty objects
                     foreign.add(name)
         for name in sorted(foreign):
-            say.warning(f"{self.path / name} is not a checkpoint of this run and is left alone")
+            say.warning(
+                f"{verify.shown(self.path / name)} is not a checkpoint of this run and is left alone"
+            )
         self.retention.remove_leftovers([self.path / name / draft for name, draft in drafts])
         return self.lease.id
 
