@@ -32,7 +32,7 @@ POOL = 40  # rows kept to draw examples from, where the folder has no split for 
 NAMES = [*(name for name, each in BENCHMARKS.items() if each.answer and not each.group), MMLU]
 
 
-class Found(NamedTuple):
+class ChoiceScores(NamedTuple):
     """Scores by name, and for each question the log-likelihoods of its choices."""
 
     scores: dict[str, float]
@@ -123,7 +123,9 @@ def _rows_for_harness(benchmark: Benchmark, folder: Path) -> Callable[..., Any]:
     return rows
 
 
-def by_harness(model: Any, names: Sequence[str], folder: Path, shots: int = 0) -> dict[str, Found]:
+def by_harness(
+    model: Any, names: Sequence[str], folder: Path, shots: int = 0
+) -> dict[str, ChoiceScores]:
     """What an lm_eval model finds, by name."""
     from lm_eval import simple_evaluate
 
@@ -137,11 +139,11 @@ def by_harness(model: Any, names: Sequence[str], folder: Path, shots: int = 0) -
         of_choices = []
         for sample in sorted(samples, key=lambda sample: sample["doc_id"]):
             of_choices.append([value for value, _ in sample["filtered_resps"]])
-        results[name] = Found(_scores(found["results"][name]), of_choices)
+        results[name] = ChoiceScores(_scores(found["results"][name]), of_choices)
     if MMLU in names:
         subjects = [name for name in results if name.startswith("mmlu_")]
         all_choices = [row for name in subjects for row in results[name].of_choices]
-        results[MMLU] = Found(_scores(found["groups"][MMLU]), all_choices)
+        results[MMLU] = ChoiceScores(_scores(found["groups"][MMLU]), all_choices)
     return results
 
 
@@ -154,7 +156,7 @@ def _scores(values: dict[str, Any]) -> dict[str, float]:
 
 def by_us(
     loaded: Loaded, names: Sequence[str], folder: Path, scratch: Path, shots: int = 0
-) -> dict[str, Found]:
+) -> dict[str, ChoiceScores]:
     """What tools.evaluate finds, by name."""
     mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
     results = {}
@@ -169,13 +171,13 @@ def by_us(
             )
             found = evaluate.evaluate(loaded, mesh, task, str(file), WINDOW, BATCH_TOKENS)
             of_choices = [sample["log_likelihoods"] for sample in found["samples"]]
-            results[name] = Found(found["scores"], of_choices)
+            results[name] = ChoiceScores(found["scores"], of_choices)
     finally:
         meshes.close_mesh()
     return results
 
 
-def largest(ours: Found, theirs: Found) -> float:
+def largest(ours: ChoiceScores, theirs: ChoiceScores) -> float:
     """The largest difference between log-likelihoods of a choice, relative to them."""
     differences = [0.0]
     for mine, others in zip(ours.of_choices, theirs.of_choices, strict=True):
@@ -183,7 +185,7 @@ def largest(ours: Found, theirs: Found) -> float:
     return max(differences)
 
 
-def row(name: str, ours: Found, theirs: Found) -> str:
+def row(name: str, ours: ChoiceScores, theirs: ChoiceScores) -> str:
     """A line of the table."""
     cells = [name, f"{len(ours.of_choices)}"]
     for key in SCORED:
