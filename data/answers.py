@@ -50,17 +50,15 @@ class Completions:
             raise Unfit("has an empty completion")
         if not prompt:
             raise Unfit('has an empty prompt: data.format = "text" is for text without one')
-        asked = self.tok.encode(prompt)
-        answer = self.tok.encode(completion)
+        asked, bytes_asked = self.tok.encode_with_bytes(prompt)
+        answer, bytes_answered = self.tok.encode_with_bytes(completion)
         ids = np.concatenate([self.begin, asked, answer, self.end]).astype(self.tok.dtype)
         plain = json.dumps([prompt, completion], ensure_ascii=False)
         size = len((prompt + completion).encode())
-        sizes = np.zeros(len(ids), np.int64)
-        first = len(self.begin)
-        middle = first + len(asked)
-        sizes[first:middle] = self.tok.text_bytes(prompt, asked)
-        sizes[middle : middle + len(answer)] = self.tok.text_bytes(completion, answer)
-        return Example(plain, size, ids, np.arange(len(ids)) >= middle, sizes)
+        none = (len(self.begin), len(self.end))
+        sizes = np.pad(np.concatenate([bytes_asked, bytes_answered]), none)
+        is_answer = np.arange(len(ids)) >= len(self.begin) + len(asked)
+        return Example(plain, size, ids, is_answer, sizes)
 
 
 def example(form: Format, line: str) -> Example | str:

@@ -167,7 +167,7 @@ class LibraryTokenizer(Tokenizer):
     @property
     def byte_lengths(self) -> list[int]:
         """How many bytes of text each id stands for, as in `Tokenizer`. Raises ValueError where
-        only a text tells (`text_bytes`)."""
+        only a text tells (`encode_with_bytes`)."""
         if not self.is_byte_level:
             raise ValueError("the tokens of this tokenizer have no length of their own")
         lengths = [0] * self.n_vocab
@@ -176,17 +176,19 @@ class LibraryTokenizer(Tokenizer):
             lengths[id] = 0 if id in special else len(token)
         return lengths
 
-    def text_bytes(self, text: str, ids: np.ndarray) -> np.ndarray:
-        """As `Tokenizer.text_bytes`. Where the bytes of the tokens are not those of the text, they
-        come from the library's offsets: a token has what lies between the end of the token before
-        it and its own, and the last one also what follows it."""
+    def encode_with_bytes(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """As `Tokenizer.encode_with_bytes`. Where the bytes of the tokens are not those of the text,
+        they come from the library's offsets: a token has what lies between the end of the token
+        before it and its own, and the last one also what follows it."""
         total = len(text.encode())
         if self.is_byte_level:
+            ids = self.encode(text)
             lengths = self._lengths[ids]
             if self.exact_lengths or lengths.sum() == total:
-                return lengths
-        _, stops = byte_offsets(text, self._ask(self.in_text, text).offsets)
-        return shares(stops, total)
+                return ids, lengths
+        encoding = self._ask(self.in_text, text)
+        _, stops = byte_offsets(text, encoding.offsets)
+        return np.array(encoding.ids, self.dtype), shares(stops, total)
 
     # ----------------------------------------------------------------------------------------------
     # ids to text

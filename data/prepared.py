@@ -8,6 +8,8 @@ for `train` and once for `validation`:
     train.files          int32 [documents]: the index of the file that it came from
     train.numbers        int64 [documents]: its line or row in that file; -1 if it is the whole file
     train.answers        int64 [2 * answers]: where each answer begins and ends, counted over all shards; not of text
+    train.sizes          uint32 [tokens]: the bytes of text that each stands for (data/text_bytes.py); only where its
+                         id does not tell, and of a split that is not held out only if nothing is
     names, names.starts  the files' names in UTF-8, one after another, and int64 [files + 1]: where each name begins
     tokenizer.json       the tokenizer (data/tokenizer.py), so that the folder explains itself
     format.json          what made tokens of conversations (data/formats.py::describe); not of text
@@ -39,6 +41,7 @@ FORMAT_OF_ANSWERS = 3
 SPLITS = ("train", "validation")
 TABLES = {"starts": np.dtype("<i8"), "files": np.dtype("<i4"), "numbers": np.dtype("<i8")}
 OF_ANSWERS = {"answers": np.dtype("<i8")}
+OF_BYTES = {"sizes": np.dtype("<u4")}
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,10 @@ class Prepared:
     format: str = "text"  # as data.format
 
 
-def tables(described: dict) -> dict[str, np.dtype]:
+def tables(described: dict, tok: tokenizer.Tokenizer) -> dict[str, np.dtype]:
     """The tables of a split, in a format that data/formats.py::describe has described."""
-    return TABLES | OF_ANSWERS if described else TABLES
+    answers = OF_ANSWERS if described else {}
+    return TABLES | answers | ({} if tok.exact_lengths else OF_BYTES)
 
 
 class CorpusFolder:

@@ -320,7 +320,7 @@ class Stream:
             for number, document, checksum in self._read(unit, place):
                 place = replace(place, document=number)
                 problem, rows = self._encode(document)
-                for split, ids, _ in rows:  # a single row
+                for split, ids, *_ in rows:  # a single row
                     if split == "train" and len(ids):
                         barren = 0
                         yield place, ids

@@ -85,7 +85,8 @@ class Tokenizer:
     beside: Mapping[str, Any] = MappingProxyType({})
     # ids that a published tokenizer puts before a text on its own: by these a harness scores it
     put_before: Sequence[int] = ()
-    # True: the bytes of a text are the sum of `byte_lengths` of its ids; else `text_bytes` counts
+    # True: the bytes of a text are the sum of `byte_lengths` of its ids; else `encode_with_bytes`
+    # tells
     exact_lengths = True
 
     def __init__(
@@ -215,10 +216,11 @@ class Tokenizer:
     def _lengths(self) -> np.ndarray:
         return np.array(self.byte_lengths, np.int64)
 
-    def text_bytes(self, text: str, ids: np.ndarray) -> np.ndarray:
-        """Bytes of the text, int64 [n], that each of the `ids` of `encode(text)` stands for. Their
-        sum is the size of the text in UTF-8, if it has a token at all."""
-        return self._lengths[ids]
+    def encode_with_bytes(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(`encode(text)`, the bytes of the text that each id stands for, int64 [n]). Their sum is
+        the size of the text in UTF-8, if it has a token at all."""
+        ids = self.encode(text)
+        return ids, self._lengths[ids]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of these ids. Special tokens appear by name. Bytes that are not UTF-8 (half a

@@ -64,6 +64,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "parallelisms.whole_matrices",  # Muon orthogonalises these
         # validation reads batches, and frees the weights that its forward passes have gathered
         "data.loader",
+        "data.text_bytes",
         "data.tasks",  # evaluation reads these
         "parallelisms.dp",
         "parallelisms.pp",

@@ -417,7 +417,8 @@ def same_as_library(tok: tokenizer.Tokenizer, path: Path, texts: list[str]) -> N
         wanted = theirs.encode(text, add_special_tokens=False).ids
         assert ids.tolist() == wanted, repr(text[:60])
         assert tok.decode(ids) == theirs.decode(wanted, skip_special_tokens=False)
-        sizes = tok.text_bytes(text, ids)
+        again, sizes = tok.encode_with_bytes(text)
+        assert again.tolist() == wanted
         assert len(sizes) == len(ids) and sizes.min(initial=0) >= 0
         assert sizes.sum() == (len(text.encode()) if len(ids) else 0), repr(text[:60])
         made = tok.encode_rendered(text)

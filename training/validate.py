@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from data import text_bytes
 from data.loader import Batch, Batches, loader
 from parallelisms import dp, pp
 from parallelisms.mesh import Mesh
@@ -39,10 +40,11 @@ def run_validation(
     patience = cfg.run.step_timeout_seconds + cfg.data.timeout_seconds
 
     sums = {}
-    token_bytes = torch.tensor(tokenizer.byte_lengths)
+    token_bytes = text_bytes.of_ids(tokenizer)
     for name, rows in held_out.items():
         read = loader(rows, 0, cfg.validation.steps, cfg.data)
-        batches = until_stopped(read, job.mesh, stop, watchdog, patience)
+        sized = text_bytes.sized(read, rows, tokenizer)
+        batches = until_stopped(sized, job.mesh, stop, watchdog, patience)
         sums[name] = validate(
             job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes
         )
@@ -91,7 +93,7 @@ def validate(
 ) -> Tensor:
     """Sums over the `batches` of all ranks (dicts as data/loader.py makes them), float64 [3]: loss
     in nats, tokens predicted, bytes of those tokens. token_bytes: int64 [vocabulary], the bytes of
-    text that each token stands for."""
+    text that each token stands for; a batch's own `sizes` (data/text_bytes.py) come before it."""
     total = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
@@ -100,9 +102,12 @@ def validate(
             total[0] += model.losses(feed)
         else:
             total[0] += sum(model(*feed(a)) for a in range(len(feed)))
-        counted = feed.labels[feed.labels != IGNORE]
-        total[1] += len(counted)
-        total[2] += token_bytes[counted].sum()
+        counts = feed.labels != IGNORE
+        total[1] += counts.sum()
+        if "sizes" in batch:
+            total[2] += batch["sizes"].to(mesh.device)[counts].sum()
+        else:
+            total[2] += token_bytes[feed.labels[counts]].sum()
     # only the ranks of the last stage have a loss; all ranks of a pipeline count the same tokens
     mesh.sum_over_pp(total[0])
     return mesh.sum_over_tokens(total)

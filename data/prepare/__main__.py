@@ -116,7 +116,7 @@ def _print_report(prepared: Prepared, checked: bool) -> None:
         )
     print(
         f"\nvocabulary   {prepared.tokenizer.n_vocab:,} (fingerprint "
-        f"{prepared.tokenizer.fingerprint})"
+        f"{prepared.tokenizer.fingerprint}), run by {manifest.get('tokenizer_engine', 'tiktoken')}"
     )
     print(f"corpus       {prepared.fingerprint}{', every hash verified' if checked else ''}")
     print(f"folder       {prepared.folder}")

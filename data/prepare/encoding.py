@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 
@@ -23,29 +24,29 @@ def encode(
     text: str,
     change: dict,
     form: answers.Format | None = None,
+    ids: np.ndarray | None = None,
 ) -> tuple[int, float, list | str]:
-    """(bytes of the document, its score in [0, 1), [(split, token ids, answers), ...]). A document
-    that cannot be used has, in place of the list, a problem as in sources.Document. answers: bool,
-    which tokens are of one; None for text. `change`: see job.change_of_sides. form: None for text;
-    otherwise `text` is a line in that format."""
+    """(bytes of the document, its score in [0, 1), [(split, token ids, answers, sizes), ...]). A
+    document that cannot be used has, in place of the list, a problem as in sources.Document.
+    answers: bool, which tokens are of one; None for text. sizes: bytes of each token, or None (see
+    `is_sized`). `change`: see job.change_of_sides. form: None for text; otherwise `text` is a line
+    in that format. ids: of the text, if they are known."""
     if form is not None:
-        return _encode_answers(cfg, text, change, form)
+        return _encode_answers(cfg, tok, text, change, form)
     data = text.encode()
     if cfg.max_document_bytes and len(data) > cfg.max_document_bytes:
         return len(data), 0.0, sources.TOO_LONG
     score = _score(data)
     split = _side(cfg, score, change)
+    if change.get("cut"):
+        ids = None
     texts = (
         [(split, text)]
         if not change.get("cut")
         else list(zip(SPLITS, _cut(text, cfg.validation_fraction)))
     )
-    begin = np.array([tok.bos_id] if cfg.add_bos else [], tok.dtype)
-    end = np.array([tok.eot_id] if cfg.add_eos else [], tok.dtype)
     try:
-        rows = [
-            (split, np.concatenate([begin, tok.encode(text), end]), None) for split, text in texts
-        ]
+        rows = [_row(cfg, tok, split, text, ids) for split, text in texts]
     except tokenizer.CannotEncode as error:
         return len(data), score, f"cannot be tokenised: {error}"
     except BaseException as error:  # a panic of tiktoken is not an Exception
@@ -55,8 +56,29 @@ def encode(
     return len(data), score, rows
 
 
+def is_sized(cfg: Data, tok: tokenizer.Tokenizer, split: str) -> bool:
+    """Whether the bytes of each token of a split are recorded: of what a run may validate on, where
+    the ids do not tell them."""
+    return not tok.exact_lengths and (split == "validation" or not cfg.validation_fraction)
+
+
+def _row(
+    cfg: Data, tok: tokenizer.Tokenizer, split: str, text: str, ids: np.ndarray | None
+) -> tuple:
+    """One row of `encode`. ids: of the text, if they are known and nothing is cut."""
+    sizes = None
+    if is_sized(cfg, tok, split):
+        ids, sizes = tok.encode_with_bytes(text)
+        sizes = np.pad(sizes, (int(cfg.add_bos), int(cfg.add_eos)))
+    elif ids is None:
+        ids = tok.encode(text)
+    begin = np.array([tok.bos_id] if cfg.add_bos else [], tok.dtype)
+    end = np.array([tok.eot_id] if cfg.add_eos else [], tok.dtype)
+    return split, np.concatenate([begin, ids, end]), None, sizes
+
+
 def _encode_answers(
-    cfg: Data, line: str, change: dict, form: answers.Format
+    cfg: Data, tok: tokenizer.Tokenizer, line: str, change: dict, form: answers.Format
 ) -> tuple[int, float, list | str]:
     """`encode` of a line of conversations."""
     made = answers.example(form, line)
@@ -70,7 +92,9 @@ def _encode_answers(
             "data.validation_fraction = 0"
         )
     score = _score(made.text.encode())
-    return made.bytes, score, [(_side(cfg, score, change), made.ids, made.answers)]
+    split = _side(cfg, score, change)
+    sizes = made.sizes if is_sized(cfg, tok, split) else None
+    return made.bytes, score, [(split, made.ids, made.answers, sizes)]
 
 
 def _score(data: bytes) -> float:
@@ -104,12 +128,14 @@ def encode_all(
 ) -> Iterator[tuple]:
     """(file, document, *encode(document)) for each (file, document), in order. Encoding releases
     the GIL, so `threads` threads share the work. Few documents are in memory at a time."""
-    tok.encode("")  # builds, once, what the threads share
+    with suppress(tokenizer.CannotEncode):
+        tok.encode("a")  # builds, once, what the threads share
 
     def encoded(batch: list) -> list[tuple]:
+        known = _ids_of_batch(cfg, tok, batch) if form is None else [None] * len(batch)
         return [
-            (file, document, *encode(cfg, tok, document.text, change, form))
-            for file, document in batch
+            (file, document, *encode(cfg, tok, document.text, change, form, ids))
+            for (file, document), ids in zip(batch, known, strict=True)
         ]
 
     if threads <= 1:
@@ -128,6 +154,21 @@ def encode_all(
         finally:
             for future in waiting:
                 future.cancel()
+
+
+def _ids_of_batch(cfg: Data, tok: tokenizer.Tokenizer, batch: list) -> Sequence[np.ndarray | None]:
+    """The ids of the documents of a batch, which the library makes at once; None of those that are
+    encoded one by one."""
+    none = [None] * len(batch)
+    if tok.engine == "tiktoken" or is_sized(cfg, tok, "train"):
+        return none
+    limit = cfg.max_document_bytes or float("inf")
+    if any(len(document.text) > limit for _, document in batch):
+        return none
+    try:
+        return tok.encode_batch([document.text for _, document in batch])
+    except (tokenizer.CannotEncode, UnicodeEncodeError):
+        return none  # `encode` says which
 
 
 def _batches(documents: Iterator[tuple[int, sources.Document]]) -> Iterator[list]:

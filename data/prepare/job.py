@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import formats, saved_tokenizer, sources, tokenizer
+from data import formats, library, saved_tokenizer, sources, tokenizer
 from data.open_tokenizer import open_named
 from data.prepare import workers
 from data.prepare.part import PartMaker
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 # a BPE is trained on the first documents, up to here: more text hardly changes its merges
 BPE_CHARACTERS = 64_000_000
+# of the first documents, whose ids by tiktoken are compared with those of `tokenizers`
+COMPARED_CHARACTERS = 250_000
 # of the source: a core tokenises this in some seconds, which is what a kill costs
 PART_BYTES = 64_000_000
 PLAN = "parts/plan"
@@ -79,7 +81,7 @@ class PrepareJob:
         log(f"{cfg.source}: {len(files):,} files, {total / 1e6:,.1f} MB, {len(parts):,} parts")
         sources.warn_of_lines(files, log)
         sources.warn_of_others(cfg.source, log)
-        tok = _make_tokenizer(cfg, files, log)
+        tok = checked(cfg, _make_tokenizer(cfg, files, log), files, log)
         job = PrepareJob(folder, cfg, files, parts, tok, formats.describe(cfg, tok))
         tok.save(os.path.join(folder, "tokenizer.json"))
         sync(os.path.join(folder, "tokenizer.json"))
@@ -190,7 +192,7 @@ class PrepareJob:
         for split in SPLITS:
             of_split = f"{split}-{part:05}"
             names.append(f"{of_split}.bin")
-            names += [f"parts/{of_split}.{table}" for table in tables(self.format)]
+            names += [f"parts/{of_split}.{table}" for table in tables(self.format, self.tokenizer)]
         return names
 
     def record(self, part: int) -> dict | None:
@@ -285,7 +287,7 @@ class PrepareJob:
         {bytes, sha256}} of all files."""
         files = {}
         for split in SPLITS:
-            for table in tables(self.format):
+            for table in tables(self.format, self.tokenizer):
                 self._merge(split, table, records, continued)
             for part, record in enumerate(records):
                 row = record["splits"][split]
@@ -298,7 +300,9 @@ class PrepareJob:
         write_whole(os.path.join(self.folder, "names"), b"".join(names))
         starts = np.cumsum([0, *map(len, names)]).astype("<i8")
         write_whole(os.path.join(self.folder, "names.starts"), starts.tobytes())
-        written = [f"{split}.{table}" for split in SPLITS for table in tables(self.format)]
+        written = [
+            f"{split}.{table}" for split in SPLITS for table in tables(self.format, self.tokenizer)
+        ]
         if self.format:
             written.append(formats.FILE)
         for name in (*written, "names", "names.starts", "tokenizer.json"):
@@ -329,7 +333,7 @@ class PrepareJob:
 
     def _part_table(self, split: str, part: int, table: str) -> np.ndarray:
         path = os.path.join(self.folder, "parts", f"{split}-{part:05}.{table}")
-        return np.fromfile(path, tables(self.format)[table])
+        return np.fromfile(path, tables(self.format, self.tokenizer)[table])
 
     def _failures(self, records: list[dict], continued: list[tuple[int, int]]) -> list[str]:
         """A line for each document that was left out because it cannot be read."""
@@ -358,6 +362,7 @@ class PrepareJob:
             "source": cfg.source,
             "tokenizer": cfg.tokenizer,
             "tokenizer_fingerprint": tok.fingerprint,
+            "tokenizer_engine": tok.engine,
             "fingerprint": hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32],
             "dtype": tok.dtype.name,
             "n_vocab": tok.n_vocab,
@@ -398,24 +403,54 @@ def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer
     return tok
 
 
+def checked(
+    cfg: Data, tok: tokenizer.Tokenizer, files: list[sources.File], log: Log
+) -> tokenizer.Tokenizer:
+    """The tokenizer, by the library alone if tiktoken gives other ids than it for the first
+    documents. This is decided before a part is made, so that all processes do the same."""
+    if not isinstance(tok, library.LibraryTokenizer):
+        return tok
+    if tok.engine == "tokenizers":
+        log(f"tokenised by `tokenizers`, as tiktoken may give other ids: {tok.reason}")
+        return tok
+    compared = 0
+    field = cfg.text_field if cfg.format == "text" else ""
+    for _, document in _first_documents(cfg, files, field, COMPARED_CHARACTERS):
+        text = document.text[:COMPARED_CHARACTERS]
+        with suppress(ValueError):  # what no tokenizer takes is reported with its document
+            if not np.array_equal(tok.encode(text), tok.library_ids(text)):
+                reason = f"document {compared + 1} has other ids in `tokenizers`"
+                log(f"warning: tokenised by `tokenizers`, not by tiktoken: {reason}")
+                return tok.by_library(reason)
+        compared += 1
+    log(f"tokenised by tiktoken, with the ids of `tokenizers` (compared in {compared:,} documents)")
+    return tok
+
+
 def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
     """The first texts, until they have BPE_CHARACTERS together (the last one is not cut).
     InputError: more documents than allowed cannot be read. Too few texts would make a vocabulary
     that is too small, and that is not the mistake."""
-    taken = 0
     failed = 0
+    for piece, document in _first_documents(cfg, files, cfg.text_field, BPE_CHARACTERS):
+        failed += document.problem not in ("", sources.TOO_LONG)
+        if failed > allowed_failures(cfg):
+            raise sources.failure(piece, document)
+        yield document.text
+
+
+def _first_documents(
+    cfg: Data, files: list[sources.File], field: str, characters: int
+) -> Iterator[tuple[sources.Piece, sources.Document]]:
+    """The first documents, and the piece of each, until they have so many characters together."""
+    taken = 0
     for file in files:
         for piece in sources.pieces(file):
-            for document in sources.read(
-                piece, cfg.text_field, cfg.max_document_bytes, cfg.json_files
-            ):
-                if taken >= BPE_CHARACTERS:
+            for document in sources.read(piece, field, cfg.max_document_bytes, cfg.json_files):
+                if taken >= characters:
                     return
-                failed += document.problem not in ("", sources.TOO_LONG)
-                if failed > allowed_failures(cfg):
-                    raise sources.failure(piece, document)
                 taken += len(document.text)
-                yield document.text
+                yield piece, document
 
 
 def _divide(files: list[sources.File], size: int) -> list[list[tuple]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from data import formats, sources
 from data.prepare.encoding import encode_all
-from data.prepared import SPLITS, tables
+from data.prepared import OF_BYTES, SPLITS, tables
 from reliability.disk import sync
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class PartMaker:
         self.failures: list[list] = []  # [piece, number of the document in it, problem]
         self.lines: list[int] = []  # how many lines each piece has; 0 unless it is JSON lines
         self.lowest, self.highest = 2.0, -1.0  # scores of the documents that are kept
-        columns = tables(job.format)
+        columns = tables(job.format, job.tokenizer)
         self.writers = {split: SplitWriter(job.folder, split, part, columns) for split in SPLITS}
 
     def make(self, threads: int) -> dict:
@@ -54,8 +54,8 @@ class PartMaker:
                     continue
                 self.counts["kept"] += 1
                 self.lowest, self.highest = min(self.lowest, score), max(self.highest, score)
-                for split, ids, of_answers in rows:
-                    self.writers[split].add(file, document.number, size, ids, of_answers)
+                for split, *tokens in rows:
+                    self.writers[split].add(file, document.number, size, *tokens)
         finally:
             splits = {split: writer.close() for split, writer in self.writers.items()}
         for writer in self.writers.values():
@@ -128,10 +128,17 @@ class SplitWriter:
         self.documents = self.tokens = self.bytes = self.token_bytes = 0
 
     def add(
-        self, file: int, number: int, size: int, ids: np.ndarray, of_answers: np.ndarray | None
+        self,
+        file: int,
+        number: int,
+        size: int,
+        ids: np.ndarray,
+        of_answers: np.ndarray | None,
+        sizes: np.ndarray | None,
     ) -> None:
         """Add a document. file: the index of its file; number: its number in there; size: its bytes
-        of text; ids: its tokens; of_answers: which of them are, bool, or None for text."""
+        of text; ids: its tokens; of_answers: which of them are, bool, or None for text; sizes:
+        the bytes of each, or None where its id tells."""
         data = ids.tobytes()
         self.files["tokens"].write(data)
         self.sha256.update(data)
@@ -142,11 +149,13 @@ class SplitWriter:
             # where the mask changes: the beginning and the end of each answer
             changes = np.flatnonzero(np.diff(of_answers, prepend=False, append=False))
             self.columns["answers"].extend((changes + self.tokens).tolist())
+        if sizes is not None:
+            self.columns["sizes"].frombytes(sizes.astype(OF_BYTES["sizes"]).tobytes())
         self.documents += 1
         self.tokens += len(ids)
         self.bytes += size
         self.token_bytes += len(data)
-        if len(self.columns["starts"]) >= 65536:
+        if max(map(len, self.columns.values())) >= 65536:
             self._write_columns()
 
     def _write_columns(self) -> None:
