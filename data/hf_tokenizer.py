@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ BESIDE = (
 )
 
 
-def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
+def merges(ranks: list[bytes]) -> Iterator[tuple[bytes, bytes]]:
     """The two tokens that each token is made of, in the order of ranks, for all tokens that merging
     can make.
 
@@ -100,7 +101,6 @@ def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
     """
     rank_of = {token: rank for rank, token in enumerate(ranks)}
     none = len(ranks)
-    pairs = []
     for token in ranks:
         parts = [token[i : i + 1] for i in range(len(token))]
         # of each part with the next
@@ -114,8 +114,7 @@ def merges(ranks: list[bytes]) -> list[tuple[bytes, bytes]]:
             if i > 0:
                 scores[i - 1] = rank_of.get(parts[i - 1] + parts[i], none)
         if len(parts) == 2:
-            pairs.append((parts[0], parts[1]))
-    return pairs
+            yield parts[0], parts[1]
 
 
 def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
@@ -408,13 +407,8 @@ def _ranks(
     unmade = [token for token in by_id if len(token) > 1 and token not in made]
     by_list = [*letters, *made, *(unmade if look_up else [])]
     for ranks in [by_id] if by_list == by_id else [by_id, by_list]:
-        needed = merges(ranks)
-        places = [position.get(pair, -1) for pair in needed]
-        if (
-            -1 not in places
-            and places == sorted(places)
-            and (look_up or len(needed) + len(letters) == len(ranks))
-        ):
+        count = _count_in_order(ranks, position)
+        if count >= 0 and (look_up or count + len(letters) == len(ranks)):
             return ranks
     if not look_up and unmade:
         raise ValueError(
@@ -422,3 +416,17 @@ def _ranks(
             "vocabulary"
         )
     raise ValueError("its merges are not in the order of its vocabulary, nor of their own")
+
+
+def _count_in_order(ranks: list[bytes], position: dict[tuple[bytes, bytes], int]) -> int:
+    """How many tokens merging by these ranks makes; -1 if the pairs that it needs are not all in the
+    list, in the order of their `position` there."""
+    count = 0
+    last = -1
+    for pair in merges(ranks):
+        place = position.get(pair, -1)
+        if place < last or place < 0:
+            return -1
+        last = place
+        count += 1
+    return count

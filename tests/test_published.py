@@ -1,0 +1,214 @@
+"""Published tokenizers, each opened as a person opens it, beside the library that defines its ids.
+
+`python -m tests.published` fetches the files; a test without them is skipped.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tokenizers
+
+from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer
+from data.hf_tokenizer import read_file
+from tests.library import same_as_library
+from tests.published import published
+
+
+class File(NamedTuple):
+    """A published tokenizer.json, and what is known of it."""
+
+    package: str
+    name: str
+    engine: str
+    fingerprint: str
+    n_vocab: int
+    end: str
+    exact: bool  # its ids tell the bytes
+
+
+FILES = {
+    "qwen3": File(
+        "qwen3",
+        "tokenizer.json",
+        "tiktoken",
+        "d4a4bb62f23e775f13b50dd66c51d196",
+        151_669,
+        "<|im_end|>",
+        False,
+    ),
+    "deepseek_v3": File(
+        "deepseek_v3",
+        "tokenizer.json",
+        "tiktoken",
+        "4b0c255b651ab152387c8b82c7d06023",
+        128_815,
+        "<｜end▁of▁sentence｜>",
+        True,
+    ),
+    "gpt_oss": File(
+        "gpt_oss",
+        "tokenizer.json",
+        "tiktoken",
+        "bd880330a4dbf3ae4240634eb865c42b",
+        200_019,
+        "<|return|>",
+        True,
+    ),
+    "llama3_1": File(
+        "llama3_1",
+        "tokenizer.json",
+        "tiktoken",
+        "bdfba346696d3144a3dfb070f4f2d591",
+        128_256,
+        "<|eot_id|>",
+        True,
+    ),
+    "dolma2": File(
+        "olmo2",
+        "allenai_dolma2.json",
+        "tiktoken",
+        "4eb5b7180fb46adc73f0ad479588179b",
+        100_278,
+        "<|endoftext|>",
+        False,
+    ),
+    "gpt-neox": File(
+        "olmo2",
+        "allenai_eleuther-ai-gpt-neox-20b-pii-special.json",
+        "tiktoken",
+        "3f20b4c1203ea0b5f4a770b2edfe5bcc",
+        50_280,
+        "<|endoftext|>",
+        False,
+    ),
+    "gemma3": File(
+        "gemma3",
+        "tokenizer.json",
+        "tokenizers",
+        "19e77f06acbfea96b36bb54a156f89ed",
+        262_145,
+        "<end_of_turn>",
+        False,
+    ),
+    "llama2": File(
+        "llama2",
+        "tokenizer.json",
+        "tokenizers",
+        "a8a5067549b027142bec09ed340881b9",
+        32_000,
+        "</s>",
+        False,
+    ),
+    "smollm2": File(
+        "smollm2",
+        "tokenizer.json",
+        "tiktoken",
+        "50813fe5c5006e4fce3216d3c331cd3d",
+        49_152,
+        "<|im_end|>",
+        False,
+    ),
+}
+
+SCRIPTS = (
+    "The quick brown fox can't wait: it's 1,234,567 steps.",
+    "Žluťoučký kůň úpěl ďábelské ódy, İstanbul, straße, ǅ",
+    "Съешь же ещё этих мягких французских булок, да выпей чаю 42",
+    "Ξεσκεπάζω την ψυχοφθόρα βδελυγμία",
+    "نص حكيم له سر قاطع وذو شأن عظيم ١٢٣",
+    "דג סקרן שט בים מאוכזב ולפתע מצא חברה",
+    "ऋषियों को सताने वाले दुष्ट राक्षसों के राजा १२३ क़",
+    "ประเทศไทยใช้อักษรไทย ๑๒๓",
+    "色は匂へど散りぬるを・がぎぐ ﾊﾝｶｸ ３つ",
+    "天地玄黄，宇宙洪荒。二〇二六年",
+    "키스의 고유조건은 입술끼리 만나야 한다 각",
+    "ქართული ენა, Հայերեն, አማርኛ, தமிழ், \U00010d40\U0001f8b0\U00033000",
+)
+TEXTS = (
+    *SCRIPTS,
+    "👩‍👩‍👧‍👦 🇪🇺 👍🏽 ❤️ 😀😀😀 \U0001fae8",
+    "def f(x):\n\treturn {'a': x[0] ** 2}  # ok\n\n\n    if x != y:\r\n        pass\n",
+    "e\u0301 a\u0308\u0323 \u1100\u1161\u11a8 \u304b\u3099 \u0344 A\u030a \u2126 \ufb01 <think>\u0338",
+    "\x00\x01\x02\x7f\x80\x9f\ufeff\u200b\u200d\u2028\u2029\u0085\u00ad",
+    "a" * 300,
+    "é" * 300,
+    "x" + " " * 300 + "y" + "\t" * 90 + "\n" * 90 + "z   ",
+    " leading and trailing ",
+    "<|endoftext|><|im_start|>user\n<|im_end|></s><s><bos><eos><pad><|eot_id|>",
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|> <｜User｜>hi<｜Assistant｜>",
+    "<think>two</think>4 <tool_call>{}</tool_call> |||PHONE_NUMBER||| <|im_<think>end|>",
+    "▁ ▁▁ <0x0A> [UNK] [INST] \\n \\u00e9",
+    "1 12 123 1234 12345 ½ ² ٣ Ⅷ 1e-5 0x1F",
+    "",
+    " ",
+    "\n",
+)
+
+
+@pytest.fixture(scope="module", params=FILES)
+def opened(request: pytest.FixtureRequest) -> Iterator[tuple[File, Path, tokenizer.Tokenizer]]:
+    """Each file, opened once for all tests."""
+    file = FILES[request.param]
+    path = published(file.package) / file.name
+    yield file, path, read_file(path)
+
+
+@pytest.mark.cap(300)
+def test_ids_text_and_bytes_are_the_librarys(opened) -> None:
+    file, path, tok = opened
+    assert (tok.engine, tok.n_vocab, tok.end_of_text) == (file.engine, file.n_vocab, file.end)
+    assert tok.exact_lengths == file.exact
+    same_as_library(tok, path, list(TEXTS))
+    assert tok.decode([file.n_vocab + 7]) == "\ufffd"
+
+
+def test_fingerprints_stay(opened, tmp_path: Path) -> None:
+    """A prepared corpus and a checkpoint know their tokenizer by it. The saved file gives it too."""
+    file, path, tok = opened
+    assert tok.fingerprint == file.fingerprint
+    tok.save(str(tmp_path / "tokenizer.json"))
+    again = saved_tokenizer.load(str(tmp_path / "tokenizer.json"))
+    same = (again.fingerprint, again.engine, again.eot_id, again.bos_id, again.dtype)
+    assert same == (tok.fingerprint, tok.engine, tok.eot_id, tok.bos_id, tok.dtype)
+    assert again.encode(TEXTS[1]).tolist() == tok.encode(TEXTS[1]).tolist()
+    assert dict(again.beside) == dict(tok.beside)
+    written = hf_tokenizer.files(again, 64)
+    assert written["tokenizer.json"] == json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_the_names_of_special_tokens_are_text(opened) -> None:
+    """In `encode`; in rendered text they are tokens. Other added tokens are tokens in both."""
+    _, _, tok = opened
+    for row in tok.added[:40]:
+        rendered = tok.encode_rendered(f"a{row.name}b")
+        if not row.greedy:
+            assert row.id in rendered.ids
+        if row.special:
+            assert row.id not in tok.encode(f"a{row.name}b")
+            assert rendered.sizes.sum() == 2
+        elif not row.greedy:
+            assert row.id in tok.encode(f"a{row.name}b")
+
+
+def test_a_wrong_id_is_seen() -> None:
+    """The negative control: the id of one token is another one."""
+    path = published("smollm2") / "tokenizer.json"
+    broken = read_file(path)
+    same_as_library(broken, path, ["the"])
+    common = int(broken.proved.ranks("the")[0][0])
+    broken.proved.ids[common] += 1
+    with pytest.raises(AssertionError):
+        same_as_library(broken, path, ["the"])
+
+
+def test_llama_3_is_the_same_from_both_files() -> None:
+    """Meta's rank file and Hugging Face's tokenizer.json of Llama 3.1."""
+    ranks = rank_files.from_rank_file(str(published("llama3") / "tokenizer.model"))
+    theirs = tokenizers.Tokenizer.from_file(str(published("llama3_1") / "tokenizer.json"))
+    theirs.encode_special_tokens = True
+    for text in TEXTS:
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ranks.encode(text).tolist() == ids
