@@ -8,6 +8,7 @@ all. What the environment says already counts.
 
 import ctypes
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +16,16 @@ from pathlib import Path
 # longer. If it spun for long, as OpenMP does by default, a step would take several times longer
 # when other work wants the cores (docs/performance.md).
 THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
+
+# Values of ONEDNN_MAX_CPU_ISA that leave out bfloat16 (oneDNN's documentation, CPU dispatcher control)
+WITHOUT_BFLOAT16 = (
+    "SSE41",
+    "AVX",
+    "AVX2",
+    "AVX2_VNNI",
+    "AVX512_CORE",
+    "AVX512_CORE_VNNI",
+)
 
 # parameters of mallopt(3)
 M_TRIM_THRESHOLD = -1
@@ -59,6 +70,37 @@ def float32_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
     fine = torch.full((64, 64), 1 + 2.0**-20)  # bfloat16 ends at 2^-7
     if not torch.equal(fine @ torch.eye(64), fine):
         torch.set_float32_matmul_precision("highest")
+
+
+def bfloat16_is_fast() -> bool:
+    """Whether oneDNN multiplies bfloat16 faster than float32 here: with AMX or AVX512-BF16, unless
+    its environment forbids their use. Elsewhere a GEMM takes a hundred times longer than in
+    float32."""
+    import torch
+
+    for name in "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA":
+        if os.environ.get(name, "").upper() in WITHOUT_BFLOAT16:
+            return False
+    # private probes, absent on some platforms: then it is not known to be fast
+    probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+
+
+def bfloat16_slowness() -> float:
+    """How many times longer a bfloat16 GEMM of 256^3 takes here than one in float32. Measured in a
+    fifth of a second where that is much."""
+    import torch
+
+    seconds = []
+    for dtype in torch.bfloat16, torch.float32:
+        x = torch.ones(256, 256, dtype=dtype)
+        times = []
+        for _ in range(3):
+            began = time.perf_counter()
+            x @ x
+            times.append(time.perf_counter() - began)
+        seconds.append(min(times))
+    return seconds[0] / seconds[1]
 
 
 def cpu_settings() -> None:

@@ -494,8 +494,9 @@ class Optimizer(Table):
     """Of Muon: whether the newest gradient counts once more beside the momentum."""
     ns_steps: int = Field(5, ge=1, lt=100)
     """Of Muon: Newton-Schulz iterations that orthogonalise a matrix."""
-    ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Of Muon: type of these iterations; float32: the same update on every mesh, to rounding."""
+    ns_dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """Of Muon: type of these iterations; float32: equal on every mesh, to rounding; auto: bfloat16
+    where it is fast."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
     adamw_lr_scale: float = Field(1.0, gt=0)

@@ -11,6 +11,8 @@ test compares with.
 
 from typing import Any
 
+from configs.cpu import bfloat16_is_fast
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
@@ -43,9 +45,8 @@ def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
         return DTYPES[cfg.param_dtype]
     if device.type == "cuda":
         fast = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:  # private probes, absent on some platforms: then float32
-        probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-        fast = any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
+    else:
+        fast = bfloat16_is_fast()
     return torch.bfloat16 if fast else torch.float32
 
 

@@ -54,6 +54,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     },
     "training": {
         "configs",
+        "configs.cpu",  # whether bfloat16 is fast there
         "configs.schema",
         "configs.splitmix",
         "models.kernels.precision",

@@ -5,9 +5,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from configs.cpu import bfloat16_is_fast, bfloat16_slowness
+
 import torch
 from torch import Tensor, nn
 
+from configs.schema import Config
 from parallelisms import dp
 from parallelisms.mesh import Mesh
 from training.experts import ExpertLoad
@@ -33,6 +36,8 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
         cfg.metrics, folder, mesh.rank == 0, start, cfg.training.last_step, peak
     )
     say.info(model_summary(family, args, job.model, mesh, dtype, cfg.training, job.optimizer))
+    if warning := slow_bfloat16(cfg, mesh.device):
+        say.warning(warning)
     if mesh.pp > 1:
         say.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
     say.info(
@@ -42,6 +47,23 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     flops_per_token = family.flops_per_token(args, cfg.training.seq_len)
     experts = ExpertLoad(mesh, args) if getattr(args, "n_experts", 0) else None
     return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token, experts)
+
+
+def slow_bfloat16(cfg: Config, device: torch.device) -> str:
+    """A sentence where the options ask for bfloat16 GEMMs of a CPU that takes far longer for them
+    than for float32; "" otherwise."""
+    if device.type != "cpu" or bfloat16_is_fast():
+        return ""
+    asked = {"training.param_dtype": cfg.training.param_dtype}
+    if cfg.optimizer.kind == "muon":
+        asked["optimizer.ns_dtype"] = cfg.optimizer.ns_dtype
+    slow = [f'{name} = "bfloat16"' for name, dtype in asked.items() if dtype == "bfloat16"]
+    if not slow:
+        return ""
+    return (
+        f"{' and '.join(slow)}: this processor has neither AVX512-BF16 nor AMX, and multiplies "
+        f'bfloat16 {bfloat16_slowness():,.0f} times slower than float32: "auto" takes float32 here'
+    )
 
 
 class Meter:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from configs.cpu import bfloat16_is_fast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,6 +34,10 @@ def build_optimizer(
     that is not sharded.
     """
     kind = OPTIMIZERS[cfg.kind]
+    if cfg.ns_dtype == "auto":
+        on_gpu = any(param.device.type == "cuda" for param in model.parameters())
+        chosen = "bfloat16" if on_gpu or bfloat16_is_fast() else "float32"
+        cfg = cfg.model_copy(update={"ns_dtype": chosen})
     # One fused kernel updates many parameters, if they are on one mesh.
     groups: dict[tuple, dict[str, Any]] = {}
     for name, param in model.named_parameters():

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from configs.cpu import bfloat16_is_fast
+
 import numpy as np
 import torch
 
@@ -31,6 +33,22 @@ from reliability.record import code, source_hash
 from training.metrics import memory_gib
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+def is_slow(options: str) -> bool:
+    """Whether a row with these options asks for bfloat16 of a CPU that takes a hundred times longer
+    for it: said in one line, and left out."""
+    slow = "bfloat16" in options and not torch.cuda.is_available() and not bfloat16_is_fast()
+    if slow:
+        print(f"left out, because bfloat16 is slow on this processor: {options}", file=sys.stderr)
+    return slow
+
+
+def narrow() -> str:
+    """bfloat16, or float32 on a CPU that multiplies that far faster."""
+    if torch.cuda.is_available() or bfloat16_is_fast():
+        return "bfloat16"
+    return "float32"
 
 
 def alternate(

@@ -38,7 +38,7 @@ RANKS = 8
 SHARES = (0.25, 0.5, 0.75)  # of the step's computing, that the wire is in use
 PREFETCH = (0, 1, 2)
 OPTIONS = (
-    f"{BENCH} --training.param_dtype=bfloat16 --training.local_batch_size=2 "
+    f"{BENCH} --training.param_dtype={harness.narrow()} --training.local_batch_size=2 "
     f"--training.global_batch_size={2 * RANKS}"
 )
 

@@ -227,7 +227,7 @@ def main() -> None:
         return
     rows = []
     for name, options in CONFIGS["cuda" if torch.cuda.is_available() else "cpu"].items():
-        if args.only in name:
+        if args.only in name and not harness.is_slow(options):
             seen = harness.child(
                 "tools.bench.sections",
                 "--one",

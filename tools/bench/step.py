@@ -407,7 +407,7 @@ def main() -> None:
             f"--only {', '.join(unknown)}: not installed here; there are ours, bare, "
             f"{', '.join(installed)}"
         )
-    dtypes = args.dtypes.split(",")
+    dtypes = [dtype for dtype in args.dtypes.split(",") if not harness.is_slow(dtype)]
     if unknown := set(dtypes) - {"float32", "bfloat16"}:
         parser.error(f"--dtypes {', '.join(unknown)}: there are float32 and bfloat16")
     rows = [row for dtype in dtypes for row in measure(dtype, names, overrides, args.rounds)]

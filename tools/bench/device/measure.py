@@ -49,7 +49,9 @@ from training.metrics import memory_gib, peak_flops
 
 GPU = torch.cuda.is_available()
 KIND = "cuda" if GPU else "cpu"
-BFLOAT16 = "--training.param_dtype=bfloat16"
+# a CPU that has no fast bfloat16 rehearses in float32
+NARROW = getattr(torch, harness.narrow())
+BFLOAT16 = f"--training.param_dtype={harness.narrow()}"
 WHOLE = (  # models that one GPU holds with their training state
     f"--training.seq_len=8192 {BFLOAT16} --activation_checkpoint.mode=selective "
     "--compile.enabled=true"
@@ -144,7 +146,7 @@ class Rates(NamedTuple):
 def rates_of(device: torch.device, smaller: int = 1) -> Rates:
     """For 8,192 tokens. smaller: divides the tokens and the copies, so that a CPU can rehearse
     it."""
-    how = {"device": device, "dtype": torch.bfloat16}
+    how = {"device": device, "dtype": NARROW}
     tokens = 8192 // smaller
     x = torch.randn(tokens, 4096, **how)
     w = torch.randn(4096, 14336, **how)
@@ -165,8 +167,7 @@ def attention_rate(device: torch.device, tokens: int, width: int, packed: bool =
     heads = [32, 8, 8]
     shapes = [(1, tokens, n, width) if packed else (1, n, tokens, width) for n in heads]
     q, k, v = (
-        torch.randn(*shape, device=device, dtype=torch.bfloat16, requires_grad=True)
-        for shape in shapes
+        torch.randn(*shape, device=device, dtype=NARROW, requires_grad=True) for shape in shapes
     )
     if packed:
         documents = Documents.of(torch.arange(tokens)[None], device)
