@@ -84,7 +84,16 @@ def _folder(value: str) -> str:
     return _mirror(value) if "://" in value else value
 
 
+def dots_in(url: str) -> str:
+    """What is wrong with a URL of a store whose path has . or .. between slashes; "" with others."""
+    scheme, _, rest = url.partition("://")
+    if scheme in ("s3", "gs", "az") and {".", ".."} & {*rest.split("/")}:
+        return "has . or .. between slashes, and a store knows none: write the prefix that is meant"
+    return ""
+
+
 def _mirror(value: str) -> str:
+    _no_dots(value)
     found = STORE_URL.fullmatch(value)
     if value and not (found and found["scheme"]):
         raise ValueError(
@@ -100,7 +109,13 @@ STORE_URL = re.compile(
 )
 
 
+def _no_dots(value: str) -> None:
+    if problem := dots_in(value):
+        raise ValueError(problem)
+
+
 def _store(value: str) -> str:
+    _no_dots(value)
     if value and not STORE_URL.fullmatch(value):
         raise ValueError(
             "must be a URL such as s3://bucket/prefix, gs://bucket/prefix, az://container/prefix "
@@ -116,6 +131,7 @@ SOURCE_URL = re.compile(r"(?:s3|gs|az)://[\w.-]+(?:/[^/?#@\s]+)*/?")
 def _source(value: str) -> str:
     if value.startswith("file:///"):
         return value.removeprefix("file://")
+    _no_dots(value)
     if "://" in value and not SOURCE_URL.fullmatch(value):
         raise ValueError(
             "must be a path or a URL such as s3://bucket/prefix, gs://bucket/prefix, "

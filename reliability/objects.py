@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import tomli
 
-from configs.schema import STORE_URL, InputError, redact
+from configs.schema import STORE_URL, InputError, dots_in, redact
 from reliability import signed_list
 
 # Of one request, in seconds: 16 MiB at 0.3 MB/s. A request that takes longer counts as failed.
@@ -89,6 +89,8 @@ def location(text: "str | Path | Key") -> "Path | Key":
     url = STORE_URL.fullmatch(str(text))
     if isinstance(text, Path) or "://" not in str(text):
         return Path(text)
+    if problem := dots_in(str(text)):
+        raise InputError(f"{redact(str(text))} {problem}")
     if not url:
         raise InputError(
             f"{redact(str(text))} names no place in a store: write s3://bucket/prefix, "

@@ -30,6 +30,7 @@ from configs.schema import Config, InputError, Model, Parallelism
 from models import FAMILIES, NUMBERS
 from models import options as numbers_of_dense
 from models.options import Numbers
+from reliability.objects import location
 
 ROOT = Path(__file__).resolve().parent.parent
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))
@@ -2108,3 +2109,12 @@ def test_command_line(argv, code, words):
     assert done.returncode == code, err
     assert words in (out if code == 0 else err) and "Traceback" not in err
     assert not (err if code == 0 else out)
+
+
+@pytest.mark.parametrize("option", ["checkpoint.store", "run.mirror", "data.source"])
+@pytest.mark.parametrize("url", ["s3://bucket/a/../b", "gs://bucket/./b", "az://bucket/.."])
+def test_a_url_with_dots_between_slashes_is_a_sentence(option, url):
+    with pytest.raises(ConfigError, match=rf"{option}.* has \. or \.\. between slashes"):
+        load_config([f"--{option}={url}"])
+    with pytest.raises(InputError, match=r"has \. or \.\. between slashes"):
+        location(url)

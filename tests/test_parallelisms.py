@@ -425,6 +425,7 @@ def test_experts_are_sharded_by_row_where_they_are_fewer_than_their_ranks():
 )
 def test_the_type_of_the_weights_follows_the_hardware(kind, hardware, dtype, monkeypatch):
     """hardware: the compute capability of a GPU, or whether a CPU has AMX, AVX512-BF16."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: hardware)
     for probe, answer in zip(("_is_amx_tile_supported", "_is_avx512_bf16_supported"), hardware):
         monkeypatch.setattr(torch.cpu, probe, lambda answer=answer: answer, raising=False)
