@@ -377,7 +377,9 @@ def _pattern_of(cut: dict) -> str:
         return DIGIT if cut["individual_digits"] else NUMBER
     if cut["type"] != "Split":
         raise ValueError(f"it cuts texts by {cut['type']}")
-    pattern = cut["pattern"]["Regex"].replace("\r", r"\r").replace("\n", r"\n")
+    pattern = cut["pattern"]["Regex"]
+    for spelling, usual in ("\r", r"\r"), ("\n", r"\n"), (r"\"", '"'):  # of the same
+        pattern = pattern.replace(spelling, usual)
     isolated = cut["behavior"] == "Isolated" and not cut["invert"]
     # what the pattern does not match is removed: nothing, as it matches every text from end to end
     removes_nothing = cut["behavior"] == "Removed" and cut["invert"] and pattern in SPLITS
