@@ -542,13 +542,13 @@ def write_model(
     family: Any,
     args: Any,
     config: dict[str, Any],
-    files: Mapping[str, dict | Path],
+    files: Mapping[str, dict | str | Path],
     limit: int = SHARD_SIZE,
     progress: Callable[[int], object] = lambda n: None,
 ) -> None:
     """What `export` says, of a model from any source. path: the checkpoint, for messages. config:
-    of config.json. files: a path is of one that is copied. Raises InputError, with nothing left
-    behind."""
+    of config.json. files: a text is written as it is, a path is of one that is copied. Raises
+    InputError, with nothing left behind."""
     try:
         theirs = family.hf_names(args)
         if source.shapes.keys() != theirs.keys():
@@ -590,7 +590,7 @@ def _write_folder(
     config: dict,
     theirs: dict[str, str],
     layouts: dict[str, Any],
-    files: Mapping[str, dict | Path],
+    files: Mapping[str, dict | str | Path],
     limit: int,
     progress: Callable[[int], object],
 ) -> None:
@@ -648,7 +648,10 @@ def _write_folder(
             shutil.copyfile(document, folder / name)
             continue
         with open(folder / name, "x", encoding="utf-8") as text:
-            json.dump(document, text, indent=2, ensure_ascii=False)
+            if isinstance(document, str):  # a template
+                text.write(document)
+            else:
+                json.dump(document, text, indent=2, ensure_ascii=False)
 
 
 def main_dtype(sizes: dict[str, int], dtypes: dict[str, torch.dtype]) -> torch.dtype:

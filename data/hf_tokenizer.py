@@ -85,9 +85,11 @@ CUTS = {
     (NUMBER, SPLIT_GPT2): f"{NUMBER}|{_AFTER_DIGITS}",
 }
 # Of a published model's folder, what says how its tokenizer is used: kept with it (`beside`).
+GENERATION = "generation_config.json"
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 BESIDE = (
     "tokenizer_config.json",
-    "generation_config.json",
+    GENERATION,
     "special_tokens_map.json",
     "chat_template.jinja",
 )
@@ -249,13 +251,19 @@ def read_file(path: Path, end: str = "") -> Tokenizer:
 
 
 def beside(folder: Path) -> dict[str, Any]:
-    """The files of BESIDE that lie in a folder: parsed, or the text of a template. Raises OSError,
+    """The files of BESIDE that lie in a folder: parsed, or the text of a template. Tokens that only
+    config.json names, as folders of old have it, are those of generation_config.json. Raises OSError,
     and ValueError for one that is not JSON."""
     found = {}
     for name in BESIDE:
         if (folder / name).is_file():
             text = (folder / name).read_text(encoding="utf-8")
             found[name] = json.loads(text) if name.endswith(".json") else text
+    if (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
+        if tokens:
+            found[GENERATION] = tokens | found.get(GENERATION, {})
     return found
 
 

@@ -9,6 +9,7 @@ memory at a time.
     python -m tools.convert from-dcp     DCP_FOLDER OUT        such a folder, of ours or TorchTitan's
     python -m tools.convert lora-to-peft RUN OUT               a folder for peft's PeftModel.from_pretrained
     python -m tools.convert lora-merge   RUN OUT               base and adapters in one, for from_pretrained
+    python -m tools.convert config       HF_FOLDER OUT.toml    a configuration that fine-tunes such a model
     python -m tools.convert config       TORCHTITAN.toml OUT.toml   a configuration of TorchTitan
 
 The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from
@@ -46,7 +47,15 @@ from data.saved_tokenizer import load as load_saved
 from data.tokenizer import Tokenizer
 from models import FORMATS
 from reliability.objects import Key, location
-from tools import adapters, new_checkpoint, outbound, places, to_dcp, torchtitan_config
+from tools import (
+    adapters,
+    finetune_config,
+    new_checkpoint,
+    outbound,
+    places,
+    to_dcp,
+    torchtitan_config,
+)
 from tools import lora_to_peft as peft
 from tools.new_checkpoint import newest, progress_bar, shapes
 
@@ -442,6 +451,13 @@ def byte_size(text: str) -> int:
     return int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2])))
 
 
+def config(source: Path, out: Path, gpus: int) -> str:
+    """Write a configuration of ours, of a folder of Hugging Face's or a file of TorchTitan's."""
+    if source.is_dir():
+        return finetune_config.write(source, out)
+    return torchtitan_config.translate(source, out, gpus)
+
+
 CHECKPOINT = (
     "CHECKPOINT",
     "a run's folder, a folder of checkpoints, or one checkpoint; or the URL of one",
@@ -495,14 +511,15 @@ COMMANDS = {
         "The base of a run with its adapters added to its weights, for transformers' from_pretrained.",
     ),
     "config": (
-        torchtitan_config.translate,
+        config,
         (
             "FILE",
-            "a TOML file of TorchTitan up to 0.2.2, or the .json that 0.3 writes with "
+            "a folder of Hugging Face's, or a TOML file of TorchTitan up to 0.2.2, or the .json that 0.3 writes with "
             "--debug.save_config_file",
         ),
         ("OUT", "a new TOML file"),
-        "A configuration of TorchTitan, and a list of what in it has no counterpart here.",
+        "A configuration: one that fine-tunes the model in a folder of Hugging Face's; or of "
+        "TorchTitan, with a list of what in it has no counterpart here.",
     ),
 }
 MAX_SHARD_SIZE = {

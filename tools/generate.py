@@ -109,7 +109,13 @@ def texts_as_they_come(
     words = loaded.tokenizer
     ids = [words.encode(prompt).tolist() or [words.eot_id] for prompt in prompts]
     shown = [0] * len(ids)
-    return decoded(loaded, ids, shown, new_tokens, stops=[words.eot_id], **options)
+    return decoded(loaded, ids, shown, new_tokens, stops=stops_of(words), **options)
+
+
+def stops_of(words: Tokenizer) -> list[int]:
+    """The ids that end a text: the tokenizer's, and those of the model's generation_config.json."""
+    named = words.beside.get(hf_tokenizer.GENERATION, {}).get("eos_token_id") or []
+    return [words.eot_id, *(named if isinstance(named, list) else [named])]
 
 
 def answers_as_they_come(
@@ -123,7 +129,7 @@ def answers_as_they_come(
             ids.append(chat.prompt(messages).tolist())
         except Unfit as error:
             raise InputError(f"--chat: conversation {number} {error}") from None
-    stops = [loaded.tokenizer.eot_id]
+    stops = stops_of(loaded.tokenizer)
     end = chat.end_of_turn()
     if end is not None:
         stops.append(end)
