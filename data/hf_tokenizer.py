@@ -240,7 +240,7 @@ def read_file(path: Path, end: str = "") -> Tokenizer:
         document = json.loads(path.read_text(encoding="utf-8"))
         added = {row["id"]: row["content"] for row in document.get("added_tokens") or []}
         begin, end = begin_and_end(path.parent, added, end)
-        return opened(document, begin, end, beside(path.parent))
+        return opened(document, begin, end, beside(path.parent, set(added)))
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except InputError as error:
@@ -250,9 +250,17 @@ def read_file(path: Path, end: str = "") -> Tokenizer:
         raise InputError(f"{path} is not a tokenizer that can be read: {reason}") from None
 
 
-def beside(folder: Path) -> dict[str, Any]:
+def _are_in(ids: Any, known: set[int]) -> bool:
+    """Whether config.json names these ids of tokens, one or several. Its default, 2, often stands for
+    an ordinary word."""
+    every = ids if isinstance(ids, list) else [ids]
+    return bool(every) and all(type(id) is int and id in known for id in every)
+
+
+def beside(folder: Path, ids: set[int]) -> dict[str, Any]:
     """The files of BESIDE that lie in a folder: parsed, or the text of a template. Tokens that only
-    config.json names, as folders of old have it, are those of generation_config.json. Raises OSError,
+    config.json names, as folders of old have it, are those of generation_config.json. ids: of the
+    added tokens. Raises OSError,
     and ValueError for one that is not JSON."""
     found = {}
     for name in BESIDE:
@@ -261,7 +269,7 @@ def beside(folder: Path) -> dict[str, Any]:
             found[name] = json.loads(text) if name.endswith(".json") else text
     if (folder / "config.json").is_file():
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
+        tokens = {key: config[key] for key in TOKENS if _are_in(config.get(key), ids)}
         if tokens:
             found[GENERATION] = tokens | found.get(GENERATION, {})
     return found
