@@ -29,11 +29,14 @@ import pytest
 import train
 from configs.load import load_config
 from tests import forks
+from tests.published import published
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
+# The commands on somebody's own model, which have a test of their own.
+OWN_MODEL = r"\bmodels/SmolLM2\b|\bruns/smol\b|\bsmol\.toml\b"
 # Rows: a pattern of commands that are not run here, and what they take. The first row that matches
 # counts.
 NEEDS = (
@@ -70,6 +73,7 @@ NEEDS = (
         r"^python -m tools\.convert from-dcp ",
         "a checkpoint of TorchTitan's (tests/test_dcp.py)",
     ),
+    (OWN_MODEL, "a published model (test_your_own_model_in_five_commands)"),
     (r"\bs3://bucket/", "a bucket (tests/test_stores.py, tests/test_stored_corpora.py)"),
     (r"--on ray\b", "a Ray cluster (tests/test_prepare_on_ray.py)"),
     (r"^head=", "Slurm"),
@@ -208,6 +212,7 @@ def test_a_row_has_a_command(pattern):
         command
         for _, command in ALL
         if re.search(r"run_train\.sh|slurm\.sh|tools\.simulate", command)
+        and not re.search(OWN_MODEL, command)  # its file is written by the command before
     ),
 )
 def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
@@ -236,12 +241,7 @@ def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
 def trained(tmp_path_factory) -> Path:
     """A copy of the repository, as an empty clone is, with a small corpus, after the first command
     of the README."""
-    house = tmp_path_factory.mktemp("house")
-    for path in ROOT.iterdir():
-        if (path / "__init__.py").exists() or path.name == "docs":
-            shutil.copytree(path, house / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif path.is_file() and path.suffix in (".py", ".sh", ".toml", ".txt", ".md"):
-            shutil.copy(path, house / path.name)
+    house = copy_of_repository(tmp_path_factory.mktemp("house"))
     corpus = house / "corpus"
     corpus.mkdir()
     for path in (ROOT / "tests").glob("*.py"):
@@ -253,6 +253,16 @@ def trained(tmp_path_factory) -> Path:
         pyarrow.compress(lines, codec="zstd", asbytes=True)
     )
     type_in(house, FIRST)
+    return house
+
+
+def copy_of_repository(house: Path) -> Path:
+    """As an empty clone is."""
+    for path in ROOT.iterdir():
+        if (path / "__init__.py").exists() or path.name == "docs":
+            shutil.copytree(path, house / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+        elif path.is_file() and path.suffix in (".py", ".sh", ".toml", ".txt", ".md"):
+            shutil.copy(path, house / path.name)
     return house
 
 
@@ -370,6 +380,40 @@ def test_commands_of_the_docs(trained, tmp_path):
     for command in dict.fromkeys(command for _, command in ALL if command not in known):
         if not need(command):
             type_in(house, command)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(900)
+def test_your_own_model_in_five_commands(tmp_path):
+    """On the real model with all its layers. What they read is shorter, a few lines of each file, and
+    the run has two steps."""
+    transformers = pytest.importorskip("transformers")
+    source = published("smollm2")
+    house = copy_of_repository(tmp_path)
+    (house / "models" / "SmolLM2").symlink_to(source)
+    for name in "chat.jsonl", "next_line.jsonl":
+        file = house / "data" / "examples" / name
+        file.write_text("".join(file.read_text(encoding="utf-8").splitlines(True)[:12]))
+    lines = [line for line in commands(ROOT / "README.md") if re.search(OWN_MODEL, line)]
+    assert len(lines) == 5
+    said = []
+    for line in lines:
+        line += " --training.steps=2" if "run_train" in line else ""
+        code, words = in_forks(house, line)
+        assert code == 0, f"`{line}`:\n{words}"
+        said.append(words)
+    assert "its own chat template" in said[0] and "step 2/2" in said[1]
+    assert said[2].strip() and "acc_norm" in said[3]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    before, after = load(source, dtype="float32"), load(house / "smol", dtype="float32")
+    theirs, ours = before.generation_config.to_dict(), after.generation_config.to_dict()
+    assert theirs == ours and after.config.tie_word_embeddings
+    changed = before.state_dict()["model.layers.0.mlp.up_proj.weight"]
+    assert not changed.equal(after.state_dict()["model.layers.0.mlp.up_proj.weight"])
+    words = [transformers.AutoTokenizer.from_pretrained(each) for each in (source, house / "smol")]
+    talk = [{"role": "user", "content": "hello"}]
+    first, second = (each.apply_chat_template(talk, tokenize=False) for each in words)
+    assert first == second and "<|im_start|>system" in first
 
 
 def test_a_mistake_costs_a_sentence_and_exit_code_2(tmp_path):

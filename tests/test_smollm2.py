@@ -134,10 +134,12 @@ def test_it_trains_alike_on_every_mesh(smollm2, tmp_path):
             "--metrics.interval=1",
             "--validation.interval=0",
             "--checkpoint.interval=0",
+            f"--checkpoint.export_hf={'float32' if name == 'one' else ''}",
             "--debug.sample_tokens=0",
         ]
         assert run_ranks(ranks, train_here, options, timeout=300) == [0] * ranks
         losses[name] = series(tmp_path / name)
+    assert_used_alike(source, tmp_path / "one" / "hf" / f"step-{STEPS:08}")
     assert len(losses["one"]) == STEPS and losses["one"][STEPS] < losses["one"][1]
     for name in MESHES:
         for step, loss in losses["one"].items():
