@@ -13,6 +13,7 @@ index can only name files beside it, and the tensors must be exactly those of th
 `config.json` describes.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -356,10 +357,10 @@ def load(
     live = base_of(model)
     files: dict[str, WeightFiles] = {}
     error: InputError | None = None
+    shapes = _shapes_of_all_stages(live, group)
     if dist.get_rank(group) == 0:
         try:
             check_model(folder, families, name, asdict(args))
-            shapes = {parameter: list(tensor.shape) for parameter, tensor in live.items()}
             files = weights(folder, families[name], args, shapes)
         except InputError as failure:
             error = failure
@@ -374,6 +375,22 @@ def load(
         raise InputError(f"checkpoint.load_hf: {folder} could not be read: {failure}") from None
     logging.getLogger("plumbline").info(f"the weights of {folder}")
     return str(folder)
+
+
+def _shapes_of_all_stages(live: dict[str, Tensor], group: dist.ProcessGroup) -> Shapes:
+    """The shapes of all parameters of a model, of which a stage of a pipeline has some: one rank of
+    each stage says them to all."""
+    shapes = {parameter: list(tensor.shape) for parameter, tensor in live.items()}
+    digest = hashlib.sha256(" ".join(shapes).encode()).hexdigest()
+    digests = [digest] * dist.get_world_size(group)
+    dist.all_gather_object(digests, digest, group=group)
+    of_all: Shapes = {}
+    for stage in dict.fromkeys(digests):
+        says = dist.get_global_rank(group, digests.index(stage))
+        answer = [shapes]
+        dist.broadcast_object_list(answer, src=says, group=group)
+        of_all |= answer[0]
+    return of_all
 
 
 def base_of(model: nn.Module) -> dict[str, Tensor]:
