@@ -35,9 +35,11 @@ def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
     if not changed:
         return ""
     step = manifest["step"]
-    rates = [_rate(of, step) for of in (manifest["facts"], facts)]
+    # the next step, or the last one where the schedule had no more
+    at = min(step, before.get("training.steps", step + 1) - 1)
+    rates = [_rate(of, at) for of in (manifest["facts"], facts)]
     if rates[0] != rates[1] and None not in rates:
-        changed.insert(0, f"learning rate of step {step + 1} {rates[0]:.3g} -> {rates[1]:.3g}")
+        changed.insert(0, f"learning rate of step {at + 1} {rates[0]:.3g} -> {rates[1]:.3g}")
     return f"changed since the checkpoint of step {step}: {', '.join(changed)}"
 
 

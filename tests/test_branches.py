@@ -108,6 +108,9 @@ def test_what_changed_is_one_line(parent):
     assert "optimizer.weight_decay 0.1 -> 0.3" in line("--optimizer.weight_decay=0.3")
     assert "mesh tp 1 -> 2" in line(mesh={**manifest["mesh"], "tp": 2})
     assert "learning rate" not in line("--training.steps=5", "--lr_schedule.kind=constant")
+    ended = {**manifest, "step": 12}  # its schedule has no next step: the last one is compared
+    longer = {"config": dump(load_config([*options, "--training.steps=24"]))}
+    assert "learning rate of step 12 " in changes.line(ended, longer, manifest["mesh"])
     old = {**manifest, "facts": {"config": '[optimizer]\nlr = "strange"\n[gone]\nx = 1\n'}}
     assert "optimizer.lr" in changes.line(old, {"config": dump(load_config([]))}, manifest["mesh"])
     assert changes.options({}) == changes.options({"config": 3}) == {}
