@@ -543,6 +543,28 @@ def test_merges_follow_from_any_ranks():
     assert unreachable > 100
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_a_guess_changes_no_merges(fault, monkeypatch):
+    """Any two tokens may be guessed for a token. The negative control believes every guess."""
+    if fault:
+        monkeypatch.setattr(hf_tokenizer, "_meet", lambda *_: True)
+    rng = random.Random(3)
+    same = []
+    for trial in range(600):
+        ranks = [b"a", b"b", b"c"]
+        for _ in range(12):
+            joined = rng.choice(ranks) + rng.choice(ranks)
+            ranks += [] if joined in ranks else [joined]
+        if trial % 2:
+            rng.shuffle(ranks)
+        guesses = {}
+        for left in ranks:
+            guesses |= {left + right: (left, right) for right in ranks if rng.random() < 0.5}
+        want = list(hf_tokenizer.merges(ranks))
+        same.append(list(hf_tokenizer.merges(ranks, guesses)) == want)
+    assert all(same) != fault
+
+
 def test_a_tokenizer_comes_back(trained, tmp_path):
     transformers = pytest.importorskip("transformers")
     like_llama3 = Tokenizer(trained.ranks, SPLIT, LLAMA3_SPECIAL_TOKENS, "<|end_of_text|>")

@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import tiktoken
+import tokenizers
 
 from configs.schema import InputError
 from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer, train_tokenizer
