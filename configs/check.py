@@ -21,6 +21,7 @@ from difflib import get_close_matches
 from types import SimpleNamespace
 
 from configs import published
+from configs.ranks import OF_RANKS, default
 from configs.schema import (
     CACHE,
     SCHEDULES,
@@ -211,6 +212,21 @@ def _sequence_unit(p: Parallelism) -> int:
     return math.lcm(parts, p.context_parallel * p.tensor_parallel)
 
 
+def _unused(option: str) -> tuple:
+    """The rule of an option that is set where no rank needs it (configs/ranks.py)."""
+    table, _, key = option.partition(".")
+    degrees = OF_RANKS[option].degrees
+
+    def broken(c: SimpleNamespace) -> bool:
+        is_set = getattr(getattr(c, table), key) != default(option)
+        return is_set and all(getattr(c.parallelism, degree) == 1 for degree in degrees)
+
+    have = " and ".join(f"{{parallelism.{degree}}}" for degree in degrees)
+    raised = " or ".join(degrees)
+    sentence = f"{{{option}}} has no effect with {have}: remove it, or set {raised} above 1"
+    return broken, sentence
+
+
 OF_MUON = ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn", "adamw_lr_scale")
 
 
@@ -361,6 +377,7 @@ RULES = {
     "ep_hosts": (
         lambda c: (
             c.parallelism.expert_exchange == "hierarchical"
+            and c.parallelism.expert_parallel > 1
             and (
                 c.parallelism.expert_parallel <= c.local_world
                 or c.parallelism.expert_parallel % c.local_world != 0
@@ -369,11 +386,6 @@ RULES = {
         "{parallelism.expert_exchange} is for experts that are shared by all ranks of several "
         "hosts, and {parallelism.expert_parallel} is no such multiple of the {local_world} "
         'processes of a host: use "flat", or change expert_parallel',
-    ),
-    "ep_chunks": (
-        lambda c: c.parallelism.expert_chunks > 1 and c.parallelism.expert_parallel == 1,
-        "{parallelism.expert_chunks} has no effect with {parallelism.expert_parallel}, where no "
-        "rows are exchanged: set it to 1, or share the experts between ranks",
     ),
     "ep_reshard": (  # as in tp_reshard: experts are sharded over a slice of the ranks
         lambda c: (
@@ -440,20 +452,9 @@ RULES = {
         "{parallelism.reshard_after_forward} frees after forward: set reshard_after_forward = false too",
     ),
     **{
-        f"{option}_unused": (
-            lambda c, option=option, degree=degree: (
-                getattr(c.parallelism, degree) == 1
-                and getattr(c.parallelism, option) != getattr(Parallelism(), option)
-            ),
-            f"{{parallelism.{option}}} has no effect with {{parallelism.{degree}}}: remove it, or "
-            f"set {degree} above 1",
-        )
-        for option, degree in {
-            "context_parallel_method": "context_parallel",
-            "pipeline_schedule": "pipeline_parallel",
-            "pipeline_stages_per_rank": "pipeline_parallel",
-            "pipeline_layers": "pipeline_parallel",
-        }.items()
+        f"{option.partition('.')[2]}_unused": _unused(option)
+        for option in OF_RANKS
+        if OF_RANKS[option].refused
     },
     # The pipeline. Several rules ask for pipeline_parallel > 1, because its other options have no
     # effect without it.
@@ -528,11 +529,9 @@ RULES = {
     ),
     "gather_again": (
         lambda c: (
-            c.activation_checkpoint.gather_again
-            and (c.activation_checkpoint.mode != "selective" or c.parallelism.tensor_parallel == 1)
+            c.activation_checkpoint.gather_again and c.activation_checkpoint.mode != "selective"
         ),
-        "{activation_checkpoint.gather_again} is about what tensor parallelism gathers and "
-        "selective checkpointing would keep, with {parallelism.tensor_parallel} and "
+        "{activation_checkpoint.gather_again} is about what selective checkpointing would keep, with "
         "{activation_checkpoint.mode}: remove it",
     ),
     # the second half of a backward pass would recompute what the first one has recomputed
@@ -755,14 +754,6 @@ RULES = {
         lambda c: c.training.skip_spikes and c.training.spike_threshold == 0,
         "{training.skip_spikes} needs training.spike_threshold, which says what a spike is: set it "
         "(6, say)",
-    ),
-    "replicas": (
-        lambda c: (
-            c.debug.replica_check_interval > 0
-            and c.parallelism.data_parallel_replicate * c.parallelism.tensor_parallel == 1
-        ),
-        "{debug.replica_check_interval} compares ranks that hold the same state, and here none "
-        "does: it needs data_parallel_replicate or tensor_parallel above 1, or remove it",
     ),
     "replay": (
         lambda c: c.debug.replay_interval > 0 and c.run.device != "cpu" and not c.run.deterministic,

@@ -593,12 +593,20 @@ RULE_CASES = {
         'use "flat"',
         "parallelism.expert_parallel=8",
     ),
-    "ep_chunks": (
+    "expert_exchange_unused": (
+        "model.family=deepseek_v3 parallelism.expert_exchange=hierarchical",
+        1,
+        1,
+        'parallelism.expert_exchange = "hierarchical" has no effect with '
+        "parallelism.expert_parallel = 1|remove it",
+        "parallelism.expert_exchange=flat",
+    ),
+    "expert_chunks_unused": (
         "model.family=deepseek_v3 parallelism.expert_chunks=2",
         1,
         1,
         "parallelism.expert_chunks = 2 has no effect with parallelism.expert_parallel = 1|"
-        "set it to 1",
+        "remove it",
         "parallelism.expert_chunks=1",
     ),
     "ep_reshard": (
@@ -862,13 +870,21 @@ RULE_CASES = {
         'true|"default"',
         "parallelism.pipeline_schedule=1f1b",
     ),
-    "gather_again": (
+    "gather_again_unused": (
         "activation_checkpoint.mode=selective activation_checkpoint.gather_again=true",
         1,
         1,
-        "activation_checkpoint.gather_again = true is about what tensor parallelism gathers"
-        '|parallelism.tensor_parallel = 1|activation_checkpoint.mode = "selective"|remove it',
+        "activation_checkpoint.gather_again = true has no effect with "
+        "parallelism.tensor_parallel = 1|remove it",
         "activation_checkpoint.gather_again=false",
+    ),
+    "gather_again": (
+        "parallelism.tensor_parallel=2 activation_checkpoint.gather_again=true",
+        2,
+        2,
+        "activation_checkpoint.gather_again = true is about what selective checkpointing would "
+        'keep|activation_checkpoint.mode = "none"|remove it',
+        "activation_checkpoint.mode=selective",
     ),
     "pipeline_selective": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
@@ -1093,11 +1109,11 @@ RULE_CASES = {
         "training.skip_spikes = true needs training.spike_threshold",
         "training.spike_threshold=6.0",
     ),
-    "replicas": (
+    "replica_check_interval_unused": (
         "debug.replica_check_interval=10 training.local_batch_size=4",
         2,
         2,
-        "debug.replica_check_interval = 10 compares ranks|data_parallel_replicate or "
+        "debug.replica_check_interval = 10 has no effect with|data_parallel_replicate or "
         "tensor_parallel above 1",
         "parallelism.data_parallel_replicate=2",
     ),

@@ -86,6 +86,8 @@ def parity(argv: list[str]) -> int:
     if given.optimizer.kind == "muon":  # in bfloat16 its iteration would enlarge rounding
         rest = with_options(rest, {"optimizer.ns_dtype": flags.dtype})
     refuse(given)
+    for line in meshes.dropped(given):
+        print(line)
     tried, refused = meshes.those_that_fit(rest, given, flags.meshes, flags.ranks)
     for name, reason in refused.items():
         print(f"{name} is left out: {reason}")

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from configs import ranks
 from configs.load import ConfigError, as_given, load_config
 from configs.schema import Config, InputError
 from tools.overrides import with_options
@@ -24,36 +25,22 @@ USUAL = (
     "pp2xcp2 cp2xtp2 ep2xfsdp2 ep2xpp2 hsdp2x2xtp2 pp2xfsdp2xtp2 fsdp2xcp2xtp2"
 ).split()
 # The plain model: one process, one microbatch, nothing recomputed.
-PLAIN = {
-    "parallelism.data_parallel_shard": "-1",
-    "parallelism.data_parallel_replicate": "1",
-    "parallelism.tensor_parallel": "1",
-    "parallelism.pipeline_parallel": "1",
-    "parallelism.pipeline_schedule": "1f1b",
-    "parallelism.pipeline_stages_per_rank": "0",
-    "parallelism.pipeline_layers": "[]",
-    "parallelism.context_parallel": "1",
-    "parallelism.context_parallel_method": "gather",
-    "parallelism.expert_parallel": "1",
-    "parallelism.async_tensor_parallel": "false",
-    "parallelism.reshard_after_forward": '"default"',
-    "parallelism.reshard_after_backward": "true",
-    "parallelism.keep_gathered": "0",
-    "parallelism.cpu_offload": "false",
-    "parallelism.prefetch": "0",
-    "parallelism.accumulate_gradients": "whole",
-    "activation_checkpoint.mode": "none",
+PLAIN = ranks.one_process() | {"activation_checkpoint.mode": "none"}
+# Of these a mesh keeps nothing of what the configuration says. The ranks are of one host.
+NOT_KEPT = {
+    "parallelism.pipeline_layers",
+    "parallelism.expert_exchange",
+    "parallelism.async_tensor_parallel",
+    "parallelism.tensor_parallel_across_hosts",
+    "parallelism.cpu_offload",
 }
-# Of these a mesh keeps what the configuration says, if it has their dimension.
-KEPT_WITH = {
-    "parallelism.pipeline_schedule": "pp",
-    "parallelism.pipeline_stages_per_rank": "pp",
-    "parallelism.context_parallel_method": "cp",
-    "parallelism.reshard_after_forward": "fsdp",
-    "parallelism.reshard_after_backward": "fsdp",
-    "parallelism.keep_gathered": "fsdp",
-    "parallelism.prefetch": "fsdp",
-    "parallelism.accumulate_gradients": "fsdp",
+DIMENSION_OF = {
+    "data_parallel_shard": "fsdp",
+    "data_parallel_replicate": "ddp",
+    "tensor_parallel": "tp",
+    "pipeline_parallel": "pp",
+    "context_parallel": "cp",
+    "expert_parallel": "ep",
 }
 
 
@@ -80,14 +67,31 @@ class MeshOfRanks:
         """The options of this mesh, and what is kept of a configuration's own."""
         options = dict(PLAIN)
         options["activation_checkpoint.mode"] = given.activation_checkpoint.mode
-        for option, dimension in KEPT_WITH.items():
-            if dimension in self.sizes:
-                value = getattr(given.parallelism, option.partition(".")[2])
-                options[option] = str(value).lower() if isinstance(value, bool) else str(value)
+        for option, row in ranks.OF_RANKS.items():
+            dimensions = [DIMENSION_OF[degree] for degree in row.degrees]
+            if option not in NOT_KEPT and any(name in self.sizes for name in dimensions):
+                options[option] = ranks.written(value_of(given, option))
         for dimension, size in self.sizes.items():
             for option in OPTIONS_OF[dimension]:
                 options[f"parallelism.{option}"] = str(size)
         return options
+
+
+def value_of(cfg: Config, option: str) -> object:
+    """The value of "table.key"."""
+    table, _, key = option.partition(".")
+    return getattr(getattr(cfg, table), key)
+
+
+def dropped(given: Config) -> list[str]:
+    """What a configuration says and no mesh of one host computes with: a line for each."""
+    lines = []
+    for option in sorted(NOT_KEPT):
+        value = value_of(given, option)
+        if value != ranks.default(option):
+            taken = ranks.written(ranks.default(option))
+            lines.append(f"{option} = {ranks.written(value)} is left out: taken as {taken}")
+    return lines
 
 
 def parse(name: str, option: str = "--meshes") -> MeshOfRanks:
@@ -115,13 +119,13 @@ def parse(name: str, option: str = "--meshes") -> MeshOfRanks:
 
 def small(argv: list[str], meshes: list[MeshOfRanks], seq_len: int) -> dict[str, str]:
     """A batch and sequences that all of these meshes can split, unless argv says otherwise."""
-    ranks = math.lcm(*(mesh.data_parallel for mesh in meshes))
+    copies = math.lcm(*(mesh.data_parallel for mesh in meshes))
     unit = math.lcm(*(2 * mesh.sizes.get("cp", 1) * mesh.sizes.get("tp", 1) for mesh in meshes))
     stages = max((mesh.sizes.get("pp", 1) for mesh in meshes), default=1)
     _, given = as_given(argv)
     chosen = {
         "training.seq_len": str(-(-seq_len // unit) * unit),
-        "training.global_batch_size": str(4 * stages * ranks),
+        "training.global_batch_size": str(4 * stages * copies),
     }
     return {option: value for option, value in chosen.items() if option not in given}
 

@@ -22,9 +22,11 @@ from pathlib import Path
 import torch
 
 import train
-from configs.load import as_given, load_config
+from configs.load import ConfigError, as_given, load_config
+from configs.ranks import default, one_process
 from configs.schema import Config, InputError
 from tools.overrides import with_options
+from tools.parity.meshes import value_of
 from tools.simulate import build
 from tools.simulate.job import train_here
 from tools.simulate.ranks import Outcome, Simulator
@@ -52,20 +54,16 @@ SHORT = {  # unless the person says otherwise
     "metrics.interval": "1",
     "metrics.progress": "off",
 }
-ON_THE_CPU = {  # the same run as one process without a GPU
-    "parallelism.data_parallel_shard": "-1",
-    "parallelism.data_parallel_replicate": "1",
-    "parallelism.context_parallel": "1",
-    "parallelism.tensor_parallel": "1",
-    "parallelism.expert_parallel": "1",
-    "parallelism.pipeline_parallel": "1",
-    "parallelism.pipeline_schedule": "1f1b",
-    "parallelism.pipeline_stages_per_rank": "0",
-    "parallelism.pipeline_layers": "[]",
-    "parallelism.cpu_offload": "false",
+ON_THE_CPU = one_process() | {  # the same run without a GPU
     "training.attention": "auto",
     "debug.sample_tokens": "0",
     "run.device": "cpu",
+}
+# What no simulation can do, as it is taken where a file of a configuration says it. Said on the
+# command line, it is refused.
+NOT_SIMULATED = {
+    "compile.enabled": ("false", "a simulated GPU cannot run what inductor makes for CUDA"),
+    "parallelism.expert_exchange": ("flat", "the simulated GPUs are those of one host"),
 }
 UNSEEN = (
     "Not shown by a simulation: speed, the rounding of a GPU's kernels, NCCL itself, code "
@@ -139,7 +137,10 @@ def losses(
     wrong = []
     for number, step in enumerate(sorted(here)):
         loss = here[step]
-        wanted = there.get(step, float("nan"))
+        if step not in there:
+            lines.append(f"{step:4}   {loss:14.7f}   {'none':>15}")
+            continue
+        wanted = there[step]
         apart = abs(loss / wanted - 1)
         lines.append(f"{step:4}   {loss:14.7f}   {wanted:15.7f}   {apart:10.1e}")
         if number == 0 and not apart <= limit:
@@ -229,21 +230,31 @@ def problems(outcome: Outcome) -> list[str]:
     return wrong
 
 
-def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
-    """Train, print the report, and return the exit code."""
+def command_lines(rest: list[str], gpus: int, place: Path) -> tuple[list[str], list[str]]:
+    """Those of the run on the simulated GPUs and of the same run as one process on the CPU. Says
+    what it takes otherwise. Raises InputError for a configuration that one of the two refuses."""
     _, given = as_given(rest)
     short = {option: value for option, value in SHORT.items() if option not in given}
     argv = with_options(rest, short | {"run.folder": str(place / "run"), "checkpoint.store": ""})
-    cfg = load_config(argv, flags.gpus, flags.gpus)
-    if cfg.compile.enabled and "compile.enabled" not in given:
-        print(
-            "compile.enabled is taken as false: a simulated GPU cannot run what inductor makes "
-            "for CUDA"
-        )
-        argv = with_options(argv, {"compile.enabled": "false"})
-        cfg = load_config(argv, flags.gpus, flags.gpus)
-    refuse(cfg)
+    wanted = load_config(argv, None, None)
+    for option, (value, why) in NOT_SIMULATED.items():
+        if option not in given and value_of(wanted, option) != default(option):
+            print(f"{option} is taken as {value}: {why}")
+            argv = with_options(argv, {option: value})
     plain = with_options(argv, ON_THE_CPU | {"run.folder": str(place / "cpu")})
+    load_config(argv, gpus, gpus)
+    try:
+        load_config(plain, 1, 1)
+    except ConfigError as error:
+        raise InputError(f"as one process on the CPU, to compare with: {error}") from None
+    return argv, plain
+
+
+def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
+    """Train, print the report, and return the exit code."""
+    argv, plain = command_lines(rest, flags.gpus, place)
+    cfg = load_config(argv, flags.gpus, flags.gpus)
+    refuse(cfg)
     with Simulator() as simulator:
         print(
             f"{flags.gpus} simulated GPUs: {cfg.model.family} {cfg.model.flavor}, "
