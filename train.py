@@ -240,10 +240,12 @@ def gradients(
     feed = Feed(job.model, batch, mesh, loss_of, cfg.training.loss_chunk_tokens)
     counted = (feed.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
-    counted = mesh.sum_over_tokens(counted)
+    counted, tokens = mesh.sum_over_tokens(torch.stack((counted, feed.count_real())))
     # FSDP averages the gradient over these ranks; times their number it is the sum
-    scale = mesh.fsdp_mesh.size() / counted.to(dp.master_dtype(cfg.training))
-    feed.terms = terms = AuxiliaryTerms(scale, counted)
+    ranks = mesh.fsdp_mesh.size()
+    scale = ranks / counted.to(dp.master_dtype(cfg.training))
+    scale_of_terms = ranks / tokens.to(dp.master_dtype(cfg.training))
+    feed.terms = terms = AuxiliaryTerms(scale_of_terms, tokens, counted)
     feed.z_loss = open_z_loss(cfg.training.z_loss, terms, mesh)
 
     # the loss and the flags travel in one all-reduce

@@ -215,7 +215,7 @@ class Batches:
         [A, b, T]: of each token in its document, from 0, or from the beginning of the window if the
         document began before. A label that is the first token of a document is then IGNORE.
         Where only answers are labels (data/packing.py), any other label is IGNORE too, and a window
-        may end in padding."""
+        may end in padding: then also length [A*b], how many of each row's tokens are none."""
         if self.is_stored:
             ahead.ask(self, step)  # for all rows at the same time
         source, window = self.locate(step)
@@ -236,6 +236,8 @@ class Batches:
         if self.mask_documents:
             begins = document_begins(self.sources, source, start, stop, self.seq_len + 1)
         more = {"window": window, "source": source}
+        if any(isinstance(tokens, packing.PackedTokens) for tokens in self.sources):
+            more["length"] = stop - start
         batch = as_batch(tokens, begins, more, self.local_batch_size, self.token_ranges)
         labels = batch["labels"].numpy()
         where = (self.token_ranges, self.sources, source, start, stop)

@@ -224,6 +224,7 @@ class Decoder(nn.Module):
         loss_head: Callable[[Tensor, Tensor], Tensor] = F.linear,
         documents: Documents | None = None,
         terms: AuxiliaryTerms | None = None,
+        real: Tensor | None = None,
     ) -> Tensor:
         """x: tokens, int64 [B, T]; for a stage that is not the first, hidden states [B, T, D] of
         the one before. positions: of these tokens, int64 [T] or [B, T], within the sequence or,
@@ -232,12 +233,15 @@ class Decoder(nn.Module):
         Returns loss_head(hidden states [B, T, D], output weight [V, D]), by default logits [B, T,
         V]; a stage that is not the last returns its hidden states. With `documents` attention does
         not cross from one document to the next. What blocks report (models/terms.py) is added to
-        `terms`, if it is given.
+        `terms`, if it is given. real: which tokens are no padding, bool [B, T] (with tensor
+        parallelism this rank's slice of T), for the mixtures of experts; None: all.
         """
+        mixtures = {} if real is None else self.mixtures()
         cos, sin = self.rope(positions)  # [T, E], or [B, T, E]
         h = self.tok_embeddings(x) if self.first else x  # [B, T, D]
         for number, block in self.layers.items():
-            h = block(h, cos, sin, documents)
+            more = (real,) if int(number) in mixtures else ()
+            h = block(h, cos, sin, documents, *more)
             if isinstance(h, tuple):
                 h, reported = h
                 if terms is not None:

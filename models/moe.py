@@ -129,10 +129,11 @@ class MixtureOfExperts(nn.Module):
         ranks share a sequence: it sums over them."""
         return counts
 
-    def forward(self, x: Tensor) -> tuple[Tensor, dict[str, Term]]:
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, dict[str, Term]]:
         """x [B, T, D] -> [B, T, D], and what is reported of these tokens: int64 [X] how many each
         expert got; the entropy of each token's affinities, in nats, and the balance loss, both
-        summed over the tokens."""
+        summed over the tokens. real: bool [B, T], which tokens are no padding: of others nothing is
+        reported; None: all are reported."""
         B, T, _ = x.shape
         tokens = x.flatten(0, 1)  # [N, D]
         choice = self.router(tokens)
@@ -146,11 +147,16 @@ class MixtureOfExperts(nn.Module):
         out = combine().view_as(x)
         if shared is not None:
             out = out + shared
+        affinities = choice.affinities.view(B, T, -1)
+        if real is not None:
+            affinities = affinities * real[..., None]
+            are_real = real[..., None].expand(B, T, self.args.experts_per_token).flatten(1)
+            counts = torch.zeros_like(counts).scatter_add_(1, by_sequence, are_real.long())
         terms = {}
         if self.args.balance_loss:
-            balance = self.balance(choice.affinities.view(B, T, -1), counts)
+            balance = self.balance(affinities, counts)
             terms["balance_loss"] = Term(balance, weight=1.0)  # its factor is in it
-        entropy = torch.special.entr(choice.affinities.detach()).sum()
+        entropy = torch.special.entr(affinities.detach()).sum()
         terms["router_entropy"] = Term(entropy)
         terms["expert_counts"] = Term(counts.sum(0))
         return out, terms
@@ -189,10 +195,15 @@ class MixtureBlock(Block):
     """A block whose feed-forward layer is a mixture of experts."""
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        documents: Documents | None = None,
+        real: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Term]]:
         h = x + self.attention(self.attention_norm(x), cos, sin, documents)  # [B, T, D]
-        out, terms = self.feed_forward(self.ffn_norm(h))
+        out, terms = self.feed_forward(self.ffn_norm(h), real)
         return h + out, terms
 
 

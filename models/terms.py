@@ -20,6 +20,7 @@ class Term(NamedTuple):
 
     # A scalar: the sum over the tokens that this rank has. All ranks' values are added, so ranks of
     # tensor parallelism that see the same tokens report parts of their sum.
+    # Padding is left out where the block knows it.
     value: Tensor
     weight: float = 0.0  # factor in the loss, which is a mean over tokens; 0: only logged
 
@@ -28,12 +29,15 @@ class AuxiliaryTerms:
     """The terms of one step, summed over this rank's microbatches. Given to the forwards that train,
     and to no other."""
 
-    def __init__(self, scale: Tensor, tokens: Tensor) -> None:
-        """scale: the gradient of a token's loss, a scalar, and so that of a term of weight 1;
-        tokens: how many labels of the global batch count. Terms are divided by them, as the loss
-        is."""
+    def __init__(self, scale: Tensor, tokens: Tensor, labels: Tensor | None = None) -> None:
+        """scale: the gradient of a token's term of weight 1, a scalar; tokens: of the global batch,
+        without padding. What blocks report is divided by them. labels: how many of them count in
+        the loss, by which is divided what the loss reports; None: all."""
         self.scale = scale
         self.tokens = tokens
+        self.labels = tokens if labels is None else labels
+        # name -> by how many tokens its sum is divided
+        self.divisors: dict[str, Tensor] = {}
         # name -> number of the layer (None: of the whole model) -> the sum
         self.sums: dict[str, dict[int | None, Tensor]] = defaultdict(dict)
 
@@ -41,13 +45,17 @@ class AuxiliaryTerms:
         """Report terms of one microbatch. Returns h, whose backward also adds their gradient: so no
         stage of a pipeline has to hand them to the next one."""
         for name, term in terms.items():
-            self.report(name, term.value, layer)
+            self.report(name, term.value, layer, self.tokens)
             if term.weight:
                 h = InjectGradient.apply(h, term.value, self.scale, term.weight)
         return h
 
-    def report(self, name: str, value: Tensor, layer: int | None = None) -> None:
-        """Report a term without a gradient, or one whose gradient the caller adds."""
+    def report(
+        self, name: str, value: Tensor, layer: int | None = None, divisor: Tensor | None = None
+    ) -> None:
+        """Report a term without a gradient, or one whose gradient the caller adds. divisor: how many
+        tokens of the global batch it was summed over; None: those whose label counts."""
+        self.divisors[name] = self.labels if divisor is None else divisor
         of_layers = self.sums[name]
         value = value.detach()
         of_layers[layer] = of_layers[layer] + value if layer in of_layers else value

@@ -74,6 +74,17 @@ def test_one_process_updates_as_torch_does(adjust_lr_fn, nesterov, momentum, ns_
         assert torch.equal(kept, expected.state[other]["momentum_buffer"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_decay_is_that_of_a_step_without_a_condition(dtype):
+    weight = nn.Parameter(torch.randn(6, 9, dtype=dtype))
+    other = nn.Parameter(weight.detach().clone())
+    group = {"lr": 0.03, "weight_decay": 0.2, "adjust_lr_fn": "original"}
+    update = torch.randn(6, 9, dtype=dtype)
+    muon.move(weight, group, update, torch.tensor(False))
+    muon.move(other, group, update, None)
+    assert torch.equal(weight, other)
+
+
 def test_experts_are_orthogonalised_one_by_one():
     stack = torch.randn(5, 6, 9)
     together = orthogonalised(stack, 5)

@@ -126,11 +126,12 @@ def against_autograd() -> None:
         block.register_forward_hook(lambda *call: squares.append(call[-1][1]["activation_square"]))
     logits = model(*inputs)
     of_blocks = torch.stack([term.value for term in squares]).sum()
+    every = counts.numel()  # terms of blocks are means over all tokens
     squares.clear()
     cross_entropy = plain_cross_entropy(logits, batch["labels"].flatten(0, 1))
     log_z = logits.logsumexp(-1)[counts.flatten(0, 1)]
     z_loss = Z_LOSS * log_z.square().sum()
-    total = (cross_entropy + z_loss + ACTIVATIONS * of_blocks) / counts.sum()
+    total = (cross_entropy + z_loss) / counts.sum() + ACTIVATIONS * of_blocks / every
     weights = dict(model.named_parameters())
     want = dict(zip(weights, torch.autograd.grad(total, list(weights.values())), strict=True))
 
@@ -147,7 +148,7 @@ def against_autograd() -> None:
     assert sorted(logged) == [*NAMES, "z_loss"]
     close(torch.tensor(logged["z_loss"]).float(), (z_loss / counts.sum()).detach())
     of_layers = sum(logged[name] for name in NAMES)
-    close(torch.tensor(of_layers).float(), (of_blocks / counts.sum()).detach())
+    close(torch.tensor(of_layers).float(), (of_blocks / every).detach())
 
 
 def test_a_step_trains_on_terms_as_autograd_does():
@@ -265,7 +266,7 @@ def reported_inside_the_block() -> None:
 
 def not_divided_by_tokens() -> None:
     """The gradient is that of a sum over tokens."""
-    train.AuxiliaryTerms = lambda scale, tokens: AuxiliaryTerms(scale * tokens, tokens)
+    train.AuxiliaryTerms = lambda scale, *counts: AuxiliaryTerms(scale * counts[0], *counts)
 
 
 def divided_by_own_tokens() -> None:
@@ -274,7 +275,7 @@ def divided_by_own_tokens() -> None:
 
     def feed(model: nn.Module, batch: dict[str, Tensor], *rest: object) -> object:
         own = (batch["labels"] != -100).sum()
-        train.AuxiliaryTerms = lambda scale, tokens: AuxiliaryTerms(1 / own, tokens)
+        train.AuxiliaryTerms = lambda scale, *counts: AuxiliaryTerms(1 / own, *counts)
         return real(model, batch, *rest)
 
     train.Feed = feed

@@ -21,6 +21,8 @@ class Inputs(NamedTuple):
     loss_head: Callable[[Tensor, Tensor], Tensor]  # (hidden states, output weight) -> summed loss
     documents: Any  # what attention must keep apart; None without data.mask_documents
     terms: AuxiliaryTerms | None  # None where nobody trains: in validation
+    # bool [b, t], of this rank's slice between blocks: no padding; None: there is none anywhere
+    real: Tensor | None
 
 
 class Feed:
@@ -60,11 +62,21 @@ class Feed:
             whole = self.within_documents.to(mesh.device, non_blocking=True)
             own = [whole[..., p.start : p.stop] for p in token_ranges]
         self.positions = torch.cat(own, -1)  # [t], of every sequence, or [A, b, t]
+        self.real = real_tokens(batch, mesh)
+        # of tensor parallelism, whose ranks split the sequence between blocks
+        self.slices = mesh.tp
+        self.slice = mesh.tp_mesh.get_local_rank() if mesh.tp > 1 else 0
         self.terms: AuxiliaryTerms | None = None
         self.z_loss: ZLoss | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def count_real(self) -> Tensor:
+        """How many tokens of this rank's batch are no padding, an int64 scalar."""
+        if self.real is None:
+            return self.labels.new_full((), self.labels.numel())
+        return self.real.sum()
 
     def __call__(self, a: int) -> Inputs:
         def loss_head(h: Tensor, weight: Tensor) -> Tensor:
@@ -81,10 +93,24 @@ class Feed:
 
         positions = self.positions
         documents = None
+        real = None
+        if self.real is not None:
+            real = self.real[a].chunk(self.slices, -1)[self.slice]
         if self.within_documents is not None:
             positions = positions[a]
             documents = self.model.documents(self.within_documents[a], self.device)
-        return Inputs(self.tokens[a], positions, loss_head, documents, self.terms)
+        return Inputs(self.tokens[a], positions, loss_head, documents, self.terms, real)
+
+
+def real_tokens(batch: dict[str, Tensor], mesh: Mesh) -> Tensor | None:
+    """Which of this rank's tokens are no padding, bool [A, b, t]; None where no window has any."""
+    if "length" not in batch:
+        return None
+    length = batch["length"].to(mesh.device, non_blocking=True)
+    of_windows = length.view(*batch["tokens"].shape[:2], 1)  # [A, b, 1]
+    ranges = mesh.token_ranges(batch["tokens"].shape[-1] * mesh.cp)
+    places = [torch.arange(p.start, p.stop, device=mesh.device) for p in ranges]
+    return torch.cat(places) < of_windows
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:

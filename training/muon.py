@@ -171,7 +171,9 @@ def move(weight: nn.Parameter, group: dict, update: Tensor, skip: Tensor | None)
     part = local(weight.data)
     kept: Any = 1 - lr * group["weight_decay"]
     if skip is not None:
-        kept = torch.where(skip, 1.0, kept)
+        # a Python number beside a condition would become float32
+        dtype = torch.promote_types(part.dtype, torch.float32)
+        kept = torch.where(skip, 1.0, torch.full_like(skip, kept, dtype=dtype))
         update = update.masked_fill(skip, 0.0)
     part.mul_(kept)
     part.add_(update, alpha=-lr * factor)

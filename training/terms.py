@@ -27,18 +27,18 @@ class TermLog:
     def add(self, terms: AuxiliaryTerms, skipped: bool) -> None:
         """A step is done; what a skipped one reported does not count. Nobody waits for a GPU here.
         Raises ValueError for a term that the ranks could not sum."""
-        for name, value in named(terms):
+        for name, value, divisor in named(terms):
             if self.names is not None and name not in self.names:
                 raise ValueError(
                     f"the auxiliary term {name} was not reported in the first step: report it in "
                     "every step, as 0 where it does not apply"
                 )
             so_far = self.sums.get(name, 0.0)
-            self.sums[name] = so_far if skipped else so_far + value.double() / terms.tokens
+            self.sums[name] = so_far if skipped else so_far + value.double() / divisor
         self.steps += not skipped
 
     def line(self) -> dict[str, float]:
-        """The terms, as means over the tokens that count and over the steps since the last line;
+        """The terms, as means over the tokens of each and over the steps since the last line;
         then a new beginning. Called by all ranks, and all get the same."""
         if self.names is None:
             of_ranks = self.mesh.gather(list(self.sums))
@@ -55,8 +55,8 @@ class TermLog:
         return values
 
 
-def named(terms: AuxiliaryTerms) -> Iterator[tuple[str, Tensor]]:
-    """The scalars under the names of their metrics. Raises ValueError for what is none."""
+def named(terms: AuxiliaryTerms) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """The scalars under the names of their metrics, and by what to divide them. Raises ValueError for what is none."""
     for term, of_layers in terms.sums.items():
         if term in experts.TERMS:
             continue
@@ -67,4 +67,4 @@ def named(terms: AuxiliaryTerms) -> Iterator[tuple[str, Tensor]]:
                     f"the auxiliary term {name} has the shape {list(value.shape)}: report a scalar, "
                     "the sum over the tokens"
                 )
-            yield name, value
+            yield name, value, terms.divisors[term]
