@@ -454,11 +454,11 @@ def main(argv: list[str] | None = None) -> int:
     A stream that ends leaves a checkpoint of the last whole step.
     """
     argv = sys.argv[1:] if argv is None else argv
-    here = meshes.world()
     if "--help" in argv or "-h" in argv:
         print(help_text())
         return DONE
     try:
+        here = meshes.world()
         cfg = load_config(argv, here.size, here.local_size)
         check_mirrored(cfg.run.mirror)
         folder = Path(cfg.run.folder)

@@ -42,13 +42,30 @@ class World:
 
 
 def world() -> World:
-    """From the environment; one process when torchrun did not set it."""
-    size = os.environ.get("WORLD_SIZE", 1)
+    """From the environment; one process when torchrun did not set it. Raises InputError where half
+    of it is set: a process would train alone, and all of them in one folder."""
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if name in os.environ:
+            numbers[name] = os.environ[name]
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise InputError(f"{name} = {text!r} in the environment: it must be a whole number")
+    if ("RANK" in numbers) != ("WORLD_SIZE" in numbers):
+        given, missing = ("RANK", "WORLD_SIZE") if "RANK" in numbers else ("WORLD_SIZE", "RANK")
+        raise InputError(
+            f"{given} is set in the environment and {missing} is not: start ranks with "
+            f"./run_train.sh or torchrun, which set both, or unset {given} for one process"
+        )
+    size = int(numbers.get("WORLD_SIZE", 1))
+    rank = int(numbers.get("RANK", 0))
+    if rank >= size:
+        raise InputError(f"RANK = {rank} in the environment must be below WORLD_SIZE = {size}")
     return World(
-        rank=int(os.environ.get("RANK", 0)),
-        size=int(size),
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
+        rank=rank,
+        size=size,
+        local_rank=int(numbers.get("LOCAL_RANK", 0)),
+        local_size=int(numbers.get("LOCAL_WORLD_SIZE", size)),
     )
 
 
@@ -239,6 +256,12 @@ def open_group(run: Run) -> torch.device:
         return device
     limit = timedelta(seconds=run.init_timeout_seconds)
     if here.size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise InputError(
+                    f"{here.size} ranks need {name} in the environment, where they meet: start them "
+                    "with ./run_train.sh or torchrun, which set it"
+                )
         dist.init_process_group(backend, timeout=limit)
     else:
         store = dist.HashStore()

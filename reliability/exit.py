@@ -1,5 +1,6 @@
 """The exit codes of train.py, and how a rank that cannot go on ends with a sentence."""
 
+import contextlib
 import errno
 import sys
 
@@ -36,8 +37,10 @@ def refuse(error: Exception) -> int:
             f"cannot write {place}: {error.strerror}. What was saved before is untouched; make room "
             "and run the same command again"
         )
-    here = meshes.world()
-    speaker = f"rank {here.rank}: " if here.size > 1 else ""
+    speaker = ""
+    with contextlib.suppress(InputError):  # which may be the error
+        here = meshes.world()
+        speaker = f"rank {here.rank}: " if here.size > 1 else ""
     print(speaker + sentence, file=sys.stderr, flush=True)
     meshes.abort_mesh()
     is_refusal = isinstance(error, InputError) and not isinstance(error, RunFailed)

@@ -59,6 +59,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from configs.load import load_config
 from configs.schema import Config, InputError
+from tools.launch.arguments import parse
 
 # the ranks have --shutdown-timeout seconds to end
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -73,6 +74,7 @@ LINGER = 1.0
 # seconds in which the ranks of a node may end by themselves when those of another ended on request
 FAREWELL = 10.0
 COMPARED = 3.0  # seconds in which the launchers tell each other how far their ranks had come
+SILENT = 5.0  # seconds that a node searches for node 0 before it says so
 LAST_LINES = 20  # of a rank's log, shown when it died without a Python traceback
 
 
@@ -104,6 +106,7 @@ class Meeting(RendezvousHandler):
         address, port = ("127.0.0.1", 0) if most == 1 else (o.master_addr, o.master_port)
         deadline = time.monotonic() + o.join_timeout
         if o.node_rank == 0:
+            wait_for_name(address, deadline)
             listener = listen(address, port)
             port = listener.getsockname()[1]
             kept = {
@@ -160,8 +163,12 @@ class Meeting(RendezvousHandler):
         or that goes on without this node: wait for the next."""
         node = self.options.node_rank
         waits = False
+        searched = time.monotonic()
+        why = ""
         while True:
-            with contextlib.suppress(DistError):  # node 0 is not there yet, or not any more
+            try:
+                # what torch prints of an address that does not answer is 40 lines long
+                socket.create_connection((address, port), timeout=5).close()
                 left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
                 self.store = TCPStore(
                     address, port, is_master=False, wait_for_workers=False, timeout=left
@@ -180,9 +187,17 @@ class Meeting(RendezvousHandler):
                     self.store.wait(["end"], timedelta(seconds=1))
                     if (code := int(self.store.get("end"))) in (0, *QUIET_CODES):
                         raise SpareIsDone(code)
+            except DistError:  # node 0 is not there any more
+                pass
+            except OSError as error:  # nor there yet
+                now = time.monotonic()
+                if not why and now > min(searched + SILENT, deadline):
+                    why = f" ({error.strerror or error})"
+                    say(f"node {node} waits for node 0 at {address}:{port}{why}")
             if time.monotonic() > deadline:
                 raise RendezvousError(
-                    f"nobody answers, or not enough nodes came within {self.options.join_timeout} s"
+                    "nobody answers, or not enough nodes came within "
+                    f"{self.options.join_timeout} s{why}"
                 )
             time.sleep(0.2)
 
@@ -216,6 +231,23 @@ class SpareIsDone(RendezvousError):
     def __init__(self, code: int) -> None:
         super().__init__()
         self.code = code
+
+
+def wait_for_name(address: str, deadline: float) -> None:
+    """Wait until this host finds the address: the name of a new host may take a while. Raises
+    RendezvousError at the deadline, on the monotonic clock."""
+    said = False
+    while True:
+        try:
+            socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if not said:
+                said = True
+                say(f"waits until this host finds {address} ({error.strerror})")
+            if time.monotonic() > deadline:
+                raise RendezvousError(f"{address} is not found: {error.strerror}") from None
+        time.sleep(0.2)
 
 
 def listen(address: str, port: int) -> socket.socket:
@@ -638,51 +670,8 @@ def say(sentence: str) -> None:
     sys.stderr.flush()
 
 
-def _nodes(text: str) -> tuple[int, int]:
-    least, _, most = text.partition(":")
-    if not 0 < int(least) <= int(most or least):
-        raise argparse.ArgumentTypeError(f"{text} is neither a number of nodes nor MIN:MAX")
-    return int(least), int(most or least)
-
-
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.launch", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--nproc-per-node", type=int, default=1, help="ranks on this node")
-    parser.add_argument(
-        "--nnodes",
-        type=_nodes,
-        default=(1, 1),
-        help="nodes of the job; MIN:MAX: as many of these as come",
-    )
-    parser.add_argument("--node-rank", type=int, default=0, help="which of them this is")
-    parser.add_argument("--master-addr", default="", help="address of node 0, where the nodes meet")
-    parser.add_argument("--master-port", type=int, default=29500, help="a free port there")
-    parser.add_argument(
-        "--join-timeout", type=int, default=600, help="seconds to wait for the other nodes"
-    )
-    # The default is what the ranks of another node may take to end (30), and a little.
-    parser.add_argument(
-        "--last-call",
-        type=int,
-        default=45,
-        help="seconds for which MIN of MIN:MAX nodes wait for more",
-    )
-    parser.add_argument(
-        "--max-restarts",
-        type=int,
-        default=0,
-        help="how often to start again when a rank has failed",
-    )
-    parser.add_argument(
-        "--shutdown-timeout", type=int, default=30, help="seconds from a signal to SIGKILL"
-    )
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module")
-    parser.add_argument("script", nargs=argparse.REMAINDER, help="the script and its arguments")
-    options = parser.parse_args(argv)
-    if not options.script:
-        parser.error("a script is needed")
+    options = parse(argv, __doc__.splitlines()[0])
     return launch(options, ["-m", *options.script] if options.module else options.script)
 
 

@@ -1,0 +1,96 @@
+"""Starts that cannot work, by hand or by a script: each is one sentence before anything runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs.schema import InputError
+from parallelisms import mesh
+from tests.runs import environment
+from tools.launch.arguments import parse
+
+ROOT = Path(__file__).resolve().parent.parent
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        ("--max-restarts=-1", "at least 0"),
+        ("--max-restarts=two", "whole number"),
+        ("--nproc-per-node=0", "at least 1"),
+        ("--nnodes=0", "number of nodes"),
+        ("--nnodes=3:2", "number of nodes"),
+        ("--nnodes=2: --master-addr=here", "number of nodes"),
+        ("--node-rank=-1", "at least 0"),
+        ("--node-rank=1", "must be below --nnodes, 1"),
+        ("--nnodes=2 --node-rank=2 --master-addr=here", "must be below --nnodes, 2"),
+        ("--nnodes=2", "needs --master-addr"),
+        ("--nnodes=2 --master-addr=", "needs --master-addr"),
+        ("--master-port=70000", "1 to 65535"),
+        ("--join-timeout=0", "at least 1"),
+    ],
+)
+def test_an_argument_of_the_launcher_that_cannot_be_meant(argument, words, capsys):
+    with pytest.raises(SystemExit) as refused:
+        parse([*argument.split(), "train.py"], "")
+    usage, sentence = capsys.readouterr().err.splitlines()
+    assert refused.value.code == 2 and words in sentence and usage.startswith("usage:")
+
+
+def test_arguments_that_can_be_meant():
+    options = parse(["--nnodes=1:3", "--node-rank=2", "--master-addr=a", "train.py", "--x=1"], "")
+    assert (options.nnodes, options.node_rank) == ((1, 3), 2)
+    assert options.script == ["train.py", "--x=1"]
+
+
+@pytest.mark.parametrize("node", ["0", "1"])
+@pytest.mark.parametrize("address", ["nowhere.invalid", "127.0.0.1"])
+def test_an_address_where_no_other_node_is_found_is_two_sentences(address, node):
+    where = ["--nnodes=2", f"--master-addr={address}", "--master-port=1", f"--node-rank={node}"]
+    command = [sys.executable, "-m", "tools.launch", *where, "--join-timeout=1", "train.py"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and 1 <= len(lines) <= 2, done.stderr
+    assert f"could not meet the others at {address}:1: " in lines[-1]
+    assert all(line.startswith("launch: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"RANK": "0"}, "RANK is set .* WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set .* RANK is not"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 .* below WORLD_SIZE = 2"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK = 'x'"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "-1"}, "LOCAL_RANK = '-1'"),
+    ],
+)
+def test_half_a_world_is_a_sentence(settings, words, monkeypatch):
+    for name in WORLD:
+        monkeypatch.delenv(name, raising=False)
+    assert mesh.world().size == 1
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=words):
+        mesh.world()
+
+
+@pytest.mark.parametrize("settings", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_train_says_what_is_missing_of_the_world(settings, tmp_path):
+    clean = {name: value for name, value in os.environ.items() if name not in WORLD}
+    done = subprocess.run(
+        [sys.executable, "train.py", "--run.device=cpu", f"--run.folder={tmp_path}/run"],
+        cwd=ROOT,
+        env=clean | settings,
+        text=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert "./run_train.sh or torchrun" in done.stderr and not (tmp_path / "run").exists()
