@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from configs.schema import InputError
-from data import library
+from data import kept_proofs, library
 from data.ends import begin_and_end
 from data.proved import Added, Proof
 from data.tokenizer import (
@@ -272,16 +272,22 @@ def read(folder: Path) -> Tokenizer:
     return read_file(folder / "tokenizer.json")
 
 
-def read_file(path: Path, end: str = "") -> Tokenizer:
+def read_file(path: Path, end: str = "", cache: str | None = None) -> Tokenizer:
     """The tokenizer of a tokenizer.json. The files beside it say how a text begins and ends, or
-    `end` (data.end_token): data/ends.py. Raises InputError."""
+    `end` (data.end_token): data/ends.py. cache: data.cache, where what a large file's proof has
+    found is kept; None: nowhere. Raises InputError."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        document = json.loads(content.decode())
         added = {row["id"]: row["content"] for row in document.get("added_tokens") or []}
         begin, end = begin_and_end(path.parent, added, end)
-        return opened(document, begin, end, beside(path.parent, set(added)))
+        parts = {"document": document, "beside": beside(path.parent, set(added))}
+        make = functools.partial(opened, begin=begin, end=end, **parts)
+        if cache is None or len(content) < kept_proofs.LEAST:
+            return make()
+        return kept_proofs.opened(kept_proofs.path_of(content, begin, end, cache), parts, make)
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     except InputError as error:

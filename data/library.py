@@ -45,9 +45,10 @@ class LibraryTokenizer(Tokenizer):
         beside: Mapping[str, Any],
         proof: Proof | None,
         reason: str = "",
+        fingerprint: str = "",
     ) -> None:
         """document: the parsed file. beside: as `Tokenizer.beside`. reason: why there is no proof.
-        Raises KeyError if begin or end is no added token."""
+        fingerprint: if it is known (half a second otherwise). Raises KeyError if begin or end is no added token."""
         self.document = document
         self.added = added
         self.beside = beside
@@ -61,7 +62,9 @@ class LibraryTokenizer(Tokenizer):
         self._name(names, ids, end, begin, max([highest, *ids]) + 1)
         self.is_byte_level = is_byte_level(document)
         self.exact_lengths = self.is_byte_level and not loses_text(document, added)
-        if proof and proof.plain:  # what came of the same file before the library was there
+        if fingerprint:
+            self.fingerprint = fingerprint
+        elif proof and proof.plain:  # what came of the same file before the library was there
             same = Tokenizer(proof.ranks, proof.split, names, end, [*proof.ids, *ids], begin)
             self.fingerprint = same.fingerprint
         else:
@@ -228,35 +231,36 @@ class LibraryTokenizer(Tokenizer):
     # ----------------------------------------------------------------------------------------------
     # the saved file
 
-    def save(self, path: str) -> None:
-        """As `Tokenizer.save`: the file holds the document, what lay beside it, and the proof."""
+    def found(self) -> dict:
+        """What opening the document has found, as JSON."""
         proof = self.proved.proof if self.proved else None
-        saved = {
+        return {
             "split": proof.split if proof else None,  # first, as data/saved_tokenizer.py looks
             "end_of_text": self.end_of_text,
             "begin_of_text": self.begin_of_text,
             "reason": self.reason,
             "proof": proof and proof._replace(ranks=_as_base64(proof.ranks))._asdict(),
             "added": self.added,
-            "beside": dict(self.beside),
-            "document": self.document,
         }
+
+    def save(self, path: str) -> None:
+        """As `Tokenizer.save`: the file holds the document, what lay beside it, and the proof."""
+        saved = self.found() | {"beside": dict(self.beside), "document": self.document}
         with open(path, "w", encoding="ascii") as file:
             file.write(json.dumps(saved))
 
 
 def restored(saved: dict) -> LibraryTokenizer:
-    """The tokenizer whose `save` wrote this. Raises KeyError, TypeError or ValueError for something
-    else."""
+    """The tokenizer whose `save` wrote this, or data/kept_proofs.py. Raises KeyError, TypeError or
+    ValueError for something else."""
     proof = None
     if saved["proof"]:
         proof = Proof(**saved["proof"])
         proof = proof._replace(ranks=[binascii.a2b_base64(token) for token in proof.ranks])
     added = [Added(*row) for row in saved["added"]]
     ends = (saved["begin_of_text"], saved["end_of_text"])
-    return LibraryTokenizer(
-        saved["document"], added, *ends, saved["beside"], proof, saved["reason"]
-    )
+    why = (proof, saved["reason"], saved.get("fingerprint", ""))
+    return LibraryTokenizer(saved["document"], added, *ends, saved["beside"], *why)
 
 
 def _as_base64(ranks: list[bytes]) -> list[str]:

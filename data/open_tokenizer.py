@@ -48,7 +48,7 @@ def open_tokenizer(
         return _ending(saved_tokenizer.load(path), end)
     if tekken.is_tekken(Path(path)):
         return tekken.read_file(Path(path), end)
-    return hf_tokenizer.read_file(Path(path), end)
+    return hf_tokenizer.read_file(Path(path), end, cache)
 
 
 def _ending(tok: tokenizer.Tokenizer, end: str) -> tokenizer.Tokenizer:

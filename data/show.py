@@ -89,12 +89,14 @@ def as_text(shown: dict, tokenizer: Tokenizer, coloured: bool) -> str:
     borders |= set((np.flatnonzero(np.diff(counts)) + 1).tolist())
     places = sorted(borders)
     text = ""
+    begin = 0  # of the document
     for first, stop in zip(places, places[1:]):
         if first in shown["names"]:
+            begin = first
             lines += [text] if text else []
             lines.append(f"--- {shown['names'][first]}")
             text = ""
-        piece = tokenizer.decode(tokens[first:stop])
+        piece = _in_its_place(tokenizer, tokens, begin, first, stop)
         if coloured:
             text += f"{GREEN if counts[first] else DIM}{piece}{PLAIN}"
         elif counts[first]:
@@ -105,6 +107,18 @@ def as_text(shown: dict, tokenizer: Tokenizer, coloured: bool) -> str:
     if shown["padding"]:
         lines.append(f"--- {shown['padding']} positions of padding")
     return "\n".join(lines)
+
+
+def _in_its_place(
+    tokenizer: Tokenizer, tokens: np.ndarray, begin: int, first: int, stop: int
+) -> str:
+    """The text of tokens [first, stop) of the document that begins at `begin`. On its own it would
+    lose its first space where a decoder takes that from a text (Llama 2's, Metaspace)."""
+    before = tokenizer.decode(tokens[begin:first])
+    whole = tokenizer.decode(tokens[begin:stop])
+    if whole.startswith(before):
+        return whole[len(before) :]
+    return tokenizer.decode(tokens[first:stop])  # half a character, which is shown as such
 
 
 def as_json(shown: dict) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import InputError
-from data import hf_tokenizer, rank_files, tokenizer, train_tokenizer
+from data import hf_tokenizer, kept_proofs, rank_files, tokenizer, train_tokenizer
 from data.open_tokenizer import open_tokenizer
 from data.stores import kept
 from tests.hub import GATED, running_hub
@@ -393,3 +393,44 @@ def test_tekken_numbers_special_tokens_first(tmp_path):
         path.write_text(content)
         with pytest.raises(InputError, match=words):
             open_tokenizer(str(path))
+
+
+# ---- what is kept of a large file
+
+
+def test_a_large_file_is_proved_once(document, tmp_path, monkeypatch):
+    """And again when something that decides is another, or when what is kept is damaged."""
+    monkeypatch.setattr("data.kept_proofs.LEAST", 0)
+    prove, proofs = hf_tokenizer.prove, []
+    monkeypatch.setattr(hf_tokenizer, "prove", lambda *given: proofs.append(1) or prove(*given))
+    path, cache = write(tmp_path / "a", document), tmp_path / "cache"
+    fresh = hf_tokenizer.read_file(path, "<|im_end|>")
+
+    def proved(end: str = "<|im_end|>") -> int:
+        before = len(proofs)
+        tok = open_tokenizer(str(path), str(cache), end=end)
+        assert (tok.end_of_text, tok.engine) == (end, "tiktoken")
+        assert (tok.fingerprint == fresh.fingerprint) == (end == "<|im_end|>")
+        assert tok.document == json.loads(document)
+        assert tok.encode(TEXT).tolist() == fresh.encode(TEXT).tolist()
+        return len(proofs) - before
+
+    assert [proved(), proved()] == [1, 0]
+    assert [proved("</s>"), proved(), proved("</s>")] == [1, 0, 0]
+    write(tmp_path / "a", document, **{CONFIG: {"bos_token": "<s>", "x": 1}})
+    assert open_tokenizer(str(path), str(cache), end="</s>").beside[f"{CONFIG}.json"]["x"] == 1
+    assert proved() == 0
+    for kept_file in cache.iterdir():
+        content = bytearray(kept_file.read_bytes())
+        content[len(content) // 2] ^= 1
+        kept_file.write_bytes(content)
+    assert [proved(), proved()] == [1, 0]
+    path.write_text(document + "\n")
+    assert [proved(), proved()] == [1, 0]
+    monkeypatch.setattr("data.kept_proofs.CODE", ("proved.py",))
+    kept_proofs._code.cache_clear()
+    assert [proved(), proved()] == [1, 0]
+    kept_proofs._code.cache_clear()
+    cache.rename(tmp_path / "away")
+    cache.write_text("no folder")
+    assert [proved(), proved()] == [1, 1]
