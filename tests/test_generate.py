@@ -4,6 +4,7 @@ out as valid UTF-8."""
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,9 +13,12 @@ from checkpoint import verify
 from configs.load import load_config
 from configs.schema import InputError
 from data import hf_tokenizer
+from data import show as show_row
 from data.tokenizer import byte_tokenizer
 from models import MODELS
 from parallelisms.mesh import world
+from tests.library import added, byte_fallback, unigram
+from tests.published import published
 from tests.ranks import run_ranks
 from tests.runs import COMPILED, SMALL_MODEL
 from tests.shapes import DEEPSEEK, LLAMA3, SHAPES, random_pair
@@ -355,3 +359,32 @@ def test_a_character_of_several_tokens_appears_once_it_is_whole():
         patch.setattr("tools.generate.sample_stream", lambda *_, **__: tokens)
         steps = [text for [text] in texts_as_they_come(loaded, ["x"], 5)]
     assert steps == ["x", "x", "x", "x😀", "x😀a", "x😀a"]
+
+
+def spaced(name, tmp_path):
+    """A tokenizer that puts a space before a text, and takes it from one that it decodes."""
+    if name == "llama2":
+        return hf_tokenizer.read_file(published("llama2") / "tokenizer.json")
+    document = {"byte fallback": byte_fallback, "metaspace": unigram}[name]()
+    rows = [added("<unk>", 0, special=True), added("</s>", 1, special=True)]
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(document | {"added_tokens": rows}))
+    return hf_tokenizer.read_file(path, "</s>")
+
+
+@pytest.mark.parametrize("name", ["byte fallback", "metaspace", "llama2"])
+def test_a_continuation_keeps_the_space_before_it(name, tmp_path, monkeypatch):
+    """As transformers decodes all ids at once: in a prompt and its continuation, and in a row of
+    `--show`. On its own the continuation would lose the space."""
+    words = spaced(name, tmp_path)
+    prompt, whole = words.encode("the").tolist(), words.encode("the the").tolist()
+    more = whole[len(prompt) :]
+    assert whole[: len(prompt)] == prompt
+    assert words.decode(whole) == "the the" != words.decode(prompt) + words.decode(more)
+    tokens = [[token] for token in more]
+    monkeypatch.setattr("tools.generate.sample_stream", lambda *_, **__: iter(tokens))
+    loaded = Loaded(torch.nn.Identity(), words, 64)
+    assert [text for [text] in texts_as_they_come(loaded, ["the"], 5)][-1] == "the the"
+    shown = {"step": 0, "row": 0, "source": "", "window": 0, "names": {0: "a"}, "padding": 0}
+    shown |= {"tokens": np.array(whole), "counts": np.arange(len(whole)) >= len(prompt)}
+    assert show_row.as_text(shown, words, coloured=False).endswith("the[[ the]]")
