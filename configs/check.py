@@ -17,10 +17,9 @@ import hashlib
 import json
 import math
 import os
-from difflib import get_close_matches
 from types import SimpleNamespace
 
-from configs import published
+from configs import hints, published
 from configs.ranks import OF_RANKS, default
 from configs.schema import (
     CACHE,
@@ -51,11 +50,11 @@ def architecture(model: Model) -> dict:
     if flavor not in flavors and published.is_folder(flavor):
         flavors = {flavor: published.numbers(family, flavor)}
     if flavor not in flavors:
-        near = get_close_matches(flavor.lower(), [name.lower() for name in flavors], n=1)
-        hints = [f'; did you mean "{name}"?' for name in flavors if name.lower() in near]
+        near = hints.flavor(flavor, flavors)
+        meant = f'; did you mean "{near}"?' if near else ""
         allowed = ", ".join(flavors)
         raise InputError(
-            f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{''.join(hints)}; "
+            f"model.flavor = {json.dumps(flavor)}: models/{family}.py has {allowed}{meant}; "
             "a folder of Hugging Face's may be named too, and this is none (no config.json in it)"
         )
     if foreign := [key for key in given if key not in of_family.options]:

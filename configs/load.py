@@ -26,7 +26,7 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
-from configs import published
+from configs import hints, published
 from configs.check import broken_rules, derive
 from configs.schema import Config, Derived, InputError, redact
 
@@ -193,6 +193,24 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
     remaining = list(argv)
     while remaining:
         argument = remaining.pop(0)
+        if meant := hints.option(argument, OPTIONS):
+            value = "".join(argument.partition("=")[1:])
+            written = _printable(argument)
+            problems.append(
+                f"{COMMAND_LINE}: {written}: did you mean --{meant}{_printable(value)}?"
+            )
+            doubtful.add(meant)
+            continue
+        if hints.file_option(argument):
+            file = argument.partition("=")[2]
+            if not file and remaining:
+                file = remaining.pop(0)
+            problems.append(
+                f"{COMMAND_LINE}: {_printable(argument)}: the configuration file is named without an "
+                f"option: ./run_train.sh {_printable(file) or 'CONFIG.toml'}"
+            )
+            files += [file] if file else []
+            continue
         if not argument.startswith("-"):
             files.append(argument)
             continue
@@ -287,7 +305,7 @@ def _syntax_error(text: str, message: str) -> str:
     lines = lines[: int(number[1])] if number else lines
     message = message.replace("Cannot overwrite a value", "a key is given twice")
     message = message.replace("at end of document", f"at the end, line {len(lines)}")
-    return f"{message}: {_shown(lines[-1].strip())}"
+    return f"{message}: {_shown(lines[-1].strip())}{hints.toml(message, lines[-1])}"
 
 
 def _errors(model: type, values: dict[str, object]) -> dict[str, dict]:
@@ -319,8 +337,8 @@ def _expected(option: dict, value: object, error: dict) -> str:
     if error["type"] == "string_unicode":
         return "must be UTF-8 text"
     values = [literal for literal in _literals(option) if isinstance(literal, str)]
-    near = get_close_matches(value.lower(), values, n=1) if isinstance(value, str) else []
-    hint = f"; did you mean {_toml(near[0])}?" if near else ""
+    near = hints.value(value, values) if isinstance(value, str) else ""
+    hint = f"; did you mean {_toml(near)}?" if near else ""
     if error["type"].endswith("_type") and len(error["loc"]) == 1:
         hint = f", not {KINDS.get(type(value), 'a date or time')}"
     return f"must be {allowed(option)}{hint}"

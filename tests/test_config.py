@@ -82,7 +82,7 @@ BAD_FILES = {
     ),
     "a table twice": (
         "[run]\nseed = 1\n[run]\ngc_interval = 2\n",
-        "x.toml: not valid TOML|twice|line 3|[run]",
+        "x.toml: not valid TOML|twice|line 3|[run]|stands once: put its options together",
     ),
     "unknown table": (
         "[trainning]\nsteps = 1",
@@ -258,6 +258,34 @@ BAD_FILES = {
         '[optimizer]\nkind = "adam"',
         'optimizer.kind = "adam": must be "adamw" or "sgd" or "muon"; did you mean "adamw"?',
     ),
+    "a word of other programs": (
+        '[run]\ndevice = "gpu"',
+        'run.device = "gpu": must be "auto" or "cpu" or "cuda"; did you mean "cuda"?',
+    ),
+    "a type's short name": (
+        '[training]\nparam_dtype = "fp32"',
+        'training.param_dtype = "fp32": must be|did you mean "float32"?',
+    ),
+    "the nearest size": (
+        '[model]\nflavor = "7B"',
+        'model.flavor = "7B": models/llama.py has debug, 1B|did you mean "8B"?',
+    ),
+    "a size in millions": (
+        '[model]\nfamily = "qwen3"\nflavor = "14000M"',
+        'model.flavor = "14000M": models/qwen3.py has debug|did you mean "14B"?',
+    ),
+    "typographic quotes": (
+        "[run]\nfolder = \u201cx\u201d",
+        'x.toml: not valid TOML|line 2|these are typographic quotes: write " instead',
+    ),
+    "no quotes": (
+        "[run]\nfolder = runs",
+        'x.toml: not valid TOML|line 2|write folder = "runs"',
+    ),
+    "Python's True in a file": (
+        "[compile]\nenabled = True",
+        "x.toml: not valid TOML|line 2|write enabled = true",
+    ),
     "every block": (
         "[activation_checkpoint]\nevery_n = 1",
         "activation_checkpoint.every_n = 1: must be an integer >= 2",
@@ -413,6 +441,24 @@ BAD_ARGUMENTS = {
     ),
     "one dash": (["-v"], "command line: -v: no such table or option"),
     "two dashes": (["--"], "command line: : no such table or option"),
+    "no dashes": (
+        ["training.steps=10"],
+        "command line: training.steps=10: did you mean --training.steps=10?",
+    ),
+    "one dash before an option": (
+        ["-training.steps=10"],
+        "command line: -training.steps=10: did you mean --training.steps=10?",
+    ),
+    "a long dash": (
+        ["\u2014training.steps=10"],
+        "did you mean --training.steps=10?",
+    ),
+    "--config=": (
+        ["--config=y.toml"],
+        "command line: --config=y.toml: the configuration file is named without an option: "
+        "./run_train.sh y.toml",
+    ),
+    "-c": (["-c", "y.toml"], "command line: -c: |named without an option: ./run_train.sh y.toml"),
     "a table": (["--model=8B"], 'model = "8B": a table is needed, as in model.family = "llama"'),
     "no value": (
         ["--training.steps"],
