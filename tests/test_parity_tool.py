@@ -5,13 +5,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from configs.load import load_config
 from configs.schema import InputError
 from tests.examples import fork
 from tests.runs import ROOT, environment
 from tools.parity import __main__ as tool
 from tools.parity import meshes
+from tools.parity.compare import compare
+from tools.parity.trajectory import Notes
 
 SMALL = (
     "--model.family=parallel --model.n_layers=2 --model.dim=32 --model.n_heads=4 "
@@ -87,6 +91,38 @@ def test_a_planted_mistake_is_found(where: str, tree: Path) -> None:
         path.write_text(right)
 
 
+def test_a_mesh_that_is_refused_is_left_out() -> None:
+    argv = [str(ROOT / "configs/llama_debug.toml")]
+    given = load_config(argv, None, None)
+    fitting, refused = meshes.those_that_fit(argv, given, ["ep2", "fsdp2", "tp3"], 4)
+    assert [mesh.name for mesh in fitting] == ["fsdp2"]
+    assert "no effect on a model without experts" in refused["ep2"] and "tp3" in refused
+
+
+def notes(scale: float) -> Notes:
+    """Those of a step whose clipped gradient is by this factor too large."""
+    weight = np.ones((2, 3))
+    return Notes(
+        samples=np.zeros((1, 1), np.int64),
+        positions=np.arange(2),
+        tp_rank=0,
+        outputs={},
+        token_losses=np.ones((1, 1, 2), np.float32),
+        gradients={"w": weight},
+        clipped={"w": weight * scale},
+        loss=[1.0],
+        norm=[1.0],
+        counts=[{}],
+        weights=[{"w": weight}, {"w": weight}],
+    )
+
+
+def test_a_clip_that_differs_between_meshes_is_seen() -> None:
+    assert compare([notes(1.0)], notes(1.0), 1e-12, 1e-11).first is None
+    first = compare([notes(1 + 1e-9)], notes(1.0), 1e-12, 1e-11).first
+    assert first is not None and first.where == "clipping, gradient of w"
+
+
 def test_meshes_are_named_as_in_the_matrix() -> None:
     mesh = meshes.parse("pp2xhsdp2x4xtp2")
     assert mesh.sizes == {"pp": 2, "ddp": 2, "fsdp": 4, "tp": 2}
@@ -104,7 +140,7 @@ def test_a_name_that_is_no_mesh_is_a_sentence(name: str) -> None:
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["configs/llama_debug.toml", "--meshes", "ep2"], "--meshes ep2: 1 mistake"),
+        (["configs/llama_debug.toml", "--meshes", "ep2"], "fits this configuration:\n  ep2: "),
         (["configs/llama_8b.toml"], "the model has 8,030,261,248 parameters"),
         (["configs/nothing.toml"], "configs/nothing.toml"),
         (["configs/llama_debug.toml", "--steps=0"], "--steps must be at least 1"),

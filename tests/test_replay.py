@@ -21,6 +21,7 @@ import train
 from checkpoint import state, verify
 from checkpoint.storage import local
 from configs.load import load_config
+from configs.schema import InputError
 from data import loader
 from models.kernels.ruled_attention import AttentionRule
 from parallelisms import dp, pp
@@ -515,6 +516,32 @@ def test_a_run_with_averages_in_bfloat16_is_replayed(tmp_path, capsys) -> None:
     assert run_ranks(1, run, [*given, narrow], folder) == [(0, "")]
     code, said = ask([str(folder), "--steps=3:4", "--tolerance=0"], capsys)
     assert code == 0 and "checkpoints of [4]" in said, said
+
+
+def test_steps_are_recomputed_with_the_options_of_their_start(tmp_path, capsys, monkeypatch):
+    given = [*tiny_run(tmp_path), "--checkpoint.interval=2", "--checkpoint.keep_last=0"]
+    first = [*given, "--training.steps=4", "--lr_schedule.warmup_steps=0"]
+    longer = [*given, "--training.steps=6", "--lr_schedule.warmup_steps=6"]
+    assert run_ranks(1, run, first, tmp_path / "run") == [(0, "")]
+    assert run_ranks(1, run, longer, tmp_path / "run") == [(0, "")]
+    place = str(tmp_path / "run")
+    for asked in "3:4", "5:6":
+        code, said = ask([place, f"--steps={asked}", "--tolerance=0"], capsys)
+        assert code == 0, said
+    with pytest.raises(InputError, match="trained steps 3:4 by start 1, 5:5 by start 2: name"):
+        tool.replay([place, "--steps=3:5"])
+    # the negative control: with the newest start's options right steps are called wrong
+    monkeypatch.setattr(tool.Recorded, "as_trained", lambda self, steps: self)
+    code, said = ask([place, "--steps=3:4", "--tolerance=0"], capsys)
+    assert code == 1 and "lr" not in said, said
+
+
+@pytest.mark.parametrize("dtype, warned", [("auto", True), ("float32", False)])
+def test_a_tolerance_that_proves_nothing_is_said(dtype, warned, tmp_path, capsys):
+    given = [*tiny_run(tmp_path), "--training.steps=3", f"--training.param_dtype={dtype}"]
+    assert run_ranks(1, run, given, tmp_path / "run") == [(0, "")]
+    code, said = ask([str(tmp_path / "run"), "--steps=1"], capsys)
+    assert code == 0 and ("5% is the rounding of bfloat16, and no proof" in said) == warned, said
 
 
 @pytest.mark.slow

@@ -155,6 +155,11 @@ def compare(
         gradients.append(judge(1, f"backward, gradient of {name}", error, limit))
     norm = relative(np.array(ranks[0].norm[:1]), np.array(plain.norm[:1]))
     judge(1, "norm of the gradient", norm, limit)
+    # An update by SGD is these times the learning rate; AdamW's forgets their scale.
+    got_clipped = merged(ranks, "clipped")
+    for name, want in plain.clipped.items():
+        error = relative(got_clipped.get(name, np.empty(0)), want)
+        gradients.append(judge(1, f"clipping, gradient of {name}", error, limit))
 
     weights = [0.0]
     for step in range(1, len(plain.weights)):

@@ -146,8 +146,8 @@ def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
 def those_that_fit(
     argv: list[str], given: Config, names: list[str], most_ranks: int
 ) -> tuple[list[MeshOfRanks], dict[str, str]]:
-    """The meshes to be tried, and why others are not. Raises InputError if a mesh that was named is
-    refused."""
+    """The meshes to be tried, and why others are not. Raises InputError for a name that is none, and
+    if no mesh is left."""
     tried = [parse(name) for name in names or USUAL]
     refused: dict[str, str] = {}
     fitting = []
@@ -158,9 +158,11 @@ def those_that_fit(
             options = with_options(argv, small(argv, [mesh], 16))
             on_mesh(options, mesh, given)
         except ConfigError as error:
-            if names:
-                raise InputError(f"--meshes {mesh.name}: {error}") from None
             refused[mesh.name] = str(error).splitlines()[-1].removeprefix("  - ")
             continue
         fitting.append(mesh)
+    if not fitting:
+        reasons = "".join(f"\n  {name}: {reason}" for name, reason in refused.items())
+        tried_ones = "none of --meshes" if names else f"no mesh of at most {most_ranks} ranks"
+        raise InputError(f"{tried_ones} fits this configuration:{reasons}")
     return fitting, refused

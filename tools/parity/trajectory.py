@@ -39,6 +39,7 @@ class Notes:
     outputs: dict[str, list[np.ndarray]] = field(default_factory=lambda: defaultdict(list))
     token_losses: np.ndarray | None = None  # float32 [A, b, t]
     gradients: dict[str, np.ndarray] = field(default_factory=dict)  # whole, before clipping
+    clipped: dict[str, np.ndarray] = field(default_factory=dict)  # whole, as the optimizer has them
     # one value for each step
     loss: list[float] = field(default_factory=list)
     norm: list[float] = field(default_factory=list)
@@ -112,19 +113,26 @@ def parameters(job: train.Job) -> dict[str, np.ndarray]:
     return {name: whole(weight) for name, weight in job.model.named_parameters()}
 
 
+def whole_gradients(job: train.Job) -> dict[str, np.ndarray]:
+    """Those of all weights that are trained: 0 where there is none."""
+    trained = {name: w for name, w in job.model.named_parameters() if w.requires_grad}
+    missing = torch.zeros_like
+    grads = {name: missing(w) if w.grad is None else w.grad for name, w in trained.items()}
+    return {name: whole(grad) for name, grad in grads.items()}
+
+
 @contextmanager
 def noting(job: train.Job, seen: Notes) -> Iterator[None]:
-    """Note the outputs of modules, and the gradients before clipping, of the step that is made
+    """Note the outputs of modules, and the gradients before and after clipping, of the step that is made
     meanwhile."""
     hooks = note_outputs(job.model, seen)
     clip = train.clip_grad_norm
 
     def note_gradients(*args: Any) -> Tensor:
-        for name, weight in job.model.named_parameters():
-            if weight.requires_grad:
-                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                seen.gradients[name] = whole(gradient)
-        return clip(*args)
+        seen.gradients = whole_gradients(job)
+        norm = clip(*args)
+        seen.clipped = whole_gradients(job)
+        return norm
 
     train.clip_grad_norm = note_gradients
     try:

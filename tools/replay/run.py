@@ -4,7 +4,7 @@ All of it is read. Nothing is written into a run's folder.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,13 +12,23 @@ import torch
 from checkpoint import hf, state, verify
 from checkpoint.storage import GENERATOR
 from checkpoint.verify import Damaged
-from configs.schema import InputError
+from configs.load import load_config
+from configs.schema import Config, InputError
 from models import MODELS
+from reliability import goodput
 from reliability.objects import Key
 from tools import places
 from training import digests
 
 JUDGED = {"loss": "loss", "grad_norm": "norm of the gradient"}
+
+
+COMPUTED = ("model", "training", "optimizer", "lr_schedule", "data", "lora")
+
+
+def computed(cfg: Config) -> list:
+    """The tables that say what a step computes, wherever it does."""
+    return [getattr(cfg, table) for table in COMPUTED]
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,41 @@ class Recorded:
     def gradients(self) -> dict[int, dict[str, list[float]]]:
         """Two numbers of every gradient, by step (training/digests.py). Raises InputError."""
         return digests.recorded(self.files)
+
+    def trained_by(self, steps: range) -> dict[int, list[int]]:
+        """The steps of these that each start has trained, by its number: of a step that was trained
+        again, the last start's."""
+        newest: dict[int, int] = {}
+        if not goodput.folders(self.files):
+            return {}
+        for past in goodput.read(self.files):
+            reached = [line["step"] for line in past.steps]
+            if reached:
+                trained = range(reached[0] + 1, reached[-1] + 1)
+                newest |= {step: past.number for step in steps if step in trained}
+        by_start: dict[int, list[int]] = {}
+        for step, number in sorted(newest.items()):
+            by_start.setdefault(number, []).append(step)
+        return by_start
+
+    def as_trained(self, steps: range) -> "Recorded":
+        """The run with the options of the start that trained these steps: a run's folder has those
+        of its newest. Raises InputError for steps of starts that computed something else."""
+        by_start = self.trained_by(steps)
+        files = {
+            number: self.files / "starts" / f"{number:04d}" / "config.toml" for number in by_start
+        }
+        found = {number: path for number, path in files.items() if path.exists()}
+        if not found:
+            return self
+        configs = [load_config([str(path)], None, None) for path in found.values()]
+        if all(computed(cfg) == computed(configs[0]) for cfg in configs):
+            return replace(self, options=list(found.values())[-1])
+        parts = [f"{rows[0]}:{rows[-1]} by start {number}" for number, rows in by_start.items()]
+        raise InputError(
+            f"{self.place}: its starts had different options, and trained steps {', '.join(parts)}: "
+            "name steps of one start that come after a checkpoint of it, or before one"
+        )
 
     def before(self, step: int) -> list[int]:
         """The steps after which there is a state to begin from, newest first. 0 is that of the
