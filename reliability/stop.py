@@ -40,6 +40,7 @@ class Stop:
         self.at_once = True
         self.end = end
         self.heard = False
+        self.said = False
         self.deadline = born + 60 * max_minutes if max_minutes else math.inf
 
     def asked(self) -> bool:
@@ -101,6 +102,10 @@ class Stop:
                 STOPPED, f"stopped by {request} before the first step was done: nothing to save"
             )
         self.heard = True
+        if not self.said:
+            self.said = True
+            again = "; Ctrl-C again ends without saving" if request == "SIGINT" else ""
+            say.warning(f"{request}: stopping after this step and saving{again}")
 
     def _leave(self, code: int, reason: str) -> None:
         """End the process, whatever the main thread is doing or waiting for."""

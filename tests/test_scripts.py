@@ -263,10 +263,13 @@ def test_the_second_interrupt_kills(stand_in: Path) -> None:
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2)
     started.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
+    started.process.send_signal(signal.SIGINT)  # an echo
+    time.sleep(2)
     assert started.process.poll() is None
     started.process.send_signal(signal.SIGINT)
-    code, _, _, seconds = started.end()
+    code, _, err, seconds = started.end()
     assert code == 128 + signal.SIGKILL and seconds < 10
+    assert err.count("launch: Ctrl-C again: the ranks are killed without saving\n") == 1
 
 
 @pytest.mark.alone

@@ -4,7 +4,10 @@ import ctypes
 import faulthandler
 import itertools
 import json
+import logging
+import logging.handlers
 import os
+import queue
 import shutil
 import signal
 import sys
@@ -256,6 +259,24 @@ def test_the_same_signal_again_ends_the_process_at_once(options, tmp_path):
     assert [p.name for p in tmp_path.glob("checkpoints/step-*")] == ["step-00000004"]
     end = json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())
     assert end["exit_code"] == 143 and "a second time" in end["reason"]
+
+
+def test_the_first_ctrl_c_says_what_it_does_and_its_echo_nothing():
+    heard = queue.SimpleQueue()
+    handler = logging.handlers.QueueHandler(heard)
+    stop.say.addHandler(handler)
+    try:
+        with stop.Stop(time.monotonic(), 0, print) as asked:
+            asked.at_once = False
+            os.kill(os.getpid(), signal.SIGINT)
+            first = heard.get(timeout=10).getMessage()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.3)
+            assert asked.asked()
+    finally:
+        stop.say.removeHandler(handler)
+    again = "Ctrl-C again ends without saving"
+    assert first == f"SIGINT: stopping after this step and saving; {again}" and heard.empty()
 
 
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:

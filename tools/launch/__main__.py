@@ -74,6 +74,7 @@ LINGER = 1.0
 # seconds in which the ranks of a node may end by themselves when those of another ended on request
 FAREWELL = 10.0
 COMPARED = 3.0  # seconds in which the launchers tell each other how far their ranks had come
+ECHO = 2.0  # seconds in which Ctrl-C again is the same request, as in reliability/stop.py
 SILENT = 5.0  # seconds that a node searches for node 0 before it says so
 LAST_LINES = 20  # of a rank's log, shown when it died without a Python traceback
 
@@ -287,16 +288,20 @@ class Agent(LocalElasticAgent):
         # nohup ignores SIGHUP
         ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
         ranks = super()._start_workers(worker_group)
-        interrupts = 0
+        interrupted = 0.0  # when Ctrl-C was pressed
 
         def pass_on(number: int, frame: object) -> None:
-            nonlocal interrupts
+            nonlocal interrupted
             self.asked.add(number)
-            interrupts += number == signal.SIGINT
+            if number == signal.SIGINT:
+                if interrupted and time.monotonic() < interrupted + ECHO:
+                    return
+                if interrupted:
+                    say("Ctrl-C again: the ranks are killed without saving")
+                    number = signal.SIGKILL
+                interrupted = time.monotonic()
             if number == signal.SIGALRM:
                 say(f"not stopped after {self.grace_seconds} s: the ranks are killed")
-            # too late, or a person who has pressed Ctrl-C again
-            if number == signal.SIGALRM or interrupts > 1:
                 number = signal.SIGKILL
             elif number in STOP:
                 signal.alarm(self.grace_seconds)
