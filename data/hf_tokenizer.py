@@ -341,7 +341,10 @@ def opened(
         reason = f"{error} is unknown" if isinstance(error, KeyError) else str(error)
         added = library.added_by(library.build(document))
         return library.LibraryTokenizer(document, added, begin, end, beside, None, reason)
-    return library.LibraryTokenizer(document, added, begin, end, beside, proof)
+    tok = library.LibraryTokenizer(document, added, begin, end, beside, proof)
+    if tok.has_other_ids():
+        return tok.by_library("a text of many scripts has other ids in `tokenizers`")
+    return tok
 
 
 def _added(document: dict) -> list[Added]:

@@ -31,6 +31,15 @@ from data.tokenizer import CannotEncode, Encoded, Tokenizer, letters_of_bytes
 DECIDES = ("normalizer", "pre_tokenizer", "model", "added_tokens")
 NOT_RUN = {"post_processor": None, "truncation": None, "padding": None}
 A_TEXT = "a"  # to see what is put before it
+# What a proof is tried on: scripts, marks, digits, spaces, controls, code, names of tokens.
+MANY_KINDS = (
+    "Don't stop: it's 1,234,567 steps, 'ſo WE'LL\tgo\r\n\n  \n x žluťoučký İ straße ǅ съеш"
+    "ь 42 ψυχή نص حكيم\u064c ١٢٣ ש\u05c1לום ऋष\u093fय\u094b\u0902 क़ १२ ประเทศ 色は匂へどか\u3099"
+    "\u30fb ｶ\uff9e３ 天地玄黄\u3002二〇 한한국 e\u0301 a\u0308\u0323 ﬁ Ω ½²Ⅷ 👩\u200d👧 ❤\ufe0f\nde"
+    "f f(x):\n\treturn {'a': x[0] ** 2}  # ok\n\n\n!abc --__==\u00a0\u2028\u0085\u200b"
+    "\u0000\u007f\ufeff <|endoftext|><think>a</s> ▁ aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+    "aa          z   "
+)
 
 
 class LibraryTokenizer(Tokenizer):
@@ -101,6 +110,15 @@ class LibraryTokenizer(Tokenizer):
     def library_ids(self, text: str) -> np.ndarray:
         """`encode` by the library, proof or not. Raises CannotEncode."""
         return np.array(self._ask(self.in_text, text).ids, self.dtype)
+
+    def has_other_ids(self) -> bool:
+        """Whether tiktoken gives other ids for MANY_KINDS than the library, against the proof."""
+        made = build(self.document)
+        made.encode_special_tokens = True
+        try:
+            return self.encode(MANY_KINDS).tolist() != self._ask(made, MANY_KINDS).ids
+        except CannotEncode:
+            return False
 
     def _ask(self, library: tokenizers.Tokenizer, text: str) -> tokenizers.Encoding:
         text.encode()  # raises UnicodeEncodeError for lone surrogates

@@ -16,7 +16,7 @@ import tiktoken
 import tokenizers
 
 from configs.schema import InputError
-from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer, train_tokenizer
+from data import hf_tokenizer, library, rank_files, saved_tokenizer, tokenizer, train_tokenizer
 from tests.library import added, byte_fallback, hard_texts, same_as_library, unigram, word_piece
 
 ROOT = Path(__file__).parents[1]
@@ -469,12 +469,18 @@ def test_what_is_proved_is_run_by_tiktoken(
 
 
 def test_a_wrong_proof_is_seen(code_bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
-    """The negative control: without the gaps as pieces, DeepSeek's pattern loses text."""
+    """Without the gaps as pieces, DeepSeek's pattern loses text: opening the file sees it, for
+    streamed text and prompts too. The negative control tries the proof on too little."""
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(as_theirs(code_bpe, PROVED["DeepSeek"])))
     without = hf_tokenizer.SPLIT_DEEPSEEK.partition("|(?:(?!")[0]
     with mock.patch.dict(hf_tokenizer.CUTS, {hf_tokenizer.CUTS_DEEPSEEK: without}):
-        tok = hf_tokenizer.read_file(path)
+        seen = hf_tokenizer.read_file(path)
+        with mock.patch.object(library, "MANY_KINDS", "a"):
+            tok = hf_tokenizer.read_file(path)
+    assert (seen.engine, tok.engine) == ("tokenizers", "tiktoken")
+    assert "has other ids in `tokenizers`" in seen.reason
+    same_as_library(seen, path, hard_texts(5, 400))
     with pytest.raises(AssertionError):
         same_as_library(tok, path, hard_texts(5, 400))
 
