@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import tiktoken
 import tokenizers
 
 from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer
@@ -113,6 +114,18 @@ FILES = {
     ),
 }
 
+# As meta-llama/llama-models writes it (llama4/tokenizer.py), which is o200k_base's.
+O200K = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 SCRIPTS = (
     "The quick brown fox can't wait: it's 1,234,567 steps.",
     "Žluťoučký kůň úpěl ďábelské ódy, İstanbul, straße, ǅ",
@@ -212,3 +225,24 @@ def test_llama_3_is_the_same_from_both_files() -> None:
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert ranks.encode(text).tolist() == ids
+
+
+def test_llama_4s_rank_file_is_what_its_authors_say() -> None:
+    """The counts and ids of meta-llama/llama-models (llama4/tokenizer.py): 200,000 ranks, o200k's
+    cut, 2,048 special tokens from 200000 on. A rank file of another pattern gives other ids."""
+    path = published("llama4") / "tokenizer.model"
+    tok = rank_files.from_rank_file(str(path))
+    assert (tok.n_vocab, tok.split) == (202_048, tokenizer.SPLIT_O200K)
+    ids = dict(zip(tok.special_tokens, tok.special_ids, strict=True))
+    assert (tok.bos_id, tok.eot_id) == (200_000, 200_001) == (ids["<|begin_of_text|>"], tok.eot_id)
+    assert (ids["<|header_start|>"], ids["<|eot|>"]) == (200_005, 200_008)
+    assert (ids["<|image_start|>"], ids["<|image|>"], ids["<|patch|>"]) == (200080, 200090, 200092)
+    ranks = {token: rank for rank, token in enumerate(tok.ranks)}
+    alone = tiktoken.Encoding("a", pat_str=O200K, mergeable_ranks=ranks, special_tokens={})
+    others = tiktoken.Encoding(
+        "b", pat_str=tokenizer.SPLIT, mergeable_ranks=ranks, special_tokens={}
+    )
+    for text in TEXTS:
+        assert tok.encode(text).tolist() == alone.encode_ordinary(text)
+        assert tok.decode(tok.encode(text)) == text
+    assert any(alone.encode_ordinary(text) != others.encode_ordinary(text) for text in TEXTS)
