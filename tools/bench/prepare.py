@@ -1,6 +1,7 @@
 """Preparing a corpus against tiktoken alone: MB/s of the same text on the same number of threads.
 
     python -m tools.bench.prepare [--megabytes 300] [--rounds 3] [--source FILES] [--ranks FILE] [--json out.json]
+    python -m tools.bench.prepare --tokenizers FOLDER [--megabytes 20] [--rounds 5]
 
 The text is that of `--source` (the standard library), over and over until there is enough, as JSON
 lines, so that many short documents and the parsing count. "tiktoken alone" is `encode_ordinary` of
@@ -8,6 +9,10 @@ strings that are in memory already, in batches of 256 kB, by as many threads as 
 nothing is kept. `prepare` reads, parses, hashes, tokenises by processes and writes shards that are
 flushed to the disk. "streamed": one rank of `data.stream` reads, parses and tokenises as many
 tokens by its one thread.
+
+`--tokenizers` compares engines instead, for each folder in FOLDER that has a tokenizer.json: `encode`
+as a preparation calls it, against `encode_batch` of Hugging Face's `tokenizers`, both on one thread, in processor
+seconds.
 """
 
 import argparse
@@ -15,7 +20,9 @@ import gzip
 import json
 import os
 import resource
+import statistics
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,6 +32,7 @@ from pyarrow import parquet
 
 from configs.schema import Data
 from data import rank_files, sources, stream, tokenizer
+from data.open_tokenizer import open_tokenizer
 from data.prepare import prepare
 from data.prepare.encoding import BATCH_BYTES
 from tools.bench import harness
@@ -40,8 +48,12 @@ def main() -> None:
     parser.add_argument(
         "--ranks", help="a tiktoken rank file; without it: 32,000 tokens trained on the text"
     )
+    parser.add_argument("--tokenizers", type=Path)
     parser.add_argument("--json")
     args = parser.parse_args()
+    if args.tokenizers:
+        compare_engines(args)
+        return
     threads = len(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,7 +63,8 @@ def main() -> None:
         if not args.ranks:
             rank_files.write_rank_file(tokenizer.train_bpe(texts[:500], 32_000), ranks)
         files = write(folder, texts)
-        tok = rank_files.from_rank_file(ranks)
+        pattern = "" if args.ranks else "llama3"  # that of train_bpe
+        tok = rank_files.from_rank_file(ranks, pattern)
         bare = tiktoken.Encoding(
             "bare",
             pat_str=tok.split,
@@ -70,7 +83,7 @@ def main() -> None:
         made = iter(range(10**6))
 
         def prepared(source: Path) -> None:
-            cfg = Data(source=str(source), tokenizer=ranks)
+            cfg = Data(source=str(source), tokenizer=ranks, tokenizer_pattern=pattern)
             prepare(cfg, log=lambda line: None, out=str(folder / f"out{next(made)}"))
 
         contenders = {"tiktoken alone": alone}
@@ -79,7 +92,7 @@ def main() -> None:
             f"prepare {kind}": lambda path=path: prepared(path) for kind, path in files.items()
         }
         contenders["streamed .jsonl, one thread"] = lambda: streamed(
-            Data(source=str(files[".jsonl"]), tokenizer=ranks), n
+            Data(source=str(files[".jsonl"]), tokenizer=ranks, tokenizer_pattern=pattern), n
         )
         seconds = harness.alternate(contenders, args.rounds, warm_up=1)
     rows = []
@@ -103,6 +116,35 @@ def main() -> None:
         ["what", "MB/s of text", "time, to tiktoken alone"],
         rows,
         notes,
+        args.json,
+    )
+
+
+def compare_engines(args: argparse.Namespace) -> None:
+    """Report MB/s of each published tokenizer, and its ratio to the library's."""
+    os.environ["RAYON_NUM_THREADS"] = "1"  # before the library makes its threads
+    texts = corpus(args.source, args.megabytes * 1e6)
+    size = sum(len(text.encode()) for text in texts) / 1e6
+    rows = []
+    for path in sorted(args.tokenizers.glob("*/tokenizer.json")):
+        tok = open_tokenizer(str(path))
+        seconds = harness.alternate(
+            {
+                "ours": lambda: tok.encode_batch(texts),
+                "library": lambda: tok.in_text.encode_batch_fast(texts, add_special_tokens=False),
+            },
+            args.rounds,
+            warm_up=1,
+            clock=time.process_time,  # both have one thread
+        )
+        rates = [size / statistics.median(seconds[who]) for who in ("ours", "library")]
+        ratio = 1 / harness.ratio(seconds, "ours", "library")
+        rows.append([path.parent.name, tok.engine, *(f"{r:.2f}" for r in rates), f"{ratio:.1f}"])
+    harness.report(
+        "Tokenizers",
+        ["tokenizer", "engine", "MB/s", "MB/s of `tokenizers`", "times"],
+        rows,
+        f"{len(texts):,} documents, {size:.0f} MB of text, one thread, {args.rounds} rounds in turn.",
         args.json,
     )
 
