@@ -418,12 +418,18 @@ def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
     assert len(named) == (fault in NAMED) and all(NAMED[fault] in row for row in named), said
 
 
+def options_of(run: Path) -> list[Path]:
+    """The files with a run's options: those of its newest start, and those of each."""
+    return [run / "config.toml", *sorted(run.glob("starts/*/config.toml"))]
+
+
 def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
     other = tmp_path / "other"
     shutil.copytree(healthy, other)
-    options = (other / "config.toml").read_text()
-    assert options.count("rope_theta = 10000.0") <= 1
-    (other / "config.toml").write_text(options.replace("[model]", "[model]\nrope_theta = 10500.0"))
+    for path in options_of(other):
+        options = path.read_text()
+        assert options.count("rope_theta = 10000.0") <= 1
+        path.write_text(options.replace("[model]", "[model]\nrope_theta = 10500.0"))
     code, said = ask([str(healthy), ASKED, "--against", str(other)], capsys)
     first = said.splitlines()[2]
     assert code == 1, said
@@ -488,11 +494,12 @@ def test_a_run_of_adapters_is_replayed(more, adapters, capsys) -> None:
 def test_adapters_beside_another_base_are_refused(adapters, tmp_path, capsys) -> None:
     other = tmp_path / "other"
     shutil.copytree(adapters[1], other)
-    options = (other / "config.toml").read_text()
-    assert options.count(f'load_path = "{adapters[0]}"') == 1
     given = [str(adapters[0] / "config.toml"), "--run.seed=5"]
     assert run_ranks(1, run, given, tmp_path / "another") == [(0, "")]
-    (other / "config.toml").write_text(options.replace(str(adapters[0]), str(tmp_path / "another")))
+    for path in options_of(other):
+        options = path.read_text()
+        assert options.count(f'load_path = "{adapters[0]}"') == 1
+        path.write_text(options.replace(str(adapters[0]), str(tmp_path / "another")))
     with pytest.raises(AssertionError, match="load_path or load_hf are no longer these"):
         ask([str(other), "--steps=3"], capsys)
 
