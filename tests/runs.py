@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
@@ -149,7 +149,7 @@ def tiny_run(place: Path) -> list[str]:
     return [*TINY, f"--data.source={corpus}", f"--data.cache={place / 'cache'}"]
 
 
-def as_typed(options: list[str]) -> list[str]:
+def as_typed(options: Sequence[str]) -> list[str]:
     """The last of each option: on a command line none stands twice."""
     return list({option.partition("=")[0]: option for option in options}.values())
 

@@ -27,7 +27,7 @@ import pytest
 
 from configs.load import load_config
 from tests.ranks import NEIGHBOURS, step_timeout
-from tests.runs import environment, free_port, in_mid_run, losses_of_four, series, tiny_run
+from tests.runs import as_typed, environment, free_port, in_mid_run, losses_of_four, series, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60
@@ -173,7 +173,7 @@ class Slurm:
         return (done.stdout + done.stderr).strip()
 
     def submit(self, log: Path, *words: str) -> str:
-        said = self("sbatch", "-N2", "--cpus-per-task=2", f"--output={log}", *words)
+        said = self("sbatch", "-N2", "--cpus-per-task=2", f"--output={log}", *as_typed(words))
         assert said.startswith("Submitted batch job "), said + self.logs()
         return said.split()[-1]
 
@@ -456,7 +456,8 @@ class Ray:
     has printed."""
 
     def __init__(self, log: Path, *words: str) -> None:
-        command = [sys.executable, "-m", "tools.launch.ray_train", "--nodes=2", "--ranks=2", *words]
+        given = as_typed(["--nodes=2", "--ranks=2", *words])
+        command = [sys.executable, "-m", "tools.launch.ray_train", *given]
         here = environment(
             OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",

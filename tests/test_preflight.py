@@ -966,8 +966,7 @@ def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
         [
             str(ROOT / "run_train.sh"),
             "--preflight",
-            *as_typed([*in_place(place), *ON_THREE]),
-            f"--run.folder={tmp_path}/runs/x",
+            *as_typed([*in_place(place), *ON_THREE, f"--run.folder={tmp_path}/runs/x"]),
         ],
         env=environment(NGPU="3", FLIGHT=str(tmp_path)),
         cwd=ROOT,

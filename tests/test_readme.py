@@ -50,6 +50,7 @@ NEEDS = (
         r"^(export .*; )?python -m tools\.bench\.",
         "an idle machine for minutes, or GPUs: it measures",
     ),
+    (r"run_train\.sh .*--checkpoint\.branch_from=", "a longer run (tests/test_branches.py)"),
     (
         r"^python -m tools\.plan .*--routing runs/x",
         "a run of this model (tests/test_plan_experts.py)",

@@ -119,7 +119,7 @@ def test_without_restarts_it_ends(options, tmp_path):
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_what_fails_at_one_step_again_and_again_is_not_restarted_for_ever(options, tmp_path):
-    launchers = nodes(options, tmp_path / "run", "0 SIGKILL 8 99", "--max-restarts=9", each=1)
+    launchers = nodes(options, tmp_path / "run", "0 raise 8 99", "--max-restarts=9", each=1)
     codes, said = ended(launchers, 250)
     assert codes == [76] and "restart 3 of 9" in said and "restart 4" not in said, said
     assert len(list((tmp_path / "run" / "starts").iterdir())) == 4
