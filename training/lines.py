@@ -13,6 +13,9 @@ from pathlib import Path
 
 say = logging.getLogger("plumbline")
 
+# Room does not help against these: somebody has put something else there.
+WRONG_PLACE = (IsADirectoryError, NotADirectoryError, PermissionError)
+
 
 class Lines:
     """One such file. Lines of steps after the one that was loaded are dropped before the first line
@@ -46,6 +49,8 @@ class Lines:
     def _try(self, action) -> None:
         try:
             action()
+        except WRONG_PLACE:
+            raise
         except OSError as error:
             if not self.failed:
                 say.warning(
