@@ -594,8 +594,8 @@ def test_training_verifies_what_it_wrote(code_bpe: tokenizer.Tokenizer, tmp_path
     """Put wrong on purpose: ranks that are swapped in the file, a merge less for `tokenizers`."""
     out = tmp_path / "out"
     train_tokenizer.train("training", 900, out)
-    ranks = rank_files.from_rank_file(str(out / train_tokenizer.RANKS)).ranks
-    made = rank_files.from_rank_file(str(out / train_tokenizer.RANKS))
+    made = rank_files.from_rank_file(str(out / train_tokenizer.RANKS), "llama3")
+    ranks = made.ranks
     train_tokenizer.verify(made, out, ["def f(x):"])
     write_ranks(out / train_tokenizer.RANKS, [*ranks[:-2], ranks[-1], ranks[-2]])
     with pytest.raises(
