@@ -27,7 +27,15 @@ import pytest
 
 from configs.load import load_config
 from tests.ranks import NEIGHBOURS, step_timeout
-from tests.runs import as_typed, environment, free_port, in_mid_run, losses_of_four, series, tiny_run
+from tests.runs import (
+    as_typed,
+    environment,
+    free_port,
+    in_mid_run,
+    losses_of_four,
+    series,
+    tiny_run,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60

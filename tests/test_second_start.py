@@ -48,7 +48,7 @@ def waiting(folder: Path, options: list[str], until: Path) -> tuple[int, str]:
         calls.append(1)
         if len(calls) == 7:
             until.with_suffix(".ready").touch()
-            wait_for(until.exists)
+            wait_for(until.exists, 240)
         return real(*args)
 
     train.train_step = step
@@ -114,6 +114,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return place / "run", options
 
 
+@pytest.mark.cap(300)
 def test_a_second_start_leaves_the_first_as_it_is_alone(alone, tmp_path):
     """On the same node three times, and on another one: each is refused, nothing in the folder
     changes, and the first run ends with 0 and the bits that it has alone."""

@@ -54,9 +54,10 @@ def test_a_step_copies_its_batch_once_as_the_loader_has_pinned_it(cp, is_masked)
     batch = {"tokens": tokens, "labels": tokens.clone()}
     if is_masked:
         batch["positions"] = torch.arange(16).expand(3, 2, 16).contiguous()
+        batch["length"] = torch.full((6,), 11)
     device = torch.device("meta")
     places = [range(4), range(12, 16)] if cp == 2 else [range(16)]
-    mesh = SimpleNamespace(device=device, cp=cp, token_ranges=lambda length: places)
+    mesh = SimpleNamespace(device=device, cp=cp, tp=1, token_ranges=lambda length: places)
     model = SimpleNamespace(documents=lambda within, device: None)
     with Copies() as copies:
         feed = Feed(model, batch, mesh, linear_cross_entropy, 8)
@@ -75,13 +76,14 @@ def test_positions_are_those_of_this_ranks_parts(places):
     tokens = torch.zeros(3, 2, length, dtype=torch.int64)
     within = torch.randint(16, (3, 2, 16), generator=torch.Generator().manual_seed(0))
     device = torch.device("cpu")
-    mesh = SimpleNamespace(device=device, cp=16 // length, token_ranges=lambda length: places)
+    ranges = {"cp": 16 // length, "token_ranges": lambda length: places}
+    mesh = SimpleNamespace(device=device, tp=1, **ranges)
     model = SimpleNamespace(documents=lambda within, device: within)
     batch = {"tokens": tokens, "labels": tokens, "positions": within}
     feed = Feed(model, batch, mesh, linear_cross_entropy, 8)
     index = torch.tensor([position for part in places for position in part])
     for a in range(3):
-        _, positions, _, documents, _ = feed(a)
+        _, positions, _, documents, _, _ = feed(a)
         assert torch.equal(positions, within[a][:, index]) and torch.equal(documents, within[a])
 
 
