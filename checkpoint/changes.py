@@ -65,7 +65,9 @@ def refused(saved: dict, here: dict) -> list[str]:
         return state.mismatches(families[0], families[1], "model.family")
     before, now = (dict(facts.get("must_match", {})) for facts in (saved, here))
     lines = []
-    if before.pop("tokenizer", None) != now.pop("tokenizer", None):
+    tokens = before.pop("tokenizer", None), now.pop("tokenizer", None)
+    # a model that was converted without a tokenizer has none to compare
+    if None not in tokens and tokens[0] != tokens[1]:
         names = [options(facts).get("data.tokenizer") for facts in (saved, here)]
         if None in names or names[0] == names[1]:
             lines.append(

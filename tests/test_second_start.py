@@ -47,7 +47,7 @@ def waiting(folder: Path, options: list[str], until: Path) -> tuple[int, str]:
     def step(*args: object) -> train.StepResult:
         calls.append(1)
         if len(calls) == 7:
-            until.with_suffix(".ready").touch()
+            until.with_suffix(f".ready-{os.getpid()}").touch()
             wait_for(until.exists, 240)
         return real(*args)
 
@@ -123,7 +123,7 @@ def test_a_second_start_leaves_the_first_as_it_is_alone(alone, tmp_path):
     with ThreadPoolExecutor(1) as first:
         ends = first.submit(run_ranks, 2, waiting, folder, options, until)
         try:
-            wait_for(until.with_suffix(".ready").exists)
+            wait_for(lambda: len(list(tmp_path.glob("*.ready-*"))) == 2)
             wait_for((folder / "checkpoints" / "step-00000005").exists)
             before = contents(folder)
             for start in main, main, main, elsewhere:
