@@ -65,7 +65,7 @@ class Feed:
         self.real = real_tokens(batch, mesh)
         # of tensor parallelism, whose ranks split the sequence between blocks
         self.slices = mesh.tp
-        self.slice = mesh.tp_mesh.get_local_rank() if mesh.tp > 1 else 0
+        self.slice = mesh.device_mesh.get_local_rank("tp") if mesh.tp > 1 else 0
         self.terms: AuxiliaryTerms | None = None
         self.z_loss: ZLoss | None = None
 
