@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import tokenizers
+
 from configs.schema import Data, InputError
 from data import hf_tokenizer, rank_files, sources, tokenizer
 from data.prepare.job import BPE_CHARACTERS
@@ -69,7 +71,7 @@ def _texts(source: str, field: str, characters: int, json_files: str) -> Iterato
 
 def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
     """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the
-    text back. If `tokenizers` is installed, it is asked too."""
+    text back. `tokenizers` is asked too."""
     forms = {
         RANKS: rank_files.from_rank_file(str(out / RANKS), "llama3"),
         "tokenizer.json": hf_tokenizer.read(out),
@@ -79,13 +81,7 @@ def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
             raise InputError(
                 f"{out / name} is not the tokenizer that was trained: please report this as a bug"
             )
-    reference = None
-    try:
-        import tokenizers
-
-        reference = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    except ImportError:
-        pass
+    reference = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
     for text in texts:
         ids = tok.encode(text)
         if tok.decode(ids) != text:
@@ -96,11 +92,7 @@ def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
         # tokenizers differs in two cases, names of special tokens and very long whitespace: see
         # data/hf_tokenizer.py::files.
         plain = tokenizer.END_OF_TEXT not in text and len(list(tokenizer._pieces(text))) == 1
-        if (
-            reference
-            and plain
-            and reference.encode(text, add_special_tokens=False).ids != ids.tolist()
-        ):
+        if plain and reference.encode(text, add_special_tokens=False).ids != ids.tolist():
             raise InputError(
                 f"tokenizers gives different ids for a text of {len(text)} characters: please "
                 "report this as a bug"
