@@ -23,6 +23,7 @@ from data.tokenizer import NO_SPLIT, has_long_whitespace
 
 # Hangul's vowels and final consonants, which join the syllable before them
 JAMO = range(0x1160, 0x1200)
+CODE_POINTS = 0x110000
 PLANES = 0x20000  # code points from here on are not looked at: the library normalises them
 
 
@@ -157,31 +158,35 @@ def names_pattern(rows: list[Added]) -> re.Pattern:
 
 
 def nfc(text: str) -> str:
-    """The text in Unicode's NFC, by the library, whose version of Unicode is not Python's. It is
-    asked only where a character may change, which is the same in all versions (Unicode's policy of
-    stability): 20 MB/s against 260."""
-    if text.isascii() or not may_change().search(text):
+    """Return the text in Unicode's NFC, by the library, whose version of Unicode is not Python's.
+
+    The library gets the part of the text from the character before the first one that may change to
+    the last one. What stands outside is NFC in all versions (Unicode's policy of stability).
+    """
+    if text.isascii():
         return text
-    return tokenizers.normalizers.NFC().normalize_str(text)
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    places = np.flatnonzero(may_change()[points])
+    if not len(places):
+        return text
+    start = max(int(places[0]) - 1, 0)
+    stop = int(places[-1]) + 1
+    normal = tokenizers.normalizers.NFC().normalize_str(text[start:stop])
+    return text[:start] + normal + text[stop:]
 
 
 @functools.cache
-def may_change() -> re.Pattern:
-    """Match the characters that NFC may change or join to others, and those unknown to Python."""
-    joined = set(JAMO)
+def may_change() -> np.ndarray:
+    """Mark the characters that NFC may change or join to others, and those unknown to Python: bool
+    [code points]. A table is asked four times as fast as a regular expression."""
+    marked = np.ones(CODE_POINTS, bool)
+    marked[:PLANES] = [_is_unstable(chr(point)) for point in range(PLANES)]
+    marked[JAMO.start : JAMO.stop] = True
     for point in range(PLANES):
         parts = unicodedata.decomposition(chr(point)).split()
         if len(parts) == 2 and not parts[0].startswith("<"):
-            joined.add(int(parts[1], 16))
-    ranges: list[list[int]] = [[PLANES, 0x10FFFF]]
-    for point in reversed(range(PLANES)):
-        if point in joined or _is_unstable(chr(point)):
-            if ranges[-1][0] == point + 1:
-                ranges[-1][0] = point
-            else:
-                ranges.append([point, point])
-    spans = (rf"\U{first:08x}-\U{last:08x}" for first, last in ranges)
-    return re.compile(f"[{''.join(spans)}]")
+            marked[int(parts[1], 16)] = True
+    return marked
 
 
 def _is_unstable(letter: str) -> bool:

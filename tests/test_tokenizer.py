@@ -16,7 +16,15 @@ import tiktoken
 import tokenizers
 
 from configs.schema import InputError
-from data import hf_tokenizer, library, rank_files, saved_tokenizer, tokenizer, train_tokenizer
+from data import (
+    hf_tokenizer,
+    library,
+    proved,
+    rank_files,
+    saved_tokenizer,
+    tokenizer,
+    train_tokenizer,
+)
 from tests.library import added, byte_fallback, hard_texts, same_as_library, unigram, word_piece
 
 ROOT = Path(__file__).parents[1]
@@ -556,6 +564,26 @@ def test_the_fingerprint_is_of_what_decides_the_ids(
     assert fingerprint(pairs) == same
     others = [think, lambda d: d["model"]["merges"].pop(), lambda d: d.update(normalizer=None)]
     assert len({same, *map(fingerprint, others)}) == 4
+
+
+# starters and what joins them: accents, Jamo, nukta, exclusions, marks of other planes
+JOINING = (
+    "Ae\u0301\u0327\u1100\u1161\u11a8\uac00 \u00e9\u212b\u0915\u093c\u0958\ufb1d\u05b4"
+    "\U0001d15e\U0002f801\U000110ba\U00011099"
+)
+
+
+def test_text_is_normalised_as_the_library_does_it() -> None:
+    """The part that the library gets begins and ends where NFC joins nothing."""
+    theirs = tokenizers.normalizers.NFC()
+    rng = random.Random(0)
+    texts = ["".join(rng.choices(JOINING, k=rng.randrange(1, 9))) for _ in range(20_000)]
+    assert [proved.nfc(text) for text in texts] == [theirs.normalize_str(text) for text in texts]
+    assert sum(proved.nfc(text) != text for text in texts) > 5_000
+    too_short = proved.may_change().copy()
+    too_short[ord("\u0301")] = False
+    with mock.patch.object(proved, "may_change", lambda: too_short):
+        assert any(proved.nfc(text) != theirs.normalize_str(text) for text in texts)
 
 
 # ---- one's own
