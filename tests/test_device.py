@@ -23,7 +23,7 @@ from models import moe
 from models.kernels import document_attention as masked
 from tests import forks
 from tests.ranks import run_ranks
-from tools.bench import idle
+from tools.bench import idle, kernels
 from tools.bench.device import __main__ as command
 from tools.bench.device import checks, measure
 from tools.bench.device.__main__ import PARTS, Section, main
@@ -371,6 +371,59 @@ def test_idle_share_of_overlapping_kernels():
     assert idle.idle_share([], 0) is None
 
 
+def an_event(cat: str, name: str, begin: float, length: float, **about: object) -> dict:
+    return {"cat": cat, "name": name, "ts": begin, "dur": length, "args": about}
+
+
+def a_matmul(number: int, begin: float, a: list[int], b: list[int], added: bool = False) -> dict:
+    total = [[a[0], b[1]]] if added else []
+    about = {"External id": number, "Input Dims": [*total, a, b], "Input type": ["float"] * 3}
+    return an_event("cpu_op", "aten::addmm" if added else "aten::mm", begin, 1, **about)
+
+
+def a_kernel(name: str, number: int, begin: float, length: float) -> list[dict]:
+    """Launched at half its number, which is also that of its operator."""
+    about = {"External id": number, "correlation": number}
+    launch = an_event("cuda_runtime", "cudaLaunchKernel", number / 2, 0.1, **about)
+    return [launch, an_event("kernel", name, begin, length, **about)]
+
+
+def test_kernels_are_added_up_by_the_phase_that_launched_them_and_by_kind():
+    """They run long after their launch: the time at which they run says nothing of the phase."""
+    events = [
+        an_event("user_annotation", "forward", 0, 9),
+        an_event("user_annotation", "loss", 4, 4),
+        an_event("user_annotation", "Optimizer.step#AdamW.step", 0, 100),
+        an_event("user_annotation", "backward", 10, 9),
+        an_event("user_annotation", "optimizer", 20, 9),
+        a_matmul(2, 1, [8, 4], [4, 6]),
+        a_matmul(10, 5, [6, 4], [4, 4], added=True),
+        a_matmul(22, 11, [4, 8], [8, 6]),
+        a_matmul(24, 12, [8, 6], [6, 4]),
+        an_event("cpu_op", "aten::_fused_adamw_", 21, 1, **{"External id": 42}),
+        *a_kernel("nvjet_a", 2, 100, 10),
+        *a_kernel("splitKreduce", 2, 110, 1),
+        *a_kernel("nvjet_b", 10, 120, 20),
+        *a_kernel("nvjet_c", 22, 140, 30),
+        *a_kernel("nvjet_d", 24, 170, 40),
+        *a_kernel("triton_poi_fused_add", 26, 210, 5),
+        *a_kernel("void multi_tensor_apply_kernel", 42, 220, 7),
+    ]
+    groups = {}
+    for kernel in kernels.kernels_of(events):
+        key = kernel.phase, kernels.role(kernel, 8)
+        groups[key] = groups.get(key, 0) + kernel.microseconds
+    assert groups == {
+        ("forward", "GEMMs"): 11,
+        ("loss", "GEMMs"): 20,
+        ("backward", kernels.OF_WEIGHTS): 30,
+        ("backward", kernels.OF_INPUTS): 40,
+        ("backward", "compiled passes"): 5,
+        ("optimizer", "AdamW"): 7,
+    }
+    assert [kernels.product_of(event).flops for event in events[5:8]] == [384, 192, 384]
+
+
 def test_kernel_times_of_a_real_profile():
     """On a CPU with its operators in place of kernels."""
     a = torch.randn(300, 300)
@@ -537,6 +590,7 @@ def test_every_part_can_be_started():
     options += [
         f"{line} --training.seq_len={most}" for line, _, most, _ in measure.LONGEST.values()
     ]
-    options += [*measure.BESIDE.values(), *measure.SAVED.values()]
+    options += [line for _, kinds in measure.BESIDE.values() for line in kinds.values()]
+    options += measure.SAVED.values()
     for line in options:
         load_config(line.split(), 1, 1)

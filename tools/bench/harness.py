@@ -52,7 +52,7 @@ def narrow() -> str:
 
 
 def alternate(
-    contenders: dict[str, Callable[[], None]],
+    contenders: dict[str, Callable[[], object]],
     rounds: int,
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
@@ -73,10 +73,11 @@ def alternate(
 
 def in_turn(
     contenders: dict[str, list[str]], rounds: int, warm_up: int = 2
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+) -> tuple[dict[str, list[float]], dict[str, dict]]:
     """As `alternate`, with each contender (arguments of python) in a process of its own, so that it
-    has its own memory and allocator; and the peak GiB of each. Such a process answers every line
-    that it reads with the seconds it took, and the end of lines with its memory: `serve`."""
+    has its own memory and allocator; and the last words of each. Such a process answers every line
+    that it reads with the seconds it took, and the end of lines with its last words: `serve`. All
+    begin at the same time, because they may have to compile."""
     processes = {
         name: subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -84,22 +85,40 @@ def in_turn(
         for name, arguments in contenders.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for process in processes.values():
+        ask(process)
     for i in range(warm_up + rounds):
         for name, process in processes.items():
-            process.stdin.write("\n")
-            process.stdin.flush()
+            if i > 0:
+                ask(process)
             if not (answer := process.stdout.readline()):
                 raise RuntimeError(f"{' '.join(contenders[name])} ended with code {process.wait()}")
             if i >= warm_up:
                 seconds[name].append(float(answer))
-    return seconds, {name: float(process.communicate()[0]) for name, process in processes.items()}
+    return seconds, {
+        name: json.loads(process.communicate()[0]) for name, process in processes.items()
+    }
 
 
-def serve(run: Callable[[], None], clock: Callable[[], float] = time.perf_counter) -> None:
-    """The other end of `in_turn`."""
+def ask(process: subprocess.Popen) -> None:
+    """For one more call."""
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def serve(
+    run: Callable[[], object],
+    clock: Callable[[], float] = time.perf_counter,
+    last_words: Callable[[], dict] = dict,
+) -> None:
+    """The other end of `in_turn`. The last words are the peak GiB and those that are given."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":  # what building took does not count
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     for _ in sys.stdin:
         print(alternate({"": run}, rounds=1, warm_up=0, clock=clock)[""][0], flush=True)
-    print(memory_gib(torch.device("cuda" if torch.cuda.is_available() else "cpu")), flush=True)
+    print(json.dumps({"gib": memory_gib(device), **last_words()}), flush=True)
 
 
 def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentParser:

@@ -21,26 +21,32 @@ def kernel_times(
 ) -> tuple[Times, float]:
     """When kernels ran during the second of two calls of `run`, and the microseconds from the first
     one's begin to the last one's end. The host's own events are not recorded, because recording
-    them would make the host slower. Where the profiler is not allowed to look, nothing is recorded,
-    and it says why on stderr: what else was measured must not be lost."""
-    run()
-    synchronise()
-    try:
-        with profile(activities=[activity], acc_events=True) as recorded:
-            run()
-            synchronise()
-    except RuntimeError as error:
-        print(f"no times of kernels: {error}", file=sys.stderr)
-        return [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        recorded.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    them would make the host slower."""
+    events = traced(run, [activity])
     kernels = [event for event in events if event.get("cat") in set(categories)]
     times = [(event["ts"], event["ts"] + event.get("dur", 0)) for event in kernels]
     begin = min((begin for begin, _ in times), default=0)
     end = max((end for _, end in times), default=0)
     return times, end - begin
+
+
+def traced(run: Callable[[], object], activities: list[ProfilerActivity], **how: bool) -> list:
+    """The events of the second of two calls of `run`. how: options of the profiler. Where the
+    profiler is not allowed to look there are none, and it says why on stderr: what else was
+    measured must not be lost."""
+    run()
+    synchronise()
+    try:
+        with profile(activities=activities, acc_events=True, **how) as recorded:
+            run()
+            synchronise()
+    except RuntimeError as error:
+        print(f"no times of kernels: {error}", file=sys.stderr)
+        return []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
 
 
 def synchronise() -> None:

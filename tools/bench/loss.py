@@ -62,7 +62,7 @@ def main() -> None:
     for shape in args.shapes:
         one = ["-m", "tools.bench.loss", f"--shapes={shape}"]
         contenders = {name: [*one, f"--one={name}"] for name in CONTENDERS}
-        seconds, memory = harness.in_turn(contenders, args.rounds)
+        seconds, ended = harness.in_turn(contenders, args.rounds)
         for name, times in seconds.items():
             rows.append(
                 [
@@ -70,7 +70,7 @@ def main() -> None:
                     name,
                     f"{statistics.median(times) * 1e3:.1f} ms",
                     f"{harness.ratio(seconds, name, 'pieces'):.2f}",
-                    f"{memory[name]:.2f}",
+                    f"{ended[name]['gib']:.2f}",
                 ]
             )
     columns = ["tokens, width, vocabulary", "loss", "median", "to pieces", "peak GiB"]

@@ -18,15 +18,18 @@ contender is:
   made of, its loss in eight pieces and its activation checkpointing (the others have none here). It
   has attention for language models on GPUs only (FlexAttention with a mask); on a CPU we give it
   the class that calls PyTorch's kernel. Of 0.2.2, which torch 2.11 can run: the same with its loss
-  of whole logits and its own attention. The peers are measured where they are installed: they are
-  no requirement of ours, use an environment to throw away.
+  of whole logits and its own attention. It begins with our values, and no speed is reported unless
+  its first loss is ours. The peers are measured where they are installed: they are no requirement
+  of ours, use an environment to throw away.
+- torchtitan_autocast (0.2.2): the same without FSDP2, as its trainer does on one GPU.
 - "our settings": on a CPU, the same with what our runs ask of the libraries there
   (`configs/cpu.py::cpu_settings`).
 """
 
 import argparse
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -35,14 +38,17 @@ from configs.cpu import cpu_settings
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import train
 from configs.load import load_config
-from configs.schema import Config
+from configs.schema import Config, InputError
 from models import FORMATS, llama
+from models.formats.torchtitan import in_pairs, rotated_heads
 from parallelisms import blocks, dp
 from parallelisms.mesh import pick_device
 from tools.bench import harness
+from training import init
 from training.loss import linear_cross_entropy
 
 CLIP = 1.0
@@ -55,18 +61,35 @@ COLUMNS = (
     "GFLOP/s",
     "ours / this (median of pairs)",
     "peak GiB",
+    "loss, first and last",
 )
+# of two first losses, relative: the same weights and tokens, rounded in different places
+SAME_LOSS = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
-def loop(model, loss_of):
+def adamw(parameters, cfg):
+    given = cfg.optimizer
+    return torch.optim.AdamW(
+        parameters,
+        lr=given.lr,
+        betas=given.betas,
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+        fused=True,
+    )
+
+
+def loop(model, cfg, loss_of):
     """The bare loop around a model whose loss is what `loss_of` returns."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = adamw(model.parameters(), cfg)
 
     def step():
-        loss_of().backward()
+        loss = loss_of()
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
 
@@ -77,20 +100,21 @@ def bare_float32(args, cfg, tokens, labels):
         linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens
     )
     positions = torch.arange(tokens.shape[1], device=tokens.device)
-    return loop(model, lambda: model(tokens, positions, loss_head) / labels.numel())
+    return loop(model, cfg, lambda: model(tokens, positions, loss_head) / labels.numel())
 
 
 def bare_bfloat16(args, cfg, tokens, labels):
     model = blocks.compile_blocks(llama.FAMILY.build(args).to(torch.bfloat16), cfg.compile)
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    optimizer = adamw(masters, cfg)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
 
     def step():
         loss_head = partial(
             linear_cross_entropy, labels=labels, chunk_tokens=cfg.training.loss_chunk_tokens
         )
-        (model(tokens, positions, loss_head) / labels.numel()).backward()
+        loss = model(tokens, positions, loss_head) / labels.numel()
+        loss.backward()
         for master, p in zip(masters, model.parameters()):
             master.grad = p.grad.float()
             p.grad = None
@@ -98,6 +122,7 @@ def bare_bfloat16(args, cfg, tokens, labels):
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(list(model.parameters()), masters)
+        return loss.detach()
 
     return step
 
@@ -122,6 +147,7 @@ def hf(args, cfg, tokens, labels, dtype):
     compiled(model.model.layers, cfg)
     return loop(
         model,
+        cfg,
         lambda: cross_entropy_of(lambda: model(tokens, use_cache=False).logits, labels, dtype),
     )
 
@@ -138,18 +164,16 @@ def accelerate(args, cfg, tokens, labels, dtype):
     )
     model = LlamaForCausalLM(LlamaConfig(**FORMATS["llama"].hf_config(args)))
     compiled(model.model.layers, cfg)
-    model, optimizer = runner.prepare(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    )
+    model, optimizer = runner.prepare(model, adamw(model.parameters(), cfg))
 
     def step():
         logits = model(tokens, use_cache=False).logits
-        runner.backward(
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        )
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        runner.backward(loss)
         runner.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return step
 
@@ -178,7 +202,7 @@ def litgpt(args, cfg, tokens, labels, dtype):
         )
     )
     compiled(model.transformer.h, cfg)
-    return loop(model, lambda: cross_entropy_of(lambda: model(tokens), labels, dtype))
+    return loop(model, cfg, lambda: cross_entropy_of(lambda: model(tokens), labels, dtype))
 
 
 def titans_scaling(args):
@@ -264,11 +288,14 @@ def torchtitan(args, cfg, tokens, labels, dtype):
     positions = torch.arange(seq_len).expand_as(tokens)
     masks = None if device.type == "cpu" else model.get_attention_masks(positions)
     count = torch.tensor(float(labels.numel()))
-    return loop(model, lambda: loss(model(tokens, positions, masks), labels, count)[0])
+    return loop(model, cfg, lambda: loss(model(tokens, positions, masks), labels, count)[0])
 
 
-def torchtitan_2(args, cfg, tokens, labels, dtype):
-    """Of 0.2.2, the last release for torch 2.11."""
+def torchtitan_2(args, cfg, tokens, labels, dtype, autocast=False):
+    """Of 0.2.2, the last release for torch 2.11. It begins with our initial values.
+
+    autocast: as its trainer does on one GPU; otherwise FSDP2, as it does on several.
+    """
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.config import JobConfig
     from torchtitan.distributed.activation_checkpoint import apply_ac
@@ -276,6 +303,8 @@ def torchtitan_2(args, cfg, tokens, labels, dtype):
     from torchtitan.models.llama3.model.args import RoPEScalingArgs, TransformerModelArgs
     from torchtitan.models.llama3.model.model import Transformer
 
+    if args.tied_embeddings:
+        raise InputError("TorchTitan 0.2 ties no weights: add --model.tied_embeddings=false")
     device = tokens.device
     # it rounds two thirds of 4 * dim times this factor up to a multiple
     hidden = {"ffn_dim_multiplier": args.hidden_dim / int(8 * args.dim / 3), "multiple_of": 16}
@@ -295,6 +324,7 @@ def torchtitan_2(args, cfg, tokens, labels, dtype):
     assert model.layers["0"].feed_forward.w1.out_features == args.hidden_dim
     with torch.no_grad():
         model.init_weights(buffer_device=device)
+    begin_as_ours(model, args, cfg)
     job = JobConfig()
     job.compile.enable = cfg.compile.enabled
     job.compile.backend = cfg.compile.backend
@@ -309,19 +339,55 @@ def torchtitan_2(args, cfg, tokens, labels, dtype):
         )
     if cfg.compile.enabled:
         parallelize.apply_compile(model, job.compile)
-    mesh = mesh_of_one(device)
-    parallelize.apply_fsdp(
-        model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
-    )
+    if not autocast:
+        mesh = mesh_of_one(device)
+        parallelize.apply_fsdp(
+            model, mesh, param_dtype=dtype, reduce_dtype=torch.float32, pp_enabled=False
+        )
     loss = build_cross_entropy_loss(job)
-    return loop(model, lambda: loss(model(tokens), labels) / labels.numel())
+
+    def loss_of():
+        narrow = torch.autocast(device.type, dtype) if autocast else nullcontext()
+        with narrow:
+            return loss(model(tokens), labels) / labels.numel()
+
+    return loop(model, cfg, loss_of)
 
 
-PEERS = {"hf": hf, "accelerate": accelerate, "litgpt": litgpt, "torchtitan": torchtitan}
+def begin_as_ours(model, args, cfg):
+    """Its parameters are named as ours are."""
+    init.initialise(model, llama.FAMILY.initial_values(args), cfg.run.seed)
+    for name, weight in model.named_parameters():
+        if heads := rotated_heads("llama", name, args):
+            weight.data.copy_(in_pairs(weight.data, heads))
 
 
-def contender(name: str, cfg: Config) -> Callable[[], None]:
-    """A step of it on random tokens."""
+PEERS = {
+    "hf": hf,
+    "accelerate": accelerate,
+    "litgpt": litgpt,
+    "torchtitan": torchtitan,
+    "torchtitan_autocast": partial(torchtitan_2, autocast=True),
+}
+
+
+def installed_peers() -> Iterator[str]:
+    for name in PEERS:
+        package = package_of(name)
+        is_old = name == "torchtitan_autocast"
+        if find_spec(package) and (not is_old or version(package).startswith("0.2.")):
+            yield name
+
+
+def package_of(name: str) -> str:
+    """The package of a contender."""
+    packages = {"bare": "torch", "hf": "transformers"}
+    return packages.get(name, name.removesuffix("_autocast"))
+
+
+def contender(name: str, cfg: Config) -> Callable[[], Tensor | float]:
+    """A step of it on random tokens, the same for all; it returns the loss."""
+    torch.manual_seed(0)
     _, args = train.architecture(cfg)
     t = cfg.training
     device = pick_device(cfg.run, 0)
@@ -333,7 +399,7 @@ def contender(name: str, cfg: Config) -> Callable[[], None]:
         if name == "ours":
             job = train.build(cfg)
             batch = {"tokens": tokens[None], "labels": labels[None]}
-            return lambda: train.train_step(job, batch)
+            return lambda: train.train_step(job, batch).loss
         if name == "bare":
             return (bare_float32 if dtype == torch.float32 else bare_bfloat16)(
                 args, cfg, tokens, labels
@@ -350,7 +416,8 @@ def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> 
             for name in names
             if name != "ours"
         }
-    seconds, memory = harness.in_turn(contenders, rounds)
+    seconds, ended = harness.in_turn(contenders, rounds)
+    compare_losses(dtype, {name: words["losses"][0] for name, words in ended.items()})
     cfg = load_config(overrides)
     tokens = cfg.training.local_batch_size * cfg.training.seq_len
     family, sizes = train.architecture(cfg)
@@ -367,10 +434,21 @@ def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> 
                 f"{tokens / median:,.0f}",
                 f"{flops / median / 1e9:.0f}",
                 f"{harness.ratio(seconds, 'ours', name):.3f}",
-                f"{memory[name]:.2f}",
+                f"{ended[name]['gib']:.2f}",
+                f"{ended[name]['losses'][0]:.4f}, {ended[name]['losses'][-1]:.4f}",
             ]
         )
     return rows
+
+
+def compare_losses(dtype: str, losses: dict[str, float]) -> None:
+    """Compare the first losses of those that begin with our values, before anyone reads their
+    speed. Raises RuntimeError."""
+    for name, loss in losses.items():
+        begins_as_ours = name.startswith("torchtitan") and version("torchtitan").startswith("0.2.")
+        apart = abs(loss / losses["ours"] - 1)
+        if begins_as_ours and not apart <= SAME_LOSS[dtype]:
+            raise RuntimeError(f"{name} does not compute what ours does: {losses}")
 
 
 def main() -> None:
@@ -379,7 +457,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    installed = [name for name in PEERS if find_spec("transformers" if name == "hf" else name)]
+    installed = list(installed_peers())
     parser.add_argument(
         "--only",
         default=",".join(("ours", "bare", *installed)),
@@ -398,7 +476,12 @@ def main() -> None:
     if args.one:
         if args.our_settings:
             cpu_settings()
-        harness.serve(contender(args.one, load_config([*overrides, f"--training.max_norm={CLIP}"])))
+        step = contender(args.one, load_config([*overrides, f"--training.max_norm={CLIP}"]))
+        losses = []
+        harness.serve(
+            lambda: losses.append(step()),
+            last_words=lambda: {"losses": [float(loss) for loss in losses]},
+        )
         train.meshes.close_mesh()
         return
     names = list(dict.fromkeys(("ours", *args.only.split(","))))

@@ -48,6 +48,7 @@ NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 control sampling"
 DOCUMENTS = f"{CHECKS} documents documents_compiled"
 MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
 MESHES = f"{CHECKS} fsdp_of_two tensor_parallel pipeline context expert_parallel"
+CHANGES = "tools.bench.kernels --changes"
 PARTS = [  # the most valuable first
     Section("numbers", {"cuda": (20, NUMBERS), "cpu": (15, NUMBERS)}),
     Section(
@@ -70,6 +71,17 @@ PARTS = [  # the most valuable first
         },
     ),
     Section(
+        "beside TorchTitan, selective",
+        {
+            "cuda": (60, f"{MEASURE} beside torchtitan_selective"),
+            "cpu": (60, f"{MEASURE} beside torchtitan_selective"),
+        },
+    ),
+    Section("1B beside TorchTitan", {"cuda": (60, f"{MEASURE} beside torchtitan_1B")}),
+    Section(
+        "vocabulary beside TorchTitan", {"cuda": (60, f"{MEASURE} beside torchtitan_vocabulary")}
+    ),
+    Section(
         "beside the bare loop",
         {"cuda": (60, f"{MEASURE} beside bare"), "cpu": (40, f"{MEASURE} beside bare")},
     ),
@@ -87,6 +99,21 @@ PARTS = [  # the most valuable first
             "cpu": (40, "tools.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128"),
         },
     ),
+    Section(
+        "kernels of a step",
+        {
+            "cuda": (60, "tools.bench.kernels"),
+            "cpu": (40, "tools.bench.kernels --training.local_batch_size=2"),
+        },
+    ),
+    Section(
+        "changes of a step",
+        {
+            "cuda": (70, f"{CHANGES} coordinate_descent cublaslt one_pass"),
+            "cpu": (60, f"{CHANGES} one_pass"),
+        },
+    ),
+    Section("tuned products", {"cuda": (90, f"{CHANGES} tuned_products")}),
     Section("saves", {"cuda": (90, f"{MEASURE} saves"), "cpu": (60, f"{MEASURE} saves")}),
     Section("8B layers float8 rowwise", {"cuda": (80, f"{MEASURE} step 8B_layers_float8_rowwise")}),
     Section(

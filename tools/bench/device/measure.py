@@ -6,8 +6,8 @@
   tools/plan/devices.toml.
 - step NAME: one of STEPS, through tools/bench/sections.py; 8B's layers are as many as fit, by the
   plan.
-- beside NAME: our step compared with that of the bare loop (bare), or of an installed peer (hf,
-  torchtitan): tools/bench/step.py.
+- beside NAME: our step compared with that of the bare loop (bare), or of an installed peer: one of
+  BESIDE, through tools/bench/step.py.
 - saves: how long training waits for a save, how much longer the steps during it take, and a load.
 - longest: the longest sequence of which a step fits, by doubling, each length in a process of its
   own.
@@ -89,12 +89,39 @@ SAVED = {
         f"{sections.BENCH} {BFLOAT16} --training.local_batch_size=2 --training.global_batch_size=2"
     ),
 }
-# nobody recomputes, because the bare loop and Hugging Face's do not; a smaller vocabulary, so that
-# all fit
-BESIDE = {
-    "cuda": f"{sections.LAYERS_8B} --activation_checkpoint.mode=none --model.vocab_size=32768",
-    "cpu": "--training.local_batch_size=2 --training.global_batch_size=2",
+# A smaller vocabulary, so that all fit and the loss has its share of 8B's FLOPs. The layers of these
+# few fit 80 GB.
+SMALL_8B = f"{sections.LAYERS_8B} --model.vocab_size=32768 --optimizer.lr=3e-5"
+NONE = "--activation_checkpoint.mode=none"
+OF_1B = (
+    f"--model.flavor=1B {WHOLE} {NONE} --training.local_batch_size=1 "
+    "--training.global_batch_size=1 --model.tied_embeddings=false --model.vocab_size=32768 "
+    "--optimizer.lr=3e-5"
+)
+ON_A_CPU = "--training.local_batch_size=2 --training.global_batch_size=2"
+TITANS = ("torchtitan", "torchtitan_autocast")
+BESIDE = {  # name -> contenders beside ours, options by kind of device
+    # nobody recomputes, because these two do not
+    "bare": (("bare",), {"cuda": f"{SMALL_8B} {NONE}", "cpu": ON_A_CPU}),
+    "hf": (("hf",), {"cuda": f"{SMALL_8B} {NONE}", "cpu": ON_A_CPU}),
+    "torchtitan": (
+        TITANS,
+        {"cuda": f"{SMALL_8B} {NONE} --model.n_layers=4", "cpu": ON_A_CPU},
+    ),
+    "torchtitan selective": (
+        TITANS,
+        {
+            "cuda": f"{SMALL_8B} --model.n_layers=4",
+            "cpu": f"{ON_A_CPU} --activation_checkpoint.mode=selective",
+        },
+    ),
+    "torchtitan 1B": (("torchtitan_autocast",), {"cuda": OF_1B}),
+    "torchtitan vocabulary": (
+        ("torchtitan_autocast",),
+        {"cuda": f"{sections.LAYERS_8B} {NONE} --model.n_layers=3 --optimizer.lr=3e-5"},
+    ),
 }
+TITAN_ROUNDS = {"cuda": 18, "cpu": 2}  # with two to warm up, 20 losses
 # options, the first length, the last one that is tried (the model's positions end there), seconds
 # for each
 LONGEST = {
@@ -298,15 +325,24 @@ def plan(options: list[str]) -> dict:
 
 
 def beside(name: str) -> dict:
-    """name: a contender of tools/bench/step.py. Raises InputError if its package is not installed."""
-    package = {"bare": "torch", "hf": "transformers"}.get(name, name)
+    """name: of BESIDE. Raises InputError if this kind of device has no such comparison, or the
+    peer's package is not installed."""
+    contenders, by_kind = BESIDE.get(name, ((), {}))
+    if KIND not in by_kind:
+        names = ", ".join(name for name, (_, kinds) in BESIDE.items() if KIND in kinds)
+        raise InputError(f"{name!r} is not compared on a {KIND}; there are {names}")
+    package = others.package_of(contenders[0])
     if not find_spec(package):
         raise InputError(f"{package} is not installed here")
-    options = BESIDE[KIND].split()
-    if GPU:  # both are in memory at once, and the peers keep whole logits
+    options = by_kind[KIND].split()
+    rounds = (TITAN_ROUNDS if package == "torchtitan" else ROUNDS)[KIND]
+    if GPU and package != "torchtitan":  # both are in memory at once, and peers keep whole logits
         options.append(f"--model.n_layers={layers_that_fit(options, 1 / 3)}")
-    rows = others.measure("bfloat16", ["ours", name], options, ROUNDS[KIND])
-    notes = f"{ROUNDS[KIND]} alternating rounds; {' '.join(options)}."
+    installed = {"bare", *others.installed_peers()}
+    names = ["ours", *(name for name in contenders if name in installed)]
+    dtype = harness.narrow()
+    rows = others.measure(dtype, names, options, rounds)
+    notes = f"{rounds} alternating rounds; {' '.join(options)}."
     return {
         "title": "Our step and others",
         "columns": list(others.COLUMNS),
@@ -492,7 +528,7 @@ def main() -> int:
         "subject", choices=("rates", "step", "beside", "saves", "longest", "plan", "try", "about")
     )
     parser.add_argument(
-        "name", nargs="?", default="", help="of a step, with _ for spaces, or of a contender"
+        "name", nargs="?", default="", help="of a step or a comparison, with _ for spaces"
     )
     parser.add_argument("--json")
     args, options = parser.parse_known_args()
@@ -505,7 +541,7 @@ def main() -> int:
     reports = {
         "rates": rates,
         "step": lambda: one_step(args.name.replace("_", " ")),
-        "beside": lambda: beside(args.name),
+        "beside": lambda: beside(args.name.replace("_", " ")),
         "saves": lambda: saves(folder),
         "longest": longest,
     }
