@@ -583,7 +583,11 @@ def test_every_part_can_be_started():
             assert find_spec(module), module
             if module == command.CHECKS:
                 assert set(arguments) <= checks.CHECKS.keys(), part
-            if arguments[0] == "step":
+            if arguments[:1] == ["--changes"]:
+                assert set(arguments[1:]) <= kernels.CHANGES.keys(), part
+            if arguments[:1] == ["beside"]:
+                assert kind in measure.BESIDE[arguments[1].replace("_", " ")][1], part
+            if arguments[:1] == ["step"]:
                 steps.setdefault(arguments[1].replace("_", " "), set()).add(kind)
     assert steps == {name: set(kinds) for name, kinds in measure.STEPS.items()}
     options = [line for kinds in measure.STEPS.values() for line in kinds.values()]
