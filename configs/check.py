@@ -553,7 +553,7 @@ RULES = {
         "{compile.enabled}: set that "
         'to false, or use the schedule "1f1b" or "interleaved_1f1b"',
     ),
-    "pipeline_float8": (  # torchao makes one autograd node of a matmul: each half computes both gradients
+    "pipeline_float8": (  # one autograd node of a matmul: each half would compute both gradients
         lambda c: (
             c.parallelism.pipeline_parallel > 1
             and c.schedule.splits_backward

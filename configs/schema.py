@@ -458,8 +458,8 @@ class Training(Table):
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over data-parallel ranks."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Compute the blocks' linear layers in float8 with these scales (needs torchao and a GPU since
-    Ada or Hopper)."""
+    """Compute the blocks' linear layers in float8 with these scales (on GPUs since Ada or
+    Hopper)."""
     attention: Literal["auto", "flash", "flash3", "cudnn"] = "auto"
     """GPU kernel of causal attention; auto: PyTorch's choice. `python -m tools.bench.attention`
     measures them."""

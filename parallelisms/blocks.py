@@ -29,6 +29,7 @@ KEEP = {
     "aten.addmm.default",
     "aten.bmm.default",
     "aten._scaled_mm.default",  # training.float8
+    "aten.amax.default",  # its scales: not worth reading a matrix again
     # the matmuls of experts (models/kernels/grouped_product.py)
     "plumbline.grouped_product.default",
     "aten._scaled_dot_product_flash_attention.default",

@@ -1,19 +1,16 @@
-"""Float8 GEMMs in the blocks' linear layers (Micikevicius et al., arXiv:2209.05433), by torchao,
-which only this file needs.
+"""Float8 GEMMs in the blocks' linear layers (models/kernels/float8_product.py).
 
-Each parameter keeps its name, type and shape, so masters, FSDP and checkpoints do not notice. A
-layer rounds its input, its weight and the gradient to 8 bits on the way into each of its three
-GEMMs. These then run at twice the rate of bfloat16, on GPUs that have the units. Embedding,
-norms, attention and the output projection stay as they are. The scaling is element-wise work, so
-float8 only pays if `compile.enabled` fuses it.
+Each parameter keeps its name, type and shape, so masters, FSDP and checkpoints do not notice. The
+GEMMs run at twice the rate of bfloat16, on GPUs that have the units. Embedding, norms, attention,
+routers, routed experts and the output projection stay as they are. Rounding is element-wise work,
+so float8 only pays if `compile.enabled` fuses it.
 """
 
-import dataclasses
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from configs.schema import InputError
+from models.kernels.float8_product import RECIPES, Recipe, float8_linear
 from parallelisms.mesh import Mesh
 
 # the first GPUs whose torch._scaled_mm supports it: Ada, Hopper
@@ -22,15 +19,8 @@ MULTIPLE = 16  # torch._scaled_mm only takes matrices whose sides are multiples 
 
 
 def check(recipe: str, device: torch.device, emulate: bool) -> None:
-    """Raises InputError if torchao is missing, or if `device` cannot multiply so and the GEMMs
-    are not emulated. recipe: a key of CAPABILITY."""
-    try:
-        import torchao.float8  # noqa: F401
-    except ImportError as error:
-        raise InputError(
-            f'training.float8 = "{recipe}" needs torchao (pip install torchao), or set it to '
-            f'"none": {error}'
-        ) from None
+    """Raises InputError if `device` cannot multiply so and the GEMMs are not emulated. recipe: a key
+    of CAPABILITY."""
     if emulate:
         return
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -43,30 +33,45 @@ def check(recipe: str, device: torch.device, emulate: bool) -> None:
         )
 
 
+class Float8Linear(nn.Linear):
+    """Computes another layer's product in float8, with its parameters."""
+
+    def __init__(self, linear: nn.Linear, recipe: Recipe):
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.recipe = recipe
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in_features] -> [..., out_features]."""
+        return float8_linear(input, self.weight, self.bias, self.recipe)
+
+
 def apply(model: nn.Module, mesh: Mesh, recipe: str, emulate: bool) -> nn.Module:
     """Replace the linear layers of `model.layers`, in place; recipe: a key of CAPABILITY, or
     "none".
 
     tensorwise has one scale for a whole matrix, rowwise one per row, which is slower and closer to
-    bfloat16. emulate: round to 8 bits but multiply in the wider type, to see on any device what the
+    bfloat16. emulate: round to 8 bits but multiply in a wider type, to see on any device what the
     rounding does. Raises InputError if float8 cannot run.
     """
     if recipe == "none":
         return model
     check(recipe, mesh.device, emulate)
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
+    linears = {
+        name: layer for name, layer in model.layers.named_modules() if isinstance(layer, nn.Linear)
+    }
     odd = [
         name
-        for name, layer in model.layers.named_modules()
-        if isinstance(layer, nn.Linear)
-        and (layer.in_features % MULTIPLE or layer.out_features % MULTIPLE)
+        for name, layer in linears.items()
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE
     ]
     if odd:
         raise InputError(
             f'training.float8 = "{recipe}" needs layers whose sides are multiples of {MULTIPLE}; '
             f"layers.{odd[0]} is not ({len(odd)} in all): change the model's sizes"
         )
-    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
-    convert_to_float8_training(model.layers, config=config)
+    how = RECIPES[recipe]._replace(emulate=emulate)
+    for name, layer in linears.items():
+        model.layers.set_submodule(name, Float8Linear(layer, how))
     return model

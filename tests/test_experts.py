@@ -4,7 +4,6 @@
 combinations of settings, such that every two settings meet.
 """
 
-import importlib.util
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -537,10 +536,6 @@ FLOAT8 = [  # sides that are multiples of 16
 ]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None,
-    reason="torchao is not installed (an optional extra)",
-)
 def test_float8_on_two_ranks_that_share_experts_is_near_one_rank():
     """As tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank. Some tokens choose
     other experts."""

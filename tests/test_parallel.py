@@ -10,7 +10,6 @@ must see, stand in `tests/test_museum.py`.
 """
 
 import functools
-import importlib.util
 import itertools
 import shutil
 from unittest import mock
@@ -535,10 +534,6 @@ FLOAT8 = [  # sides that are multiples of 16
 ]
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None,
-    reason="torchao is not installed (an optional extra)",
-)
 @pytest.mark.parametrize(
     "mesh", ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("cp2", "pp2"))]
 )

@@ -4,7 +4,6 @@ docs/performance.md; no test asserts one."""
 
 import ctypes
 import hashlib
-import importlib.util
 import os
 import random
 import shutil
@@ -702,11 +701,6 @@ def test_every_section_of_a_step_is_timed():
 # --------------------------------------------------------------------------------------------------
 # float8
 
-TORCHAO = pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None,
-    reason="torchao is not installed (an optional extra)",
-)
-
 
 def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[float], set[str]]:
     wide, _ = steps(options, 30)
@@ -720,7 +714,6 @@ def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[floa
     )
 
 
-@TORCHAO
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
@@ -738,7 +731,6 @@ def test_float8_learns_what_bfloat16_learns(recipe, options):
     assert max(abs(a / b - 1) for a, b in zip(narrow, wide, strict=True)) < 0.01
 
 
-@TORCHAO
 def test_float8_needs_its_gpu_and_whole_tiles():
     with pytest.raises(InputError, match="compute capability 9.0, this is a CPU.*emulate_float8"):
         on_meta(["--training.float8=rowwise"])
@@ -760,9 +752,3 @@ def on_meta(options: list[str]) -> None:
         cfg.training.float8,
         cfg.debug.emulate_float8,
     )
-
-
-def test_without_torchao_float8_is_a_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(InputError, match='training.float8 = "tensorwise" needs torchao'):
-        on_meta(["--training.float8=tensorwise"])

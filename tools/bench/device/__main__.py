@@ -44,6 +44,7 @@ class Section:
 
 CHECKS = "tools.bench.device.checks"
 MEASURE = "tools.bench.device.measure"
+FLOAT8 = "tools.bench.float8"
 NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 control sampling"
 DOCUMENTS = f"{CHECKS} documents documents_compiled"
 MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
@@ -115,11 +116,15 @@ PARTS = [  # the most valuable first
     ),
     Section("tuned products", {"cuda": (90, f"{CHANGES} tuned_products")}),
     Section("saves", {"cuda": (90, f"{MEASURE} saves"), "cpu": (60, f"{MEASURE} saves")}),
-    Section("8B layers float8 rowwise", {"cuda": (80, f"{MEASURE} step 8B_layers_float8_rowwise")}),
+    Section("float8 steps", {"cuda": (55, f"{FLOAT8} steps"), "cpu": (60, f"{FLOAT8} steps")}),
+    Section("float8 loss", {"cuda": (50, f"{FLOAT8} loss"), "cpu": (60, f"{FLOAT8} loss")}),
     Section(
-        "8B layers float8 tensorwise",
-        {"cuda": (80, f"{MEASURE} step 8B_layers_float8_tensorwise")},
+        "float8 products", {"cuda": (40, f"{FLOAT8} products"), "cpu": (90, f"{FLOAT8} products")}
     ),
+    Section(
+        "float8 rowwise", {"cuda": (40, f"{FLOAT8} rowwise"), "cpu": (60, f"{FLOAT8} rowwise")}
+    ),
+    Section("float8 experts", {"cuda": (12, f"{FLOAT8} experts")}),
     Section(
         "products",
         {

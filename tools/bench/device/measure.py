@@ -58,8 +58,6 @@ WHOLE = (  # models that one GPU holds with their training state
 )
 STEPS = {  # name -> options, by kind of device; a kind that is missing cannot run it
     "8B layers": {"cuda": sections.LAYERS_8B, "cpu": f"{sections.BENCH} {BFLOAT16}"},
-    "8B layers float8 tensorwise": {"cuda": f"{sections.LAYERS_8B} --training.float8=tensorwise"},
-    "8B layers float8 rowwise": {"cuda": f"{sections.LAYERS_8B} --training.float8=rowwise"},
     "1B": {
         "cuda": (
             f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 "
@@ -259,7 +257,7 @@ def one_step(name: str) -> dict:
         names = ", ".join(name for name, kinds in STEPS.items() if KIND in kinds)
         raise InputError(f"{name!r} is no step of a {KIND}; there are {names}")
     options = STEPS[name][KIND].split()
-    if GPU and name.startswith("8B layers"):
+    if GPU and name == "8B layers":
         options.append(f"--model.n_layers={layers_that_fit(options)}")
     seen = sections.one(options, ROUNDS[KIND])
     close_mesh()
