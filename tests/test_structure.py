@@ -45,6 +45,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.cpu",
         "configs.schema",
         "models.kernels.combine",
+        "models.kernels.float8_product",
         "models.kernels.document_attention",
         "models.kernels.precision",
         "models.kernels.ruled_attention",
