@@ -150,6 +150,8 @@ PARTS = [  # the most valuable first
             "cpu": (20, "tools.bench.loss --rounds=2 --shapes 256,64,1024"),
         },
     ),
+    Section("small models", {"cuda": (100, "tools.bench.graphs --rounds=12")}),
+    Section("mixtures", {"cuda": (120, "tools.bench.mixtures --rounds=10")}),
     Section("1B", {"cuda": (80, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
     Section("3B", {"cuda": (100, f"{MEASURE} step 3B")}),
     Section(
