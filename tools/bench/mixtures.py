@@ -130,7 +130,7 @@ def theirs_of(layer: Any) -> dict[str, Tensor]:
         found = {
             "mlp.router.weight": mixture.router.weight,
             "mlp.router.bias": mixture.router.bias,
-            "self_attn.sinks": own["attention.core.sinks"],
+            "self_attn.sinks": own["attention.sinks"],
             "gate_up_proj": gate_up.contiguous(),
             "gate_up_proj_bias": torch.stack((e.b1, e.b3), 2).flatten(1, 2),
             "down_proj": e.w2.mT.contiguous(),
