@@ -114,6 +114,13 @@ PARTS = [  # the most valuable first
             "cpu": (60, f"{CHANGES} one_pass"),
         },
     ),
+    Section(
+        "changes of microbatches",
+        {
+            "cuda": (60, f"{CHANGES} narrow_adds --training.global_batch_size=3"),
+            "cpu": (60, f"{CHANGES} narrow_adds --training.local_batch_size=4"),
+        },
+    ),
     Section("tuned products", {"cuda": (90, f"{CHANGES} tuned_products")}),
     Section("saves", {"cuda": (90, f"{MEASURE} saves"), "cpu": (60, f"{MEASURE} saves")}),
     Section("float8 steps", {"cuda": (55, f"{FLOAT8} steps"), "cpu": (60, f"{FLOAT8} steps")}),
