@@ -24,6 +24,12 @@
 #   other  that of the first rank to fail; 128 + n if signal n killed it (n = 14: the rank hung, and its stacks are in
 #          the run's folder, in logs/)
 set -euo pipefail
+# What starts below answers by itself; a signal to this script alone would end it without a word.
+stopped() { echo "plumbline: stopped by SIG$1 before training began: run it again to go on" >&2 && exit 75; }
+trap "exit 130" INT
+for name in TERM HUP USR1; do
+    trap "stopped $name" "$name" # what nohup ignores stays ignored
+done
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source tools/environment.sh
 

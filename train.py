@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from checkpoint import hf
 from checkpoint.place import claimed
 from checkpoint.resume import describe, resume
-from configs import check
+from configs import check, program
 from configs.load import as_given, dump, help_text, load_config
 from configs.schema import Config, InputError
 from data import turns
@@ -481,4 +481,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

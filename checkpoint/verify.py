@@ -46,6 +46,7 @@ from tqdm import tqdm
 
 from checkpoint import layout
 from checkpoint.layout import Box
+from configs import program
 from configs.schema import InputError
 from reliability import disk
 from reliability.objects import Key, RangeReader, checkpoint_places, location
@@ -743,4 +744,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
-    sys.exit(main())
+    program.run(main)

@@ -1,0 +1,3 @@
+from configs import program
+
+program.begin()

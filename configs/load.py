@@ -26,7 +26,7 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
-from configs import hints, published
+from configs import hints, program, published
 from configs.check import broken_rules, derive
 from configs.schema import Config, Derived, InputError, redact
 
@@ -564,4 +564,4 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--help | head` ends quietly
-    sys.exit(main(sys.argv[1:]))
+    program.run(main, sys.argv[1:])

@@ -28,6 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configs import program
 from configs.schema import InputError
 from data import splice
 from data.documents import DocumentIndex
@@ -448,4 +449,4 @@ def _print_proof(run: Audited) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends quietly
-    sys.exit(main())
+    program.run(main)

@@ -31,6 +31,8 @@ import jinja2.meta
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from configs import program
+
 ROOT = Path(__file__).parents[1]
 SECONDS = 5.0  # of the processor, for one rendering; the published templates need less than 0.01
 MEMORY = 1 << 30  # bytes of address space of the child
@@ -215,7 +217,6 @@ def reply(source: str, request: dict | None) -> dict:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent answers Ctrl-C
     with suppress(ValueError, OSError):  # not on every system
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -234,4 +235,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

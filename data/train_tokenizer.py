@@ -20,6 +20,7 @@ from pathlib import Path
 
 import tokenizers
 
+from configs import program
 from configs.schema import Data, InputError
 from data import hf_tokenizer, rank_files, sources, tokenizer
 from data.prepare.job import BPE_CHARACTERS
@@ -146,4 +147,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -4,13 +4,13 @@ import contextlib
 import errno
 import sys
 
+from configs.program import STOPPED as STOPPED
 from configs.schema import InputError
 from parallelisms import mesh as meshes
 
 DONE = 0
 FAILED = 1
 WRONG_INPUT = 2
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
 CRASH_LOOP = 76
 # no space left, over the quota, file too large for the file system, file system is read-only
 CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

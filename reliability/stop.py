@@ -18,9 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from configs.program import STOP_SIGNALS
 from reliability.exit import STOPPED
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # seconds in which a repeated signal is the same request: Slurm's srun and the launcher both send it
 ECHO = 2.0
 say = logging.getLogger("plumbline")

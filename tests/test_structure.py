@@ -35,6 +35,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     "models": set(),
     "data": {
         "configs.cpu",
+        "configs.program",
         "configs.schema",
         "configs.splitmix",
         "reliability.disk",
@@ -73,6 +74,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     },
     "reliability": {
         "configs",
+        "configs.program",
         "configs.schema",
         "parallelisms.cp",
         "parallelisms.mesh",
@@ -81,6 +83,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     "checkpoint": {
         "configs.cpu",
         "configs",
+        "configs.program",
         "configs.schema",
         "parallelisms.mesh",
         "reliability.disk",

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from configs import check
+from configs import check, program
 from configs.load import ConfigError, as_given, help_text, load_config
 from configs.schema import Config, InputError
 from data import inputs
@@ -203,4 +203,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.run(main, sys.argv[1:])

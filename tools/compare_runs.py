@@ -30,6 +30,7 @@ from pathlib import Path
 import tomli
 
 from checkpoint import verify
+from configs import program
 from configs.schema import InputError
 from reliability import goodput
 from reliability.objects import Key
@@ -475,4 +476,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
-    sys.exit(main())
+    program.run(main)

@@ -40,6 +40,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from checkpoint import hf, state, storage, verify
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
+from configs import program
 from configs.schema import InputError
 from data import turns
 from data.open_tokenizer import open_tokenizer
@@ -575,4 +576,4 @@ OPTIONS = {  # command -> option -> its settings, argparse's
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -19,6 +19,7 @@ import configs.cpu  # noqa: F401  how threads wait: it must be known before torc
 from pydantic import ValidationError
 
 from checkpoint import verify
+from configs import program
 from configs.load import load_config
 from configs.schema import EvaluationTask, InputError, Parallelism, Run
 from data import tasks
@@ -171,4 +172,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import configs.cpu  # noqa: F401
 
+from configs import program
 from configs.schema import InputError
 from data import tasks
 from tools import saved_datasets
@@ -235,4 +236,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

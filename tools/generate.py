@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from checkpoint import hf, state, verify
+from configs import program
 from configs.schema import InputError
 from data import turns
 from data.answers import Unfit
@@ -283,4 +284,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
-    sys.exit(main())
+    program.run(main)

@@ -16,6 +16,7 @@ import random
 import signal
 import sys
 
+from configs import program
 from configs.schema import InputError
 from reliability.goodput import KINDS, Account, account, read
 from tools.places import run_folder
@@ -255,4 +256,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
-    sys.exit(main())
+    program.run(main)

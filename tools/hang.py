@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configs import program
 from configs.schema import InputError
 from reliability import position
 from reliability.position import PHASES, QUIET
@@ -519,4 +520,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -34,6 +34,7 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from checkpoint.stores.lease import StoreLease
+from configs import program
 from configs.schema import InputError
 from reliability.objects import ASKED, CHUNK, MIRRORED, Key, Stat, Unreachable, location
 from reliability.signed_list import is_readable
@@ -385,4 +386,4 @@ def give_back(lease: StoreLease) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

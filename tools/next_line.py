@@ -18,6 +18,7 @@ from pathlib import Path
 
 import configs.cpu  # noqa: F401
 
+from configs import program
 from configs.schema import Data, InputError
 from data import sources, tasks
 
@@ -115,4 +116,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

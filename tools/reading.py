@@ -14,6 +14,8 @@ import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
+from configs import program
+
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
     "train.py",
@@ -138,4 +140,4 @@ def _row(name: str, r: Reading) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

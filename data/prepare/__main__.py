@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from typing import get_args
 
+from configs import program
 from configs.schema import Data, InputError
 from data import formats
 from data.prepare import HERE, RAY, prepare
@@ -34,8 +34,7 @@ OPTIONS = (
 
 def main() -> int:
     if sys.argv[1:2] == ["--work"]:  # started by workers.in_processes
-        # the parent answers Ctrl-C; without a parent the pipe ends this process
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # the parent answers Ctrl-C (configs/program.py); without one the pipe ends this process
         return work(PrepareJob.load(sys.argv[2]), int(sys.argv[3]))
     parser = argparse.ArgumentParser(
         prog="python -m data.prepare", description="Tokenise a corpus."
@@ -128,4 +127,4 @@ def _print_report(prepared: Prepared, checked: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

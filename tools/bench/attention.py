@@ -17,6 +17,7 @@ from configs.cpu import keep_memory
 import torch
 import torch.nn.functional as F
 
+from configs import program
 from models.kernels.causal_attention import causal_attention
 from tools.bench import harness
 from training import attention
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

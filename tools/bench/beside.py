@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from checkpoint.manager import CheckpointManager
+from configs import program
 from configs.schema import Checkpoint, Parallelism, Run
 from parallelisms.mesh import close_mesh, open_mesh
 from tools.bench import harness
@@ -161,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

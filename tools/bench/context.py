@@ -18,6 +18,7 @@ import statistics
 import time
 
 import train
+from configs import program
 from configs.load import load_config
 from parallelisms import mesh as meshes
 from tools.bench import harness
@@ -136,4 +137,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

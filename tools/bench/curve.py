@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import train
+from configs import program
 from configs.load import load_config
 from tools.bench import harness
 
@@ -108,4 +109,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

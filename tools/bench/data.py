@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from configs import program
 from configs.schema import Data
 from data import splice
 from data.loader import Batches, loader
@@ -218,4 +219,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from configs import program
 from models.layers import FeedForward
 from models.moe import Experts, MixtureOfExperts
 from parallelisms import ep, ep_chunks
@@ -214,4 +215,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from configs import program
 from reliability.goodput import Account, account, read
 from tools import goodput as simulation
 from tools.bench import harness
@@ -174,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

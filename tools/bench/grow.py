@@ -13,6 +13,7 @@ of one thread.
 import argparse
 
 import train
+from configs import program
 from configs.load import load_config
 from tools.bench import harness
 
@@ -116,4 +117,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

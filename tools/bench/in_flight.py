@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from configs import program
 from models.moe import MixtureOfExperts
 from parallelisms import ep, ep_chunks, in_flight
 from tools.bench import experts, harness
@@ -160,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

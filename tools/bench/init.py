@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import train
-from configs import check
+from configs import check, program
 from configs.load import load_config
 from parallelisms import mesh as meshes
 from parallelisms import parallelize
@@ -100,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

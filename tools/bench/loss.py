@@ -15,6 +15,7 @@ from configs.cpu import keep_memory
 
 import torch
 
+from configs import program
 from configs.schema import Compile
 from tools.bench import harness
 from training.loss import linear_cross_entropy, plain_cross_entropy
@@ -79,4 +80,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 
 import train
+from configs import program
 from configs.load import load_config
 from models.kernels import document_attention as masked
 from parallelisms import dp
@@ -208,4 +209,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

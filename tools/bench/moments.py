@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from configs import program
 from tools.bench import curve, harness
 from training import narrow_adamw
 
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 import train
+from configs import program
 from configs.load import load_config
 from parallelisms.whole_matrices import stacked
 from tools.bench import harness
@@ -172,4 +173,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -29,6 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 
 import train
+from configs import program
 from configs.load import load_config
 from tools.bench import harness
 from tools.bench.sections import BENCH
@@ -148,4 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -29,6 +29,7 @@ import sys
 import torch
 
 import train
+from configs import program
 from configs.load import load_config
 from configs.schema import InputError
 from tools.bench import ahead, harness, published
@@ -327,4 +328,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

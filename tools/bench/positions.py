@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import train
+from configs import program
 from configs.load import load_config
 from configs.schema import Run
 from parallelisms.mesh import close_mesh, open_group
@@ -157,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -30,6 +30,7 @@ import pyarrow
 import tiktoken
 from pyarrow import parquet
 
+from configs import program
 from configs.schema import Data
 from data import rank_files, sources, stream, tokenizer
 from data.open_tokenizer import open_tokenizer
@@ -191,4 +192,4 @@ def write(folder: Path, texts: list[str]) -> dict[str, Path]:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

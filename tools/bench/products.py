@@ -19,6 +19,7 @@ from configs.cpu import float32_products, keep_memory
 
 import torch
 
+from configs import program
 from tools.bench import harness
 from training.loss_passes import add_matmul
 
@@ -121,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 import train
 from checkpoint.manager import CheckpointManager
+from configs import program
 from configs.load import load_config
 from configs.schema import Config
 from parallelisms import contract
@@ -251,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

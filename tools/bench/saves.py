@@ -21,6 +21,7 @@ import train
 from checkpoint import state, storage, verify
 from checkpoint.agreement import agree, gather_files
 from checkpoint.storage import SavePlan, Staged
+from configs import program
 from configs.load import load_config
 from configs.schema import Config
 from tools.bench import harness
@@ -133,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

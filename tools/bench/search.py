@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from configs import program
 from tools.bench import harness
 
 SMALL = ("configs/llama_8b.toml", 64)
@@ -75,4 +76,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

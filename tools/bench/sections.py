@@ -26,6 +26,7 @@ import torch
 from torch.profiler import record_function
 
 import train
+from configs import program
 from configs.load import load_config
 from parallelisms import dp
 from parallelisms.mesh import world
@@ -247,4 +248,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

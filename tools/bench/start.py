@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from configs import program
 from configs.load import load_config
 from parallelisms import dp
 from tools.bench import harness
@@ -122,4 +123,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

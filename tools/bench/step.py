@@ -41,6 +41,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import train
+from configs import program
 from configs.load import load_config
 from configs.schema import Config, InputError
 from models import FORMATS, llama
@@ -509,4 +510,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

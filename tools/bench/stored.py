@@ -23,6 +23,7 @@ from pathlib import Path
 
 import configs.cpu  # noqa: F401  before torch
 
+from configs import program
 from configs.schema import Data
 from data import sources
 from data.prepare import prepare
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -8,7 +8,6 @@ benchmark: accuracies of both, and the largest relative difference between log-l
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 
 import configs.cpu  # noqa: F401
 
+from configs import program
 from configs.schema import EvaluationTask, InputError, Parallelism, Run
 from data import tasks
 from parallelisms import mesh as meshes
@@ -224,4 +224,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from configs import program
 from configs.load import load_config
 from configs.schema import Run
 from parallelisms import schedules
@@ -194,4 +195,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

@@ -58,6 +58,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from configs.load import load_config
+from configs.program import STOPPED, leave
 from configs.schema import Config, InputError
 from tools.launch.arguments import parse
 
@@ -67,7 +68,7 @@ PASSED_ON = (*STOP, signal.SIGUSR1, signal.SIGUSR2)
 QUIET_CODES = (2, 75, 76)  # exit codes for which the ranks have already said why
 # Exit codes of ranks to which the launcher has passed on a signal, or which it has ended after
 # others had failed. They come last in the order of blame.
-TOLD_TO_END = (75, -signal.SIGTERM)
+TOLD_TO_END = (STOPPED, -signal.SIGTERM)
 BACKLOG = 4096  # connections that may wait to be accepted: all ranks connect at once
 # seconds that the store of several nodes outlives the ranks, so that all nodes hear how they ended
 LINGER = 1.0
@@ -399,8 +400,10 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
 
 def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
     """One start: the exit code, and whether another may do better."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        # Python's handler does not run while it waits for other nodes
+    before = {number: signal.getsignal(number) for number in (*PASSED_ON, signal.SIGALRM)}
+    if before[signal.SIGINT] == signal.default_int_handler:
+        # it does not run while this waits for other nodes; that of configs/program.py does
+        before[signal.SIGINT] = signal.SIG_DFL
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     meeting = Meeting(options, script)
     _, most = options.nnodes
@@ -422,7 +425,8 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
         try:
             result = agent.run()
         except SignalException as stopped:  # between the start of the first rank and of the last
-            return 128 + stopped.sigval, False
+            say_stopped(stopped.sigval)
+            return STOPPED, False
         except SpareIsDone as done:
             return done.code, False
         except (DistError, RendezvousError) as error:
@@ -433,9 +437,8 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
         finally:
             signal.alarm(0)
             # our signal handlers refer to the agent, which refers to the store
-            for number in (*PASSED_ON, signal.SIGALRM):
-                if signal.getsignal(number) != signal.SIG_IGN:
-                    signal.signal(number, signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         code = 0
         if result.state != WorkerState.SUCCEEDED:
             code = end(agent, result.failures, script)
@@ -489,8 +492,8 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
     first = first_of(failures)
     code = exit_codes[first]
     if -code in asked:
-        say(f"stopped by {signal.Signals(-code).name} before training began: run it again to go on")
-        return 75
+        say_stopped(-code)
+        return STOPPED
     if code not in QUIET_CODES:
         log = _log_of(first, script)
         _, *others = by_blame(failures)
@@ -511,6 +514,11 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
             title = f"the last lines of the log of rank {first}, the first to fail here:"
             say("\n".join([title, *lines]))
     return code if code >= 0 else 128 - code
+
+
+def say_stopped(number: int) -> None:
+    name = signal.Signals(number).name
+    say(f"stopped by {name} before training began: run it again to go on")
 
 
 def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
@@ -605,7 +613,7 @@ def codes(failures: dict[int, ProcessFailure]) -> dict[int, int]:
     errors = messages(failures)
     by_rank = {}
     for rank, failure in failures.items():
-        raised = errors[rank] and failure.exitcode < 0
+        raised = errors[rank] and (failure.exitcode < 0 or failure.exitcode in TOLD_TO_END)
         by_rank[rank] = 1 if raised else failure.exitcode
     return by_rank
 
@@ -678,15 +686,6 @@ def say(sentence: str) -> None:
 def main(argv: list[str]) -> int:
     options = parse(argv, __doc__.splitlines()[0])
     return launch(options, ["-m", *options.script] if options.module else options.script)
-
-
-def leave(code: int) -> None:
-    """End this process as it is. Python would end its threads, and where one that waits for another
-    node's store returns from C++ at that moment, C++ ends the process with SIGABRT instead of the
-    code."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+from configs import program
 from configs.load import load_config
 from configs.schema import InputError
 
@@ -155,4 +156,4 @@ def run(options: argparse.Namespace, arguments: list[str], ranks: int, folder: P
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.run(main, sys.argv[1:])

@@ -13,6 +13,7 @@ import argparse
 import sys
 
 import train
+from configs import program
 from configs.load import load_config
 from configs.schema import Config, InputError
 from tools.overrides import with_options
@@ -145,4 +146,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -11,12 +11,14 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from configs.program import deaf_children
 from configs.schema import InputError
 from tools.parity.trajectory import Notes, record
 
@@ -54,6 +56,8 @@ def on_ranks(ranks: int, seconds: float, work: Callable[..., Any], *args: Any) -
     Raises Failed if one fails, or if `seconds` pass, and InputError if one raises that."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.parity.ranks"])
+    with deaf_children():
+        ensure_running()
     with tempfile.TemporaryDirectory(prefix="plumbline-parity-") as name:
         folder = Path(name)
         processes = []

@@ -17,6 +17,7 @@ import signal
 import sys
 from pathlib import Path
 
+from configs import program
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from tools.plan import compare, front
@@ -327,4 +328,4 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
-    sys.exit(main())
+    program.run(main)

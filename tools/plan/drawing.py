@@ -13,6 +13,7 @@ import string
 
 import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
 
+from configs import program
 from configs.schema import SCHEDULES
 from parallelisms.schedules import (
     BACKWARD,
@@ -74,4 +75,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

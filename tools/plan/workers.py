@@ -10,8 +10,11 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing.forkserver import ensure_running
 
 import torch
+
+from configs.program import deaf_children
 
 MOST = 8  # workers: each holds up to half a GiB, and a search has no more to do at a time
 
@@ -29,6 +32,8 @@ def workers(calls: int = MOST, fresh: bool = False) -> ProcessPoolExecutor:
     context = multiprocessing.get_context("fork" if fresh else "forkserver")
     if not fresh:
         context.set_forkserver_preload(["tools.plan.search"])
+        with deaf_children():
+            ensure_running()
     count = min(calls, os.cpu_count() or 1, MOST)
     return ProcessPoolExecutor(count, mp_context=context, initializer=ready)
 

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from configs import program
 from configs.load import ConfigError, load_config
 from configs.schema import Config, InputError
 from tools.overrides import with_options
@@ -308,4 +309,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

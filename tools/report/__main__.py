@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
+from configs import program
 from configs.schema import InputError
 from tools.places import run_folder
 from tools.report.page import build
@@ -45,4 +46,4 @@ def _write(path: Path, page: bytes) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `... | head` ends quietly
-    sys.exit(main())
+    program.run(main)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 import train
+from configs import program
 from configs.load import ConfigError, as_given, load_config
 from configs.ranks import default, one_process
 from configs.schema import Config, InputError
@@ -322,4 +323,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

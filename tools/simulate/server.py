@@ -11,6 +11,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 
 import train  # noqa: F401  for the same reason
+from configs import program
 from models import MODELS
 from tools.simulate import kernels
 from tools.simulate.ranks import _receive, _send, answer
@@ -35,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

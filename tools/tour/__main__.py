@@ -4,6 +4,7 @@ ranks with a dense model, two ranks with a mixture of experts. It takes half a m
 import sys
 from pathlib import Path
 
+from configs import program
 from tools.tour import experts, mesh, step
 from tools.tour.run import DENSE, EXPERTS, Seen, run
 
@@ -30,4 +31,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    program.run(main, sys.argv[1:])

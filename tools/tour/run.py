@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import train
+from configs.program import deaf_children
 from tools.tour.shards import OwnedShard, elements, positions, shard_of
 from tools.tour.watch import PhaseSpan, Routes, StepWatch
 
@@ -69,6 +71,8 @@ def run(ranks: int, options: list[str]) -> list[Seen]:
     """Train for one step. Returns what each rank saw, by rank. Raises RuntimeError if one fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.tour.run"])
+    with deaf_children():
+        ensure_running()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "text.txt").write_text(TEXT, encoding="ascii")

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
+from configs import program
 from configs.schema import InputError
 from tools.bench.device.record import DONE, FAILED, NOT_RUN, Record, read_report
 from tools.bench.harness import child, end_with_parent
@@ -317,4 +318,4 @@ def main(argv: list[str] | None = None, parts: list[Section] = PARTS) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
+from configs import program
 from configs.load import load_config
 from configs.schema import Checkpoint, Config
 from models.kernels import document_attention as masked
@@ -620,4 +621,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -35,6 +35,7 @@ import torch
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
+from configs import program
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from models.kernels.causal_attention import causal_attention
@@ -555,4 +556,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

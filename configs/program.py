@@ -1,0 +1,205 @@
+"""How every program begins and ends: what Ctrl-C does to a tool, and a stop signal to a run that does
+not listen itself yet (reliability/stop.py), or not any more.
+
+    tool               Ctrl-C: it ends with exit code 130 and one word, wherever it is, never with a
+                       traceback; what `with` and `finally` clean up is cleaned up. Again: at once
+    run                SIGTERM, SIGINT, SIGHUP and SIGUSR1 outside of training: exit code 75 and a
+                       sentence, as there is nothing to save
+    a tool's servant   ignores Ctrl-C, which the tool answers
+
+`configs/__init__.py` calls `begin`, and every package of ours imports configs.cpu first of all: so it
+holds while torch is imported, which takes seconds. `run` is the last line of every program. Python
+runs signal handlers on the main thread only, between two of its instructions: a thread listens on the
+pipe that Python's C handler writes to, for a program that waits in C++ for other ranks or trains a
+tokenizer in Rust.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+INTERRUPTED = 130
+STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+RUNS = ("tools.launch", "tools.mirror")  # programs that stand for a run
+RANK = "tools.launch.rank"  # becomes the script that its third word names
+SERVANTS = ("data.rendering", "tools.simulate.server")
+ECHO = 1.0  # seconds in which Ctrl-C again is the same request: a parent may send it too
+PATIENCE = 2.0  # seconds that C code may keep the main thread from noticing Ctrl-C
+
+
+class Program:
+    """This process, from its first import to its end. Made by `begin`, on the main thread."""
+
+    def __init__(self, is_run: bool) -> None:
+        self.is_run = is_run
+        self.process = os.getpid()
+        self.running = False  # whether `run` has called main, and it has not returned
+        self.ended: int | None = None  # the exit code of main
+        self.interrupted = 0.0  # when the main thread noticed Ctrl-C
+        self.noticed = threading.Event()
+        self.pipe = os.pipe()
+
+    def listen(self) -> None:
+        """From now on signals are answered, but those that nohup or a parent had ignored."""
+        for number in STOP_SIGNALS if self.is_run else [signal.SIGINT]:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.on_signal)
+        os.set_blocking(self.pipe[1], False)
+        signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, name="program", daemon=True).start()
+
+    def on_signal(self, number: int, frame: object) -> None:
+        """Unwind the stack of a tool. All else is done by the thread."""
+        if os.getpid() != self.process:  # in a fork, whose parent says what there is to say
+            os._exit(128 + number)
+        if self.is_run or not self.running or self.interrupted:
+            return
+        self.interrupted = time.monotonic()
+        self.noticed.set()
+        end_children()
+        raise KeyboardInterrupt
+
+    def _hear(self) -> None:
+        while True:
+            for number in os.read(self.pipe[0], 4096):
+                if signal.getsignal(number) == self.on_signal:
+                    self._answer(signal.Signals(number))
+
+    def _answer(self, number: signal.Signals) -> None:
+        if self.is_run:
+            self._stop_run(number.name)
+        if not self.running:
+            leave(INTERRUPTED, "interrupted")
+        if not self.noticed.is_set():
+            if self.noticed.wait(PATIENCE):
+                return
+            end_children()
+            leave(INTERRUPTED, "interrupted")
+        if time.monotonic() > self.interrupted + ECHO:
+            leave(INTERRUPTED, "interrupted again: ended at once")
+
+    def _stop_run(self, name: str) -> None:
+        if self.ended is not None:
+            leave(self.ended)
+        sentence = (
+            f"stopped by {name} outside of training, with nothing to save: run it again to go on"
+        )
+        is_first = os.environ.get("RANK", "0") == "0"
+        leave(STOPPED, sentence if is_first else "")
+
+
+_this: Program | None = None
+
+
+def begin() -> None:
+    """Answer signals if this process was started as a program of ours: `python -m MODULE`, or
+    train.py. Not where one imports us."""
+    global _this
+    name = started_as()
+    if name == RANK or name is None:
+        return
+    if name in SERVANTS or "--work" in sys.orig_argv:  # --work: of data.prepare
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return
+    _this = Program(is_run=name in (*RUNS, str(TRAIN)))
+    _this.listen()
+
+
+def started_as() -> str | None:
+    """The module or the script that this process is; None if it is somebody else's."""
+    words = sys.orig_argv
+    script = sys.argv[0] if sys.argv else ""
+    if (
+        script == "-m" and "-m" in words
+    ):  # Python looks for the module, and imports its package first
+        name, *arguments = words[words.index("-m") + 1 :]
+        if name != RANK:
+            return name
+        script = (arguments + ["", ""])[1]
+        return str(TRAIN) if is_train(script) else RANK
+    return str(TRAIN) if is_train(script) else None
+
+
+def is_train(script: str) -> bool:
+    return script.endswith(TRAIN.name) and Path(script).resolve() == TRAIN
+
+
+def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
+    """Be the program: call main(*arguments) and exit with its code, or with 130 after Ctrl-C."""
+    this = _this or Program(is_run=False)  # one that does not listen
+    this.running = not this.is_run
+    before = sys.unraisablehook
+
+    def unraisable(about: "sys.UnraisableHookArgs") -> None:
+        """Where Python would drop the exception, such as in `__del__`."""
+        if about.exc_type is KeyboardInterrupt:
+            leave(INTERRUPTED, "interrupted")
+        before(about)
+
+    if _this:
+        sys.unraisablehook = unraisable
+    try:
+        code = main(*arguments)
+    except BaseException as error:
+        # C++ and the libraries turn it into an error of their own
+        if not this.interrupted and not isinstance(error, KeyboardInterrupt):
+            raise
+        code = INTERRUPTED
+        say("interrupted")
+    this.ended = code or 0
+    this.running = False
+    if _this and code == INTERRUPTED:  # no thread of a library delays it
+        leave(INTERRUPTED)
+    sys.exit(code)
+
+
+def end_children() -> None:
+    """Kill the processes of multiprocessing, which would be waited for, and the server that forks
+    them: it may import torch for seconds before it notices that nobody asks any more."""
+    if "multiprocessing.process" not in sys.modules:  # importing it takes longer than all the rest
+        return
+    for child in sys.modules["multiprocessing.process"].active_children():
+        child.kill()
+    forkserver = sys.modules.get("multiprocessing.forkserver")
+    server = forkserver and getattr(forkserver._forkserver, "_forkserver_pid", None)
+    if server:
+        os.kill(server, signal.SIGKILL)
+
+
+@contextmanager
+def deaf_children() -> Iterator[None]:
+    """Processes that are started inside ignore Ctrl-C. Call it on the main thread."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def say(sentence: str) -> None:
+    """Not by print: another thread may hold its lock. A terminal has shown ^C on this line."""
+    start = "\n" if os.isatty(2) else ""
+    try:
+        os.write(2, f"{start}{sentence}\n".encode())
+    except OSError:
+        pass  # nobody reads
+
+
+def leave(code: int, sentence: str = "") -> NoReturn:
+    """End this process as it is, from any thread. Python would wait for threads, and where one that
+    waits for another node's store returns from C++ at that moment, C++ ends the process with SIGABRT
+    instead of the code."""
+    if threading.current_thread() is threading.main_thread():
+        sys.stdout.flush()
+        sys.stderr.flush()
+    if sentence:
+        say(sentence)
+    os._exit(code)

@@ -1,0 +1,250 @@
+"""Ctrl-C in every tool, and stop signals to a run that does not listen itself: exit codes, words, no
+traceback at any moment (configs/program.py)."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import NEIGHBOURS
+from tests.runs import environment, free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+SERVED = ("data.rendering", "tools.simulate.server")  # by the tool, which answers Ctrl-C
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+
+
+def programs() -> list[str]:
+    """Every module of ours that is started with `python -m`."""
+    names = []
+    for package in ("tools", "data", "checkpoint", "configs"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8"):
+                module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                names.append(module.removesuffix(".__main__"))
+    return names
+
+
+def test_every_program_begins_and_ends_alike():
+    """A `main` that is called by itself would show a traceback."""
+    own = {
+        "tools.launch": "leave(main(",
+        "tools.launch.rank": "main(pid, ",
+        "tools.preflight": "os._exit(",
+    }
+    assert len(programs()) > 50
+    for name in programs():
+        path = ROOT / name.replace(".", "/")
+        file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+        last = file.read_text(encoding="utf-8").partition('if __name__ == "__main__":')[2]
+        assert own.get(name, "program.run(main") in last, f"{name} ends with program.run(main)"
+
+
+class Started:
+    """A program that the test signals."""
+
+    def __init__(self, *command: object, **settings: str) -> None:
+        self.process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=settings.pop("cwd", ROOT),
+            env=environment(**settings),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until(self, ready: Callable[[int], bool], seconds: float = 60) -> "Started":
+        deadline = time.monotonic() + seconds * NEIGHBOURS
+        while not ready(self.process.pid):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.process.kill()
+                pytest.fail(f"it did not come so far: {self.process.communicate()}")
+            time.sleep(0.005)
+        return self
+
+    def gets(self, number: signal.Signals) -> "Started":
+        """As from a terminal: every process of the group."""
+        os.killpg(self.process.pid, number)
+        return self
+
+    def end(self, seconds: float = 20) -> tuple[int, str, str]:
+        out, err = self.process.communicate(timeout=seconds * NEIGHBOURS)
+        return self.process.returncode, out, err
+
+
+def listens(pid: int) -> bool:
+    """Whether the thread of configs/program.py is there."""
+    return len(os.listdir(f"/proc/{pid}/task")) > 1
+
+
+def children(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+@pytest.mark.cap(300)
+def test_ctrl_c_while_any_tool_is_imported():
+    """Before it knows its arguments. Those that stand for a run are 75."""
+    for name in programs():
+        if name in (*SERVED, "tools.launch.rank"):
+            continue
+        done = Started(sys.executable, "-m", name).wait_until(listens).gets(signal.SIGINT).end()
+        if name in ("tools.launch", "tools.mirror"):
+            sentence = "stopped by SIGINT outside of training, with nothing to save: run it again to go on\n"
+            assert done == (75, "", sentence), name
+        else:
+            assert done == (130, "", "interrupted\n"), name
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("tools.plan", "configs/llama_8b.toml", "--gpus=64", "--search"),
+        ("tools.parity", "configs/llama_debug.toml"),
+    ],
+    ids=["plan", "parity"],
+)
+@pytest.mark.waits
+@pytest.mark.cap(240)
+def test_ctrl_c_while_processes_work_for_it(command):
+    """They are killed, and say nothing."""
+    started = Started(sys.executable, "-m", *command)
+    started.wait_until(lambda pid: len(children(pid)) > 1, 120)
+    time.sleep(0.5)
+    code, _, err = started.gets(signal.SIGINT).end()
+    assert (code, err.splitlines()[-1]) == (130, "interrupted") and "Traceback" not in err
+    with pytest.raises(ProcessLookupError):  # its group is empty
+        for _ in range(100):
+            os.killpg(started.process.pid, 0)
+            time.sleep(0.05)
+
+
+# main of a program without torch; what it prints is the moment of the signal
+MAINS = {
+    "cleans up": """
+    try: waits()
+    finally: print("cleaned")
+    """,
+    "in C": """
+    print("now", flush=True)
+    ctypes.CDLL(None).sleep(30)
+    """,
+    "in a destructor": """
+    class Dropped:
+        def __del__(self): waits()
+    Dropped()
+    waits()
+    """,
+    "as another error": """
+    try: waits()
+    except BaseException: raise ImportError("numpy is broken") from None
+    """,
+    "in a fork": """
+    if not os.fork(): waits()
+    os.wait()
+    """,
+    "while closing": """
+    atexit.register(waits)
+    """,
+}
+PROGRAM = """
+import atexit, ctypes, os, signal, sys, time
+from configs import program
+def waits():
+    print("now", flush=True)
+    time.sleep(30)
+def main():
+{main}
+if __name__ == "__main__": {end}
+"""
+
+
+def program(folder: Path, main: str, end: str = "program.run(main)") -> Started:
+    (folder / "ours").mkdir()
+    (folder / "ours/__init__.py").write_text("import configs.cpu\n" if "run" in end else "")
+    (folder / "ours/program.py").write_text(PROGRAM.format(main=main, end=end))
+    settings = {"cwd": folder, "PYTHONPATH": f"{folder}:{ROOT}"}
+    started = Started(sys.executable, "-m", "ours.program", **settings)
+    assert started.process.stdout.readline() == "now\n"
+    return started
+
+
+@pytest.mark.parametrize("main", MAINS)
+def test_ctrl_c_at_any_moment_of_a_tool(main, tmp_path):
+    code, out, err = program(tmp_path, MAINS[main]).gets(signal.SIGINT).end()
+    assert (code, err) == (130, "interrupted\n")
+    assert out == ("cleaned\n" if main == "cleans up" else "")
+
+
+def test_without_it_there_is_a_traceback(tmp_path):
+    """The negative control."""
+    started = program(tmp_path, MAINS["cleans up"], "sys.exit(main())")
+    code, _, err = started.gets(signal.SIGINT).end()
+    assert code == -signal.SIGINT and "Traceback" in err
+
+
+def test_ctrl_c_again_ends_a_tool_that_takes_long_to_clean_up(tmp_path):
+    """The echo of the first one does not."""
+    main = """
+    try: waits()
+    finally: waits()
+    """
+    started = program(tmp_path, main).gets(signal.SIGINT)
+    assert started.process.stdout.readline() == "now\n"
+    started.gets(signal.SIGINT)
+    time.sleep(1.3)
+    assert started.process.poll() is None
+    code, _, err = started.gets(signal.SIGINT).end()
+    assert (code, err) == (130, "interrupted again: ended at once\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_run_that_does_not_listen_yet_is_75(number):
+    """torch is being imported."""
+    code, out, err = Started(sys.executable, "train.py").wait_until(listens).gets(number).end()
+    sentence = f"stopped by {number.name} outside of training, with nothing to save: run it again to go on\n"
+    assert (code, out, err) == (75, "", sentence)
+
+
+def test_what_nohup_ignores_stays_ignored():
+    line = f"trap '' HUP; exec {sys.executable} train.py"
+    started = Started("bash", "-c", line).wait_until(listens).gets(signal.SIGHUP)
+    time.sleep(0.1)
+    assert started.process.poll() is None
+    assert started.gets(signal.SIGTERM).end()[0] == 75
+
+
+@pytest.mark.waits
+def test_a_rank_that_waits_for_the_others_is_75(tmp_path):
+    """Python's handlers do not run while the process group is opened."""
+    port = free_port()
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = Started(sys.executable, "train.py", f"--run.folder={tmp_path}", **world)
+
+    def has_opened(pid: int) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    code, _, err = started.wait_until(has_opened).gets(signal.SIGUSR1).end()
+    assert code == 75 and re.match(r"stopped by SIGUSR1 outside of training, .*\n$", err), err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_before_the_configuration_is_checked(number):
+    """The script gets it alone, as Slurm's --signal=B: sends it."""
+    started = Started("./run_train.sh").wait_until(children)
+    started.process.send_signal(number)
+    code, _, err = started.end()
+    if number == signal.SIGINT:
+        assert (code, err) == (130, "")
+    else:
+        sentence = f"stopped by {number.name} before training began: run it again to go on"
+        assert (code, err) == (75, f"plumbline: {sentence}\n")
