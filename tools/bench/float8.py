@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import train
+from configs import program
 from configs.load import load_config
 from configs.schema import InputError
 from data import sources
@@ -394,4 +395,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import train
+from configs import program
 from configs.load import load_config
 from tools.bench import apart, harness
 from tools.bench.idle import idle_share, kernel_times
@@ -292,4 +293,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

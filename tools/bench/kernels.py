@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 import train
+from configs import program
 from configs.load import load_config
 from parallelisms.masters import Masters
 from parallelisms.mesh import close_mesh
@@ -434,4 +435,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)

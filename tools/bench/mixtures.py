@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from configs import program
 from configs.schema import Compile
 from models import FORMATS, MODELS
 from models.gpt_oss import ClampedExperts
@@ -412,4 +413,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main)
