@@ -49,7 +49,9 @@ FLOAT8 = "tools.bench.float8"
 NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 control sampling"
 DOCUMENTS = f"{CHECKS} documents documents_compiled"
 MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
-MESHES = f"{CHECKS} fsdp_of_two tensor_parallel pipeline context expert_parallel"
+MESHES = (
+    f"{CHECKS} fsdp_of_two tensor_parallel pipeline context context_gather expert_parallel four"
+)
 CHANGES = "tools.bench.kernels --changes"
 PARTS = [  # the most valuable first
     Section("numbers", {"cuda": (20, NUMBERS), "cpu": (15, NUMBERS)}),

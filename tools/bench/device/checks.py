@@ -22,7 +22,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -45,6 +46,7 @@ from parallelisms import contract, dp, tp
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh, close_mesh
 from tools.bench import harness
+from tools.bench.device.shared import shared_gpu
 from training import init
 from training.loss import IGNORE
 from training.optim import build_optimizer
@@ -68,6 +70,9 @@ MODEL = (
 ).split()
 ROUNDING = 1e-5  # of float32, relative, for a whole tensor: the limit of tests/parity.py too
 DOCUMENTS = (1, 255, 45, 7, 64, 128, 1, 11)  # tokens of each, in two windows of 256
+PATIENCE = 150  # seconds that the ranks of a check may take
+AT_ONCE = 7
+SHARED = ", which share one GPU, by gloo and host memory"
 PROMPT, CONTEXT = (1, 5, 9, 2, 7), 12  # the sampled text becomes longer than the context
 
 
@@ -423,6 +428,14 @@ def context(device: torch.device, folder: Path) -> dict[str, float]:
     return on_a_mesh(device, *options)
 
 
+def context_gather(device: torch.device, folder: Path) -> dict[str, float]:
+    return on_a_mesh(device, "--parallelism.context_parallel=2")
+
+
+def four(device: torch.device, folder: Path) -> dict[str, float]:
+    return on_a_mesh(device, "--parallelism.tensor_parallel=2", "--training.local_batch_size=2")
+
+
 def expert_parallel(device: torch.device, folder: Path) -> dict[str, float]:
     return on_a_mesh(
         device, *EXPERTS, "--parallelism.expert_parallel=2", "--training.local_batch_size=2"
@@ -522,7 +535,9 @@ CHECKS = {
     "tensor_parallel": Check(tensor_parallel, ROUNDING, "tensor parallelism on two ranks", 2),
     "pipeline": Check(pipeline, ROUNDING, "a pipeline of two stages", 2),
     "context": Check(context, ROUNDING, "context parallelism on two ranks", 2),
+    "context_gather": Check(context_gather, ROUNDING, "the same, keys and values gathered", 2),
     "expert_parallel": Check(expert_parallel, ROUNDING, "expert parallelism on two ranks", 2),
+    "four": Check(four, ROUNDING, "FSDP2 and tensor parallelism on four ranks", 4),
 }
 
 
@@ -554,9 +569,11 @@ def apart(name: str) -> tuple[list[str], dict[str, float]]:
             f"--nproc-per-node={ranks}",
         ]
         command = [*launcher, "-m", "tools.bench.device.checks", name]
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-        )
+        how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
+        try:
+            done = subprocess.run(command, timeout=PATIENCE, **how)
+        except subprocess.TimeoutExpired:
+            return [f"its ranks gave no result in {PATIENCE} s"], {}
         written = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     if len(written) < ranks:
         return [f"its ranks ended with {done.returncode}: {done.stderr[-2000:]}"], {}
@@ -566,11 +583,36 @@ def apart(name: str) -> tuple[list[str], dict[str, float]]:
     return failures(errors, CHECKS[name].limit), errors
 
 
+def share_the_gpu(check: Check) -> bool:
+    """Whether there are fewer GPUs than this check has ranks."""
+    return torch.cuda.is_available() and torch.cuda.device_count() < check.ranks
+
+
+def outcomes(
+    names: list[str], device: torch.device
+) -> Iterator[tuple[str, tuple[list[str], dict[str, float]]]]:
+    """What is above the limit, and all errors, of each check. On a GPU those that take several ranks
+    run at the same time, since nearly all of their seconds are those of starting."""
+    size = meshes.world().size
+    with ThreadPoolExecutor(AT_ONCE if device.type == "cuda" else 1) as pool:
+        started = {
+            name: pool.submit(apart, name)
+            for name in names
+            if device.type == "cuda" and CHECKS[name].ranks > size
+        }
+        for name in names:
+            if name in started:
+                yield name, started[name].result()
+            else:
+                yield name, apart(name) if CHECKS[name].ranks > size else here(name, device)
+
+
 def as_rank(name: str, place: Path) -> int:
     """Run a check on this rank, and leave its errors for `apart`."""
     rank = meshes.world().rank
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
-    _, errors = here(name, device)
+    with shared_gpu() if share_the_gpu(CHECKS[name]) else nullcontext():
+        _, errors = here(name, device)
     (place / f"{rank}.json").write_text(json.dumps(errors))
     return 0
 
@@ -589,27 +631,12 @@ def main() -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     rows = []
     wrong = []
-    for name in args.names or CHECKS:
+    for name, (too_large, errors) in outcomes(args.names or list(CHECKS), device):
         check = CHECKS[name]
-        lacking = device.type == "cuda" and torch.cuda.device_count() < check.ranks
-        if lacking:
-            rows.append(
-                [
-                    name,
-                    check.about,
-                    "",
-                    f"{check.limit:g}",
-                    f"left out: it needs {check.ranks} GPUs",
-                ]
-            )
-            print(" | ".join(rows[-1]), flush=True)
-            continue
-        too_large, errors = apart(name) if check.ranks > meshes.world().size else here(name, device)
         wrong += [f"{name}: {what}" for what in too_large]
         measured = "; ".join(f"{what} {error:.2g}" for what, error in errors.items())
-        rows.append(
-            [name, check.about, measured, f"{check.limit:g}", "FAILED" if too_large else "ok"]
-        )
+        about = f"{check.about}{SHARED if share_the_gpu(check) else ''}"
+        rows.append([name, about, measured, f"{check.limit:g}", "FAILED" if too_large else "ok"])
         print(" | ".join(rows[-1]), flush=True)
     columns = ["check", "what", "largest relative errors, or counts", "limit", "result"]
     harness.report(
