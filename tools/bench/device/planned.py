@@ -3,11 +3,11 @@
     python -m tools.bench.device.planned (planner | lengths) [--seconds 130] [--json out.json]
 
 - planner: the device's rates first, then a dozen different configurations planned with them.
-- lengths: few of 8B's layers on one sequence of 32k tokens and more, with cuDNN's attention,
-  FlashAttention, documents, and windows (OLMo 3's layers, three of four).
+- lengths: two of 8B's layers on one sequence of 32k tokens and more, with cuDNN's attention,
+  FlashAttention, documents of 8k, and four of OLMo 3's layers, of which three have windows of 4k.
 
-Each configuration runs in a process of its own: two steps to warm up, three that count. While one
-holds the GPU, the next ones start. The JSON file is written after each, and what does not fit into
+Each configuration runs in a process of its own: two steps to warm up, three that count (one and one
+for very long sequences). While one holds the GPU, the next ones start. The JSON file is written after each, and what does not fit into
 --seconds is listed as not run. On a CPU the sizes are small.
 """
 
@@ -71,14 +71,28 @@ PLANNER = {
         f"{MIXTURE} {LAYERS}=2 {LENGTH}=2048 {BATCH.format(2)} {AC}=full {VOCABULARY}=32768"
     ),
 }
-LONG = f"{VOCABULARY}=32768 --training.param_dtype=bfloat16 {LAYERS}=4 {ONE} {COMPILED} {AC}=full"
+LONG = f"{VOCABULARY}=32768 --training.param_dtype=bfloat16 {ONE} {COMPILED} {AC}=full"
 KINDS_OF_ATTENTION = {
-    "cuDNN": "--model.flavor=8B --training.attention=cudnn",
-    "flash": "--model.flavor=8B --training.attention=flash",
-    "documents of 8k": "--model.flavor=8B --data.mask_documents=true",
-    "windows of 4k (OLMo 3)": "--model.family=olmo2 --model.flavor=3-7B-8k",
+    "cuDNN": f"--model.flavor=8B --training.attention=cudnn {LAYERS}=2",
+    "flash": f"--model.flavor=8B --training.attention=flash {LAYERS}=2",
+    "documents": f"--model.flavor=8B --data.mask_documents=true {LAYERS}=2",
+    "windows": f"--model.family=olmo2 --model.flavor=3-7B-8k {LAYERS}=4",
 }
-TOKENS = (32768, 65536, 131072, 262144)
+LENGTHS = (  # the most valuable first
+    (32768, "cuDNN"),
+    (131072, "cuDNN"),
+    (131072, "documents"),
+    (262144, "cuDNN"),
+    (262144, "documents"),
+    (131072, "windows"),
+    (131072, "flash"),
+    (262144, "windows"),
+    (32768, "flash"),
+    (65536, "cuDNN"),
+    (32768, "documents"),
+    (32768, "windows"),
+)
+SLOW = 65536  # tokens, from which on one step warms up and one counts
 ON_CPU = "--training.param_dtype=float32 --training.seq_len=256 --model.n_layers=2"
 SMALL = {
     "batch 1": f"{ON_CPU} {ONE}",
@@ -102,12 +116,10 @@ COLUMNS = (
 
 
 def lengths() -> dict[str, str]:
-    """The shortest first; of a length, the most valuable first."""
     configurations = {}
-    for tokens in TOKENS:
-        for name, options in KINDS_OF_ATTENTION.items():
-            rest = f"--model.max_seq_len={max(tokens, 131072)} {LENGTH}={tokens}"
-            configurations[f"{tokens:,}, {name}"] = f"{options} {LONG} {rest}"
+    for tokens, kind in LENGTHS:
+        size = f"--model.max_seq_len={max(tokens, 131072)} {LENGTH}={tokens}"
+        configurations[f"{tokens:,}, {kind}"] = f"{KINDS_OF_ATTENTION[kind]} {LONG} {size}"
     return configurations
 
 
@@ -131,7 +143,8 @@ def ran(options: list[str], lock: Path) -> dict:
         if cfg.data.mask_documents:
             batch["positions"] = (torch.arange(t.seq_len) % DOCUMENT).expand(shape).contiguous()
         step = lambda: train.train_step(job, batch)  # noqa: E731
-        seconds = harness.alternate({"": step}, 3, 2)[""]
+        rounds, warm_up = (1, 1) if t.seq_len >= SLOW else (3, 2)
+        seconds = harness.alternate({"": step}, rounds, warm_up)[""]
         device = job.mesh.device
         live = torch.cuda.max_memory_allocated(device) / 2**30 if GPU else None
         held_gib = torch.cuda.max_memory_reserved(device) / 2**30 if GPU else None
@@ -255,7 +268,7 @@ def main() -> int:
     def report(answers: dict[str, tuple[dict, dict]]) -> None:
         rows = [row(name, *pair) for name, pair in answers.items()]
         numbers = {"answers": answers, "device": device.model_dump(exclude_defaults=True)}
-        text = f"Two steps to warm up, median of three. {errors(answers)}"
+        text = f"Two steps to warm up, median of three; one and one from 65,536 tokens on. {errors(answers)}"
         with open(os.devnull, "w") as nowhere:
             shown, sys.stdout = sys.stdout, nowhere
             try:
