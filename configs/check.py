@@ -248,6 +248,9 @@ DERIVED = {
     "product": lambda c: c.shard * c.besides_shard,
     "sequence_unit": lambda c: _sequence_unit(c.parallelism),
     "micro": lambda c: c.dp * (c.training.local_batch_size or 1),
+    "tokens_of_matmul": lambda c: (
+        (c.training.local_batch_size or 1) * c.training.seq_len // c.parallelism.context_parallel
+    ),
     "schedule": lambda c: SCHEDULES[c.parallelism.pipeline_schedule],
     "stages": lambda c: (
         c.parallelism.pipeline_parallel
@@ -775,6 +778,16 @@ RULES = {
         lambda c: c.training.float8 != "none" and c.training.param_dtype in ("float32", "float64"),
         "{training.float8} rounds what {training.param_dtype} would keep: set param_dtype = "
         '"bfloat16", or float8 = "none"',
+    ),
+    "float8_tokens": (  # parallelisms/float8.py::MULTIPLE
+        lambda c: (
+            c.training.float8 != "none"
+            and not c.debug.emulate_float8
+            and c.tokens_of_matmul % 16 != 0
+        ),
+        "{training.float8} multiplies matrices whose sides are multiples of 16, and a microbatch has "
+        "{tokens_of_matmul} tokens on a rank: change {training.seq_len} or "
+        "{training.local_batch_size}",
     ),
     "float8_emulate": (
         lambda c: c.debug.emulate_float8 and c.training.float8 == "none",

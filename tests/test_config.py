@@ -1224,6 +1224,14 @@ RULE_CASES = {
         "keep|bfloat16",
         "training.param_dtype=bfloat16",
     ),
+    "float8_tokens": (
+        "training.float8=tensorwise training.seq_len=100 training.local_batch_size=2",
+        1,
+        1,
+        'training.float8 = "tensorwise" multiplies matrices whose sides are multiples of 16, and a '
+        "microbatch has 200 tokens on a rank|training.seq_len = 100|training.local_batch_size = 2",
+        "training.local_batch_size=4",
+    ),
     "float8_emulate": (
         "debug.emulate_float8=true",
         1,

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 from configs.cpu import bfloat16_is_fast, float32_products
 
@@ -24,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.load import load_config
-from configs.schema import ActivationCheckpoint, InputError
+from configs.schema import ActivationCheckpoint
 from models import layers, llama
 from models.kernels.causal_attention import causal_attention
 from models.kernels.cpu import causal_attention as causal
-from parallelisms import blocks, dp, float8
+from parallelisms import blocks, dp
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import COMPILED
@@ -696,59 +695,3 @@ def test_every_section_of_a_step_is_timed():
     assert seen.keys() == set(sections.SECTIONS) and all(
         seconds > 0 for seconds in seen.values()
     ), seen
-
-
-# --------------------------------------------------------------------------------------------------
-# float8
-
-
-def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[float], set[str]]:
-    wide, _ = steps(options, 30)
-    narrow, job = steps(
-        [*options, f"--training.float8={recipe}", "--debug.emulate_float8=true"], 30
-    )
-    return (
-        wide[::2],
-        narrow[::2],
-        {type(m).__name__ for m in job.model.layers["1"].modules() if hasattr(m, "weight")},
-    )
-
-
-@pytest.mark.parametrize(
-    ("recipe", "options"),
-    [
-        ("tensorwise", ["--activation_checkpoint.mode=selective"]),
-        pytest.param("rowwise", COMPILED, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_float8_learns_what_bfloat16_learns(recipe, options):
-    """Rounding to 8 bits, emulated: over 30 steps, in which the loss falls to a third, it stays
-    within 1%; measured 0.2%."""
-    wide, narrow, layers = run_ranks(1, with_float8, recipe, options)[0]
-    assert layers == {"Float8Linear", "RMSNorm"}
-    assert wide[-1] < 0.5 * wide[0] and wide != narrow
-    assert max(abs(a / b - 1) for a, b in zip(narrow, wide, strict=True)) < 0.01
-
-
-def test_float8_needs_its_gpu_and_whole_tiles():
-    with pytest.raises(InputError, match="compute capability 9.0, this is a CPU.*emulate_float8"):
-        on_meta(["--training.float8=rowwise"])
-    with pytest.raises(
-        InputError, match=r"multiples of 16; layers.0.feed_forward.w1 is not \(6 in all\)"
-    ):
-        on_meta(
-            ["--training.float8=rowwise", "--debug.emulate_float8=true", "--model.hidden_dim=162"]
-        )
-
-
-def on_meta(options: list[str]) -> None:
-    cfg = load_config([*SMALL, "--training.local_batch_size=8", *options])
-    with torch.device("meta"):
-        model = llama.FAMILY.build(train.architecture(cfg)[1])
-    float8.apply(
-        model,
-        SimpleNamespace(device=torch.device("cpu")),
-        cfg.training.float8,
-        cfg.debug.emulate_float8,
-    )

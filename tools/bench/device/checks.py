@@ -42,6 +42,7 @@ from configs import program
 from configs.load import load_config
 from configs.schema import Checkpoint, Config
 from models.kernels import document_attention as masked
+from models.kernels.float8_product import RECIPES, float8_linear
 from parallelisms import contract, dp, tp
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh, close_mesh
@@ -269,6 +270,27 @@ def tf32(allowed: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def float8(device: torch.device, folder: Path) -> dict[str, float]:
+    """The GEMMs of 8 bits, and the same rounded numbers multiplied in float32. A forward pass takes
+    any number of tokens: sampling has one."""
+    errors = {}
+    for name, recipe in RECIPES.items():
+        torch.manual_seed(0)
+        how = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+        x = torch.randn(2, 96, 64, **how)
+        weight = torch.randn(208, 64, **how)
+        grad = torch.randn(2, 96, 208, device=device, dtype=torch.bfloat16)
+        seen = []
+        for emulate in (False, True):
+            how_rounded = recipe._replace(emulate=emulate)
+            out = float8_linear(x, weight, None, how_rounded)
+            of_one = float8_linear(x[:, :1], weight, None, how_rounded)
+            seen.append([out, of_one, *torch.autograd.grad(out, (x, weight), grad)])
+        for what, got, want in zip(("output", "one token", "grad of x", "grad of weight"), *seen):
+            errors[f"{name}: {what}"] = relative_error(got, want)
+    return errors
 
 
 def documents(device: torch.device, folder: Path) -> dict[str, float]:
@@ -519,6 +541,7 @@ CHECKS = {
         fsdp_and_tp, ROUNDING, "the same under FSDP2 and tensor parallelism on one rank"
     ),
     "bfloat16": Check(bfloat16, 0.05, "the same in bfloat16"),
+    "float8": Check(float8, 0.01, "products of 8 bits, and the same in float32"),
     "control": Check(control, 0, "the comparison sees a coarser type"),
     "sampling": Check(sampling, 0, "the likeliest tokens"),
     "compiled": Check(compiled, ROUNDING, "float32, blocks compiled by inductor"),
