@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import statistics
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from configs.cpu import cpu_settings
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity
 
 import train
 from configs import program
@@ -38,6 +40,7 @@ from models.kernels import float8_product
 from models.kernels.float8_product import RECIPES, float8_linear
 from parallelisms import float8
 from tools.bench import harness
+from tools.bench.idle import ON_A_GPU, traced
 from training.metrics import peak_flops
 from training.optim import learning_rate, set_learning_rate
 from training.validate import scores, validate
@@ -236,7 +239,8 @@ def steps(recipe: str, rounds: int) -> dict:
         "rows": rows,
         "notes": f"{rounds} alternating rounds; {STEP[KIND]}.",
         "numbers": {
-            name: {"seconds": seconds[name], "losses": job.losses} for name, job in jobs.items()
+            name: {"seconds": seconds[name], "losses": job.losses, "kernels": longest(job.step)}
+            for name, job in jobs.items()
         },
     }
 
@@ -276,6 +280,16 @@ class Steps:
     def memory_gib(self) -> float:
         """Peak of its own tensors in the last step."""
         return self.own + self.more
+
+
+def longest(step: Callable[[], None], count: int = 40) -> list[list]:
+    """The kernels that take most of a step: milliseconds, calls, name."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in traced(step, [ProfilerActivity.CUDA]) if GPU else []:
+        if event.get("cat") in ON_A_GPU:
+            found[event["name"][:120]].append(event["dur"] / 1e3)
+    rows = [[round(sum(times), 3), len(times), name] for name, times in found.items()]
+    return sorted(rows, reverse=True)[:count]
 
 
 def allocated() -> float:
