@@ -46,11 +46,11 @@ from reliability.guard import Guard
 from reliability.objects import check_mirrored
 from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
-from training import attention, digests, init, log
+from training import attention, digests, graphs, init, log
 from training.balance import move_biases, sum_counts
 from training.conclude import last_lines
 from training.evaluate import open_tasks, run_evaluation
-from training.feed import Feed, read_later
+from training.feed import Feed, raise_flags, read_later
 from training.loss import IGNORE, linear_cross_entropy
 from training.loss_passes import compiled_loss
 from training.meter import open_metrics
@@ -78,6 +78,7 @@ class Job:
     args: Any
     model: Any  # a models/layers.py::Decoder, or the stages of a pipeline (parallelisms/pp.py)
     optimizer: torch.optim.Optimizer
+    compute: graphs.Compute = graphs.directly  # how gradients are computed: `gradients` below
 
 
 def architecture(cfg: Config) -> tuple[Family, Any]:
@@ -95,6 +96,7 @@ def build(cfg: Config) -> Job:
     dp_shard = check.data_parallel_shard(cfg, meshes.world().size)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, dp_shard, has_experts)
     attention.choose(cfg.training.attention, mesh.device)
+    compute = graphs.open_recorder(cfg, mesh.device)
     # For a model that draws random numbers: the same within a tp group, others everywhere else.
     torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)
     layers = pp.layers_of_stages(cfg, family, args)
@@ -113,7 +115,7 @@ def build(cfg: Config) -> Job:
     cores.check_flops(model, family.flops_per_token, cfg.training.seq_len)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(model, family.decay, cfg.optimizer, family.matrices, mesh)
-    return Job(cfg, mesh, args, model, optimizer)
+    return Job(cfg, mesh, args, model, optimizer, compute)
 
 
 class Flags(NamedTuple):
@@ -181,7 +183,7 @@ def train_step(
             lambda: gradients(job, batch, lambda: own_flags), job.optimizer, job.mesh
         )
     else:
-        step, mismatching_ranks = gradients(job, batch, flags), []
+        step, mismatching_ranks = job.compute(gradients, job, batch, flags), []
     of_gradients: digests.Digests = {}
     if digest:
         of_gradients = digests.of_gradients(job.model.named_parameters(), job.mesh.device)
@@ -255,10 +257,7 @@ def gradients(
         total += job.model.gradients(feed, scale)
     else:
         total += accumulate_gradients(job, feed, scale)
-    for i, flag in enumerate(flags()):
-        if flag:
-            # `raised[i] = 1.0` would copy the number from the host: a host-device sync
-            raised[i].fill_(1.0)
+    raise_flags(raised, flags())
     mesh.sum_over_ranks(sums)
     sum_counts(terms, mesh)
     loss = total / (mesh.tp * counted)  # the ranks of a tp group have the same loss

@@ -769,6 +769,27 @@ RULES = {
         "{debug.check_collectives} and {debug.replay_interval} watch operators one by one, which "
         "{compile.enabled} takes out of sight: do without the one or the other",
     ),
+    # what a recording cannot hold; configs/ knows no GPU, so training/graphs.py refuses the rest
+    "graphs_ranks": (
+        lambda c: c.compile.cuda_graphs and c.world > 1,
+        "{compile.cuda_graphs} is for one process, and the run has {world}: their collectives are "
+        "not recorded; set it to false",
+    ),
+    "graphs_cpu": (
+        lambda c: c.compile.cuda_graphs and (c.run.device == "cpu" or c.parallelism.cpu_offload),
+        "{compile.cuda_graphs} needs weights and activations on a GPU, but {run.device} and "
+        "{parallelism.cpu_offload}: set it to false",
+    ),
+    "graphs_documents": (
+        lambda c: c.compile.cuda_graphs and c.data.mask_documents,
+        "{compile.cuda_graphs} records shapes, and with {data.mask_documents} each batch has "
+        "another number of documents: do without the one or the other",
+    ),
+    "graphs_watch": (
+        lambda c: c.compile.cuda_graphs and c.debug.check_collectives,
+        "{debug.check_collectives} watches operators one by one, which {compile.cuda_graphs} takes "
+        "out of sight: do without the one or the other",
+    ),
     "float8_tp": (
         lambda c: c.training.float8 != "none" and c.parallelism.tensor_parallel > 1,
         "{training.float8} together with {parallelism.tensor_parallel} is not supported: use one "

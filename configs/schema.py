@@ -654,6 +654,9 @@ class Compile(Table):
     """torch.compile each transformer block, and the loss's passes over the logits."""
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of torch.compile."""
+    cuda_graphs: bool = False
+    """Record a step's forward and backward once and start them as a whole (training/graphs.py): for
+    small models on one GPU, which wait for the host."""
 
 
 class Checkpoint(Table):

@@ -41,6 +41,14 @@ class AuxiliaryTerms:
         # name -> number of the layer (None: of the whole model) -> the sum
         self.sums: dict[str, dict[int | None, Tensor]] = defaultdict(dict)
 
+    def copied(self) -> "AuxiliaryTerms":
+        """The same numbers in tensors of their own, with which nothing later is computed."""
+        other = AuxiliaryTerms(self.scale, self.tokens, self.labels)
+        other.divisors = {name: divisor.clone() for name, divisor in self.divisors.items()}
+        for name, of_layers in self.sums.items():
+            other.sums[name] = {layer: value.clone() for layer, value in of_layers.items()}
+        return other
+
     def add(self, h: Tensor, terms: dict[str, Term], layer: int | None = None) -> Tensor:
         """Report terms of one microbatch. Returns h, whose backward also adds their gradient: so no
         stage of a pipeline has to hand them to the next one."""

@@ -115,6 +115,10 @@ LACKING_GPU = {
         "training.float8=rowwise",
         "needs a GPU of compute capability 9.0, this is a CPU",
     ),
+    "CUDA graphs": (
+        "compile.cuda_graphs=true",
+        "compile.cuda_graphs = true is for a GPU, and this run is on a cpu: set it to false",
+    ),
     "asynchronous tensor parallelism": (
         "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 compile.enabled=true",
         "needs GPUs that are connected",

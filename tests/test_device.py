@@ -100,6 +100,7 @@ MISTAKES = {  # check -> a mistake that it must see
     "experts": lambda: mock.patch.object(
         moe, "grouped_product", lambda rows, w, counts: rows @ w[0].T
     ),
+    "recorded": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.rand(())),
     "offload": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
 }
 

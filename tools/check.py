@@ -143,11 +143,12 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         and recipe == "none"
         and not overlapped
         and not gathers
+        and not cfg.compile.cuda_graphs
         and cfg.training.param_dtype != "float64"
     ):
         return
     from parallelisms import async_tp, cp, dp, float8, mesh  # here, because they import torch
-    from training import attention
+    from training import attention, graphs
 
     try:
         device = mesh.pick_device(cfg.run, local_world_size - 1)
@@ -159,6 +160,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     checks += (
         [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
     )
+    checks += [lambda: graphs.check(cfg, device)]
     checks += [lambda: async_tp.check_overlap(device.type)] if overlapped else []
     checks += (
         [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)]

@@ -1,7 +1,7 @@
 """What moves between host and device in a step: a microbatch with all that a model takes, put
 together in one place for training and validation, and the numbers that come back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +111,14 @@ def real_tokens(batch: dict[str, Tensor], mesh: Mesh) -> Tensor | None:
     ranges = mesh.token_ranges(batch["tokens"].shape[-1] * mesh.cp)
     places = [torch.arange(p.start, p.stop, device=mesh.device) for p in ranges]
     return torch.cat(places) < of_windows
+
+
+def raise_flags(raised: Tensor, flags: Iterable[bool]) -> None:
+    """Set raised [i] to 1 where flag i is true, without a host-device sync."""
+    for i, flag in enumerate(flags):
+        if flag:
+            # `raised[i] = 1.0` would copy the number from the host: a host-device sync
+            raised[i].fill_(1.0)
 
 
 def read_later(x: Tensor) -> Callable[[], list[float]]:

@@ -903,11 +903,11 @@ def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
 
 
 def tracing(cfg: Config) -> Config:
-    """The configuration as it is traced: on CPU tensors, uncompiled, every sequence one document,
-    matmuls in the weights' type."""
+    """The configuration as it is traced: on CPU tensors, uncompiled and unrecorded, every
+    sequence one document, matmuls in the weights' type."""
     changes = {
         "run": {"device": "cpu", "deterministic": False},
-        "compile": {"enabled": False},
+        "compile": {"enabled": False, "cuda_graphs": False},
         "data": {"mask_documents": False},
         "training": {"float8": "none", "attention": "auto"},
         "parallelism": {"async_tensor_parallel": False},

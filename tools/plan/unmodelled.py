@@ -42,6 +42,11 @@ ROWS = (
     ),
     Unmodelled("compile.backend", other_backend, "planned as inductor"),
     Unmodelled(
+        "compile.cuda_graphs",
+        lambda cfg, _: cfg.compile.cuda_graphs,
+        "the host's time is counted as without them",
+    ),
+    Unmodelled(
         "parallelism.cpu_offload",
         lambda cfg, _: cfg.parallelism.cpu_offload,
         "weights and optimizer state are counted as the GPU's, and copies to the host cost nothing",

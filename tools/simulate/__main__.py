@@ -64,6 +64,7 @@ ON_THE_CPU = one_process() | {  # the same run without a GPU
 # command line, it is refused.
 NOT_SIMULATED = {
     "compile.enabled": ("false", "a simulated GPU cannot run what inductor makes for CUDA"),
+    "compile.cuda_graphs": ("false", "a simulated GPU records no kernels"),
     "parallelism.expert_exchange": ("flat", "the simulated GPUs are those of one host"),
 }
 UNSEEN = (
@@ -107,6 +108,8 @@ def refuse(cfg: Config) -> None:
         raise InputError(
             "compile.enabled: a simulated GPU cannot run what inductor makes for CUDA; leave it out"
         )
+    if cfg.compile.cuda_graphs:
+        raise InputError("compile.cuda_graphs: a simulated GPU records no kernels; leave it out")
     if cfg.training.attention == "flash3":
         raise InputError(
             'training.attention = "flash3" is a package that calls CUDA itself; take "flash" or '

@@ -46,7 +46,7 @@ class Section:
 CHECKS = "tools.bench.device.checks"
 MEASURE = "tools.bench.device.measure"
 FLOAT8 = "tools.bench.float8"
-NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 float8 control sampling"
+NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 float8 control sampling recorded"
 DOCUMENTS = f"{CHECKS} documents documents_compiled"
 MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
 MESHES = (

@@ -414,6 +414,45 @@ def experts_bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
     return {"loss and norm": differences(trained(cfg), judge(cfg))["loss and norm"]}
 
 
+def recorded(device: torch.device, folder: Path) -> dict[str, float]:
+    """Steps with `compile.cuda_graphs`, compared bit by bit with the same without; on a CPU, which
+    has no graphs, both without. Of two microbatches, so that gradients also add up in a graph."""
+    errors = {}
+    two = f"--training.local_batch_size={ROWS // 2}"
+    runs = {
+        "float32": (),
+        "bfloat16": ("--training.param_dtype=bfloat16", "--training.z_loss=1e-4"),
+        "experts": (*EXPERTS, "--training.param_dtype=bfloat16"),
+    }
+    for name, options in runs.items():
+        graphs = f"--compile.cuda_graphs={str(device.type == 'cuda').lower()}"
+        plain = repeatable_steps(config(device, two, *options))
+        replayed = repeatable_steps(config(device, two, *options, graphs))
+        errors[f"{name}: numbers that differ"] = sum(
+            not torch.equal(plain[key], x) for key, x in replayed.items()
+        )
+    return errors
+
+
+def repeatable_steps(cfg: Config) -> dict[str, Tensor]:
+    """Loss and norm of six steps by deterministic kernels, and the weights after them."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        job = train.build(cfg)
+        seen = {}
+        for step, batch in enumerate(batches() * 2):
+            shape = (-1, cfg.training.local_batch_size, TOKENS)
+            batch = {name: x.view(shape) for name, x in batch.items()}
+            flags = train.Flags(stop=step == 4)
+            result = train.train_step(job, batch, flags=lambda flags=flags: flags)
+            seen[f"loss and norm {step}"] = torch.tensor([result.loss, result.grad_norm])
+            seen[f"losses {step}"] = whole(result.losses)
+            seen[f"flags {step}"] = torch.tensor(result.flags)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return seen | {name: whole(p) for name, p in job.model.named_parameters()}
+
+
 def offload(device: torch.device, folder: Path) -> dict[str, float]:
     """Weights and optimizer on the CPU, over groups of one rank."""
     return with_groups_of_one(device, "--parallelism.cpu_offload=true")
@@ -550,6 +589,7 @@ CHECKS = {
     "checkpoint": Check(checkpoint, 0, "a save during training, and a load"),
     "experts": Check(experts, ROUNDING, "MoE layers in float32"),
     "experts_bfloat16": Check(experts_bfloat16, 0.05, "the same in bfloat16, by a grouped GEMM"),
+    "recorded": Check(recorded, 0, "CUDA graphs, compared bit by bit with steps without them"),
     "offload": Check(
         offload, ROUNDING, "weights and optimizer on the CPU, under FSDP2 on one rank"
     ),

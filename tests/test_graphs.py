@@ -1,0 +1,115 @@
+"""compile.cuda_graphs without a GPU: what is refused, and that a recorder keeps apart what a graph
+writes anew in each step. On a GPU the check "recorded" compares it bit by bit (tests/test_gpu.py)."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import train
+from configs.load import load_config
+from configs.schema import InputError
+from parallelisms.mesh import close_mesh
+from tools.bench.device import checks
+from training import graphs
+
+CPU = torch.device("cpu")
+TWO = "--training.local_batch_size=2"
+KINDS = {
+    "float32": (TWO,),
+    "bfloat16": (TWO, "--training.param_dtype=bfloat16"),
+    "experts": (TWO, *checks.EXPERTS, "--training.z_loss=1e-4"),
+}
+
+
+class OnCpu(graphs.Recorder):
+    """Stands for a recorder on a machine without a GPU. A replay computes the step anew and writes
+    it where the recorded one lay, as a graph does."""
+
+    def __init__(self):
+        self.batch, self.gradients, self.graph = {}, [], None
+        self.device = CPU
+        self.launched = 0
+
+    def first(self, gradients, job, given, flags):
+        self.batch = {name: x.to(CPU, copy=True) for name, x in given.items()}
+        return gradients(job, self.batch, flags)
+
+    def record(self, gradients, job):
+        self.graph = SimpleNamespace(replay=lambda: self.replay(gradients, job))
+        self.result = gradients(job, self.batch)
+        self.gradients = [(p, p.grad) for p in job.model.parameters() if p.grad is not None]
+
+    def replay(self, gradients, job):
+        self.launched += 1
+        job.optimizer.zero_grad(set_to_none=True)
+        new = gradients(job, self.batch)
+        for name in ("loss", "raised", "losses"):
+            getattr(self.result, name).copy_(getattr(new, name))
+        for name, of_layers in new.terms.sums.items():
+            for layer, value in of_layers.items():
+                self.result.terms.sums[name][layer].copy_(value)
+        for parameter, gradient in self.gradients:
+            gradient.copy_(parameter.grad)
+
+
+def steps(options: tuple[str, ...], recorder: graphs.Compute = graphs.directly) -> list:
+    """Of six steps what each returned, kept until the end, and the weights after them."""
+    cfg = checks.config(CPU, *options)
+    job = train.build(cfg)
+    job.compute = recorder
+    results = []
+    shape = (-1, cfg.training.local_batch_size, checks.TOKENS)
+    for number, batch in enumerate(checks.batches() * 2):
+        flags = train.Flags(saving=number == 3)
+        batch = {name: x.view(shape) for name, x in batch.items()}
+        results.append(train.train_step(job, batch, flags=lambda flags=flags: flags))
+    weights = [p.detach().clone() for p in job.model.parameters()]
+    close_mesh()
+    seen = [(r.loss, r.grad_norm, tuple(r.flags), r.losses, sums(r)) for r in results]
+    return [seen, weights]
+
+
+def sums(result: train.StepResult) -> dict:
+    return {name: dict(of_layers) for name, of_layers in result.terms.sums.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_of_a_recorder_are_those_without(kind):
+    recorder = OnCpu()
+    torch.testing.assert_close(steps(KINDS[kind], recorder), steps(KINDS[kind]), rtol=0, atol=0)
+    assert recorder.launched == 5
+
+
+def test_negative_control_results_that_lie_where_the_graph_writes_are_seen():
+    class Shared(OnCpu):
+        def copied(self, flags):
+            return self.result
+
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(steps((TWO,), Shared()), steps((TWO,)), rtol=0, atol=0)
+
+
+def test_a_batch_of_another_shape_runs_kernel_by_kernel():
+    recorder = OnCpu()
+    job = train.build(checks.config(CPU))
+    job.compute = recorder
+    for batch in checks.batches():
+        train.train_step(job, batch)
+    shorter = {name: x[..., :30].contiguous() for name, x in checks.batches()[0].items()}
+    assert train.train_step(job, shorter).losses.shape[-1] == 30
+    assert recorder.launched == 2
+    close_mesh()
+
+
+def test_what_only_the_device_tells_is_refused():
+    cfg = load_config([*checks.config_words(torch.device("cuda")), "--compile.cuda_graphs=true"])
+    with pytest.raises(InputError, match="is for a GPU, and this run is on a cpu: set it to false"):
+        graphs.open_recorder(cfg, CPU)
+    gpu = torch.device("cuda")
+    graphs.check(cfg, gpu)
+    experts = [*checks.config_words(gpu), *checks.EXPERTS, "--compile.cuda_graphs=true"]
+    with pytest.raises(InputError, match="with experts needs their grouped GEMM.*bfloat16"):
+        graphs.check(load_config(experts), gpu)
+    narrow = load_config([*experts, "--training.param_dtype=bfloat16"])
+    graphs.check(narrow, gpu)
