@@ -96,7 +96,7 @@ def build(cfg: Config) -> Job:
     dp_shard = check.data_parallel_shard(cfg, meshes.world().size)
     mesh = meshes.open_mesh(cfg.run, cfg.parallelism, dp_shard, has_experts)
     attention.choose(cfg.training.attention, mesh.device)
-    compute = graphs.open_recorder(cfg, mesh.device)
+    compute = graphs.open_recorder(cfg, mesh.device, args)
     # For a model that draws random numbers: the same within a tp group, others everywhere else.
     torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)
     layers = pp.layers_of_stages(cfg, family, args)

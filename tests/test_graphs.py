@@ -22,7 +22,7 @@ KINDS = {
 }
 
 
-class OnCpu(graphs.Recorder):
+class OnCpu(graphs.GraphRecorder):
     """Stands for a recorder on a machine without a GPU. A replay computes the step anew and writes
     it where the recorded one lay, as a graph does."""
 
@@ -70,6 +70,10 @@ def steps(options: tuple[str, ...], recorder: graphs.Compute = graphs.directly) 
     return [seen, weights]
 
 
+def numbers(cfg):
+    return train.architecture(cfg)[1]
+
+
 def sums(result: train.StepResult) -> dict:
     return {name: dict(of_layers) for name, of_layers in result.terms.sums.items()}
 
@@ -105,11 +109,11 @@ def test_a_batch_of_another_shape_runs_kernel_by_kernel():
 def test_what_only_the_device_tells_is_refused():
     cfg = load_config([*checks.config_words(torch.device("cuda")), "--compile.cuda_graphs=true"])
     with pytest.raises(InputError, match="is for a GPU, and this run is on a cpu: set it to false"):
-        graphs.open_recorder(cfg, CPU)
+        graphs.open_recorder(cfg, CPU, numbers(cfg))
     gpu = torch.device("cuda")
-    graphs.check(cfg, gpu)
+    graphs.check(cfg, gpu, numbers(cfg))
     experts = [*checks.config_words(gpu), *checks.EXPERTS, "--compile.cuda_graphs=true"]
     with pytest.raises(InputError, match="with experts needs their grouped GEMM.*bfloat16"):
-        graphs.check(load_config(experts), gpu)
+        graphs.check(load_config(experts), gpu, numbers(load_config(experts)))
     narrow = load_config([*experts, "--training.param_dtype=bfloat16"])
-    graphs.check(narrow, gpu)
+    graphs.check(narrow, gpu, numbers(narrow))

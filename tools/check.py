@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 from configs import check, program
 from configs.load import ConfigError, as_given, help_text, load_config
@@ -134,6 +135,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     overlapped = cfg.parallelism.async_tensor_parallel
     p = cfg.parallelism
     width = check.query_width(cfg.model)
+    numbers = SimpleNamespace(**check.architecture(cfg.model))
     gathers = p.context_parallel > 1 and p.context_parallel_method == "gather"
     # else every GPU of today has a kernel
     gathers &= check.no_flash(cfg.training.param_dtype, width)
@@ -160,7 +162,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     checks += (
         [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
     )
-    checks += [lambda: graphs.check(cfg, device)]
+    checks += [lambda: graphs.check(cfg, device, numbers)]
     checks += [lambda: async_tp.check_overlap(device.type)] if overlapped else []
     checks += (
         [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)]

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from configs.check import architecture
 from configs.schema import Config, InputError
 from parallelisms import dp
 from training.feed import raise_flags
@@ -31,15 +30,15 @@ def directly(gradients: Callable, job: Any, batch: dict[str, Tensor], flags: Cal
     return gradients(job, batch, flags)
 
 
-def open_recorder(cfg: Config, device: torch.device) -> Compute:
-    """How this run computes its gradients: a `Recorder` with compile.cuda_graphs, else `directly`.
+def open_recorder(cfg: Config, device: torch.device, args: Any) -> Compute:
+    """How this run computes its gradients: a `GraphRecorder` with compile.cuda_graphs, else `directly`.
     Raises InputError as `check`."""
-    check(cfg, device)
-    return Recorder(device) if cfg.compile.cuda_graphs else directly
+    check(cfg, device, args)
+    return GraphRecorder(device) if cfg.compile.cuda_graphs else directly
 
 
-def check(cfg: Config, device: torch.device) -> None:
-    """Raises InputError for what no recording on this device can hold."""
+def check(cfg: Config, device: torch.device, args: Any) -> None:
+    """Raises InputError for what no recording on this device can hold. args: the model's numbers."""
     if not cfg.compile.cuda_graphs:
         return
     if device.type != "cuda":
@@ -47,9 +46,8 @@ def check(cfg: Config, device: torch.device) -> None:
             f"compile.cuda_graphs = true is for a GPU, and this run is on a {device.type}: set it "
             "to false"
         )
-    numbers = architecture(cfg.model)
     is_narrow = dp.param_dtype(cfg.training, device) == torch.bfloat16
-    widths = (numbers["dim"], numbers["expert_dim"]) if numbers.get("n_experts") else ()
+    widths = (args.dim, args.expert_dim) if getattr(args, "n_experts", 0) else ()
     if widths and not (is_narrow and all(width % 8 == 0 for width in widths)):
         raise InputError(
             "compile.cuda_graphs = true with experts needs their grouped GEMM, which works on "
@@ -58,7 +56,7 @@ def check(cfg: Config, device: torch.device) -> None:
         )
 
 
-class Recorder:
+class GraphRecorder:
     """The first step runs kernel by kernel, so that everything is compiled and allocated. The second
     is recorded, and it and all later ones are started as a whole. A batch of another shape runs
     kernel by kernel."""

@@ -3,25 +3,26 @@
     python -m tools.bench.graphs [--rounds 12] [--only debug,100M] [--json out.json]
 
 Every contender trains in a process of its own, all on the same batches; the first 20 losses and
-norms are compared bit by bit with those of the same contender without a graph. Rounds of 20 steps
-alternate. idle: the share of a step in which the GPU runs no kernel.
+norms are compared bit by bit with those of the same contender without a graph; more options, such as
+--run.deterministic=true, go to all. Rounds of 20 steps alternate. idle: the share of a step in which
+the GPU runs no kernel.
 """
 
 import argparse
+import os
 import statistics
 from collections.abc import Callable
 
 import configs.cpu  # noqa: F401
 
 import torch
-from torch import Tensor
 
 import train
 from configs import program
 from configs.load import load_config
 from tools.bench import apart, harness
 from tools.bench.idle import idle_share, kernel_times
-from training.optim import clip_grad_norm, learning_rate, set_learning_rate, step_if
+from training.optim import learning_rate, set_learning_rate
 
 DEBUG = "configs/llama_debug.toml"
 SIZES = {
@@ -34,6 +35,8 @@ SIZES = {
 }
 STEPS = 20  # of a round, and whose losses are compared
 PLAIN = "step by step"
+AGAIN = "step by step, again"  # whether these numbers repeat themselves at all
+GRAPHS = "compile.cuda_graphs"
 COLUMNS = (
     "model",
     "blocks",
@@ -49,108 +52,11 @@ COLUMNS = (
 Step = Callable[[int], tuple[float, float]]  # number of the step -> its loss and norm
 
 
-class GraphOfGradients:
-    """`train.gradients`: its first call is an ordinary one, the second is captured, and from then on
-    the graph is launched anew for each batch."""
-
-    def __init__(self, gradients: Callable) -> None:
-        self.gradients = gradients
-        self.stream = torch.cuda.Stream()
-        self.batch: dict[str, Tensor] = {}
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def __call__(self, job: train.Job, batch: dict, flags: Callable) -> train.Gradients:
-        names = [name for name in ("tokens", "labels", "length") if name in batch]
-        if not self.batch:
-            self.batch = {name: batch[name].to(job.mesh.device) for name in names}
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                result = self.gradients(job, self.batch, flags)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return result
-        for name in names:
-            self.batch[name].copy_(batch[name], non_blocking=True)
-        if self.graph is None:
-            self.capture(job)
-        self.graph.replay()
-        for parameter, gradient in self.held:
-            parameter.grad = gradient
-        return self.result
-
-    def capture(self, job: train.Job) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        how = {"stream": self.stream, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(self.graph, **how):
-            self.result = self.gradients(job, self.batch)
-        self.held = [(p, p.grad) for p in job.model.parameters() if p.grad is not None]
-
-
-class GraphOfStep:
-    """Gradients, clipping and the optimizer in one graph. The learning rate is a number on the GPU,
-    in float32: there the weights may differ in their last bit."""
-
-    def __init__(self, job: train.Job) -> None:
-        self.job = job
-        self.stream = torch.cuda.Stream()
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self.rate = torch.zeros((), device=job.mesh.device)
-        for group in job.optimizer.param_groups:
-            assert group["lr_scale"] == 1
-            group["lr"] = self.rate
-            group["capturable"] = True
-
-    def __call__(self, batch: dict, rate: float) -> Tensor:
-        self.rate.fill_(rate)
-        if self.graph is None:
-            self.batch = {name: x.to(self.job.mesh.device) for name, x in batch.items()}
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                numbers = self.body()
-            torch.cuda.current_stream().wait_stream(self.stream)
-            self.job.optimizer.zero_grad(set_to_none=True)
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                self.graph, stream=self.stream, capture_error_mode="thread_local"
-            ):
-                self.numbers = self.body()
-            return numbers
-        for name, x in self.batch.items():
-            x.copy_(batch[name], non_blocking=True)
-        self.graph.replay()
-        return self.numbers
-
-    def body(self) -> Tensor:
-        job = self.job
-        step = train.gradients(job, self.batch)
-        norm = clip_grad_norm(job.model.parameters(), job.cfg.training.max_norm)
-        fine = norm.isfinite() & step.loss.isfinite() & (step.raised[train.NO_DATA] == 0)
-        step_if(fine, job.optimizer)
-        return torch.stack((step.loss, norm, fine))
-
-
-def plain(job: train.Job, batches: list[dict], gradients: Callable | None = None) -> Step:
-    if gradients is not None:
-        train.gradients = gradients
-
+def plain(job: train.Job, batches: list[dict]) -> Step:
     def step(number: int) -> tuple[float, float]:
         set_learning_rate(job.optimizer, rate_of(job, number))
         result = train.train_step(job, batches[number % len(batches)])
         return result.loss, result.grad_norm
-
-    return step
-
-
-def graph_of_gradients(job: train.Job, batches: list[dict]) -> Step:
-    return plain(job, batches, GraphOfGradients(train.gradients))
-
-
-def graph_of_step(job: train.Job, batches: list[dict]) -> Step:
-    graph = GraphOfStep(job)
-
-    def step(number: int) -> tuple[float, float]:
-        numbers = graph(batches[number % len(batches)], rate_of(job, number))
-        loss, norm, _ = numbers.tolist()
-        return loss, norm
 
     return step
 
@@ -178,14 +84,18 @@ def rate_of(job: train.Job, number: int) -> float:
 
 VARIANTS = {
     PLAIN: plain,
-    "a graph of the gradients": graph_of_gradients,
-    "a graph of the whole step": graph_of_step,
+    AGAIN: plain,
+    GRAPHS: plain,
     "graphs of blocks (reduce-overhead)": graphs_of_blocks,
 }
 
 
 def one(options: list[str], variant: str) -> None:
-    cfg = load_config(options, 1, 1)
+    recorded = f"--compile.cuda_graphs={str(variant == GRAPHS).lower()}"
+    cfg = load_config([*options, recorded], 1, 1)
+    if cfg.run.deterministic:  # as train.open_run
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     job = train.build(cfg)
     shape = (1, cfg.training.local_batch_size, cfg.training.seq_len)
     random = torch.Generator().manual_seed(1)

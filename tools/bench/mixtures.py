@@ -14,6 +14,7 @@ import re
 import statistics
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,10 +58,16 @@ class Size(NamedTuple):
     seq_len: int
 
 
-SIZES = {"qwen3": Size("qwen3", "30B-A3B", 2, 8192), "gpt-oss": Size("gpt_oss", "20B", 2, 4096)}
-PARTS = ("qwen3 mixture", "gpt-oss mixture", "qwen3 layers", "gpt-oss layers")
-CONTENDERS = ("ours", "ours with balance loss", "hf", "hf flex", "torchtitan")
+SIZES = {"qwen3": Size("qwen3", "30B-A3B", 1, 8192), "gpt-oss": Size("gpt_oss", "20B", 1, 8192)}
+PARTS = {  # what fits into one GPU's memory at the same time
+    "mixture": {
+        "qwen3 mixture": ("ours", "ours with balance loss", "hf", "torchtitan"),
+        "gpt-oss mixture": ("ours", "hf", "torchtitan"),
+    },
+    "layers": {"qwen3 layers": ("ours", "hf"), "gpt-oss layers": ("ours", "hf")},
+}
 LAYERS = 2
+SINKS = "flex_attention" if GPU else "eager"  # what transformers has for attention with sinks
 
 
 def sizes_of(name: str, layers: int, balance: float) -> tuple[Size, Any]:
@@ -78,8 +85,10 @@ def sizes_of(name: str, layers: int, balance: float) -> tuple[Size, Any]:
 def our_model(name: str, layers: int, balance: float) -> tuple[Size, Any, nn.Module]:
     """With values that are the same in every process."""
     size, args = sizes_of(name, layers, balance)
+    torch.set_default_dtype(DTYPE)
     with DEVICE:
         model = MODELS[size.family].build(args)
+    torch.set_default_dtype(torch.float32)
     random = torch.Generator(DEVICE).manual_seed(0)
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
@@ -87,7 +96,7 @@ def our_model(name: str, layers: int, balance: float) -> tuple[Size, Any, nn.Mod
                 p.fill_(1.0)
             else:
                 p.normal_(std=0.02, generator=random)
-    return size, args, model.to(DTYPE)
+    return size, args, model
 
 
 def ours(name: str, part: str, balance: float) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
@@ -160,9 +169,7 @@ def hf(name: str, part: str, attention: str) -> tuple[nn.Module, Callable[[Tenso
     cfg._experts_implementation = "grouped_mm"
     cfg._attn_implementation = attention
     with DEVICE:
-        theirs = transformers.AutoModel.from_config(
-            cfg, dtype=DTYPE, attn_implementation=attention, experts_implementation="grouped_mm"
-        )
+        theirs = transformers.AutoModel.from_config(cfg, dtype=DTYPE, attn_implementation=attention)
     assert theirs.config._experts_implementation == "grouped_mm"
     for number, layer in model.layers.items():
         weights = {n: x.detach() for n, x in theirs_of(layer).items()}
@@ -220,18 +227,17 @@ def torchtitan(name: str, part: str) -> tuple[nn.Module, Callable[[Tensor], Tens
             "experts.mlp2_weight": e.w2,
             "experts.mlp2_bias": e.b2,
         }
-        module = of_gpt_oss
     else:
         with DEVICE:
             layer = titans.MoE(numbers, args.dim, args.expert_dim)
         weights |= {"experts.w1": e.w1, "experts.w2": e.w2, "experts.w3": e.w3}
-        module = titans
     layer.to(DTYPE).load_state_dict({n: x.detach() for n, x in weights.items()}, strict=False)
     if GPU:
         layer.router = torch.compile(layer.router, fullgraph=True)
         layer.reorderer = torch.compile(layer.reorderer, fullgraph=True)
-        compiled = torch.compile(module._run_experts_grouped_mm, fullgraph=module is titans)
-        module._run_experts_grouped_mm = compiled
+    if GPU and size.family != "gpt_oss":  # whose experts it does not compile
+        compiled = torch.compile(titans._run_experts_grouped_mm, fullgraph=True)
+        titans._run_experts_grouped_mm = compiled
     return layer, layer
 
 
@@ -299,8 +305,7 @@ def one(part_name: str, contender: str, folder: Path) -> None:
     makers = {
         "ours": lambda: ours(name, part, 0.0),
         "ours with balance loss": lambda: ours(name, part, 1e-3),
-        "hf": lambda: hf(name, part, "sdpa" if name == "qwen3" else "eager"),
-        "hf flex": lambda: hf(name, part, "flex_attention"),
+        "hf": lambda: hf(name, part, "sdpa" if name == "qwen3" else SINKS),
         "torchtitan": lambda: torchtitan(name, part),
     }
     module, forward = makers[contender]()
@@ -374,26 +379,27 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--seconds", type=float, default=80, help="to compile, all at once")
+    every = [part for parts in PARTS.values() for part in parts]
+    parser.add_argument("--only", default=",".join(every))
+    parser.add_argument("--seconds", type=float, default=55, help="to compile, all of a part")
     parser.add_argument("--json")
     parser.add_argument("--one", nargs=3, metavar=("PART", "CONTENDER", "FOLDER"))
     args = parser.parse_args()
     if args.one:
         return one(args.one[0], args.one[1], Path(args.one[2]))
-    contenders = {}
+    asked = args.only.split(",")
+    running: dict[str, apart.Contender] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for part in args.only.split(","):
-            for name in CONTENDERS:
-                if name == "torchtitan" and part.endswith("layers"):
-                    continue
-                if name == "hf flex" and part != "gpt-oss layers":
-                    continue
-                how = ["-m", "tools.bench.mixtures", "--one", part, name, folder]
-                contenders[f"{part}; {name}"] = how
-        running = apart.in_turn(
-            contenders, 2 + args.rounds, args.seconds, 10, lambda seen: apart.note(args.json, seen)
-        )
+        for parts in PARTS.values():
+            contenders = {
+                f"{part}; {name}": ["-m", "tools.bench.mixtures", "--one", part, name, folder]
+                for part, names in parts.items()
+                for name in names
+                if part in asked
+            }
+            noted = partial(apart.note, args.json)
+            running |= apart.in_turn(contenders, 2 + args.rounds, args.seconds, 10, noted)
+            apart.note(args.json, running)
         for contender in running.values():
             contender.seconds = contender.seconds[2:]
         rows = rows_of(running, Path(folder))
