@@ -113,7 +113,7 @@ PARTS = [  # the most valuable first
     Section(
         "changes of a step",
         {
-            "cuda": (70, f"{CHANGES} one_pass one_pass_clip loss_in_one_piece"),
+            "cuda": (70, f"{CHANGES} one_pass one_pass_clip fused_scale loss_in_one_piece"),
             "cpu": (60, f"{CHANGES} one_pass"),
         },
     ),
