@@ -83,14 +83,12 @@ def rounded(matrix: Tensor, to: torch.dtype, recipe: Recipe, along: int) -> Roun
     other."""
     magnitude = matrix.abs()
     most = magnitude.amax(along, keepdim=True) if recipe.by_row else magnitude.amax()
-    # In float64, because a compiled division of float32 is not exact.
-    factor = (torch.finfo(to).max / most.double().clamp(min=SMALLEST)).float()
+    factor = torch.finfo(to).max / most.float().clamp(min=SMALLEST)
     if recipe.by_row:
         factor = (factor.view(torch.int32) & SIGN_AND_EXPONENT).view(torch.float32)
     # Nothing to clip: what the factor's rounding adds is less than what the 8 bits round away.
     values = (matrix.float() * factor).to(to)
-    scale = factor.double().reciprocal().float()
-    return Rounded(values, scale.squeeze())
+    return Rounded(values, factor.reciprocal().squeeze())
 
 
 def multiplied(
