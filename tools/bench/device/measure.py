@@ -215,8 +215,8 @@ def sustained(fn: Callable[[], object], device: torch.device) -> float:
     once = best(fn, device)
     if device.type != "cuda":
         return once
-    calls = max(1, int(HEAT_UP_SECONDS / once))
-    for _ in range(2):  # the first time is not used
+    for seconds in HEAT_UP_SECONDS, HEAT_UP_SECONDS / 3:  # the first time is not used
+        calls = max(1, int(seconds / once))
         began = time.perf_counter()
         for _ in range(calls):
             fn()

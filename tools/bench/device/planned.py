@@ -1,33 +1,36 @@
 """Configurations planned and run on this device, side by side: time and memory.
 
-    python -m tools.bench.device.planned (planner | lengths) [--seconds 130] [--json out.json]
+    python -m tools.bench.device.planned (planner | lengths) [--seconds 80] [--json out.json]
 
-- planner: the device's rates first, then a dozen different configurations planned with them.
+- planner: the device's rates first, then different configurations planned with them.
 - lengths: two of 8B's layers on one sequence of 32k tokens and more, with cuDNN's attention,
   FlashAttention, documents of 8k, and four of OLMo 3's layers, of which three have windows of 4k.
 
 Each configuration runs in a process of its own: two steps to warm up, three that count (one and one
-for very long sequences). While one holds the GPU, the next ones start. The JSON file is written after each, and what does not fit into
---seconds is listed as not run. On a CPU the sizes are small.
+for very long sequences). As many as fit into memory together are built and compiled at the same
+time, and then timed one after the other. The JSON file is written after each, and what does not fit
+into --seconds is listed as not run. On a CPU the sizes are small.
 """
 
 import argparse
-import fcntl
 import json
-import os
+import select
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from contextlib import suppress
 
 import torch
+from torch import Tensor
 
 import train
 from configs.load import load_config
+from configs.schema import Config
 from parallelisms.dp import param_dtype
 from tools.bench import harness
 from tools.bench.device import measure
@@ -36,41 +39,50 @@ from tools.plan.plan import PlanInputs, make_plan
 from training.metrics import peak_flops
 
 GPU = torch.cuda.is_available()
-AT_ONCE = 4 if GPU else 1
 ONE = "--training.local_batch_size=1 --training.global_batch_size=1"
 COMPILED = "--compile.enabled=true"
 AC = "--activation_checkpoint.mode"
 VOCABULARY = "--model.vocab_size"
 OF_8B = f"--model.flavor=8B {VOCABULARY}=32768 --training.param_dtype=bfloat16"
 OF_1B = f"--model.flavor=1B --training.param_dtype=bfloat16 {COMPILED}"
-MIXTURE = "--model.family=qwen3 --model.flavor=30B-A3B --training.param_dtype=bfloat16"
+MIXTURE = f"--model.family=qwen3 --model.flavor=30B-A3B {VOCABULARY}=32768 --training.param_dtype=bfloat16"
 LAYERS = "--model.n_layers"
 LENGTH = "--training.seq_len"
 BATCH = "--training.local_batch_size={0} --training.global_batch_size={0}"
-PLANNER = {
-    "8B, 2 layers, 8k": f"{OF_8B} {COMPILED} {LAYERS}=2 {LENGTH}=8192 {ONE} {AC}=none",
-    "8B, 8 layers, 8k, selective": (
-        f"{OF_8B} {COMPILED} {LAYERS}=8 {LENGTH}=8192 {ONE} {AC}=selective"
-    ),
-    "8B, 4 layers, 8k, full": f"{OF_8B} {COMPILED} {LAYERS}=4 {LENGTH}=8192 {ONE} {AC}=full",
-    "8B, 4 layers, 2k, batch 4": (
-        f"{OF_8B} {COMPILED} {LAYERS}=4 {LENGTH}=2048 {BATCH.format(4)} {AC}=none"
-    ),
-    "8B, 4 layers, 8k, not compiled": f"{OF_8B} {LAYERS}=4 {LENGTH}=8192 {ONE} {AC}=none",
-    "8B, 2 layers, 8k, whole vocabulary": (
-        f"{OF_8B} {COMPILED} {LAYERS}=2 {LENGTH}=8192 {ONE} {AC}=none {VOCABULARY}=128256"
-    ),
-    "1B, 2k, batch 2, selective": f"{OF_1B} {LENGTH}=2048 {BATCH.format(2)} {AC}=selective",
-    "1B, 8k, full": f"{OF_1B} {LENGTH}=8192 {ONE} {AC}=full",
-    "1B, 4 layers, 8k, batch 2": f"{OF_1B} {LAYERS}=4 {LENGTH}=8192 {BATCH.format(2)} {AC}=none",
-    "1B, 4 layers, 2k, batch 1": f"{OF_1B} {LAYERS}=4 {LENGTH}=2048 {ONE} {AC}=none",
-    "30B-A3B, 2 layers, 8k": (
-        f"{MIXTURE} {LAYERS}=2 {LENGTH}=8192 {ONE} {AC}=none {VOCABULARY}=32768"
-    ),
-    "30B-A3B, 2 layers, 2k, full": (
-        f"{MIXTURE} {LAYERS}=2 {LENGTH}=2048 {BATCH.format(2)} {AC}=full {VOCABULARY}=32768"
-    ),
-}
+PLANNER = (  # those of a line fit 80 GB together
+    {
+        "8B, 2 layers, 8k": f"{OF_8B} {COMPILED} {LAYERS}=2 {LENGTH}=8192 {ONE} {AC}=none",
+        "8B, 2 layers, 2k, batch 4, full": (
+            f"{OF_8B} {COMPILED} {LAYERS}=2 {LENGTH}=2048 {BATCH.format(4)} {AC}=full"
+        ),
+        "1B, 4 layers, 2k": f"{OF_1B} {LAYERS}=4 {LENGTH}=2048 {ONE} {AC}=none",
+        "1B, 2 layers, 8k, full": f"{OF_1B} {LAYERS}=2 {LENGTH}=8192 {ONE} {AC}=full",
+        "30B-A3B, 1 layer, 8k": f"{MIXTURE} {LAYERS}=1 {LENGTH}=8192 {ONE} {AC}=none",
+    },
+    {
+        "8B, 4 layers, 8k, selective": (
+            f"{OF_8B} {COMPILED} {LAYERS}=4 {LENGTH}=8192 {ONE} {AC}=selective"
+        ),
+        "8B, 2 layers, 8k, not compiled": f"{OF_8B} {LAYERS}=2 {LENGTH}=8192 {ONE} {AC}=none",
+        "1B, 4 layers, 8k, batch 2, selective": (
+            f"{OF_1B} {LAYERS}=4 {LENGTH}=8192 {BATCH.format(2)} {AC}=selective"
+        ),
+    },
+    {
+        "8B, 2 layers, 8k, whole vocabulary": (
+            f"{OF_8B} {COMPILED} {LAYERS}=2 {LENGTH}=8192 {ONE} {AC}=none {VOCABULARY}=128256"
+        ),
+        "30B-A3B, 2 layers, 2k, batch 4, full": (
+            f"{MIXTURE} {LAYERS}=2 {LENGTH}=2048 {BATCH.format(4)} {AC}=full"
+        ),
+    },
+    {
+        "8B, 8 layers, 8k, selective": (
+            f"{OF_8B} {COMPILED} {LAYERS}=8 {LENGTH}=8192 {ONE} {AC}=selective"
+        ),
+        "1B, 2k, batch 2": f"{OF_1B} {LENGTH}=2048 {BATCH.format(2)} {AC}=none",
+    },
+)
 LONG = f"{VOCABULARY}=32768 --training.param_dtype=bfloat16 {ONE} {COMPILED} {AC}=full"
 KINDS_OF_ATTENTION = {
     "cuDNN": f"--model.flavor=8B --training.attention=cudnn {LAYERS}=2",
@@ -82,11 +94,11 @@ LENGTHS = (  # the most valuable first
     (32768, "cuDNN"),
     (131072, "cuDNN"),
     (131072, "documents"),
-    (262144, "cuDNN"),
-    (262144, "documents"),
+    (196608, "cuDNN"),
     (131072, "windows"),
     (131072, "flash"),
-    (262144, "windows"),
+    (196608, "documents"),
+    (262144, "cuDNN"),
     (32768, "flash"),
     (65536, "cuDNN"),
     (32768, "documents"),
@@ -94,75 +106,77 @@ LENGTHS = (  # the most valuable first
 )
 SLOW = 65536  # tokens, from which on one step warms up and one counts
 ON_CPU = "--training.param_dtype=float32 --training.seq_len=256 --model.n_layers=2"
-SMALL = {
-    "batch 1": f"{ON_CPU} {ONE}",
-    "batch 2, full": f"{ON_CPU} {BATCH.format(2)} {AC}=full",
-    "documents": f"{ON_CPU} {ONE} --data.mask_documents=true",
-    "wrong": f"{ON_CPU} {ONE} --training.attention=flash",
-}
+SMALL = (
+    {"batch 1": f"{ON_CPU} {ONE}", "wrong": f"{ON_CPU} {ONE} --training.attention=flash"},
+    {"batch 2, full": f"{ON_CPU} {BATCH.format(2)} {AC}=full"},
+    {"documents": f"{ON_CPU} {ONE} --data.mask_documents=true"},
+)
+PLANS_AT_ONCE = 6 if GPU else 1
 DOCUMENT = 8192  # tokens of each
 COLUMNS = (
     "configuration",
     "step",
-    "planned",
-    "of it",
+    "planned step",
+    "error",
     "MFU",
     "TFLOP/s",
     "live GiB",
     "planned GiB",
-    "of it",
+    "error",
     "held GiB",
 )
 
 
-def lengths() -> dict[str, str]:
-    configurations = {}
+def lengths() -> list[dict[str, str]]:
+    """Each has the GPU for itself."""
+    configurations = []
     for tokens, kind in LENGTHS:
         size = f"--model.max_seq_len={max(tokens, 131072)} {LENGTH}={tokens}"
-        configurations[f"{tokens:,}, {kind}"] = f"{KINDS_OF_ATTENTION[kind]} {LONG} {size}"
+        configurations.append({f"{tokens:,}, {kind}": f"{KINDS_OF_ATTENTION[kind]} {LONG} {size}"})
     return configurations
 
 
-SUBJECTS: dict[str, Callable[[], dict[str, str]]] = {"planner": lambda: PLANNER, "lengths": lengths}
-
-
-def ran(options: list[str], lock: Path) -> dict:
-    """Runs in a process of its own. lock: a file that the process that uses the GPU holds."""
+def ran(options: list[str]) -> dict:
+    """Runs in a process of its own, which waits for a line before it builds, says that it is ready,
+    and waits for a line before it times its steps."""
     cfg = load_config(options, 1, 1)
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        began = time.perf_counter()
-        job = train.build(cfg)
-        t = cfg.training
-        shape = (t.global_batch_size // t.local_batch_size, t.local_batch_size, t.seq_len)
-        generator = torch.Generator().manual_seed(0)
-        batch = {
-            name: torch.randint(0, job.args.vocab_size, shape, generator=generator)
-            for name in ("tokens", "labels")
-        }
-        if cfg.data.mask_documents:
-            batch["positions"] = (torch.arange(t.seq_len) % DOCUMENT).expand(shape).contiguous()
-        step = lambda: train.train_step(job, batch)  # noqa: E731
-        rounds, warm_up = (1, 1) if t.seq_len >= SLOW else (3, 2)
-        seconds = harness.alternate({"": step}, rounds, warm_up)[""]
-        device = job.mesh.device
-        live = torch.cuda.max_memory_allocated(device) / 2**30 if GPU else None
-        held_gib = torch.cuda.max_memory_reserved(device) / 2**30 if GPU else None
-        whole = time.perf_counter() - began
+    sys.stdin.readline()
+    job = train.build(cfg)
+    batch = batch_of(cfg, job.args.vocab_size)
+    step = lambda: train.train_step(job, batch)  # noqa: E731
+    rounds, warm_up = (1, 1) if cfg.training.seq_len >= SLOW else (3, 2)
+    harness.alternate({"": step}, 0, warm_up)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    seconds = harness.alternate({"": step}, rounds, 0)[""]
+    median = statistics.median(seconds)
     family, args = train.architecture(cfg)
-    flops = family.flops_per_token(args, t.seq_len) * t.global_batch_size * t.seq_len
-    rate = flops / statistics.median(seconds)
+    t = cfg.training
+    rate = family.flops_per_token(args, t.seq_len) * t.global_batch_size * t.seq_len / median
+    device = job.mesh.device
     name = torch.cuda.get_device_name(device) if GPU else "cpu"
     peak = peak_flops(name, cfg.metrics.peak_tflops, param_dtype(t, device))
     return {
-        "seconds": statistics.median(seconds),
+        "seconds": median,
         "all": seconds,
-        "live": live,
-        "held": held_gib,
+        "live": torch.cuda.max_memory_allocated(device) / 2**30 if GPU else None,
+        "held": torch.cuda.max_memory_reserved(device) / 2**30 if GPU else None,
         "flops": rate,
         "mfu": rate / peak if peak else None,
-        "whole": whole,
     }
+
+
+def batch_of(cfg: Config, vocabulary: int) -> dict[str, Tensor]:
+    """One global batch of random tokens, in microbatches; with documents of DOCUMENT tokens where
+    they count."""
+    t = cfg.training
+    shape = (t.global_batch_size // t.local_batch_size, t.local_batch_size, t.seq_len)
+    generator = torch.Generator().manual_seed(0)
+    names = "tokens", "labels"
+    batch = {name: torch.randint(0, vocabulary, shape, generator=generator) for name in names}
+    if cfg.data.mask_documents:
+        batch["positions"] = (torch.arange(t.seq_len) % DOCUMENT).expand(shape).contiguous()
+    return batch
 
 
 def planned(options: list[str], device: Device) -> dict:
@@ -171,45 +185,78 @@ def planned(options: list[str], device: Device) -> dict:
     return {"seconds": made.time.seconds, "live": made.live / 2**30}
 
 
-def answer(subject: str, options: list[str], limit: float, place: str) -> dict:
-    """Of `ran` or `planned` in a process; {"why": ...} if it has none."""
-    module = [sys.executable, "-m", "tools.bench.device.planned"]
-    how = {"capture_output": True, "text": True, "preexec_fn": harness.end_with_parent}
-    try:
-        done = subprocess.run(
-            [*module, subject, "--place", place, *options], timeout=max(1, limit), **how
+class Runner:
+    """A process that runs one configuration. Lines that it does not write in time end it, and what
+    it said last is the reason."""
+
+    def __init__(self, options: str) -> None:
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tools.bench.device.planned", "ran", *options.split()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            preexec_fn=harness.end_with_parent,
         )
-    except subprocess.TimeoutExpired:
-        return {"why": "not run: the seconds were used up"}
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        memory = [line for line in lines if "out of memory" in line.lower()]
-        return {"why": "out of memory" if memory else " ".join(lines[-2:])[-300:]}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+
+    def go_on(self) -> None:
+        with suppress(BrokenPipeError):
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+
+    def line(self, deadline: float) -> str:
+        """Its next line; "" if it has ended, or does not answer in time and is ended for it."""
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([self.process.stdout], [], [], left)[0]:
+            self.process.kill()
+        return self.process.stdout.readline()
+
+    def answer(self, line: str) -> dict:
+        if line:
+            self.process.wait()
+            return json.loads(line)
+        if self.process.wait() == -signal.SIGKILL:
+            return {"why": "not run: the seconds were used up"}
+        self.errors.seek(0)
+        lines = [line for line in self.errors.read().splitlines() if line.strip()]
+        if any("out of memory" in line.lower() for line in lines):
+            return {"why": "out of memory"}
+        return {"why": " ".join(lines[-2:])[-300:]}
+
+
+def plan_apart(options: str, device: Device) -> dict:
+    """The answer of `planned`, in a process of its own."""
+    try:
+        numbers = device.model_dump_json()
+        return harness.child(
+            "tools.bench.device.planned", "planned", f"--device={numbers}", *options.split()
+        )
+    except RuntimeError as error:
+        return {"why": str(error)[-300:]}
 
 
 def row(name: str, seen: dict, plan: dict) -> list[str]:
-    if "why" in seen:
-        return [name, seen["why"], *[""] * (len(COLUMNS) - 2)]
-    cells = [name, f"{seen['seconds'] * 1e3:,.1f} ms"]
-    if "why" in plan:
-        cells += [plan["why"], ""]
-    else:
-        cells += [
-            f"{plan['seconds'] * 1e3:,.1f} ms",
-            f"{plan['seconds'] / seen['seconds'] - 1:+.1%}",
-        ]
-    cells += [f"{seen['mfu']:.1%}" if seen["mfu"] else "-", f"{seen['flops'] / 1e12:,.1f}"]
-    if not seen["live"] or "why" in plan:
-        return [*cells, "-", "-", "-", "-"]
-    error = plan["live"] / seen["live"] - 1
+    """One configuration. What did not run has its reason instead of its step, and still its plan."""
+    has_run = "why" not in seen
+    is_planned = "why" not in plan
+    has_both = has_run and is_planned
     return [
-        *cells,
-        f"{seen['live']:.2f}",
-        f"{plan['live']:.2f}",
-        f"{error:+.2%}",
-        f"{seen['held']:.2f}",
+        name,
+        f"{seen['seconds'] * 1e3:,.1f} ms" if has_run else seen["why"],
+        f"{plan['seconds'] * 1e3:,.1f} ms" if is_planned else plan["why"],
+        error(plan["seconds"], seen["seconds"]) if has_both else "",
+        f"{seen['mfu']:.1%}" if has_run and seen["mfu"] else "",
+        f"{seen['flops'] / 1e12:,.1f}" if has_run else "",
+        f"{seen['live']:.2f}" if has_run and GPU else "",
+        f"{plan['live']:.2f}" if is_planned else "",
+        error(plan["live"], seen["live"]) if has_both and GPU else "",
+        f"{seen['held']:.2f}" if has_run and GPU else "",
     ]
+
+
+def error(planned: float, measured: float) -> str:
+    return f"{planned / measured - 1:+.2%}"
 
 
 def errors(answers: dict[str, tuple[dict, dict]]) -> str:
@@ -223,23 +270,50 @@ def errors(answers: dict[str, tuple[dict, dict]]) -> str:
     return f"{len(both)} planned and run; error of {'; of '.join(said) or 'nothing'}."
 
 
-def measured(configurations: dict[str, str], device: Device, seconds: float, report: Callable):
-    """Run and plan all, and call `report` after each with what is there."""
+def measured(
+    lines: Sequence[dict[str, str]], seconds: float, subject: str, path: str | None
+) -> None:
+    """Run and plan all, and write the report after each."""
     deadline = time.monotonic() + seconds
+    waiting = [{name: Runner(options) for name, options in line.items()} for line in lines]
+    device = measure.measure_gpu() if GPU else measure_cpu()  # while they start
+    print(f"rates: {device}", flush=True)
+    if GPU:
+        torch.cuda.empty_cache()
     answers: dict[str, tuple[dict, dict]] = {}
-    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(AT_ONCE) as pool:
-        Path(place, "device.json").write_text(device.model_dump_json())
+    with ThreadPoolExecutor(PLANS_AT_ONCE) as pool:
+        plans = {
+            name: pool.submit(plan_apart, options, device)
+            for line in lines
+            for name, options in line.items()
+        }
+        for runners in waiting:
+            for name, seen in in_turn(runners, deadline):
+                answers[name] = seen, plans[name].result()
+                print(" | ".join(row(name, *answers[name])), flush=True)
+                report(subject, answers, device, path)
 
-        def both(name: str) -> tuple[dict, dict]:
-            options = configurations[name].split()
-            seen = answer("ran", options, deadline - time.monotonic(), place)
-            return seen, {} if "why" in seen else answer("planned", options, 60, place)
 
-        waiting = {name: pool.submit(both, name) for name in configurations}
-        for name, answered in waiting.items():
-            answers[name] = answered.result()
-            print(" | ".join(row(name, *answers[name])), flush=True)
-            report(answers)
+def in_turn(runners: dict[str, Runner], deadline: float) -> Iterator[tuple[str, dict]]:
+    """Name and answer of each of these runners, which are built together and timed in turn."""
+    for runner in runners.values():
+        runner.go_on()
+    ready = {name: runner.line(deadline) for name, runner in runners.items()}
+    for name, runner in runners.items():
+        runner.go_on()
+        yield name, runner.answer(ready[name] and runner.line(deadline))
+
+
+def report(
+    subject: str, answers: dict[str, tuple[dict, dict]], device: Device, path: str | None
+) -> None:
+    rows = [row(name, *pair) for name, pair in answers.items()]
+    numbers = {"answers": answers, "device": device.model_dump(exclude_defaults=True)}
+    notes = (
+        "Two steps to warm up, the median of three; one and one from 65,536 tokens on. "
+        f"{errors(answers)}"
+    )
+    harness.report(f"Planned and run: {subject}", list(COLUMNS), rows, notes, path, numbers)
 
 
 def main() -> int:
@@ -247,45 +321,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("subject", choices=("planner", "lengths", "ran", "planned"))
-    parser.add_argument("--seconds", type=float, default=130)
+    parser.add_argument("--seconds", type=float, default=80)
     parser.add_argument("--json")
-    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
     args, options = parser.parse_known_args()
     if args.subject == "ran":
-        print(json.dumps(ran(options, args.place / "gpu")))
-        return 0
-    if args.subject == "planned":
-        device = Device(**json.loads((args.place / "device.json").read_text()))
-        print(json.dumps(planned(options, device)))
-        return 0
-    began = time.monotonic()
-    device = measure.measure_gpu() if GPU else measure_cpu()
-    print(f"rates: {device} ({time.monotonic() - began:.0f} s)", flush=True)
-    if GPU:
-        torch.cuda.empty_cache()
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")
-
-    def report(answers: dict[str, tuple[dict, dict]]) -> None:
-        rows = [row(name, *pair) for name, pair in answers.items()]
-        numbers = {"answers": answers, "device": device.model_dump(exclude_defaults=True)}
-        text = f"Two steps to warm up, median of three; one and one from 65,536 tokens on. {errors(answers)}"
-        with open(os.devnull, "w") as nowhere:
-            shown, sys.stdout = sys.stdout, nowhere
-            try:
-                harness.report(
-                    f"Planned and run: {args.subject}",
-                    list(COLUMNS),
-                    rows,
-                    text,
-                    args.json,
-                    numbers,
-                )
-            finally:
-                sys.stdout = shown
-        print(text, flush=True)
-
-    configurations = SUBJECTS[args.subject]() if GPU else SMALL
-    measured(configurations, device, args.seconds - (time.monotonic() - began), report)
+        print(json.dumps(ran(options)))
+    elif args.subject == "planned":
+        print(json.dumps(planned(options, Device(**json.loads(args.device)))))
+    else:
+        lines = {"planner": PLANNER, "lengths": lengths()}[args.subject]
+        measured(lines if GPU else SMALL, args.seconds, args.subject, args.json)
     return 0
 
 
