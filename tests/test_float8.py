@@ -23,6 +23,7 @@ from parallelisms import blocks, float8
 from parallelisms.float8 import Float8Linear
 from tests.ranks import run_ranks
 from tests.runs import COMPILED
+from tools.bench import float8 as bench
 
 SMALL = (
     "--model.dim=64 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=2 "
@@ -242,6 +243,15 @@ def test_a_compiled_block_rounds_each_matrix_once():
     assert forward["aten.mm.default"] == 7 and backward["aten.mm.default"] == 14
     assert forward["aten.amax.default"] == 7 + 4 and backward["aten.amax.default"] == 7
     assert plain == pytest.approx(compiled, rel=1e-3)
+
+
+def test_its_benchmark_compares_equal_models():
+    """They begin with the same weights and tokens, so their first losses differ by rounding."""
+    report = run_ranks(1, bench.steps, "tensorwise", 1)[0]
+    first = {name: numbers["losses"][0] for name, numbers in report["numbers"].items()}
+    assert {"bfloat16", "tensorwise, ours"} <= first.keys()
+    assert list(first.values()) == pytest.approx([first["bfloat16"]] * len(first), rel=1e-3)
+    assert len(set(first.values())) == len(first)  # so float8 is there
 
 
 def test_float8_needs_its_gpu_and_whole_tiles():

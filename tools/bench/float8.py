@@ -19,7 +19,6 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,7 +37,7 @@ from configs.load import load_config
 from configs.schema import InputError
 from data import sources
 from models.kernels import float8_product
-from models.kernels.float8_product import RECIPES, _Float8Linear, float8_linear
+from models.kernels.float8_product import RECIPES, float8_linear
 from parallelisms import float8
 from tools.bench import harness
 from tools.bench.idle import ON_A_GPU, traced
@@ -217,28 +216,11 @@ def torchaos_linear(weight: Tensor, recipe: str) -> Callable[[Tensor, Tensor], T
 
 
 def steps(recipe: str, rounds: int) -> dict:
-    contenders = {"bfloat16": (["--training.float8=none"], [])}
-    contenders[f"{recipe}, ours"] = (in_float8(recipe), [])
-    if GPU and recipe == "tensorwise":
-        from tools.bench import float8_layout
-
-        # 0 for False, so that dynamo does not take the compiled block of the contender before
-        recipes = {"tensorwise": float8_product.Recipe(0, float8_product.LARGE)}
-        laid_out = staticmethod(float8_layout.backward)
-        changes = [
-            mock.patch.dict(RECIPES, recipes),
-            mock.patch.object(_Float8Linear, "backward", laid_out),
-        ]
-        contenders[f"{recipe}, laid out apart"] = (in_float8(recipe), changes)
-    elif find_spec("torchao"):
-        theirs = mock.patch.object(float8, "apply", torchaos(recipe))
-        contenders[f"{recipe}, torchao"] = (in_float8(recipe), [theirs])
-    jobs = {}
-    for name, how in contenders.items():
-        try:
-            jobs[name] = Steps(*how)
-        except Exception as error:  # the others are measured all the same
-            print(f"{name}: {error!r}", file=sys.stderr)
+    jobs = {"bfloat16": Steps(["--training.float8=none"])}
+    jobs[f"{recipe}, ours"] = Steps(in_float8(recipe))
+    if find_spec("torchao"):
+        with mock.patch.object(float8, "apply", torchaos(recipe)):
+            jobs[f"{recipe}, torchao"] = Steps(in_float8(recipe))
     seconds = harness.alternate({name: job.step for name, job in jobs.items()}, rounds, warm_up=3)
     rows = []
     for name, job in jobs.items():
@@ -271,17 +253,9 @@ class Steps:
     """One contender: its own model and optimizer, and steps on the same random tokens as the
     others'."""
 
-    def __init__(self, options: list[str], changes: list) -> None:
+    def __init__(self, options: list[str]) -> None:
         held = allocated()
         self.losses: list[float] = []
-        with ExitStack() as stack:
-            for change in changes:
-                stack.enter_context(change)
-            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
-            self.begin(options)
-        self.own = allocated() - held
-
-    def begin(self, options: list[str]) -> None:
         self.cfg = load_config([*STEP[KIND].split(), *options], 1, 1)
         self.job = train.build(self.cfg)
         t = self.cfg.training
@@ -291,6 +265,7 @@ class Steps:
         family, args = train.architecture(self.cfg)
         self.flops = family.flops_per_token(args, t.seq_len) * self.tokens
         self.step()  # compiles it, and allocates the optimizer's state
+        self.own = allocated() - held
 
     def step(self) -> None:
         self.more = 0.0
@@ -299,7 +274,7 @@ class Steps:
         before = allocated()
         self.losses.append(train.train_step(self.job, self.batch).loss)
         if GPU:
-            self.more = (torch.cuda.max_memory_allocated() - before) / 2**30
+            self.more = torch.cuda.max_memory_allocated() / 2**30 - before
 
     def memory_gib(self) -> float:
         """Peak of its own tensors in the last step."""
