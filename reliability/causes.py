@@ -16,8 +16,11 @@ HUNG = "a hang, which its watchdog ended"
 
 def cause(past: Past, later: dict, folder: Path) -> str:
     """In words, the same for the same cause; "" where it is not known: a kill from outside, or the
-    loss of another rank. past: a start that has failed; later: start.json of the next one, which
-    says whether the kernel had to kill meanwhile; folder: of the run."""
+    loss of another rank. A crash (SIGSEGV, SIGABRT, SIGBUS) comes from inside. past: a start that
+    has failed; later: start.json of the next one, which says whether the kernel had to kill
+    meanwhile; folder: of the run."""
+    if "cause_before" in later:  # as it was found then
+        return later["cause_before"]
     if "reason" in past.ended:
         reason = past.ended["reason"]
         # addresses, ports and sizes differ each time
@@ -25,11 +28,23 @@ def cause(past: Past, later: dict, folder: Path) -> str:
     kills = [about.get("memory_kills", 0) for about in (past.about, later)]
     if kills[0] < kills[1] and past.about["host"] == later["host"]:
         return OUT_OF_MEMORY
-    stacks = folder / "logs" / "rank-00000.stacks"
     began = past.lines[0]["time"] if past.lines else 0.0
-    if stacks.exists() and stacks.stat().st_size and stacks.stat().st_mtime >= began:
-        return HUNG
-    return ""
+    stacks = (folder / "logs").glob("rank-*.stacks")
+    written = [path for path in sorted(stacks) if path.stat().st_mtime >= began]
+    for path in written:
+        if crash := crash_in(path):
+            return f"a crash in C or C++ ({crash}), whose stacks are in {path.name}"
+    first = folder / "logs" / "rank-00000.stacks"
+    return HUNG if first in written and first.stat().st_size else ""
+
+
+def crash_in(stacks: Path) -> str:
+    """The signal of a process that its own code has ended, such as "Segmentation fault", as
+    faulthandler wrote it last in this file; "" if a watchdog wrote it, or if it is empty."""
+    text = stacks.read_text(encoding="utf-8", errors="replace")
+    _, found, last = text.rpartition("Fatal Python error: ")
+    is_newest = last.count("Current thread ") < 2  # a later start may have hung
+    return last.splitlines()[0] if found and is_newest else ""
 
 
 def memory_kills() -> int:

@@ -55,6 +55,8 @@ class Watchdog:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         # chain: it then dies of it
         faulthandler.register(signal.SIGALRM, self.file, all_threads=True, chain=True)
+        # of a crash in C++ nothing else would tell (reliability/causes.py)
+        faulthandler.enable(self.file)
         return self
 
     def arm(self, seconds: float, phase: str = "") -> None:
@@ -94,6 +96,7 @@ class Watchdog:
         signal.setitimer(signal.ITIMER_REAL, 0)
         if not self.file.closed:
             faulthandler.unregister(signal.SIGALRM)
+            faulthandler.disable()
             own = os.fstat(self.file.fileno())
             with contextlib.suppress(OSError):  # a full disk; or somebody has removed the folder
                 self.file.close()

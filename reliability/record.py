@@ -189,12 +189,15 @@ class Start:
         if not self.path:
             return none
         counted: list[tuple[int, str, str]] = []
+        before = [past for past in read(self.folder) if past.number < int(self.path.name)]
+        if before:  # what it left is written over by the next that fails
+            self.add(cause_before=causes.cause(before[-1], self.facts, self.folder))
         later = self.facts
-        for past in reversed(read(self.folder)):
-            if past.number >= int(self.path.name) or self._says_nothing(past):
+        for past in reversed(before):
+            next_one, later = later, past.about
+            if self._says_nothing(past):
                 continue
-            row = self._failure(past, later)
-            later = past.about
+            row = self._failure(past, next_one)
             if row is None or (counted and row[:2] != counted[0][:2]):
                 break
             counted.append(row)

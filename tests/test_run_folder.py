@@ -21,7 +21,7 @@ import data.loader
 import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
-from reliability import causes, goodput, record
+from reliability import causes, goodput, health, record
 from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
 from tests import forks
 from tests.ranks import run_ranks
@@ -613,6 +613,16 @@ def test_failures_at_one_step_are_counted_across_meshes_but_not_across_options(t
     assert counted(configs[1].replace("seed = 1", "seed = 2")) == (-1, 0)
 
 
+def dies_in_training(folder: Path, number: signal.Signals) -> int:
+    """Rank 1, in a process of its own."""
+    (folder / "logs").mkdir(exist_ok=True)
+    child = os.fork()
+    if not child:
+        with health.Watchdog(folder, 1):
+            os.kill(os.getpid(), number)
+    return int(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != -number)
+
+
 OUTSIDE = "RuntimeError: [127.0.0.1]:17{} Connection closed by peer"
 
 
@@ -628,31 +638,42 @@ OUTSIDE = "RuntimeError: [127.0.0.1]:17{} Connection closed by peer"
         (3, ["", "", ""], 3),  # kill -9 before a step was done
         (0, ["hung", "hung", "hung"], 3),
         (0, ["memory", "memory", "memory"], 3),
+        (0, [signal.SIGKILL, signal.SIGKILL], 0),
+        (0, [signal.SIGSEGV, signal.SIGSEGV, signal.SIGSEGV], 3),
+        (0, [signal.SIGABRT, signal.SIGABRT], 2),
+        (0, [signal.SIGSEGV, signal.SIGKILL, signal.SIGSEGV], 1),
+        (0, [signal.SIGSEGV, "hung", "hung"], 2),
     ],
 )
 def test_a_crash_loop_is_one_step_that_fails_for_one_cause(
     first, reasons, times, tmp_path, monkeypatch
 ):
-    """first: the step after which each start went on; reasons: of its end, "" for kill -9."""
+    """first: the step after which each start went on; reasons: of its end, "" for kill -9; a signal:
+    rank 1 dies of it."""
     (tmp_path / "given.toml").write_text("")
     folder = tmp_path / "run"
     kills = [7]
     monkeypatch.setattr(causes, "memory_kills", lambda: kills[0])
+    monkeypatch.setattr(goodput, "_process_age", lambda: 0.0)  # each start is a process of its own
 
     def begin() -> record.Start:
         return record.Start(folder, 0, [], tmp_path / "given.toml", {}, "[run]\n", {})
 
     for number, reason in enumerate(reasons):
         start = begin()
+        start.failures()
         start.resume(first)
         if first < 3:
             start.clock.step(3)
         start.clock.write()
         if reason == "hung":
             (folder / "logs").mkdir(exist_ok=True)
-            (folder / "logs" / "rank-00000.stacks").write_text("File ...")
+            with (folder / "logs" / "rank-00000.stacks").open("a") as stacks:
+                stacks.write("Current thread 0x1:\n  File ...\n" * 2)
         elif reason == "memory":
             kills[0] += 1
+        elif isinstance(reason, signal.Signals):
+            assert forks.call(dies_in_training, folder, reason) == 0
         elif reason:
             start.end(1, reason.format(number))
     step, counted, _ = begin().failures()
