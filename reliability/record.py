@@ -288,9 +288,21 @@ class Start:
             self.end(error.code if isinstance(error.code, int) else 1, self.reason)
         else:
             refused = isinstance(error, InputError) and not self.clock.started
+            is_gone = self._is_gone(error)
             self.end(2 if refused else 1, f"{kind.__name__}: {str(error)[:2000]}")
+            if is_gone:
+                raise RunFailed(
+                    f"{self.folder} was removed during the run: start it again"
+                ) from error
             if isinstance(error, InputError) and not refused:
                 raise RunFailed(str(error)) from error
+
+    def _is_gone(self, error: BaseException | None) -> bool:
+        """Whether the error came because somebody has removed the run's folder. Ranks other than 0
+        may have none of their own."""
+        if isinstance(error, (InputError, OSError)) and not self.folder.is_dir():
+            return self.path is not None or isinstance(error, FileNotFoundError)
+        return False
 
 
 # What is known about this process -----------------------------------------------------------------

@@ -216,10 +216,31 @@ def without_folder(folder: Path, options: list[str]) -> tuple[int, str]:
 def test_a_folder_that_is_removed_ends_the_run_in_a_sentence(alone, tmp_path):
     _, options = alone
     options = [*options, "--metrics.tensorboard=true", "--validation.interval=3"]
-    for _, said in run_ranks(2, without_folder, tmp_path / "run", options):
+    for code, said in run_ranks(2, without_folder, tmp_path / "run", options):
+        assert code == 1  # 2 would say that nothing was started
         assert "was removed during the run" in said
         assert "Traceback" not in said and said.count("\n") == 1, said
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("moment", ["open_corpora", "build", "resume", "open_metrics"])
+def test_a_folder_that_is_removed_before_training_does_too(moment, alone, tmp_path):
+    _, options = alone
+    folder = tmp_path / "run"
+    code, said = forks.call(without_folder_at, moment, folder, options)
+    assert code == 1 and said.count("\n") == 1 and "was removed during the run" in said, said
+
+
+def without_folder_at(moment: str, folder: Path, options: list[str]) -> tuple[int, str]:
+    """A run whose folder is removed when this function of train.py is called."""
+    real = getattr(train, moment)
+
+    def removing(*args: object, **kwargs: object) -> object:
+        shutil.rmtree(folder)
+        return real(*args, **kwargs)
+
+    setattr(train, moment, removing)
+    return main(folder, options)
 
 
 # The file of the lease
