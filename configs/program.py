@@ -14,6 +14,7 @@ pipe that Python's C handler writes to, for a program that waits in C++ for othe
 tokenizer in Rust.
 """
 
+import atexit
 import os
 import signal
 import sys
@@ -157,6 +158,7 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
     this.ended = code or 0
     this.running = False
     if _this and code == INTERRUPTED:  # no thread of a library delays it
+        atexit._run_exitfuncs()  # temporary folders
         leave(INTERRUPTED)
     sys.exit(code)
 

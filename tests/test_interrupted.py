@@ -132,6 +132,10 @@ MAINS = {
     try: waits()
     finally: print("cleaned")
     """,
+    "in a temporary folder": """
+    with_process.append(tempfile.TemporaryDirectory())
+    waits()
+    """,
     "in C": """
     print("now", flush=True)
     ctypes.CDLL(None).sleep(30)
@@ -155,8 +159,9 @@ MAINS = {
     """,
 }
 PROGRAM = """
-import atexit, ctypes, os, signal, sys, time
+import atexit, ctypes, os, signal, sys, tempfile, time
 from configs import program
+with_process = []
 def waits():
     print("now", flush=True)
     time.sleep(30)
@@ -170,7 +175,8 @@ def program(folder: Path, main: str, end: str = "program.run(main)") -> Started:
     (folder / "ours").mkdir()
     (folder / "ours/__init__.py").write_text("import configs.cpu\n" if "run" in end else "")
     (folder / "ours/program.py").write_text(PROGRAM.format(main=main, end=end))
-    settings = {"cwd": folder, "PYTHONPATH": f"{folder}:{ROOT}"}
+    (folder / "temporary").mkdir()
+    settings = {"cwd": folder, "PYTHONPATH": f"{folder}:{ROOT}", "TMPDIR": f"{folder}/temporary"}
     started = Started(sys.executable, "-m", "ours.program", **settings)
     assert started.process.stdout.readline() == "now\n"
     return started
@@ -181,6 +187,7 @@ def test_ctrl_c_at_any_moment_of_a_tool(main, tmp_path):
     code, out, err = program(tmp_path, MAINS[main]).gets(signal.SIGINT).end()
     assert (code, err) == (130, "interrupted\n")
     assert out == ("cleaned\n" if main == "cleans up" else "")
+    assert not list(tmp_path.glob("temporary/*"))
 
 
 def test_without_it_there_is_a_traceback(tmp_path):

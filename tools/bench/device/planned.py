@@ -28,6 +28,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from configs import program
 import train
 from configs.load import load_config
 from configs.schema import Config
@@ -336,4 +337,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program.run(main)
