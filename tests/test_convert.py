@@ -472,7 +472,7 @@ def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_p
 
 
 def test_generate_reads_what_was_converted(hf_folder, tmp_path):
-    from tools.generate import generate
+    from tools.sampling import generate
 
     assert run("from-hf", hf_folder, tmp_path / "run") == 0
     with pytest.raises(InputError, match="not a saved tokenizer"):

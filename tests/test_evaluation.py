@@ -33,7 +33,7 @@ from tests.runs import (
     said,
     tiny_run,
 )
-from tools import check, generate, next_line
+from tools import check, next_line, sampling
 from tools import evaluate as evaluate_tool
 from tools.report import charts, tables
 from tools.report.run import read_runs
@@ -693,9 +693,9 @@ def harness_folder(tmp_path_factory) -> Path:
 
 def its_own(run_folder: Path, row: dict) -> dict:
     """The row with a word, or its beginning, that the model writes itself: of up to three tokens."""
-    loaded = generate.load(run_folder)
+    loaded = sampling.load(run_folder)
     for count in 3, 2, 1:
-        *_, [text] = generate.texts_as_they_come(loaded, [row["context"]], count, temperature=0)
+        *_, [text] = sampling.texts_as_they_come(loaded, [row["context"]], count, temperature=0)
         written = text.removeprefix(row["context"] + " ")
         if written != text and written.split() == [written]:
             return row | {"text": written}

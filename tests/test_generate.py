@@ -2,7 +2,10 @@
 out as valid UTF-8."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,7 +26,8 @@ from tests.ranks import run_ranks
 from tests.runs import COMPILED, SMALL_MODEL
 from tests.shapes import DEEPSEEK, LLAMA3, SHAPES, random_pair
 from tools import convert
-from tools.generate import Loaded, generate, show, texts_as_they_come
+from tools.generate import show
+from tools.sampling import Loaded, generate, texts_as_they_come
 from training import attention
 from training.sample import KeyValueCache, sample, sample_stream
 
@@ -356,7 +360,7 @@ def test_a_character_of_several_tokens_appears_once_it_is_whole():
     tokens = iter([[0xF0], [0x9F], [0x98], [0x80], [0x61]])
     loaded = Loaded(torch.nn.Identity(), byte_tokenizer(), 64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.generate.sample_stream", lambda *_, **__: tokens)
+        patch.setattr("tools.sampling.sample_stream", lambda *_, **__: tokens)
         steps = [text for [text] in texts_as_they_come(loaded, ["x"], 5)]
     assert steps == ["x", "x", "x", "x😀", "x😀a", "x😀a"]
 
@@ -382,9 +386,31 @@ def test_a_continuation_keeps_the_space_before_it(name, tmp_path, monkeypatch):
     assert whole[: len(prompt)] == prompt
     assert words.decode(whole) == "the the" != words.decode(prompt) + words.decode(more)
     tokens = [[token] for token in more]
-    monkeypatch.setattr("tools.generate.sample_stream", lambda *_, **__: iter(tokens))
+    monkeypatch.setattr("tools.sampling.sample_stream", lambda *_, **__: iter(tokens))
     loaded = Loaded(torch.nn.Identity(), words, 64)
     assert [text for [text] in texts_as_they_come(loaded, ["the"], 5)][-1] == "the the"
     shown = {"step": 0, "row": 0, "source": "", "window": 0, "names": {0: "a"}, "padding": 0}
     shown |= {"tokens": np.array(whole), "counts": np.arange(len(whole)) >= len(prompt)}
     assert show_row.as_text(shown, words, coloured=False).endswith("the[[ the]]")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "tools.generate",
+        "tools.report",
+        "tools.goodput",
+        "checkpoint.verify",
+    ],
+)
+def test_a_folder_that_is_not_there_is_said_before_torch_is_imported(program):
+    """Which takes seconds."""
+    asks = (
+        "import importlib.util, runpy, sys; sys.argv[1:] = ['runs/nope']\n"
+        f"try: runpy.run_module('{program}', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end: sys.exit((end.code or 0) + 100 * ('torch' in sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", asks], capture_output=True, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.returncode in (1, 2) and "nope" in done.stderr, (done.returncode, done.stderr)

@@ -18,7 +18,7 @@ from models import lora
 from tests.ranks import run_ranks
 from tests.runs import run, tiny_run
 from tests.shapes import SHAPES, formats, random_pair
-from tools import adapters, convert, generate, lora_to_peft
+from tools import adapters, convert, lora_to_peft, sampling
 from tools.adapters import Adapter
 from training.loss import linear_cross_entropy, plain_cross_entropy
 
@@ -217,16 +217,16 @@ def test_a_run_is_the_same_in_peft_and_merged(trained, tmp_path):
     )
     of_base = base(tokens).logits
     unmerged = peft.PeftModel.from_pretrained(base, tmp_path / "peft")(tokens).logits
-    merged = generate.load(trained["run"]).model(tokens, positions)
+    merged = sampling.load(trained["run"]).model(tokens, positions)
     assert (unmerged - merged).abs().max() <= LIMIT
     assert (unmerged - of_base).abs().max() > 1e-3
 
     # what is written: in the type of the base, rounded once
-    written = generate.load(tmp_path / "merged", str(trained["run"] / "tokenizer.json")).model
+    written = sampling.load(tmp_path / "merged", str(trained["run"] / "tokenizer.json")).model
     source = adapters.open_run(trained["run"])
     adapted = adapters.by_parameter(source.tensors)
     assert len(adapted) == 2 * 5
-    before = generate.load(trained["base"], str(trained["run"] / "tokenizer.json")).model
+    before = sampling.load(trained["base"], str(trained["run"] / "tokenizer.json")).model
     for name, weight in written.named_parameters():
         expected = before.get_parameter(name)
         if name in adapted:

@@ -35,6 +35,7 @@ from tools import (
     new_checkpoint,
     outbound,
     places,
+    sampling,
 )
 from tools.replay import __main__ as replay
 
@@ -123,7 +124,7 @@ def test_what_is_converted_into_a_store_is_what_comes_into_a_folder(
     here = content(tmp_path / "disk")
     if command == "from-hf":  # a manifest says when it was made
         assert there.keys() == here.keys()
-        assert generate.generate(location(OUT), "de", 3, 0.0, 1, 0)
+        assert sampling.generate(location(OUT), "de", 3, 0.0, 1, 0)
     else:
         assert there == here
     if command != "to-torch":  # which makes a single file
@@ -139,7 +140,7 @@ def test_what_is_converted_into_a_store_is_what_comes_into_a_folder(
 def test_text_and_scores_of_a_url_are_those_of_the_folder(store, trained, tmp_path):
     upload(store, trained)
     texts = [
-        generate.generate(location(where), "de", 12, 0.9, 9, 3)
+        sampling.generate(location(where), "de", 12, 0.9, 9, 3)
         for where in (trained, URL, f"{URL}/checkpoints/step-00000007")
     ]
     assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 2
@@ -274,7 +275,7 @@ def test_adapters_find_their_base_at_its_url(store, trained, tmp_path):
     assert run_ranks(1, run, options, folder) == [(0, "")]
     at = f"{URL}/checkpoints/step-00000007"
     assert adapters.open_run(folder).base["folder"] == at
-    text = generate.generate(folder, "de", 8, 0.0, 1, 0)
+    text = sampling.generate(folder, "de", 8, 0.0, 1, 0)
     assert convert.main(["lora-merge", str(folder), str(tmp_path / "merged")]) == 0
     upload(store, folder, "runs/l")  # a run of adapters is one, too
     for command in "lora-merge", "lora-to-peft":
@@ -282,7 +283,7 @@ def test_adapters_find_their_base_at_its_url(store, trained, tmp_path):
             assert convert.main([command, source, str(tmp_path / command / out)]) == 0
         assert content(tmp_path / command / "store") == content(tmp_path / command / "disk")
     tokenizer = str(folder / "tokenizer.json")
-    assert generate.generate(tmp_path / "merged", "de", 8, 0.0, 1, 0, tokenizer) == text
+    assert sampling.generate(tmp_path / "merged", "de", 8, 0.0, 1, 0, tokenizer) == text
     with pytest.raises(InputError, match="has no tokens|no checkpoint"):
-        generate.load(location("s3://bucket/elsewhere"))
+        sampling.load(location("s3://bucket/elsewhere"))
     assert verify.newest(location(URL)).name == "step-00000007"

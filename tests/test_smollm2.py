@@ -11,11 +11,12 @@ from safetensors.torch import load_file, save_file
 
 import train
 from checkpoint import hf
+from data import turns
 from data.hf_tokenizer import BESIDE
 from tests.published import published
 from tests.ranks import run_ranks
 from tests.runs import series
-from tools import convert, generate
+from tools import convert, sampling
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = 2  # of its 30, in what trains here: two cores would need minutes for all
@@ -52,15 +53,15 @@ def test_its_texts_are_those_of_transformers(smollm2):
     """Greedy, a text and an answer, which ends where the model ends it."""
     import transformers
 
-    loaded = generate.load(smollm2)
+    loaded = sampling.load(smollm2)
     words = transformers.AutoTokenizer.from_pretrained(smollm2)
     model = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    chat = generate.turns.find(smollm2, loaded.tokenizer, "")
+    chat = turns.find(smollm2, loaded.tokenizer, "")
     conversation = [{"role": "user", "content": QUESTION}]
     rendered = words.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
     assert loaded.context == 8192
-    *_, [text] = generate.texts_as_they_come(loaded, ["The sea is"], 12, temperature=0)
-    *_, [answer] = generate.answers_as_they_come(loaded, chat, [conversation], 40, temperature=0)
+    *_, [text] = sampling.texts_as_they_come(loaded, ["The sea is"], 12, temperature=0)
+    *_, [answer] = sampling.answers_as_they_come(loaded, chat, [conversation], 40, temperature=0)
     for prompt, new, ours in (("The sea is", 12, text), (rendered, 40, rendered + answer)):
         ids = words(prompt, return_tensors="pt", add_special_tokens=False)
         made = model.generate(**ids, max_new_tokens=new, do_sample=False)[0].tolist()

@@ -27,7 +27,7 @@ from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh
 from reliability.objects import Key, location
 from tools import places
-from tools.generate import Loaded, load
+from tools.sampling import Loaded, load
 from training.evaluate import score_requests
 from training.scores import CHANCE, ERROR, by_row, scores
 

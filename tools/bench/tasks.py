@@ -22,7 +22,7 @@ from data import tasks
 from parallelisms import mesh as meshes
 from tools import evaluate, fetch_task, saved_datasets
 from tools.benchmarks import BENCHMARKS, MMLU, Benchmark, parts_of
-from tools.generate import Loaded, load
+from tools.sampling import Loaded, load
 
 WINDOW = 2048
 BATCH_TOKENS = 4096

@@ -28,8 +28,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from configs import program
 import train
+from configs import program
 from configs.load import load_config
 from configs.schema import Config
 from parallelisms.dp import param_dtype

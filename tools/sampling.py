@@ -1,0 +1,165 @@
+"""Loads a model to sample from, and continues texts with it (tools/generate.py, tools/evaluate.py).
+It imports torch, which takes seconds: a command line is checked first."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from checkpoint import hf, state, verify
+from configs.schema import InputError
+from data import turns
+from data.answers import Unfit
+from data.chat import Chat
+from data.open_tokenizer import open_tokenizer
+from data.saved_tokenizer import load as load_saved
+from data.tokenizer import Tokenizer
+from models import FORMATS, MODELS
+from reliability.objects import Key, location
+from tools import adapters, places, positions
+from training.sample import sample_stream
+
+
+class Loaded(NamedTuple):
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int  # positions that the model sees at most
+    reason: str = ""  # why so many, for a person
+
+
+def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
+    """What `folder` holds, as the first lines of tools/generate.py say.
+
+    tokenizer: one to take instead, as data.tokenizer names it. Raises InputError for a folder that
+    has no model or no tokenizer, and for a damaged one."""
+    if places.is_hugging_face(folder):
+        return _load_hugging_face(folder, tokenizer)
+    path = verify.newest(folder)
+    try:
+        manifest = verify.read_manifest(path)
+    except verify.Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    family, args = state.model_of(path, manifest, MODELS)
+    if tokenizer:
+        words = places.tokenizer_named(tokenizer)
+    else:
+        words = load_saved(places.tokenizer_of(path))
+    model = family.build(args)
+    if adapters.has_adapters(manifest):
+        run = adapters.open_run(path)
+        merged = run.merged(location(run.base["folder"]))
+        live = model.state_dict()
+        for name, tensor in zip(live, merged.read(live), strict=True):
+            live[name].copy_(tensor)
+    else:
+        state.load_model(path, model)
+    # a converted checkpoint has no seq_len
+    seq_len = manifest["facts"].get("seq_len")
+    seen = positions.of_training(seq_len) if seq_len else positions.within_memory(model, args)
+    return Loaded(model, words, *seen)
+
+
+def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
+    name, args = hf.read_model(folder, FORMATS)
+    family = MODELS[name]
+    if tokenizer:
+        words = places.tokenizer_named(tokenizer)
+    else:
+        words = open_tokenizer(str(folder))
+    with torch.device("meta"):
+        model = family.build(args)
+    model.to_empty(device="cpu")
+    live = model.state_dict()
+    stored = hf.weights(
+        folder,
+        FORMATS[name],
+        args,
+        {parameter: list(tensor.shape) for parameter, tensor in live.items()},
+    )
+    for parameter, tensor in live.items():
+        tensor.copy_(stored[parameter].read())
+    return Loaded(model, words, *positions.within_memory(model, args))
+
+
+def texts_as_they_come(
+    loaded: Loaded, prompts: Sequence[str], new_tokens: int, **options: Any
+) -> Iterator[list[str]]:
+    """The texts of all prompts after each token."""
+    words = loaded.tokenizer
+    ids = [words.encode(prompt).tolist() or [words.eot_id] for prompt in prompts]
+    shown = [0] * len(ids)
+    return decoded(loaded, ids, shown, new_tokens, stops=stops_of(words), **options)
+
+
+def stops_of(words: Tokenizer) -> list[int]:
+    """The ids that end a text: the tokenizer's, and those of the model's generation_config.json."""
+    named = words.beside.get(turns.GENERATION, {}).get("eos_token_id") or []
+    return [words.eot_id, *(named if isinstance(named, list) else [named])]
+
+
+def answers_as_they_come(
+    loaded: Loaded, chat: Chat, conversations: Sequence[list], new_tokens: int, **options: Any
+) -> Iterator[list[str]]:
+    """The answers to all conversations after each token. conversations: a list of messages each.
+    Raises InputError for one that could not be trained on either."""
+    ids = []
+    for number, messages in enumerate(conversations, 1):
+        try:
+            ids.append(chat.prompt(messages).tolist())
+        except Unfit as error:
+            raise InputError(f"--chat: conversation {number} {error}") from None
+    stops = stops_of(loaded.tokenizer)
+    end = chat.end_of_turn()
+    if end is not None:
+        stops.append(end)
+    elif warning := chat.warning():
+        print(warning, file=sys.stderr)
+    shown = [len(prompt) for prompt in ids]
+    return decoded(loaded, ids, shown, new_tokens, stops=stops, **options)
+
+
+def decoded(
+    loaded: Loaded, ids: list[list[int]], shown: list[int], new_tokens: int, **options: Any
+) -> Iterator[list[str]]:
+    """Go on with these ids, in place, and yield the text of each after every token, from its token
+    number `shown` on. The bytes of a character may be spread over several tokens: one that is not
+    whole yet is left out, so each text begins with the one before, until the last texts, which have
+    every byte."""
+    model, words, context = loaded.model, loaded.tokenizer, loaded.context
+    warn_of_length(loaded, ids, new_tokens)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    texts = list(zip(ids, shown, strict=True))
+    for drawn in sample_stream(model.to(device), ids, new_tokens, context, device, **options):
+        for text, token in zip(ids, drawn, strict=True):
+            text.extend([] if token is None else [token])
+        yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]
+    yield [words.decode(text[first:]) for text, first in texts]
+
+
+def warn_of_length(loaded: Loaded, ids: list[list[int]], new_tokens: int) -> None:
+    """Say on stderr that texts become longer than what the model sees of them."""
+    longest = max(map(len, ids)) + new_tokens
+    if longest > loaded.context:
+        print(
+            f"a text may reach {longest:,} tokens, and the model sees the last {loaded.context:,} of "
+            f"them ({loaded.reason})",
+            file=sys.stderr,
+        )
+
+
+def generate(
+    folder: Path,
+    prompt: str,
+    new_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    tokenizer: str = "",
+) -> str:
+    """One prompt and what the model makes of it. Raises InputError as `load` does."""
+    options = {"temperature": temperature, "top_k": top_k, "seed": seed}
+    *_, [text] = texts_as_they_come(load(folder, tokenizer), [prompt], new_tokens, **options)
+    return text
