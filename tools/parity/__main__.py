@@ -34,6 +34,7 @@ QUIET = {
     "data.tokenizer": "bytes",  # no text is read
     "run.device": "cpu",
     "compile.enabled": "false",
+    "compile.cuda_graphs": "false",
     "training.float8": "none",
     "training.attention": "auto",
     "lr_schedule.warmup_steps": "0",

@@ -56,6 +56,7 @@ NO_PROOF = (
 QUIET = {
     "run.device": "cpu",
     "compile.enabled": "false",
+    "compile.cuda_graphs": "false",
     "validation.interval": "0",
     "evaluation.interval": "0",
     "metrics.progress": "off",
