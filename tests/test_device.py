@@ -2,6 +2,7 @@
 a GPU on made-up input."""
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -100,7 +101,9 @@ MISTAKES = {  # check -> a mistake that it must see
     "experts": lambda: mock.patch.object(
         moe, "grouped_product", lambda rows, w, counts: rows @ w[0].T
     ),
-    "recorded": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.rand(())),
+    "recorded": lambda: mock.patch.object(
+        train, "clip_grad_norm", mock.Mock(side_effect=map(torch.tensor, itertools.count(1.0)))
+    ),
     "offload": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
 }
 
