@@ -1,16 +1,20 @@
 """What a run reports: the FLOPs formula, MFU, metrics.jsonl over a restart, TensorBoard, the log,
 the profiler."""
 
+import contextlib
 import gzip
 import json
 import logging
 import math
+import os
+import pty
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -177,6 +181,24 @@ def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(
     assert "MFU 50.0%" in second and "TFLOP/s" not in second
 
 
+def test_wandb_gets_all_options_and_the_same_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    wandb = SimpleNamespace(init=lambda **how: calls.append(how) or mock.Mock())
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    secret = "https://me:hunter2@example.org/x"
+    (tmp_path / "config.toml").write_text(f'[training]\nsteps = 9\n[data]\nsource = "{secret}"\n')
+    for start in 0, 4:
+        MetricsWriter(
+            schema.Metrics(wandb_project="p", progress="off"), tmp_path, True, start, steps=9
+        ).close()
+    first, second = calls
+    assert first == second and first["id"] and first["resume"] == "allow"
+    assert first["config"]["training"] == {"steps": 9}
+    assert "hunter2" not in str(first)
+
+
 def test_wandb_that_is_missing_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,9 +219,27 @@ def test_tensorboard_shows_one_series_over_a_restart(tmp_path: Path) -> None:
             for step in range(start + 1, last + 1):
                 metrics.log(step, {"loss": float(sign * step)})
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+    assert [(e.step, e.value) for e in events.Scalars("train/loss")] == [
         (s, s if s <= 4 else -s) for s in range(1, 10)
     ]
+
+
+def test_tensorboard_shows_curves_in_groups(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    groups = {
+        "train": ["loss", "grad_norm", "lr", "loss/wiki", "balance_loss"],
+        "perf": ["tokens_per_second", "mfu", "goodput", "late/forward/rank-1"],
+        "eval": ["validation_loss", "evaluation/arc/acc"],
+    }
+    keys = [key for keys in groups.values() for key in keys]
+    with MetricsWriter(schema.Metrics(progress="off"), tmp_path, True, start=0, steps=9) as metrics:
+        metrics.log(1, dict.fromkeys(keys, 1.0))
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    wanted = {f"{group}/{key}" for group, keys in groups.items() for key in keys}
+    wanted = wanted - {"eval/evaluation/arc/acc"} | {"eval/arc/acc"}
+    assert set(events.Tags()["scalars"]) == wanted
+    assert set(series(tmp_path)[0]) == {"step", *keys}, "the file keeps its names"
 
 
 # The console and the log --------------------------------------------------------------------------
@@ -230,9 +270,7 @@ def test_the_line_for_a_person(tmp_path: Path, say: logging.Logger) -> None:
 
 
 @pytest.mark.usefixtures("say")  # which puts logging back
-def test_a_bar_replaces_the_lines_on_the_console_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_lines_stand_above_a_short_bar(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def console(progress: str) -> tuple[str, str]:
         folder = tmp_path / progress
         say = log.setup(folder, 0)
@@ -245,10 +283,49 @@ def test_a_bar_replaces_the_lines_on_the_console_alone(
         return capsys.readouterr()
 
     out, err = console("on")
-    assert "loss 1.5000" not in out and "checkpoint written\n" in out
-    assert "3/9" in err and "loss 1.5000" in err
+    assert "step 3/9  loss 1.5000\n" in out and "checkpoint written\n" in out
+    bars = [text.strip() for text in err.split("\r") if "3/9" in text]
+    assert bars and all(len(bar) <= 80 and "loss" not in bar for bar in bars)
     out, err = console("auto")  # not a terminal here
     assert "step 3/9  loss 1.5000\n" in out and err == ""
+
+
+AT_A_TERMINAL = """
+import logging, sys
+from training import log
+say = log.setup(sys.argv[1], 0)
+say.info("step 3/9  " + "loss 1.5000  " * 12)
+say.info(" ".join(["words"] * 40) + " /a/path/" + "x" * 120)
+say.warning("odd")
+say.error("wrong")
+"""
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_terminal_gets_lines_that_fit_and_colours(tmp_path: Path, no_color: str) -> None:
+    near, far = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "NO_COLOR": no_color}
+    with subprocess.Popen(
+        [sys.executable, "-c", AT_A_TERMINAL, str(tmp_path)],
+        cwd=Path(__file__).parent.parent,
+        stdout=far,
+        env=environment,
+    ) as process:
+        os.close(far)
+        text = b""
+        with contextlib.suppress(OSError):  # Linux: at the end of a terminal
+            while part := os.read(near, 4096):
+                text += part
+    os.close(near)
+    assert process.returncode == 0
+    step, *lines = text.decode().replace("\r", "").splitlines()
+    assert step.endswith("loss 1.5000  "), "a step is one line, however long"
+    words = [line for line in lines if "words" in line]
+    assert len(words) == 3 and all(len(line) <= 100 for line in words)
+    assert any(line.strip() == "/a/path/" + "x" * 120 for line in lines), "a path stays whole"
+    coloured = [line for line in lines if line.startswith("\033[")]
+    assert [line[:5] for line in coloured] == ([] if no_color else ["\033[33m", "\033[31m"])
+    assert "\033" not in log_of(tmp_path)
 
 
 SPEAK = """

@@ -7,11 +7,13 @@ records go where Python's logging sends them by default.
 
 import contextlib
 import logging
+import os
 import sys
+import textwrap
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
@@ -106,6 +108,44 @@ class _Formatter(logging.Formatter):
         return redact(super().format(record))
 
 
+class _Terminal(_Formatter):
+    """Breaks lines that are no step's after WIDTH columns, and colours warnings and errors."""
+
+    WIDTH = 100
+    COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
+
+    def __init__(self, *args: Any, colours: bool) -> None:
+        super().__init__(*args)
+        self.colours = colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if not record.getMessage().startswith("step "):
+            text = "\n".join(map(self._broken, text.splitlines()))
+        colour = self.COLOURS.get(record.levelno) if self.colours else None
+        return f"{colour}{text}\033[0m" if colour else text
+
+    def _broken(self, line: str) -> str:
+        """Leave words whole: paths and commands are copied."""
+        return textwrap.fill(
+            line,
+            self.WIDTH,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+            drop_whitespace=True,
+            replace_whitespace=False,
+        )
+
+
+def _for_console(stream: TextIO, text: str, times: str) -> logging.Formatter:
+    """Return the formatter of a terminal, or of what a program reads. https://no-color.org"""
+    if not stream.isatty():
+        return _Formatter(text, times)
+    has_colours = not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"
+    return _Terminal(text, times, colours=has_colours)
+
+
 def writes_log(logs: str, ranks: int, local_rank: int) -> bool:
     """Whether a rank writes all its records to a file. logs: the option run.logs; ranks: of the
     whole run."""
@@ -117,7 +157,7 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
     use.
 
     The console shows the records of rank 0, and errors of any rank. Records with `extra={"console":
-    False}` go to the file only: the progress bar already shows them. The file is appended to, so a
+    False}` go to the file only. The file is appended to, so a
     resumed run continues its own history. A crash is in the file too. If this rank `writes` nothing
     else, the file begins with the last records before its first error. Raises InputError if the
     folder cannot be written.
@@ -135,7 +175,8 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
 
     console = _AboveBar(sys.stdout)
     speaker = "" if rank == 0 else f"rank {rank}: "
-    console.setFormatter(_Formatter(f"%(asctime)s {speaker}%(message)s", "%Y-%m-%d %H:%M:%S"))
+    form = f"%(asctime)s {speaker}%(message)s"
+    console.setFormatter(_for_console(sys.stdout, form, "%Y-%m-%d %H:%M:%S"))
     console.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     console.addFilter(lambda record: getattr(record, "console", True))
 

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import tomli
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -81,6 +82,32 @@ LINE = (
     ("memory_gib", "{:.2f} GiB"),
     ("data_wait", "data wait {:.1%}"),
 )
+
+# The bar below the lines; with them it fits a terminal of 80 columns.
+BAR = "{percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
+# Groups of TensorBoard's curves, by how keys begin; all other keys belong to "train".
+GROUPS = {
+    "eval": ("validation_", "evaluation/"),
+    "perf": (
+        "tokens_per_second",
+        "tflops_per_device",
+        "mfu",
+        "memory_gib",
+        "data_wait",
+        "step_seconds",
+        "goodput",
+        "seconds/",
+        "late/",
+    ),
+}
+
+
+def tag(key: str) -> str:
+    """Return the name of a key's curve in TensorBoard: its group, "/", the key."""
+    for group, beginnings in GROUPS.items():
+        if key.startswith(beginnings):
+            return f"{group}/{key.removeprefix('evaluation/')}"
+    return f"train/{key}"
 
 
 def peak_flops(
@@ -254,9 +281,7 @@ class MetricsWriter:
         for name in FILE, experts.FILE, digests.FILE:
             self.records[name] = Lines(folder / name, start)
         if cfg.progress == "on" or (cfg.progress == "auto" and sys.stderr.isatty()):
-            self.bar = tqdm(
-                total=steps, initial=start, unit="step", dynamic_ncols=True, file=sys.stderr
-            )
+            self.bar = tqdm(total=steps, initial=start, bar_format=BAR, file=sys.stderr)
 
     def log(self, step: int, values: dict[str, float], line: str = "") -> None:
         """Report values measured at the end of `step`: every key to the writers, and to the person
@@ -266,13 +291,10 @@ class MetricsWriter:
         if "tokens_per_second" in values:
             self.rates.append(values["tokens_per_second"])
         line = line or self._line(step, values)
-        logging.getLogger("plumbline").info(
-            f"step {step}/{self.steps}  {line}", extra={"console": self.bar is None}
-        )
+        logging.getLogger("plumbline").info(f"step {step}/{self.steps}  {line}")
         if not self.rank0:
             return
         if self.bar is not None:
-            self.bar.set_postfix_str(line, refresh=False)
             self.bar.update(step - self.bar.n)
             self.bar.refresh()
         numbers = {key: json_number(value) for key, value in values.items()}
@@ -287,7 +309,7 @@ class MetricsWriter:
         if self.tensorboard is None:
             self.tensorboard = _open_tensorboard(self.folder / "tensorboard", self.start)
         for key, value in values.items():
-            self.tensorboard.add_scalar(key, value, step)
+            self.tensorboard.add_scalar(tag(key), value, step)
 
     @contextlib.contextmanager
     def _curves_may_fail(self) -> Iterator[None]:
@@ -364,16 +386,21 @@ def _open_tensorboard(folder: Path, start: int):
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder), purge_step=start + 1, flush_secs=20)
-    config = folder.parent / "config.toml"
-    if config.exists():
-        markdown = textwrap.indent(redact(config.read_text(encoding="utf-8")), "    ")  # as code
-        writer.add_text("config", markdown, start)
+    if options := _options(folder.parent):
+        writer.add_text("config", textwrap.indent(options, "    "), start)  # as code
     return writer
 
 
+def _options(folder: Path) -> str:
+    """Return the configuration of a run folder without its secrets; "" if it could not be written."""
+    path = folder / "config.toml"
+    return redact(path.read_text(encoding="utf-8")) if path.exists() else ""
+
+
 def _open_wandb(project: str, folder: Path):
-    """The W&B run of this run folder, which a restart continues. W&B itself ignores steps that it
-    has seen before."""
+    """Open the W&B run of this run folder, which a restart continues, with all options. W&B itself
+    ignores steps that it has seen before, and takes group, tags and notes from its own environment
+    variables."""
     try:
         import wandb
     except ImportError:
@@ -385,5 +412,5 @@ def _open_wandb(project: str, folder: Path):
     if not id_file.exists():
         id_file.write_text(f"{time.time_ns():x}\n", encoding="utf-8")
     name = id_file.read_text(encoding="utf-8").strip()
-    folders = {"name": folder.name, "dir": str(folder)}
-    return wandb.init(project=project, id=name, resume="allow", **folders)
+    about = {"name": folder.name, "dir": str(folder), "config": tomli.loads(_options(folder))}
+    return wandb.init(project=project, id=name, resume="allow", **about)
