@@ -707,8 +707,8 @@ class Metrics(Table):
     tensorboard: bool = True
     """Write TensorBoard scalars to <run.folder>/tensorboard."""
     wandb_project: str = ""
-    """Also log to this Weights & Biases project (needs `pip install wandb`), whose WANDB_RUN_GROUP and
-    WANDB_TAGS count; empty: off."""
+    """Also log to this Weights & Biases project (pip install wandb; WANDB_RUN_GROUP, WANDB_TAGS); "":
+    off."""
     straggler_interval: int = Field(50, ge=0)
     """Steps between reports that name the ranks for which the others wait; 0: none."""
     expert_interval: int = Field(50, ge=0)
