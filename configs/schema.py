@@ -655,8 +655,8 @@ class Compile(Table):
     backend: Literal["inductor", "aot_eager", "eager"] = "inductor"
     """Backend of torch.compile."""
     cuda_graphs: bool = False
-    """Record a step's forward and backward once and start them as a whole (training/graphs.py): for
-    small models on one GPU, which wait for the host."""
+    """Record a step's forward and backward once, and start them as a whole: for small models on one
+    GPU."""
 
 
 class Checkpoint(Table):
