@@ -7,6 +7,8 @@ not listen itself yet (reliability/stop.py), or not any more.
                        sentence, as there is nothing to save
     a tool's servant   ignores Ctrl-C, which the tool answers
 
+A tool that is silent for 5 s at a terminal says for how long it has been at work, and where it is.
+
 `configs/__init__.py` calls `begin`, and every package of ours imports configs.cpu first of all: so it
 holds while torch is imported, which takes seconds. `run` is the last line of every program. Python
 runs signal handlers on the main thread only, between two of its instructions: a thread listens on the
@@ -15,7 +17,9 @@ tokenizer in Rust.
 """
 
 import atexit
+import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -28,12 +32,24 @@ from typing import Any, NoReturn
 INTERRUPTED = 130
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+HERE = Path(__file__).resolve().parent.parent
+TRAIN = HERE / "train.py"
 RUNS = ("tools.launch", "tools.mirror")  # programs that stand for a run
 RANK = "tools.launch.rank"  # becomes the script that its third word names
 SERVANTS = ("data.rendering", "tools.simulate.server")
 ECHO = 1.0  # seconds in which Ctrl-C again is the same request: a parent may send it too
+SILENT = 4.0  # seconds
 PATIENCE = 2.0  # seconds that C code may keep the main thread from noticing Ctrl-C
+
+
+class Heard(io.TextIOWrapper):
+    """A terminal, and when it was last written to."""
+
+    wrote = time.monotonic()
+
+    def write(self, text: str) -> int:
+        Heard.wrote = time.monotonic()
+        return super().write(text)
 
 
 class Program:
@@ -47,6 +63,8 @@ class Program:
         self.interrupted = 0.0  # when the main thread noticed Ctrl-C
         self.noticed = threading.Event()
         self.pipe = os.pipe()
+        self.began = time.monotonic()
+        self.is_watched = not is_run and os.isatty(2)
 
     def listen(self) -> None:
         """From now on signals are answered, but those that nohup or a parent had ignored."""
@@ -55,6 +73,9 @@ class Program:
                 signal.signal(number, self.on_signal)
         os.set_blocking(self.pipe[1], False)
         signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+        if self.is_watched:
+            sys.stderr = sys.__stderr__ = heard(sys.stderr)
+            sys.stdout = sys.__stdout__ = heard(sys.stdout)
         threading.Thread(target=self._hear, name="program", daemon=True).start()
 
     def on_signal(self, number: int, frame: object) -> None:
@@ -70,9 +91,19 @@ class Program:
 
     def _hear(self) -> None:
         while True:
+            if not select.select([self.pipe[0]], [], [], 0.5 if self.is_watched else None)[0]:
+                self._say_where()
+                continue
             for number in os.read(self.pipe[0], 4096):
                 if signal.getsignal(number) == self.on_signal:
                     self._answer(signal.Signals(number))
+
+    def _say_where(self) -> None:
+        """At a terminal that has shown nothing for SILENT seconds."""
+        now = time.monotonic()
+        if self.ended is None and not self.interrupted and now > Heard.wrote + SILENT:
+            seconds = now - self.began
+            print(f"at work for {seconds:.0f} s: {where()}", file=sys.stderr, flush=True)
 
     def _answer(self, number: signal.Signals) -> None:
         if self.is_run:
@@ -161,6 +192,27 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
         atexit._run_exitfuncs()  # temporary folders
         leave(INTERRUPTED)
     sys.exit(code)
+
+
+def heard(stream: Any) -> Any:
+    """The stream, as one that notes when it is written to, if it is a terminal's."""
+    if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
+        return stream
+    return Heard(stream.detach(), stream.encoding, stream.errors, line_buffering=True)
+
+
+def where() -> str:
+    """The innermost function of ours that the main thread is in."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame and not is_ours(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_name == "<module>":
+        return "its packages are imported"
+    return f"{Path(frame.f_code.co_filename).relative_to(HERE)}::{frame.f_code.co_name}"
+
+
+def is_ours(file: str) -> bool:
+    return file.startswith(f"{HERE}{os.sep}") and "site-packages" not in file
 
 
 def end_children() -> None:

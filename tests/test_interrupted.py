@@ -255,3 +255,31 @@ def test_a_signal_before_the_configuration_is_checked(number):
     else:
         sentence = f"stopped by {number.name} before training began: run it again to go on"
         assert (code, err) == (75, f"plumbline: {sentence}\n")
+
+
+@pytest.mark.waits
+def test_at_a_terminal_a_tool_is_not_silent_for_more_than_five_seconds(tmp_path):
+    """It says where it is. One that writes by itself is left alone, as is one that no person sees."""
+    main = """
+    for _ in range(3):
+        print("mine")
+        time.sleep(1.9)
+    time.sleep(5.5)
+    """
+    (tmp_path / "ours").mkdir()
+    (tmp_path / "ours/__init__.py").write_text("import configs.cpu\n")
+    text = PROGRAM.format(main=main, end="program.run(main)")
+    (tmp_path / "ours/program.py").write_text(text)
+    told, terminal = os.openpty()
+    with os.fdopen(told, "rb") as reader:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ours.program"],
+            cwd=tmp_path,
+            env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"),
+            stdout=terminal,
+            stderr=terminal,
+        )
+        os.close(terminal)
+        assert process.wait(60) == 0
+        said = os.read(reader.fileno(), 4096).decode()
+    assert re.fullmatch(r"(mine\r\n){3}at work for \d+ s: configs/program.py::run\r\n", said), said
