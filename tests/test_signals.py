@@ -279,6 +279,25 @@ def test_the_first_ctrl_c_says_what_it_does_and_its_echo_nothing():
     assert first == f"SIGINT: stopping after this step and saving; {again}" and heard.empty()
 
 
+def test_another_signal_during_a_stop_is_no_repeat(monkeypatch):
+    """Slurm sends SIGUSR1, and SIGTERM later: the save is waited for. The same one again ends it."""
+    monkeypatch.setattr(stop, "ECHO", 0.2)
+    left = queue.SimpleQueue()
+
+    class Watched(stop.Stop):
+        def _leave(self, code: int, reason: str) -> None:
+            left.put(code)
+
+    with Watched(time.monotonic(), 0, print) as asked:
+        asked.at_once = False
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+        assert left.empty()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert left.get(timeout=10) == 128 + signal.SIGUSR1 and left.empty()
+
+
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:
     """A run whose third step takes `pause` seconds more than the others, with a limit of so many
     seconds from now."""
