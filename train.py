@@ -54,6 +54,7 @@ from training.feed import Feed, raise_flags, read_later
 from training.loss import IGNORE, linear_cross_entropy
 from training.loss_passes import compiled_loss
 from training.meter import open_metrics
+from training.one_pass import scaling
 from training.optim import (
     build_optimizer,
     clip_grad_norm,
@@ -114,7 +115,9 @@ def build(cfg: Config) -> Job:
     model = pp.PipelineStages(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
     cores.check_flops(model, family.flops_per_token, cfg.training.seq_len)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
-    optimizer = build_optimizer(model, family.decay, cfg.optimizer, family.matrices, mesh)
+    optimizer = build_optimizer(
+        model, family.decay, cfg.optimizer, family.matrices, mesh, cfg.compile
+    )
     return Job(cfg, mesh, args, model, optimizer, compute)
 
 
@@ -189,7 +192,10 @@ def train_step(
         of_gradients = digests.of_gradients(job.model.named_parameters(), job.mesh.device)
     with record_function("clip"):
         grad_norm = clip_grad_norm(
-            job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp
+            job.model.parameters(),
+            job.cfg.training.max_norm,
+            job.mesh.sum_over_pp,
+            scaling(job.optimizer),
         )
     # with offloaded weights the norm is on the CPU
     grad_norm = grad_norm.to(step.loss.device, non_blocking=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from configs.schema import LRSchedule, Optimizer
+from configs.schema import Compile, LRSchedule, Optimizer
 from parallelisms.mesh import Mesh
 from training.optimizers import OPTIMIZERS
 
@@ -24,6 +24,7 @@ def build_optimizer(
     cfg: Optimizer,
     matrix_rows: Sequence[tuple[str, bool]] = (),
     mesh: Mesh | None = None,
+    compiled: Compile | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over the model's own (sharded) parameters: call it after
     `parallelisms.parallelize`, never before, or it would update tensors that the model no longer
@@ -31,7 +32,7 @@ def build_optimizer(
 
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches
     counts. matrix_rows: in the same form, whether it is a hidden matrix. mesh: None for a model
-    that is not sharded.
+    that is not sharded. compiled: of the run; it may choose AdamW in one pass.
     """
     kind = OPTIMIZERS[cfg.kind]
     if cfg.ns_dtype == "auto":
@@ -60,7 +61,7 @@ def build_optimizer(
             }
         groups[key]["params"].append((name, param))
     in_order = sorted(groups, key=lambda key: key[0])  # those that decay come first
-    return kind.build([groups[key] for key in in_order], cfg, mesh)
+    return kind.build([groups[key] for key in in_order], cfg, mesh, compiled)
 
 
 def first_match(rows: Sequence[tuple[str, bool]], name: str) -> bool:
@@ -128,12 +129,13 @@ def clip_grad_norm(
     params: Iterable[nn.Parameter],
     max_norm: float,
     sum_over_stages: Callable[[Tensor], Tensor] = lambda x: x,
+    scale: Callable[[list[Tensor], Tensor], object] = torch._foreach_mul_,
 ) -> Tensor:
     """Scale the gradients so that their global 2-norm is at most max_norm (0: leave them). Returns
     the norm before scaling, a float32 scalar.
 
     sum_over_stages: sums a scalar over the ranks of a pipeline, each of which has other parameters
-    (Mesh.sum_over_pp).
+    (Mesh.sum_over_pp). scale: multiplies the gradients (training/one_pass.py::scaling).
 
     The norm is that of the whole, unsharded gradient (Pascanu et al., arXiv:1211.5063, for the
     clipping itself). It is exact to a few 1e-8, so that every mesh reports the same norm and scales
@@ -157,7 +159,7 @@ def clip_grad_norm(
         # The formula of torch.nn.utils.clip_grads_with_norm_, whose arithmetic would mix Tensor and
         # DTensor.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(local, factor)
+        scale(local, factor)
     return norm
 
 

@@ -1,7 +1,7 @@
 """What the kernels of a step spend their time on, and what a change to the step brings.
 
     python -m tools.bench.kernels [--json out.json] [--table.key=value ...]
-    python -m tools.bench.kernels --changes one_pass cublaslt [--rounds 18] [--json ...] [--table.key=value ...]
+    python -m tools.bench.kernels --changes clip_apart cublaslt [--rounds 18] [--json ...] [--table.key=value ...]
 
 The first profiles a step of 8B's layers and adds up its kernels by the phase that launched them and
 by their kind. GEMMs are then run again by themselves, in the order of the step, many steps in a
@@ -22,7 +22,6 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 import train
@@ -249,7 +248,10 @@ def power_and_clock() -> Iterator[Callable[[], str]]:
     def words() -> str:
         if not samples:
             return ""
-        watts, clock = map(statistics.median, zip(*samples))
+        most = max(watts for watts, _ in samples)
+        # not while it waits for a compiler
+        busy = [sample for sample in samples if sample[0] > most / 2]
+        watts, clock = map(statistics.median, zip(*busy))
         return f"; {watts:.0f} W, {clock:.0f} MHz"
 
     yield words
@@ -279,112 +281,9 @@ def cublaslt() -> None:
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
-def one_pass(copy: bool = True, narrow: bool = False) -> None:
-    """Scale the gradient, update by AdamW and round the copy of a weight in one compiled pass:
-    12 bytes less for each parameter; without the copy, 8. narrow: read gradients as backward left
-    them, 10 bytes less again."""
-    compiled = torch.compile(adamw_pass, dynamic=True)
-    scalars: dict[object, Tensor] = {}
-    copies: dict[Tensor, Tensor] = {}
-    gradients: dict[Tensor, Tensor] = {}
-
-    def scalar(key, value):
-        """Of the device, without a sync."""
-        if key not in scalars:
-            scalars[key] = torch.empty((), device=DEVICE)
-        return scalars[key].fill_(value)
-
-    def norm_alone(params, max_norm, sum_over_stages):
-        grads = [gradients.get(p, p.grad) for p in params]
-        norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
-        norm = torch.linalg.vector_norm(norms, dtype=torch.float64).float()
-        scalars["factor"] = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return norm
-
-    def state_of(optimizer, param):
-        state = optimizer.state[param]
-        if not state:
-            state["step"] = torch.zeros((), device=DEVICE)
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
-        return state
-
-    @torch.no_grad()
-    def update(fine, optimizer):
-        for group in optimizer.param_groups:
-            beta1, beta2 = group["betas"]
-            lr = group["lr"]
-            decay = group["weight_decay"]
-            step = state_of(optimizer, group["params"][0])["step"].double() + 1
-            numbers = [
-                scalars["factor"],
-                fine,
-                (lr / (1 - beta1**step)).float(),
-                (1 - beta2**step).sqrt().float(),
-                scalar((decay, "keep"), 1 - lr * decay),
-                scalar("1 - beta1", 1 - beta1),
-                scalar("beta2", beta2),
-                scalar("1 - beta2", 1 - beta2),
-                scalar("eps", group["eps"]),
-            ]
-            for param in group["params"]:
-                state = state_of(optimizer, param)
-                state["step"] += fine
-                gradient = gradients.pop(param, param.grad)
-                tensors = [param, gradient, state["exp_avg"], state["exp_avg_sq"]]
-                tensors += [copies[param]] if copy else []
-                compiled(numbers, *(x.detach().view(-1) for x in tensors))
-
-    copy_of = Masters.copy_of
-
-    def kept_copy(self, master):
-        if master not in self.copies:
-            copies[master] = copy_of(self, master)
-        return copies[master]
-
-    def keep_gradient(self, master, copy):
-        gradients[master] = copy.grad
-        copy.grad = None
-
-    train.clip_grad_norm = norm_alone
-    train.step_if = update
-    if copy:
-        Masters.copy_of = kept_copy
-    if narrow:  # of one microbatch
-        Masters.add_gradient = keep_gradient
-
-
-def fused_scale() -> None:
-    """Let the fused kernel of AdamW scale the gradient: 4 bytes less for each parameter."""
-    norm_of = train.clip_grad_norm
-    step_if = train.step_if
-    scale: dict[str, Tensor] = {}
-
-    def norm_alone(params, max_norm, sum_over_stages):
-        norm = norm_of(params, 0, sum_over_stages)
-        scale["of"] = ((norm + 1e-6) / max_norm).clamp(min=1.0)
-        return norm
-
-    def update(fine, optimizer):
-        optimizer.grad_scale = scale["of"]
-        step_if(fine, optimizer)
-
-    train.clip_grad_norm = norm_alone
-    train.step_if = update
-
-
-def adamw_pass(numbers, p, g, m, v, copy=None):
-    factor, fine, rate, correct, keep, rest1, beta2, rest2, eps = numbers
-    g = g.float() * factor
-    new_m = m + (g - m) * rest1
-    new_v = v * beta2 + g * g * rest2
-    new_p = p * keep - rate * new_m / (new_v.sqrt() / correct + eps)
-    m.copy_(torch.where(fine, new_m, m))
-    v.copy_(torch.where(fine, new_v, v))
-    new_p = torch.where(fine, new_p, p)
-    p.copy_(new_p)
-    if copy is not None:
-        copy.copy_(new_p)
+def clip_apart() -> None:
+    """Scale the gradients before the update (training/one_pass.py), by a pass of its own."""
+    train.scaling = lambda _: torch._foreach_mul_
 
 
 def narrow_adds() -> None:
@@ -410,14 +309,11 @@ def narrow_adds() -> None:
 
 CHANGES: dict[str, tuple[Callable[[], None], list[str]]] = {  # and options
     "none": (lambda: None, []),
+    "clip_apart": (clip_apart, []),
     "narrow_adds": (narrow_adds, []),
     "coordinate_descent": (coordinate_descent, []),
     "tuned_products": (tuned_products, []),
     "cublaslt": (cublaslt, []),
-    "one_pass": (one_pass, []),
-    "fused_scale": (fused_scale, []),
-    "one_pass_clip": (partial(one_pass, copy=False), []),
-    "one_pass_narrow": (partial(one_pass, narrow=True), []),
     "loss_in_one_piece": (lambda: None, ["--training.loss_chunk_tokens=8192"]),
 }
 

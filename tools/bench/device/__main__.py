@@ -113,8 +113,8 @@ PARTS = [  # the most valuable first
     Section(
         "changes of a step",
         {
-            "cuda": (70, f"{CHANGES} one_pass one_pass_clip fused_scale loss_in_one_piece"),
-            "cpu": (60, f"{CHANGES} one_pass"),
+            "cuda": (70, f"{CHANGES} clip_apart cublaslt loss_in_one_piece"),
+            "cpu": (60, f"{CHANGES} loss_in_one_piece"),
         },
     ),
     Section(

@@ -90,12 +90,12 @@ SAVED = {
 }
 # A smaller vocabulary, so that all fit and the loss has its share of 8B's FLOPs. The layers of these
 # few fit 80 GB.
-SMALL_8B = f"{sections.LAYERS_8B} --model.vocab_size=32768 --optimizer.lr=3e-5"
+SMALL_8B = f"{sections.LAYERS_8B} --model.vocab_size=32768 --optimizer.lr=3e-6"
 NONE = "--activation_checkpoint.mode=none"
 OF_1B = (
     f"--model.flavor=1B {WHOLE} {NONE} --training.local_batch_size=1 "
     "--training.global_batch_size=1 --model.tied_embeddings=false --model.vocab_size=32768 "
-    "--optimizer.lr=3e-5"
+    "--optimizer.lr=3e-6"
 )
 ON_A_CPU = "--training.local_batch_size=2 --training.global_batch_size=2"
 TITANS = ("torchtitan", "torchtitan_autocast")
@@ -117,7 +117,7 @@ BESIDE = {  # name -> contenders beside ours, options by kind of device
     "torchtitan 1B": (("torchtitan_autocast",), {"cuda": OF_1B}),
     "torchtitan vocabulary": (
         ("torchtitan_autocast",),
-        {"cuda": f"{sections.LAYERS_8B} {NONE} --model.n_layers=3 --optimizer.lr=3e-5"},
+        {"cuda": f"{sections.LAYERS_8B} {NONE} --model.n_layers=3 --optimizer.lr=3e-6"},
     ),
 }
 TITAN_ROUNDS = {"cuda": 18, "cpu": 2}  # with two to warm up, 20 losses
