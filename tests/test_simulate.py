@@ -78,12 +78,15 @@ def assert_no_waits(outcome: Outcome, *allowed: str) -> None:
 
 # -------------------------------------------------------------------------------- the same numbers
 
+ONE_PASS = "AdamW in one pass"
 PLAIN_MODELS = {
     "llama": [],
     "qwen3": ["--model.family=qwen3"],
     "qwen3 experts": parity.EXPERTS["qwen3 experts"],
     "deepseek_v3": parity.EXPERTS["deepseek_v3"],
     "bfloat16 averages": ["--optimizer.moment_dtype=bfloat16"],
+    # on a GPU AdamW in one pass (training/one_pass.py), on the CPU fused AdamW
+    ONE_PASS: ["--compile.enabled=true", "--compile.backend=eager"],
 }
 # of a weight: an average that is rounded to the next bfloat16 changes a step by 2^-8 of itself
 NEXT = 1e-3
@@ -103,6 +106,8 @@ def test_one_gpu_is_the_cpu(run, model, tmp_path):
     assert not problems, "\n".join(problems)
     assert_no_waits(on_gpu, GROUPED, THE_TEST)
     assert not on_gpu.findings
+    fused = any("fused_adamw" in operator for operator in on_gpu.records[0]["operators"])
+    assert fused == (model != ONE_PASS)
 
 
 # mesh -> (which combinations of CI's covering array, further options). Between them the meshes of
