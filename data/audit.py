@@ -366,8 +366,9 @@ def _print_steps(run: Audited, first: int, last: int, as_json: bool) -> None:
         if as_json:
             print(json.dumps(entry))
             continue
+        source = entry["source"] or "data.source"
         head = (
-            f"{entry['step']:>8} {entry['row']:>6} {entry['source']:<16} {entry['epoch']:>5} "
+            f"{entry['step']:>8} {entry['row']:>6} {source:<16} {entry['epoch']:>5} "
             f"{entry['window']:>10}"
         )
         for piece in entry["documents"]:

@@ -101,6 +101,17 @@ def test_the_rows_listed_are_those_of_the_batches(audited):
     assert listed == list(zip(names, batch["window"].tolist(), strict=True))
 
 
+def test_the_column_of_the_source_is_never_empty(audited, capsys):
+    """A run's only source has no name: it is the option data.source."""
+    last = audited.order.last
+    unnamed = tuple(dataclasses.replace(source, name="") for source in last.sources)
+    segments = [*audited.order.segments[:-1], dataclasses.replace(last, sources=unnamed)]
+    only = dataclasses.replace(audited, order=Order(segments))
+    audit._print_steps(only, 42, 42, as_json=False)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert rows[0][:3] == ["42", "0", "data.source"], rows[0]
+
+
 def test_when_a_document_is_seen_is_what_the_listing_says(audited):
     """The inverse permutation against a listing of the whole run."""
     by_document = {}

@@ -116,7 +116,7 @@ def test_another_learning_rate_shows_one_step_later_than_in_the_metric_itself(ru
     )
     assert (
         by["lr"].first_size == pytest.approx(1 / 11)
-        and "they part at step 1 (lr by 9.1e-02)" in found.verdict
+        and "they part at step 1 (lr by 9.1e-02, relative)" in found.verdict
     )
     assert found.config == {"optimizer.lr": [0.01, 0.011]} and "rounding" not in found.verdict
     assert "tensors differ" in found.checkpoint and by["lr"].last_tenth == pytest.approx(

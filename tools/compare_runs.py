@@ -120,13 +120,14 @@ def compare(a: Path | Key, b: Path | Key, tolerance: float | None = None) -> Com
         worst = max(row.largest for row in rows)
         verdict = (
             f"equal to {limit:g}: not bitwise from step {differs[0].first_difference} on, "
-            f"by {worst:.1e} at most"
+            f"by {worst:.1e} (relative) at most"
         )
         code = 1 if tolerance is None else 0
     else:
         row = differs[0]
         first = min(beyond, key=attrgetter("first_beyond"))
-        verdict = f"they part at step {row.first_difference} ({row.metric} by {row.first_size:.1e})"
+        size = f"{row.metric} by {row.first_size:.1e}, relative"
+        verdict = f"they part at step {row.first_difference} ({size})"
         # the smaller at first, the more it is like rounding
         if first.first_beyond > row.first_difference:
             verdict += (

@@ -1,6 +1,6 @@
 """A run to look at: one HTML page with its curves, starts, failures, samples and configuration.
 
-    python -m tools.report runs/before runs/after --out report.html
+    python -m tools.report runs/before runs/after --out runs/report.html
 
 Several runs are drawn over each other. The page needs no server and no network, and reads well on
 a phone. Exit code 0: it is written; 2: a folder is no run's or is damaged, said in one sentence.
@@ -17,15 +17,15 @@ from tools.places import run_folder
 from tools.report.page import build
 from tools.report.run import read_runs
 
+PAGE = Path("runs/report.html")
+
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.report", description="Writes one HTML page about one or more runs."
     )
     parser.add_argument("run", type=run_folder, nargs="+", help="the folder or the URL of a run")
-    parser.add_argument(
-        "--out", type=Path, default=Path("report.html"), help="the page [%(default)s]"
-    )
+    parser.add_argument("--out", type=Path, default=PAGE, help="the page [%(default)s]")
     options = parser.parse_args(argv)
     try:
         page = build(read_runs(options.run)).encode()
@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def _write(path: Path, page: bytes) -> None:
     try:
+        if path == PAGE:
+            path.parent.mkdir(exist_ok=True)
         path.write_bytes(page)
     except OSError as error:
         raise InputError(f"--out={path} cannot be written: {error.strerror}") from None
