@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Staged:
+class OnTheWay:
     """A send or receive of a GPU's tensor through a copy on the host: of all that a mesh asks for,
     gloo itself moves only these not."""
 
@@ -41,13 +41,13 @@ def shared_gpu() -> Iterator[None]:
     def with_gloo(backend: str, **how: Any) -> None:
         init("gloo", **how)
 
-    def send(tensor: Tensor, **how: Any) -> Staged:
+    def send(tensor: Tensor, **how: Any) -> OnTheWay:
         on_host = tensor.detach().cpu()
-        return Staged(isend(on_host, **how), on_host, None)
+        return OnTheWay(isend(on_host, **how), on_host, None)
 
-    def receive(tensor: Tensor, **how: Any) -> Staged:
+    def receive(tensor: Tensor, **how: Any) -> OnTheWay:
         on_host = torch.empty_like(tensor, device="cpu")
-        return Staged(irecv(on_host, **how), on_host, tensor)
+        return OnTheWay(irecv(on_host, **how), on_host, tensor)
 
     replaced: dict[str, Callable] = {
         "init_process_group": with_gloo,
