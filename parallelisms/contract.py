@@ -32,8 +32,7 @@ def verify(
     texts, and of equal ones only the first.
     """
     problems = _broken_here(model, optimizer, mesh)
-    on_cpu = mesh.device.type == "cpu"
-    if on_cpu:
+    if mesh.device.type == "cpu":
         device = f"{mesh.device}"
     else:
         device = str(torch.cuda.get_device_properties(mesh.device).uuid)
@@ -45,14 +44,15 @@ def verify(
         dist.all_gather(all_digests, own_digests)
     texts, devices = torch.stack(all_digests).T.tolist()
     all_alike = len(set(texts)) == 1
-    a_device_each = on_cpu or len(set(devices)) == mesh.size
+    may_share = dist.get_backend() == "gloo"  # NCCL refuses two ranks on one GPU
+    a_device_each = may_share or len(set(devices)) == mesh.size
     if not problems and all_alike and a_device_each:
         return
     first_with = {digest: rank for rank, digest in reversed(list(enumerate(texts)))}
     is_first = first_with[texts[mesh.rank]] == mesh.rank
     reports = mesh.gather((problems, device, same_on_all_ranks if is_first else None))
     sentences = _problems_by_rank([problems for problems, _, _ in reports])
-    if mesh.device.type == "cuda":
+    if not may_share:
         sentences += _shared_devices([device for _, device, _ in reports])
     sentences += _differences([reports[first_with[digest]][2] for digest in texts])
     raise InputError("the parallel contract is broken before step 1:\n  " + "\n  ".join(sentences))

@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 import train
@@ -26,7 +27,7 @@ from tests import forks
 from tests.ranks import run_ranks
 from tools.bench import idle, kernels
 from tools.bench.device import __main__ as command
-from tools.bench.device import checks, measure
+from tools.bench.device import checks, measure, planned, shared
 from tools.bench.device.__main__ import PARTS, Section, main
 from tools.bench.device.record import Record
 from tools.plan import __main__ as plan_command
@@ -65,13 +66,42 @@ def errors_on_ranks(names: list[str], folder: Path) -> dict[str, dict[str, float
 
 def test_the_checks_of_two_ranks_pass_on_a_cpu(tmp_path):
     names = [name for name, check in checks.CHECKS.items() if check.ranks == 2]
-    assert len(names) == 5
+    assert len(names) == 6
     for seen in run_ranks(2, errors_on_ranks, names, tmp_path):
         wrong = {
             name: checks.failures(errors, checks.CHECKS[name].limit)
             for name, errors in seen.items()
         }
         assert not any(wrong.values()), wrong
+
+
+def on_a_shared_gpu(brings_back: bool) -> dict[str, float]:
+    """The check of a pipeline as on a GPU that its ranks share; here the GPU is the CPU. Received
+    tensors may be left on the host, which is a mistake."""
+    there_is_no_gpu = mock.patch.multiple(torch.cuda, set_device=lambda _: None, init=lambda: None)
+    copies = shared.Staged.wait
+    wait = copies if brings_back else lambda staged, *limit: staged.work.wait(*limit)
+    with there_is_no_gpu, shared.shared_gpu(), mock.patch.object(shared.Staged, "wait", wait):
+        assert os.environ["LOCAL_RANK"] == "0"
+        errors = checks.CHECKS["pipeline"].run(CPU, Path())
+        assert dist.get_backend() == "gloo"
+        return errors
+
+
+@pytest.mark.parametrize("brings_back", [True, False], ids=["", "negative control"])
+def test_ranks_that_share_a_gpu_send_through_the_host(brings_back):
+    seen = run_ranks(2, on_a_shared_gpu, brings_back)
+    wrong = [checks.failures(errors, checks.CHECKS["pipeline"].limit) for errors in seen]
+    assert any(wrong) != brings_back, wrong
+
+
+def test_a_rank_of_a_check_says_what_it_raised(tmp_path, monkeypatch):
+    def fails(*_: object) -> dict[str, float]:
+        raise ValueError("the reason")
+
+    monkeypatch.setitem(checks.CHECKS, "fails", checks.Check(fails, 0, "", 2))
+    assert checks.as_rank("fails", tmp_path) == 1
+    assert json.loads((tmp_path / "0.json").read_text()) == "rank 0: ValueError('the reason')"
 
 
 @pytest.mark.slow
@@ -448,20 +478,26 @@ def test_most_layers_by_the_memory_of_each():
         measure.most_layers(22, lambda layers: 20 + 3 * layers)
 
 
-def test_the_longest_sequence_by_doubling():
-    def outcome(tokens: int) -> str:
-        return f"{measure.FITS}: 1 s" if tokens <= 5000 else measure.TOO_LARGE
+@pytest.mark.cap(300)
+def test_planned_and_run(tmp_path):
+    """Of two configurations that wait for each other one is wrong, and one does not get its turn."""
+    small = "--model.n_layers=1 --training.param_dtype=float32 --training.seq_len=64"
+    wrong = f"{small} --model.n_layers=0"
+    path = tmp_path / "planned.json"
+    planned.measured([{"small": small, "wrong": wrong}], 250, "planner", str(path))
+    written = json.loads(path.read_text())
+    ours, theirs = written["rows"]
+    assert ours[1].endswith(" ms") and ours[2].endswith(" ms") and ours[3].endswith("%"), ours
+    assert "n_layers" in theirs[1] and "n_layers" in theirs[2] and not any(theirs[3:]), theirs
+    assert written["numbers"]["answers"]["small"][0]["seconds"] > 0
+    assert "1 planned and run; error of seconds: median" in written["notes"]
 
-    tried = measure.search(outcome, 1024, 2**20)
-    assert {tokens: text.startswith(measure.FITS) for tokens, text in tried.items()} == {
-        1024: True,
-        2048: True,
-        4096: True,
-        8192: False,
-        6144: False,
-    }
-    assert list(measure.search(outcome, 1024, 2048)) == [1024, 2048]
-    assert list(measure.search(outcome, 8192, 2**20)) == [8192]
+
+def test_a_configuration_whose_seconds_are_used_up_says_so():
+    runner = planned.Runner("--training.seq_len=64")
+    began = time.monotonic()
+    assert runner.answer(runner.line(began)) == {"why": "not run: the seconds were used up"}
+    assert time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize(
@@ -485,7 +521,7 @@ def test_the_longest_sequence_by_doubling():
     ],
 )
 def test_what_counts_as_out_of_memory(error, expected):
-    assert measure.out_of_memory(error) == expected
+    assert planned.out_of_memory(error) == expected
 
 
 NUMBERS = {

@@ -45,6 +45,7 @@ class Section:
 
 CHECKS = "tools.bench.device.checks"
 MEASURE = "tools.bench.device.measure"
+PLANNED = "tools.bench.device.planned"
 FLOAT8 = "tools.bench.float8"
 NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 float8 control sampling recorded"
 DOCUMENTS = f"{CHECKS} documents documents_compiled"
@@ -165,8 +166,13 @@ PARTS = [  # the most valuable first
     Section("1B", {"cuda": (80, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
     Section("3B", {"cuda": (100, f"{MEASURE} step 3B")}),
     Section(
-        "longest sequence", {"cuda": (200, f"{MEASURE} longest"), "cpu": (60, f"{MEASURE} longest")}
+        "planned and run",
+        {
+            "cuda": (95, f"{PLANNED} planner --seconds=90"),
+            "cpu": (90, f"{PLANNED} planner --seconds=85"),
+        },
     ),
+    Section("long sequences", {"cuda": (105, f"{PLANNED} lengths --seconds=100")}),
 ]
 
 

@@ -1,6 +1,6 @@
 """What `tools.bench.device` measures itself, one subject per process:
 
-    python -m tools.bench.device.measure (rates | step NAME | beside NAME | saves | longest) [--json out.json]
+    python -m tools.bench.device.measure (rates | step NAME | beside NAME | saves) [--json out.json]
 
 - rates: what `tools.plan` wants to know of a device, as the numbers of a row of
   tools/plan/devices.toml.
@@ -9,8 +9,6 @@
 - beside NAME: our step compared with that of the bare loop (bare), or of an installed peer: one of
   BESIDE, through tools/bench/step.py.
 - saves: how long training waits for a save, how much longer the steps during it take, and a load.
-- longest: the longest sequence of which a step fits, by doubling, each length in a process of its
-  own.
 
 On a CPU the sizes are small, so that all of it takes minutes: that is how the command is tested.
 Exit code 2 and a sentence where something cannot run here.
@@ -20,7 +18,6 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -46,7 +43,7 @@ from tools.bench import step as others
 from tools.plan.device import MEMORY_EFFICIENCY, Device, known_device, measure_cpu
 from tools.plan.plan import PlanInputs, make_plan
 from tools.preflight.machine import best
-from training.metrics import memory_gib, peak_flops
+from training.metrics import peak_flops
 
 GPU = torch.cuda.is_available()
 KIND = "cuda" if GPU else "cpu"
@@ -121,22 +118,7 @@ BESIDE = {  # name -> contenders beside ours, options by kind of device
     ),
 }
 TITAN_ROUNDS = {"cuda": 18, "cpu": 2}  # with two to warm up, 20 losses
-# options, the first length, the last one that is tried (the model's positions end there), seconds
-# for each
-LONGEST = {
-    "cuda": (
-        "--model.flavor=8B --model.n_layers=16 --activation_checkpoint.mode=full",
-        16384,
-        131072,
-        120,
-    ),
-    "cpu": ("--activation_checkpoint.mode=full", 512, 2048, 60),
-}
 HEAT_UP_SECONDS = 1.5
-FITS = "fits"
-TOO_LARGE = "out of memory"
-TOO_SLOW = "takes too long"
-OUT_OF_MEMORY = 3  # exit code of a process that tries a length
 
 
 def rates() -> dict:
@@ -435,97 +417,11 @@ def beside_a_save(
     )
 
 
-def longest() -> dict:
-    options, first, most, limit = LONGEST[KIND]
-    tried = search(lambda tokens: try_length(options.split(), tokens, limit), first, most)
-    rows = [[f"{tokens:,}", outcome] for tokens, outcome in sorted(tried.items())]
-    fitting = [tokens for tokens, outcome in tried.items() if outcome.startswith(FITS)]
-    notes = (
-        f"{options}, bfloat16, one sequence. Lengths above {most:,} are not tried, and each "
-        f"has {limit} s."
-    )
-    title = f"The longest sequence: {f'{max(fitting):,}' if fitting else f'below {first:,}'} tokens"
-    return {"title": title, "columns": ["tokens", "outcome"], "rows": rows, "notes": notes}
-
-
-def search(outcome: Callable[[int], str], first: int, most: int) -> dict[int, str]:
-    """The outcome by length: lengths double until one does not fit, and then half of the last
-    doubling is tried."""
-    tried = {}
-    tokens = first
-    while tokens <= most:
-        tried[tokens] = outcome(tokens)
-        if not tried[tokens].startswith(FITS):
-            if tokens > first:
-                tried[tokens * 3 // 4] = outcome(tokens * 3 // 4)
-            break
-        tokens *= 2
-    return tried
-
-
-def try_length(options: list[str], tokens: int, limit: float) -> str:
-    """What becomes of two steps on a sequence of so many tokens. Raises RuntimeError if they fail
-    for any other reason than memory or time."""
-    one_sequence = (
-        "--training.local_batch_size=1",
-        "--training.global_batch_size=1",
-        f"--training.seq_len={tokens}",
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "tools.bench.device.measure",
-        "try",
-        *options,
-        BFLOAT16,
-        *one_sequence,
-    ]
-    how = {"capture_output": True, "text": True, "preexec_fn": harness.end_with_parent}
-    try:
-        done = subprocess.run(command, timeout=limit, **how)
-    except subprocess.TimeoutExpired:
-        return TOO_SLOW
-    if done.returncode in (OUT_OF_MEMORY, -9):  # -9: of Linux, if the host's memory is full
-        return TOO_LARGE
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command[1:])}: {done.stderr[-2000:]}")
-    seen = json.loads(done.stdout.strip().splitlines()[-1])
-    return f"{FITS}: {seen['seconds']:.2f} s, {seen['gib']:.2f} GiB"
-
-
-def try_steps(options: list[str]) -> dict:
-    """Runs in a process of its own: two steps, of which the second is timed. Ends it with
-    OUT_OF_MEMORY."""
-    cfg = load_config(options)
-    try:
-        job = train.build(cfg)
-        batch = {
-            name: torch.zeros(1, 1, cfg.training.seq_len, dtype=torch.int64)
-            for name in ("tokens", "labels")
-        }
-        seconds = harness.alternate({"": lambda: train.train_step(job, batch)}, 1, 1)[""][0]
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        print(error, file=sys.stderr)
-        sys.exit(OUT_OF_MEMORY)
-    return {"seconds": seconds, "gib": memory_gib(job.mesh.device)}
-
-
-def out_of_memory(error: Exception) -> bool:
-    """Also that of the CPU's allocator, which is an ordinary RuntimeError, and of cuBLAS, which has
-    no memory of its own."""
-    words = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "subject", choices=("rates", "step", "beside", "saves", "longest", "plan", "try", "about")
-    )
+    parser.add_argument("subject", choices=("rates", "step", "beside", "saves", "plan", "about"))
     parser.add_argument(
         "name", nargs="?", default="", help="of a step or a comparison, with _ for spaces"
     )
@@ -533,7 +429,6 @@ def main() -> int:
     args, options = parser.parse_known_args()
     answers = {
         "plan": lambda: plan(options),
-        "try": lambda: try_steps(options),
         "about": lambda: harness.machine() | {"kind": KIND},
     }
     folder = Path(args.json).parent if args.json else Path.cwd()
@@ -542,7 +437,6 @@ def main() -> int:
         "step": lambda: one_step(args.name.replace("_", " ")),
         "beside": lambda: beside(args.name.replace("_", " ")),
         "saves": lambda: saves(folder),
-        "longest": longest,
     }
     try:
         if args.subject in answers:

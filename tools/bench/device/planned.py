@@ -23,7 +23,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -113,6 +114,7 @@ SMALL = (
     {"documents": f"{ON_CPU} {ONE} --data.mask_documents=true"},
 )
 PLANS_AT_ONCE = 6 if GPU else 1
+OUT_OF_MEMORY = 3  # exit code of a process that runs one
 DOCUMENT = 8192  # tokens of each
 COLUMNS = (
     "configuration",
@@ -138,6 +140,26 @@ def lengths() -> list[dict[str, str]]:
 
 
 def ran(options: list[str]) -> dict:
+    """The answer of `timed`. Ends the process with OUT_OF_MEMORY where memory is short."""
+    answers = sys.stdout
+    try:
+        with redirect_stdout(sys.stderr):  # a run may print
+            return timed(options, answers)
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        print(error, file=sys.stderr)
+        sys.exit(OUT_OF_MEMORY)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Also that of the CPU's allocator, which is an ordinary RuntimeError, and of cuBLAS, which has
+    no memory of its own."""
+    words = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
+
+
+def timed(options: list[str], answers: TextIO) -> dict:
     """Runs in a process of its own, which waits for a line before it builds, says that it is ready,
     and waits for a line before it times its steps."""
     cfg = load_config(options, 1, 1)
@@ -147,7 +169,7 @@ def ran(options: list[str]) -> dict:
     step = lambda: train.train_step(job, batch)  # noqa: E731
     rounds, warm_up = (1, 1) if cfg.training.seq_len >= SLOW else (3, 2)
     harness.alternate({"": step}, 0, warm_up)
-    print("ready", flush=True)
+    print("ready", file=answers, flush=True)
     sys.stdin.readline()
     seconds = harness.alternate({"": step}, rounds, 0)[""]
     median = statistics.median(seconds)
@@ -191,6 +213,7 @@ class Runner:
     it said last is the reason."""
 
     def __init__(self, options: str) -> None:
+        self.late = False
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tools.bench.device.planned", "ran", *options.split()],
@@ -210,6 +233,7 @@ class Runner:
         """Its next line; "" if it has ended, or does not answer in time and is ended for it."""
         left = max(0.0, deadline - time.monotonic())
         if not select.select([self.process.stdout], [], [], left)[0]:
+            self.late = True
             self.process.kill()
         return self.process.stdout.readline()
 
@@ -217,13 +241,14 @@ class Runner:
         if line:
             self.process.wait()
             return json.loads(line)
-        if self.process.wait() == -signal.SIGKILL:
+        code = self.process.wait()
+        if self.late:
             return {"why": "not run: the seconds were used up"}
+        if code in (OUT_OF_MEMORY, -signal.SIGKILL):  # that of Linux, if the host's memory is full
+            return {"why": "out of memory"}
         self.errors.seek(0)
         lines = [line for line in self.errors.read().splitlines() if line.strip()]
-        if any("out of memory" in line.lower() for line in lines):
-            return {"why": "out of memory"}
-        return {"why": " ".join(lines[-2:])[-300:]}
+        return {"why": lines[-1].strip()[:300] if lines else f"it ended with code {code}"}
 
 
 def plan_apart(options: str, device: Device) -> dict:
@@ -234,7 +259,7 @@ def plan_apart(options: str, device: Device) -> dict:
             "tools.bench.device.planned", "planned", f"--device={numbers}", *options.split()
         )
     except RuntimeError as error:
-        return {"why": str(error)[-300:]}
+        return {"why": str(error).strip().splitlines()[-1][:300]}
 
 
 def row(name: str, seen: dict, plan: dict) -> list[str]:
