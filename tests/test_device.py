@@ -478,6 +478,7 @@ def test_most_layers_by_the_memory_of_each():
         measure.most_layers(22, lambda layers: 20 + 3 * layers)
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 def test_planned_and_run(tmp_path):
     """Of two configurations that wait for each other one is wrong, and one does not get its turn."""
