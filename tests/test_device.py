@@ -79,9 +79,9 @@ def on_a_shared_gpu(brings_back: bool) -> dict[str, float]:
     """The check of a pipeline as on a GPU that its ranks share; here the GPU is the CPU. Received
     tensors may be left on the host, which is a mistake."""
     there_is_no_gpu = mock.patch.multiple(torch.cuda, set_device=lambda _: None, init=lambda: None)
-    copies = shared.Staged.wait
+    copies = shared.OnTheWay.wait
     wait = copies if brings_back else lambda staged, *limit: staged.work.wait(*limit)
-    with there_is_no_gpu, shared.shared_gpu(), mock.patch.object(shared.Staged, "wait", wait):
+    with there_is_no_gpu, shared.shared_gpu(), mock.patch.object(shared.OnTheWay, "wait", wait):
         assert os.environ["LOCAL_RANK"] == "0"
         errors = checks.CHECKS["pipeline"].run(CPU, Path())
         assert dist.get_backend() == "gloo"
