@@ -2,7 +2,7 @@
 
     python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100 [--table.key=value ...]
     python -m tools.plan configs/llama_405b.toml --gpus 1024 --search --write best.toml
-    python -m tools.plan configs/llama_8b.toml --gpus 64 --html plan.html
+    python -m tools.plan configs/llama_8b.toml --gpus 64 --html runs/plan.html
     python -m tools.plan configs/llama_8b.toml --gpus 64 --compare --parallelism.tensor_parallel=4
     python -m tools.plan configs/llama_8b.toml --tokens 1e12 --days 30    # how many GPUs
 
@@ -32,6 +32,7 @@ from tools.plan.stack import load_stack
 
 # The smallest mesh, where that of the file is not what is planned. expert_parallel stays, with which
 # expert_chunks and expert_exchange have a meaning.
+RUNS = Path("runs")  # the folder of all runs, which a page may be the first to need
 ONE_PROCESS = (
     "--parallelism.data_parallel_shard=-1",
     "--parallelism.data_parallel_replicate=1",
@@ -170,6 +171,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     for name in ("write", "html"):
         path = getattr(flags, name)
+        if path and Path(path).parent == RUNS:
+            RUNS.mkdir(exist_ok=True)
         if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):
             raise InputError(
                 f"--{name} {path}: this is a folder, or its folder does not exist: name a file "
