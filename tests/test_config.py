@@ -1236,6 +1236,21 @@ RULE_CASES = {
         "debug.check_collectives = true watches operators one by one, which compile.cuda_graphs",
         "debug.check_collectives=false",
     ),
+    "one_pass_ranks": (
+        "compile.optimizer=true parallelism.data_parallel_shard=2 training.local_batch_size=4",
+        2,
+        2,
+        "compile.optimizer = true is for one process with its weights on a GPU, and the run has 2",
+        "compile.optimizer=false",
+    ),
+    "one_pass_kind": (
+        "compile.optimizer=true optimizer.moment_dtype=bfloat16",
+        1,
+        1,
+        'compile.optimizer = true is an AdamW with averages in float32, not optimizer.kind = "adamw" '
+        'with optimizer.moment_dtype = "bfloat16": set it to false',
+        "optimizer.moment_dtype=float32",
+    ),
     "float8_tp": (
         "training.float8=rowwise parallelism.tensor_parallel=2 training.local_batch_size=4",
         2,

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from checkpoint import state
-from configs.schema import Compile
+from configs.schema import Compile, InputError
 from training import one_pass
-from training.one_pass import OnePassAdamW, fits, scaling
+from training.one_pass import OnePassAdamW, check, scaling
 from training.optim import clip_grad_norm, step_if
 
 OPTIONS = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -107,7 +107,10 @@ def test_without_a_factor_it_is_fused_adamw():
     assert far(model, other, fused, one) == 0
 
 
-def test_only_whole_weights_on_a_gpu_of_a_run_that_compiles_fit():
+def test_it_is_refused_without_a_gpu_and_checkpoints_call_it_adamw():
     assert type(optimizers(a_model(), a_model(), "eager")[1]).__name__ == "AdamW"
-    assert not fits(a_model().parameters(), Compile(enabled=True))
-    assert not fits([], None)
+    cpu = torch.device("cpu")
+    assert not check(None, cpu) and not check(Compile(enabled=True), cpu)
+    assert check(Compile(optimizer=True), torch.device("cuda", 0))
+    with pytest.raises(InputError, match="compile.optimizer = true is for a GPU"):
+        check(Compile(optimizer=True), cpu)

@@ -1,29 +1,31 @@
-"""AdamW that clips while it updates: one compiled pass over each weight, its gradient and its
+"""AdamW that clips while it updates (`compile.optimizer`): one compiled pass over each weight, its gradient and its
 averages.
 
 Clipping multiplies every gradient by the same number, and the update reads it again: 8 bytes for
 each weight that the pass does not move. That is 4% of a step of 8B's layers on one H100
 (tools/bench/results/device-h100.txt). The arithmetic is that of fused AdamW in float32, the
-multiplication included; sums are rounded in other places.
+multiplication included; sums are rounded in other places. Gradients keep their size: what a hook
+reads of them is not clipped.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from configs.schema import Compile
+from configs.schema import Compile, InputError
 
 
-def fits(params: Iterable[nn.Parameter], cfg: Compile | None) -> bool:
-    """Whether all of them are whole, in float32, and on a GPU of a run that compiles."""
-    if cfg is None or not cfg.enabled:
+def check(cfg: Compile | None, device: torch.device) -> bool:
+    """Return whether a run asks for this. Raises InputError where its weights are not on a GPU."""
+    if cfg is None or not cfg.optimizer:
         return False
-    return all(
-        param.is_cuda and param.dtype == torch.float32 and not isinstance(param, DTensor)
-        for param in params
-    )
+    if device.type != "cuda":
+        raise InputError(
+            f"compile.optimizer = true is for a GPU, and this run is on a {device.type}: set it to "
+            "false"
+        )
+    return True
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Callable[[list[Tensor], Tensor], None]:

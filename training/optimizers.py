@@ -95,7 +95,7 @@ def build_adamw(
     if cfg.moment_dtype == "bfloat16":
         return narrow_adamw.AdamW(groups, **adamw_options(cfg), fused=True)
     params = [param for group in groups for _, param in group["params"]]
-    if compiled is not None and one_pass.fits(params, compiled):
+    if params and one_pass.check(compiled, params[0].device):
         return one_pass.OnePassAdamW(groups, **adamw_options(cfg), backend=compiled.backend)
     # fused: also on a CPU, where it measures several times faster than the default loop
     return torch.optim.AdamW(groups, **adamw_options(cfg), fused=True)

@@ -35,6 +35,7 @@ QUIET = {
     "run.device": "cpu",
     "compile.enabled": "false",
     "compile.cuda_graphs": "false",
+    "compile.optimizer": "false",
     "training.float8": "none",
     "training.attention": "auto",
     "lr_schedule.warmup_steps": "0",

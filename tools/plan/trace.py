@@ -907,7 +907,7 @@ def tracing(cfg: Config) -> Config:
     sequence one document, matmuls in the weights' type."""
     changes = {
         "run": {"device": "cpu", "deterministic": False},
-        "compile": {"enabled": False, "cuda_graphs": False},
+        "compile": {"enabled": False, "cuda_graphs": False, "optimizer": False},
         "data": {"mask_documents": False},
         "training": {"float8": "none", "attention": "auto"},
         "parallelism": {"async_tensor_parallel": False},
