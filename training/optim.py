@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from configs.schema import Compile, LRSchedule, Optimizer
 from parallelisms.mesh import Mesh
-from training.optimizers import OPTIMIZERS
+from training import one_pass
+from training.optimizers import OPTIMIZERS, adamw_options
 
 
 def build_optimizer(
@@ -32,7 +33,7 @@ def build_optimizer(
 
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches
     counts. matrix_rows: in the same form, whether it is a hidden matrix. mesh: None for a model
-    that is not sharded. compiled: of the run; it may choose AdamW in one pass.
+    that is not sharded. compiled: of the run, which may ask for AdamW in one pass.
     """
     kind = OPTIMIZERS[cfg.kind]
     if cfg.ns_dtype == "auto":
@@ -60,8 +61,11 @@ def build_optimizer(
                 **rule.options(cfg),
             }
         groups[key]["params"].append((name, param))
-    in_order = sorted(groups, key=lambda key: key[0])  # those that decay come first
-    return kind.build([groups[key] for key in in_order], cfg, mesh, compiled)
+    # those that decay come first
+    in_order = [groups[key] for key in sorted(groups, key=lambda key: key[0])]
+    if in_order and one_pass.check(compiled, in_order[0]["params"][0][1].device):
+        return one_pass.OnePassAdamW(in_order, **adamw_options(cfg), backend=compiled.backend)
+    return kind.build(in_order, cfg, mesh)
 
 
 def first_match(rows: Sequence[tuple[str, bool]], name: str) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Compile, Optimizer
+from configs.schema import Optimizer
 from parallelisms.mesh import Mesh
-from training import narrow_adamw, one_pass
+from training import narrow_adamw
 from training.muon import Muon
 
 Group = dict[str, Any]  # of torch.optim: "params", and the options that they share
@@ -61,7 +61,7 @@ class Rule:
 class Kind:
     """A value of `optimizer.kind`."""
 
-    build: Callable[[list[Group], Optimizer, Mesh | None, Compile | None], torch.optim.Optimizer]
+    build: Callable[[list[Group], Optimizer, Mesh | None], torch.optim.Optimizer]
     matrices: Rule  # of the hidden matrices, by the family's table MATRICES
     others: Rule  # of all other parameters
 
@@ -89,21 +89,14 @@ def moments_of_adamw(cfg: Optimizer) -> Group:
     return {} if cfg.moment_dtype == "float32" else {"moment_dtype": cfg.moment_dtype}
 
 
-def build_adamw(
-    groups: list[Group], cfg: Optimizer, mesh: Mesh | None, compiled: Compile | None
-) -> torch.optim.Optimizer:
+def build_adamw(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
     if cfg.moment_dtype == "bfloat16":
         return narrow_adamw.AdamW(groups, **adamw_options(cfg), fused=True)
-    params = [param for group in groups for _, param in group["params"]]
-    if params and one_pass.check(compiled, params[0].device):
-        return one_pass.OnePassAdamW(groups, **adamw_options(cfg), backend=compiled.backend)
     # fused: also on a CPU, where it measures several times faster than the default loop
     return torch.optim.AdamW(groups, **adamw_options(cfg), fused=True)
 
 
-def build_sgd(
-    groups: list[Group], cfg: Optimizer, mesh: Mesh | None, compiled: Compile | None
-) -> torch.optim.Optimizer:
+def build_sgd(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum or 0.0)
 
 
@@ -118,9 +111,7 @@ def muon_options(cfg: Optimizer) -> Group:
     }
 
 
-def build_muon(
-    groups: list[Group], cfg: Optimizer, mesh: Mesh | None, compiled: Compile | None
-) -> torch.optim.Optimizer:
+def build_muon(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
     return Muon(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
 
 
