@@ -14,12 +14,10 @@ from torch.autograd.variable import Variable
 import train
 from models.kernels.ruled_attention import AttentionRule
 from models.layers import AttentionCore, Documents
-from parallelisms.mesh import close_mesh
 from parallelisms.progress import record_flights
 from reliability.position import Position
 from tests import parity, ruled
 from tools.bench.device import checks
-from tools.bench.device.shared import shared_gpu
 from tools.simulate.job import in_steps, train_here
 from training.sample import sample
 
@@ -378,14 +376,3 @@ def sampled() -> list[int]:
 def one_step() -> float:
     """The loss of a step of it."""
     return train.train_step(in_bfloat16(), checks.batches()[0]).loss
-
-
-def shared_errors(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
-    """Of checks whose ranks share the one GPU that there is."""
-    assert torch.cuda.device_count() == 1
-    errors = {}
-    for name in names:
-        with shared_gpu():
-            errors[name] = checks.CHECKS[name].run(torch.device("cuda", 0), folder / name)
-            close_mesh()
-    return errors

@@ -632,21 +632,6 @@ def test_the_checks_of_a_device_pass(run, tmp_path, ranks):
         assert not any(wrong.values()), wrong
 
 
-@pytest.mark.cap(200)
-def test_ranks_that_share_a_gpu_compute_what_others_do(run, tmp_path):
-    """Checks of meshes where there is one GPU. The contract refused it, which a GPU showed."""
-    names = ["fsdp_of_two", "pipeline", "expert_parallel"]
-    environment = PATIENT | {"PLUMBLINE_SIMULATED_GPUS": "1"}
-    arguments = names, tmp_path / "checks"
-    how = {"seconds": 180, "environment": environment}
-    outcome = run(2, simulated.shared_errors, *arguments, **how)
-    assert outcome.whole, outcome.explain()
-    for seen in outcome.results:
-        errors = seen.items()
-        wrong = [checks.failures(found, checks.CHECKS[name].limit) for name, found in errors]
-        assert not any(wrong), wrong
-
-
 # ------------------------------------------------------------------------------------- the command
 
 
