@@ -44,7 +44,8 @@ def verify(
         dist.all_gather(all_digests, own_digests)
     texts, devices = torch.stack(all_digests).T.tolist()
     all_alike = len(set(texts)) == 1
-    may_share = dist.get_backend() == "gloo"  # NCCL refuses two ranks on one GPU
+    # NCCL refuses two ranks on one GPU
+    may_share = mesh.device.type == "cpu" or dist.get_backend() == "gloo"
     a_device_each = may_share or len(set(devices)) == mesh.size
     if not problems and all_alike and a_device_each:
         return

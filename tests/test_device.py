@@ -590,7 +590,7 @@ def test_the_plan_of_8b_layers():
     assert 18 * 218.1e6 / 2**30 * 0.95 < (four - two) / 2 < 5
 
 
-def subjects(folder: Path) -> tuple[dict, dict, tuple, dict]:
+def subjects(folder: Path) -> tuple[dict, dict, tuple]:
     """What is measured with a model, at a size that takes a second."""
     tiny = " ".join([*checks.MODEL, "--training.param_dtype=float32"])
     measure.SAVED["cpu"] = measure.STEPS["1B"]["cpu"] = tiny
@@ -600,19 +600,18 @@ def subjects(folder: Path) -> tuple[dict, dict, tuple, dict]:
         measure.saves(folder),
         measure.one_step("1B"),
         measure.rates_of(CPU, 128),
-        measure.try_steps(tiny.split()),
     )
 
 
 def test_what_is_measured_with_a_model(tmp_path):
-    saves, step, rates, tried = run_ranks(1, subjects, tmp_path)[0]
+    saves, step, rates = run_ranks(1, subjects, tmp_path)[0]
     assert saves["rows"][1][0] == "training waits for a save" and not list(tmp_path.iterdir())
     assert all(len(row) == len(saves["columns"]) for row in saves["rows"])
     row = dict(zip(step["columns"], step["rows"][0], strict=True))
     assert (
         row["configuration"] == "1B (small)" and row["layers"] == "3" and row["plan GiB"] == "1.50"
     )
-    assert all(rate > 0 for rate in rates) and tried["seconds"] > 0 and tried["gib"] > 0
+    assert all(rate > 0 for rate in rates)
 
 
 def test_every_part_can_be_started():
@@ -633,9 +632,6 @@ def test_every_part_can_be_started():
                 steps.setdefault(arguments[1].replace("_", " "), set()).add(kind)
     assert steps == {name: set(kinds) for name, kinds in measure.STEPS.items()}
     options = [line for kinds in measure.STEPS.values() for line in kinds.values()]
-    options += [
-        f"{line} --training.seq_len={most}" for line, _, most, _ in measure.LONGEST.values()
-    ]
     options += [line for _, kinds in measure.BESIDE.values() for line in kinds.values()]
     options += measure.SAVED.values()
     for line in options:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from configs.schema import Compile, InputError
 
 
-def check(cfg: Compile | None, device: torch.device) -> bool:
+def check(cfg: Compile, device: torch.device) -> bool:
     """Return whether a run asks for this. Raises InputError where its weights are not on a GPU."""
-    if cfg is None or not cfg.optimizer:
+    if not cfg.optimizer:
         return False
     if device.type != "cuda":
         raise InputError(

@@ -63,7 +63,8 @@ def build_optimizer(
         groups[key]["params"].append((name, param))
     # those that decay come first
     in_order = [groups[key] for key in sorted(groups, key=lambda key: key[0])]
-    if in_order and one_pass.check(compiled, in_order[0]["params"][0][1].device):
+    device = next(model.parameters()).device
+    if compiled is not None and one_pass.check(compiled, device):
         return one_pass.OnePassAdamW(in_order, **adamw_options(cfg), backend=compiled.backend)
     return kind.build(in_order, cfg, mesh)
 
