@@ -108,7 +108,8 @@ class Program:
     def _answer(self, number: signal.Signals) -> None:
         if self.is_run:
             self._stop_run(number.name)
-        if not self.running:
+        # after Ctrl-C the main thread says the word, and cleans up although it is not running
+        if not self.running and not self.interrupted:
             leave(INTERRUPTED, "interrupted")
         if not self.noticed.is_set():
             if self.noticed.wait(PATIENCE):

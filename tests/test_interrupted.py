@@ -47,6 +47,10 @@ def test_every_program_begins_and_ends_alike():
         assert own.get(name, "program.run(main") in last, f"{name} ends with program.run(main)"
 
 
+def hangs_up() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Started:
     """A program that the test signals."""
 
@@ -59,6 +63,7 @@ class Started:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            preexec_fn=hangs_up,  # also where nohup started the tests
         )
 
     def wait_until(self, ready: Callable[[int], bool], seconds: float = 60) -> "Started":
