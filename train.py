@@ -177,7 +177,7 @@ def train_step(
     came. With `digest` the result has two numbers of every gradient (metrics.gradient_interval).
 
     The names in `record_function` are the phases of a step: forward, loss (in training/feed.py),
-    backward, clip, optimizer. The profiler, tools/plan and tools/bench/sections.py find the phases
+    backward, clip, optimizer. The profiler, tools/plan and lab/bench/sections.py find the phases
     by these names alone.
     """
     if replay:

@@ -2,7 +2,7 @@
 alone.
 
 `configs/check.py` refuses such an option where no rank needs it, and a tool that computes a run's
-configuration again in one process (tools.parity, tools.replay, tools.simulate) drops it. Both read
+configuration again in one process (tools.parity, tools.replay, lab.simulate) drops it. Both read
 the table below. It imports no torch.
 """
 

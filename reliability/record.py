@@ -318,7 +318,7 @@ def source_files() -> dict[str, str]:
     packages = (
         path.parent
         for path in ROOT.glob("*/__init__.py")
-        if path.parent.name not in ("tests", "tools")
+        if path.parent.name not in ("tests", "tools", "lab")
     )
     ours = [*ROOT.glob("*.py"), *(path for package in packages for path in package.rglob("*.py"))]
     return {

@@ -26,7 +26,7 @@ from parallelisms.mesh import Mesh, world
 from tests.covering import Pair
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, SMALL_MODEL, ULYSSES
-from tools.bench import harness
+from tools.parity import in_memory
 from training import init
 
 STEPS, SEQ, BATCH, VOCAB = 3, 16, 24, 263
@@ -191,7 +191,7 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
             seen["grad"] = gathered(job.mesh, gradients)
 
     job.optimizer.register_step_pre_hook(keep_gradients)
-    batches = harness.batches(
+    batches = in_memory.batches(
         cfg, job.mesh, np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16)
     )
     length = cfg.training.seq_len

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch.autograd.variable import Variable
 
 import train
+from lab.bench.device import checks
+from lab.simulate.job import in_steps, train_here
 from models.kernels.ruled_attention import AttentionRule
 from models.layers import AttentionCore, Documents
 from parallelisms.progress import record_flights
 from reliability.position import Position
 from tests import parity, ruled
-from tools.bench.device import checks
-from tools.simulate.job import in_steps, train_here
 from training.sample import sample
 
 PATIENCE = timedelta(seconds=60)

@@ -14,6 +14,8 @@ from torch._dynamo.testing import CompileCounter
 import train
 from configs.load import load_config
 from configs.schema import InputError
+from lab.simulate import build
+from lab.simulate.ranks import Simulator
 from models import arithmetic, layers, llama, olmo2
 from models.kernels import ruled_attention
 from models.kernels.ruled_attention import AttentionRule
@@ -25,8 +27,6 @@ from tests.ranks import run_ranks
 from tests.ruled import RULES_OF_LAYERS, Alternating, use
 from tests.runs import ADAMW, COMPILED, CONTEXT_MESHES, CP2, SMALL_MODEL, ULYSSES
 from tools.plan import report, trace
-from tools.simulate import build
-from tools.simulate.ranks import Simulator
 from training import sample
 from training.sample import KeyValueCache
 

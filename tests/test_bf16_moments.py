@@ -14,6 +14,7 @@ import train
 from checkpoint import state
 from configs.load import load_config
 from configs.schema import InputError, Optimizer
+from lab.bench import moments
 from models import MODELS
 from tests import checkpoints, parity
 from tests.checkpoints import do_steps
@@ -21,7 +22,6 @@ from tests.parity import EXPERTS, FLOAT64, LORA_QWEN, TWO_MICROBATCHES
 from tests.ranks import run_ranks
 from tests.runs import EXPERT_MESHES, MESHES, whole
 from tests.steps import apart, assert_same_step, real_step
-from tools.bench import moments
 from tools.plan.repeat import traced
 from training import narrow_adamw
 from training.metrics import state_of_training

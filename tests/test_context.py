@@ -49,7 +49,7 @@ from tests.runs import (
     tiny_run,
     trained,
 )
-from tools.bench import harness
+from tools.parity import in_memory
 from tools.plan import trace
 from training.validate import scores, validate
 
@@ -160,15 +160,15 @@ def test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole(place
         SimpleNamespace(dp_rank=0, dp_size=1, token_ranges=lambda seq_len, own=own: own)
         for own in ([range(16)], places)
     ]
-    whole, part = (harness.batches(cfg, rank, ids) for rank in ranks)
+    whole, part = (in_memory.batches(cfg, rank, ids) for rank in ranks)
     begins = np.zeros((BATCH, 17), bool)
     begins[:, [3, 6, 8, 15]] = True
     for batches in whole, part:
         batches.mask_documents = True
     monkeypatch.setattr("data.loader.document_begins", lambda *_: begins.copy())
-    want, real = whole[2], harness.Held.read
+    want, real = whole[2], in_memory.Held.read
     monkeypatch.setattr(
-        harness.Held,
+        in_memory.Held,
         "read",
         lambda self, start, stop: read.append(stop - start) or real(self, start, stop),
     )
@@ -297,7 +297,7 @@ def job_and_batch(
         f"--training.local_batch_size={rows}",
     ]
     job = train.build(load_config([*OPTIONS, *batch, *options], world().size, world().local_size))
-    return job, harness.batches(
+    return job, in_memory.batches(
         job.cfg,
         job.mesh,
         np.random.default_rng(0).integers(0, VOCAB, 99 * seq_len).astype(np.uint16),
@@ -376,7 +376,7 @@ def sent_by_latent_attention(method: list[str]) -> list[int]:
     )
     tokens = np.random.default_rng(0).integers(0, 256, 999).astype(np.uint16)
     with Numbers() as numbers:
-        train.train_step(job, harness.batches(job.cfg, job.mesh, tokens)[0])
+        train.train_step(job, in_memory.batches(job.cfg, job.mesh, tokens)[0])
     return numbers.seen
 
 

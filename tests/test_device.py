@@ -1,4 +1,4 @@
-"""`python -m tools.bench.device`: its checks on a CPU, its budget, its record, and what it reads of
+"""`python -m lab.bench.device`: its checks on a CPU, its budget, its record, and what it reads of
 a GPU on made-up input."""
 
 import functools
@@ -21,15 +21,15 @@ import train
 from checkpoint import state
 from configs.load import load_config
 from configs.schema import InputError
+from lab.bench import idle, kernels
+from lab.bench.device import __main__ as command
+from lab.bench.device import checks, measure, planned, shared
+from lab.bench.device.__main__ import PARTS, Section, main
+from lab.bench.device.record import Record
 from models import moe
 from models.kernels import document_attention as masked
 from tests import forks
 from tests.ranks import run_ranks
-from tools.bench import idle, kernels
-from tools.bench.device import __main__ as command
-from tools.bench.device import checks, measure, planned, shared
-from tools.bench.device.__main__ import PARTS, Section, main
-from tools.bench.device.record import Record
 from tools.plan import __main__ as plan_command
 from tools.plan.device import load_device
 

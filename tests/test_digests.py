@@ -28,7 +28,7 @@ from tests.runs import (
     run,
     tiny_run,
 )
-from tools.bench import harness
+from tools.parity import in_memory
 from training import digests
 
 BATCH = 24
@@ -60,7 +60,7 @@ def digests_of(kind: str, options: list[str], dp_size: int) -> tuple[Numbers, Nu
 
     job.optimizer.register_step_pre_hook(keep)
     ids = np.random.default_rng(0).integers(0, 263, 4000).astype(np.uint16)
-    result = train.train_step(job, harness.batches(cfg, job.mesh, ids)[0], digest=True)
+    result = train.train_step(job, in_memory.batches(cfg, job.mesh, ids)[0], digest=True)
     numbers = digests.of_all_stages(result.gradient_digests, job.mesh)
     whole = {n: digests.of_tensor(n, torch.from_numpy(x)) for n, x in clipped.items()}
     return numbers, digests.numbers(whole)

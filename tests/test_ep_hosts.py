@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.load import load_config
 from configs.schema import InputError
+from lab.bench.in_flight import wait_at_once
 from models.moe import Experts, MixtureOfExperts
 from parallelisms import ep, ep_chunks, ep_hosts, in_flight
 from parallelisms.ep_hosts import Dispatched
@@ -26,7 +27,6 @@ from tests.covering import covering_array
 from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks
 from tests.runs import COMPILED, SMALL_MODEL, STEPS, run, series, stopped_at, tiny_run
-from tools.bench.in_flight import wait_at_once
 from train import build
 
 # Three hosts of two ranks; each rank has two experts. All sizes differ.

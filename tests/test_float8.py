@@ -16,6 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import train
 from configs.load import load_config
 from configs.schema import InputError
+from lab.bench import float8 as bench
 from models import llama
 from models.kernels import float8_product
 from models.kernels.float8_product import LARGE, PRECISE, RECIPES, Recipe, float8_linear
@@ -23,7 +24,6 @@ from parallelisms import blocks, float8
 from parallelisms.float8 import Float8Linear
 from tests.ranks import run_ranks
 from tests.runs import COMPILED
-from tools.bench import float8 as bench
 
 SMALL = (
     "--model.dim=64 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=2 "

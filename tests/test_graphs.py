@@ -9,8 +9,8 @@ import torch
 import train
 from configs.load import load_config
 from configs.schema import InputError
+from lab.bench.device import checks
 from parallelisms.mesh import close_mesh
-from tools.bench.device import checks
 from training import graphs
 
 CPU = torch.device("cpu")

@@ -11,8 +11,8 @@ import pytest
 import tomli
 import yaml
 
+from lab import reading
 from tests.ranks import NEIGHBOURS
-from tools import reading
 
 ROOT = Path(__file__).resolve().parent.parent
 

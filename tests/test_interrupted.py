@@ -17,14 +17,14 @@ from tests.ranks import NEIGHBOURS
 from tests.runs import environment, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-SERVED = ("data.rendering", "tools.simulate.server")  # by the tool, which answers Ctrl-C
+SERVED = ("data.rendering", "lab.simulate.server")  # by the tool, which answers Ctrl-C
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 def programs() -> list[str]:
     """Every module of ours that is started with `python -m`."""
     names = []
-    for package in ("tools", "data", "checkpoint", "configs"):
+    for package in ("tools", "lab", "data", "checkpoint", "configs"):
         for path in sorted((ROOT / package).rglob("*.py")):
             if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8"):
                 module = ".".join(path.relative_to(ROOT).with_suffix("").parts)

@@ -39,7 +39,7 @@ from tests.runs import ADAMW, COMPILED, EXPERT_MESHES, run, series, tiny_run
 from tests.runs import MESHES as ALL_MESHES
 from tests.shapes import SHAPES
 from tools import convert, evaluate
-from tools.bench import harness
+from tools.parity import in_memory
 
 ADAPTED = ["llama3", "qwen3 experts", "deepseek_v3", "olmo2", "gpt_oss"]
 
@@ -272,7 +272,7 @@ def types_and_losses(options: list[str], dp_size: int) -> tuple[set, list[float]
     cfg = load_config([*OPTIONS, local, *options], world().size, world().local_size)
     job = train.build(cfg)
     tokens = np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16)
-    batches = harness.batches(cfg, job.mesh, tokens)
+    batches = in_memory.batches(cfg, job.mesh, tokens)
     losses = [train.train_step(job, batches[step]).loss for step in range(3)]
     parameters = job.model.named_parameters()
     found = {(lora.is_adapter(name), p.requires_grad, p.dtype) for name, p in parameters}

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 import train
 from configs.load import load_config
+from lab.bench.device.checks import attention_errors
 from models import llama
 from models.kernels import document_attention as masked
 from models.kernels.cpu import document_attention as cpu
@@ -28,7 +29,6 @@ from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import COMPILED, Count, series, tiny_run, whole
 from tests.shapes import SHAPES, random_pair
-from tools.bench.device.checks import attention_errors
 from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
 
 SEQ, VOCAB = 24, 263

@@ -6,7 +6,7 @@ not show it. A row of ROWS puts one of them in, trains on two ranks, and compare
 model as tests/test_parallel.py does (`tests/parity.py`). The same numbers are then compared with
 the tolerances that other projects use (LOOSE), to count what those let through.
 
-`docs/museum.md` has the counts, and `tools/bench/results/museum.txt` has the table.
+`docs/museum.md` has the counts, and `lab/bench/results/museum.txt` has the table.
 `python -m tests.test_museum` prints it.
 """
 
@@ -68,7 +68,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cap(240)]
 
 MESHES = DENSE_MESHES | EXPERT_MESHES
 
-# The mistakes. The docstring of each is its line in tools/bench/results/museum.txt.
+# The mistakes. The docstring of each is its line in lab/bench/results/museum.txt.
 
 
 def own_token_counts(patch: Patch) -> None:
@@ -906,7 +906,7 @@ def test_without_a_mistake_nothing_is_seen(findings):
     assert findings[1] == []
 
 
-TABLE = ROOT / "tools" / "bench" / "results" / "museum.txt"
+TABLE = ROOT / "lab" / "bench" / "results" / "museum.txt"
 PAGE = ROOT / "docs" / "museum.md"
 
 

@@ -8,11 +8,11 @@ import pytest
 from configs import ranks
 from configs.check import RULES
 from configs.load import ConfigError, load_config
+from lab.simulate import __main__ as simulate
 from tools.overrides import with_options
 from tools.parity import __main__ as parity
 from tools.parity import meshes
 from tools.replay import __main__ as replay
-from tools.simulate import __main__ as simulate
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PRESETS = sorted(path.name for path in CONFIGS.glob("*.toml"))
@@ -62,7 +62,7 @@ def in_replay(argv: list[str]) -> None:
 
 
 def in_simulate(argv: list[str]) -> None:
-    """The configuration step of tools.simulate's one process on the CPU."""
+    """The configuration step of lab.simulate's one process on the CPU."""
     more = with_options(argv, simulate.SHORT | simulate.ON_THE_CPU | {"compile.enabled": "false"})
     load_config(more, 1, 1)
 

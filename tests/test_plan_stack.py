@@ -11,10 +11,10 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import Config, InputError
+from lab.bench import plan as bench_plan
+from lab.bench import published
+from lab.bench.scatter import BAND, Point, scatter
 from tests.steps import apart
-from tools.bench import plan as bench_plan
-from tools.bench import published
-from tools.bench.scatter import BAND, Point, scatter
 from tools.plan import unmodelled
 from tools.plan.__main__ import arguments, main, read_inputs
 from tools.plan.choices import Candidate, Choice

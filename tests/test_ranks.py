@@ -24,13 +24,13 @@ from torch.distributed import device_mesh
 import train
 from checkpoint import storage
 from configs.schema import Run
+from lab.bench import ranks as bench
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from reliability.collectives import Watch
 from tests import forks, ranks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, free_port, run, tiny_run
-from tools.bench import ranks as bench
 from tools.launch import __main__ as launch
 from training import log
 

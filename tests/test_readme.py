@@ -47,7 +47,7 @@ NEEDS = (
     (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
     (r"run_train\.sh .*configs/(?!\w*_debug(_lora)?\.)\w+\.toml", "GPUs and a corpus"),
     (
-        r"^(export .*; )?python -m tools\.bench\.",
+        r"^(export .*; )?python -m lab\.bench\.",
         "an idle machine for minutes, or GPUs: it measures",
     ),
     (r"run_train\.sh .*--checkpoint\.branch_from=", "a longer run (tests/test_branches.py)"),
@@ -61,7 +61,7 @@ NEEDS = (
         "minutes of processor time (tests/test_plan.py searches fewer meshes)",
     ),
     (r"^python -m tools\.fetch_task ", "a download (tests/test_tasks.py)"),
-    (r"^python -m tools\.simulate ", "the CUDA build of torch (tests/test_simulate.py)"),
+    (r"^python -m lab\.simulate ", "the CUDA build of torch (tests/test_simulate.py)"),
     (
         r"^python -m tools\.parity CONFIG",
         "a configuration of one's own (tests/test_parity_tool.py)",
@@ -212,7 +212,7 @@ def test_a_row_has_a_command(pattern):
     dict.fromkeys(
         command
         for _, command in ALL
-        if re.search(r"run_train\.sh|slurm\.sh|tools\.simulate", command)
+        if re.search(r"run_train\.sh|slurm\.sh|lab\.simulate", command)
         and not re.search(OWN_MODEL, command)  # its file is written by the command before
     ),
 )
@@ -220,7 +220,7 @@ def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
     """On as many processes as it asks for; on the preset's own number of GPUs where it does not
     say."""
     monkeypatch.chdir(ROOT)
-    command = re.sub(r"^python -m tools\.simulate --gpus (\d+)", r"NGPU=\1 ./run_train.sh", command)
+    command = re.sub(r"^python -m lab\.simulate --gpus (\d+)", r"NGPU=\1 ./run_train.sh", command)
     words = shlex.split(re.sub(r"\[--.*?\]", "", command))
     start = next(i for i, word in enumerate(words) if word.endswith(("run_train.sh", "slurm.sh")))
     arguments = [word for word in words[start + 1 :] if word not in ("--help", "--preflight")]

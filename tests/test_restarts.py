@@ -2,7 +2,7 @@
 nobody disturbed.
 
 The ranks are processes of their own under tools.launch (tests/launched.py); faults are put into them
-by a script around train.py (tools/bench/faults.py, which measures what each costs): FAULT is "RANK
+by a script around train.py (lab/bench/faults.py, which measures what each costs): FAULT is "RANK
 WHAT STEP STARTS", or several with ";" between them.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.bench.faults import WRAPPER
 from reliability.goodput import account, read
 from tests.launched import Launcher, ended, nothing_first
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
@@ -27,7 +28,6 @@ from tests.runs import (
     series,
     tiny_run,
 )
-from tools.bench.faults import WRAPPER
 from tools.launch import __main__ as launch
 
 pytestmark = pytest.mark.waits

@@ -240,7 +240,9 @@ def test_what_a_start_says_about_itself(tmp_path, monkeypatch):
         record.ENVIRONMENT
     )
     assert {"train.py", "models/llama.py", "reliability/record.py"} <= about["code"]["files"].keys()
-    assert not any(path.startswith(("tests", "tools", ".")) for path in about["code"]["files"])
+    assert not any(
+        path.startswith(("tests", "tools", "lab", ".")) for path in about["code"]["files"]
+    )
     assert not any(path.stat().st_mode & stat.S_IWOTH for path in folder.rglob("*"))
 
 

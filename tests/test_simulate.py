@@ -1,4 +1,4 @@
-"""Training on simulated GPUs: PyTorch's own code for CUDA and NCCL above stand-ins (tools/simulate,
+"""Training on simulated GPUs: PyTorch's own code for CUDA and NCCL above stand-ins (lab/simulate,
 docs/simulate.md).
 
 Skipped where torch is no CUDA build: CI's default suite has one.
@@ -12,15 +12,15 @@ from unittest import mock
 
 import pytest
 
+from lab.bench.device import checks
+from lab.simulate import build
+from lab.simulate import ranks as of_simulate
+from lab.simulate.__main__ import main, waits
+from lab.simulate.ranks import Outcome, Simulator
 from tests import parity, simulated
 from tests.covering import covering_array
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ROOT, ULYSSES, series, tiny_run
 from tools import hang
-from tools.bench.device import checks
-from tools.simulate import build
-from tools.simulate import ranks as of_simulate
-from tools.simulate.__main__ import main, waits
-from tools.simulate.ranks import Outcome, Simulator
 
 pytestmark = [
     pytest.mark.simulated,
@@ -639,7 +639,7 @@ def test_the_command_reports_a_run(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "tools.simulate",
+        "lab.simulate",
         "--gpus=2",
         "configs/llama_debug.toml",
         *DENSE,

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from configs.load import load_config
 from configs.schema import ActivationCheckpoint
+from lab.bench import curve, sections
 from models import layers, llama
 from models.kernels.causal_attention import causal_attention
 from models.kernels.cpu import causal_attention as causal
@@ -31,7 +32,6 @@ from parallelisms import blocks, dp
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import COMPILED
-from tools.bench import curve, sections
 
 DEBUG = Path(__file__).resolve().parent.parent / "configs" / "llama_debug.toml"
 SMALL = (
@@ -673,7 +673,7 @@ def plain_curves() -> list[list[float]]:
 )
 @pytest.mark.parametrize("slowed", [False, True], ids=["fast", "control"])
 def test_the_fast_path_learns_within_the_spread_of_seeds(slowed, plain_curves):
-    """100 steps in bfloat16 and compiled against float32 (tools/bench/curve.py, which does 300): in
+    """100 steps in bfloat16 and compiled against float32 (lab/bench/curve.py, which does 300): in
     every window of 25 steps the two, means over three seeds, are nearer to each other than seeds
     usually are (the root mean square of their deviation; measured: a fifth of it). The control
     takes steps of half the size, and is 40 times as far off as seeds are; it is not compiled, which
@@ -689,7 +689,7 @@ def test_the_fast_path_learns_within_the_spread_of_seeds(slowed, plain_curves):
 
 
 def test_every_section_of_a_step_is_timed():
-    """tools/bench/sections.py finds the sections by names that train.py gives them: a name that
+    """lab/bench/sections.py finds the sections by names that train.py gives them: a name that
     changes would leave a 0."""
     seen = run_ranks(1, sections.one, [*SMALL, "--training.local_batch_size=8"], 1)[0]["sections"]
     assert seen.keys() == set(sections.SECTIONS) and all(

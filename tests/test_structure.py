@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import reading
+from lab import reading
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
@@ -25,6 +25,7 @@ PACKAGES = (
     "parallelisms",
     "reliability",
     "tools",
+    "lab",
     "training",
     "train",
     "tests",
@@ -132,6 +133,19 @@ def test_who_imports_whom(package):
         assert foreign <= ALLOWED[package], (
             f"{path.relative_to(ROOT)} imports {foreign - ALLOWED[package]}"
         )
+
+
+def test_nothing_that_runs_imports_the_lab():
+    """lab/ proves and measures this repository; a run and its tools do without it."""
+    packages = [name for name in PACKAGES if name not in ("lab", "tests", "train")]
+    paths = [path for name in packages for path in sorted((ROOT / name).rglob("*.py"))]
+    assert len(paths) > 200
+    importers = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "train.py", *paths)
+        if any(name.split(".")[0] == "lab" for name in imports(path))
+    }
+    assert not importers
 
 
 def test_models_import_torch_and_models_alone():
@@ -463,8 +477,8 @@ MOST_TOKENS, MOST_DENSE, MOST_BRANCHES = 18_000, 0.005, 20
 
 def test_the_reading_core_is_short_and_quiet():
     total = sum(map(reading.read_file, reading.CORE), reading.Reading())
-    assert total.tokens <= MOST_TOKENS, "see `python -m tools.reading`"
-    assert total.dense_share <= MOST_DENSE, "see `python -m tools.reading`"
+    assert total.tokens <= MOST_TOKENS, "see `python -m lab.reading`"
+    assert total.dense_share <= MOST_DENSE, "see `python -m lab.reading`"
 
 
 @pytest.mark.parametrize("name", reading.CORE)

@@ -11,10 +11,10 @@ import pytest
 from configs.schema import EvaluationTask
 from data import hf_tokenizer, tasks
 from data.tokenizer import byte_tokenizer
+from lab.bench import tasks as bench
 from tests.published import published
 from tools import benchmarks, fetch_task
 from tools import evaluate as evaluate_tool
-from tools.bench import tasks as bench
 from tools.benchmarks import BENCHMARKS, SUBJECTS
 from training.scores import scores
 
@@ -425,7 +425,7 @@ def test_a_published_tokenizer_encodes_contexts_and_choices_as_in_the_harness(na
 
 @pytest.mark.cap(400)
 def test_a_real_model_scores_real_questions_as_in_the_harness(tmp_path):
-    """SmolLM2-135M on some questions of each benchmark; on more by hand, with tools/bench/tasks.py."""
+    """SmolLM2-135M on some questions of each benchmark; on more by hand, with lab/bench/tasks.py."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     model = published("smollm2")
     for name in bench.NAMES:

@@ -1,4 +1,4 @@
-"""The pictures of docs/tour.md are what a run draws today (python -m tools.tour), and the tour stays short."""
+"""The pictures of docs/tour.md are what a run draws today (python -m lab.tour), and the tour stays short."""
 
 import re
 from pathlib import Path
@@ -6,9 +6,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tools.tour import __main__ as command
-from tools.tour import mesh, step
-from tools.tour.run import DENSE, EXPERTS, Seen, run
+from lab.tour import __main__ as command
+from lab.tour import mesh, step
+from lab.tour.run import DENSE, EXPERTS, Seen, run
 
 ROOT = Path(__file__).resolve().parent.parent
 TOUR = ROOT / "docs" / "tour.md"
@@ -42,7 +42,7 @@ def drawn(dense, routed, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("name", PICTURES)
 def test_a_picture_is_what_a_run_draws_today(drawn, name):
     committed = command.FOLDER / name
-    assert (drawn / name).read_bytes() == committed.read_bytes(), "run: python -m tools.tour"
+    assert (drawn / name).read_bytes() == committed.read_bytes(), "run: python -m lab.tour"
 
 
 def test_every_committed_picture_is_drawn(drawn):

@@ -22,7 +22,7 @@ from models import MODELS, llama
 from models.terms import AuxiliaryTerms
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tools.bench import harness
+from tools.parity import in_memory
 from training import init
 from training import loss_passes as passes_of_loss
 from training.feed import Feed
@@ -587,7 +587,7 @@ def losses_and_norms(options: list[str], dp_size: int) -> np.ndarray:
     ids = np.random.default_rng(0).integers(0, job.args.vocab_size, 9000).astype(np.uint16)
     results = [
         train.train_step(job, batch)
-        for batch, _ in zip(harness.batches(cfg, job.mesh, ids), range(cfg.training.steps))
+        for batch, _ in zip(in_memory.batches(cfg, job.mesh, ids), range(cfg.training.steps))
     ]
     return np.array(
         [

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from lab.bench.faults import WRAPPER
 from tests.hosts import (
     ADDRESSES,
     Hosts,
@@ -24,7 +25,6 @@ from tests.hosts import (
 from tests.launched import Launcher
 from tests.ranks import NEIGHBOURS
 from tests.runs import logged, losses_of_four, series, tiny_run
-from tools.bench.faults import WRAPPER
 
 # Seconds; the grace is for a machine with other things to do: it takes a few. Beside other tests a
 # step, too, takes longer.

@@ -5,7 +5,7 @@ updated by the fused kernel, and rounded for storage alone.
 
 To the nearest bfloat16 the average of squares would stall. A step lowers it by at most 1 - beta2 of
 itself, and half a unit in the last place is 2^-9 to 2^-8 of it: above beta2 = 0.9981 it grows and
-never shrinks (tools/bench/results/moments.txt). So rounding is stochastic: up with the probability
+never shrinks (lab/bench/results/moments.txt). So rounding is stochastic: up with the probability
 that keeps the mean. The random bits are a hash of the parameter's name, the step and
 the element's index in the whole tensor. They are the same on every mesh, need no generator, and go
 on after a resume.

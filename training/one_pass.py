@@ -3,7 +3,7 @@ averages.
 
 Clipping multiplies every gradient by the same number, and the update reads it again: 8 bytes for
 each weight that the pass does not move. That is 4% of a step of 8B's layers on one H100
-(tools/bench/results/device-h100.txt). The arithmetic is that of fused AdamW in float32, the
+(lab/bench/results/device-h100.txt). The arithmetic is that of fused AdamW in float32, the
 multiplication included; sums are rounded in other places. Gradients keep their size: what a hook
 reads of them is not clipped.
 """

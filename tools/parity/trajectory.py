@@ -22,7 +22,7 @@ import train
 from configs.load import load_config
 from data.loader import IGNORE
 from parallelisms.mesh import world
-from tools.bench import harness
+from tools.parity import in_memory
 
 WINDOWS = 1 << 40  # more than a source has
 DOCUMENTS = 7  # tokens that the longest document of a window has, with data.mask_documents
@@ -163,7 +163,7 @@ def record(argv: list[str], steps: int) -> Notes:
     rng = np.random.default_rng(0)
     tokens = steps * cfg.training.global_batch_size * cfg.training.seq_len + 1
     ids = rng.integers(0, job.args.vocab_size, tokens).astype(np.uint32)
-    batches = harness.batches(cfg, job.mesh, ids)
+    batches = in_memory.batches(cfg, job.mesh, ids)
     seen = begin(job, batches[0])
     seen.weights.append(parameters(job))
     for step in range(steps):

@@ -1,5 +1,5 @@
 """What a training stack makes of a device: ours, and those whose published runs
-`python -m tools.bench.plan published` puts beside our plans.
+`python -m lab.bench.plan published` puts beside our plans.
 
 A row of `stacks.toml` has one number for each device, the share of the peak that wide matmuls
 reach, and says what the stack does otherwise than ours. Nothing else differs between stacks: the
@@ -33,7 +33,7 @@ HIDDEN_TENSOR = 0.85
 HIDDEN_EXCHANGE = 0.3
 
 # What published runs lost with each doubling of their GPUs, the least and the most: NeMo's Llama 70B
-# and LLM Foundry's MPT 1B, from 128 GPUs on (tools/bench/published.toml).
+# and LLM Foundry's MPT 1B, from 128 GPUs on (lab/bench/published.toml).
 SCALING_FROM = 128
 LOST_BY_DOUBLING = (0.0, 0.05)
 

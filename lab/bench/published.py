@@ -1,0 +1,375 @@
+"""Our plans beside published runs: `python -m lab.bench.plan published` prints what this file
+computes from the rows of `published.toml`.
+
+A row is one published run. It becomes a configuration with the same model, mesh, batch and
+checkpointing, planned on the same devices. The planned speed over the published one, less 1, is its
+error.
+"""
+
+import argparse
+import hashlib
+import pickle
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import tomli
+import torch
+from torch.distributed.tensor import DTensor
+
+import train
+from configs.load import load_config
+from configs.schema import Config, InputError
+from lab.bench import harness
+from lab.bench.scatter import Point, scatter
+from parallelisms import blocks
+from tools.plan.choices import Candidate, Choice
+from tools.plan.device import load_device
+from tools.plan.pipeline import Stages
+from tools.plan.plan import Plan, PlanInputs, make_plan
+from tools.plan.search import search
+from tools.plan.stack import HIDDEN_EXCHANGE, load_stack
+from tools.plan.workers import in_processes
+from training.loss import plain_cross_entropy
+
+TABLE = Path(__file__).resolve().parent / "published.toml"
+CLASSES = ("dense", "tp", "cp", "pipeline", "experts")
+SHORT = {  # key of a row's mesh -> option of [parallelism]
+    "dp": "data_parallel_replicate",
+    "fs": "data_parallel_shard",
+    "tp": "tensor_parallel",
+    "cp": "context_parallel",
+    "ep": "expert_parallel",
+    "pp": "pipeline_parallel",
+    "vp": "pipeline_stages_per_rank",
+    "sched": "pipeline_schedule",
+    "acc": "accumulate_gradients",
+    "async": "async_tensor_parallel",
+}
+# TorchTitan's H100s, where they are not those of tools/plan/devices.toml: HBM2e, and 500 W, which
+# slows attention as it slows matmuls.
+TITANS_H100 = {
+    "memory_gib": 95.6,
+    "memory_gb_per_s": 2400,
+    "attention_efficiency": 0.31,
+    "fast_attention_efficiency": 0.48,
+}
+HELD_OUT = 3  # one row of so many is held out of the calibration
+GRID = np.array([0.4, 0.5, 0.6, 0.7, 0.8, 0.9])  # efficiencies that a calibration plans with
+FINE = np.linspace(0.4, 0.9, 101)  # those that it chooses from
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published run: a row of published.toml with what its source says of all its rows."""
+
+    id: str
+    kind: str  # one of CLASSES
+    stack: str
+    model: dict
+    device: str
+    gpus: int
+    seq: int  # tokens of a sequence
+    batch: int  # sequences of a step
+    micro: int  # sequences of a microbatch
+    speed: float  # tokens/s per GPU
+    mesh: dict
+    checkpointing: str = "none"
+    compile: bool = False
+    reduce: str = "float32"
+    float8: str = "none"
+    titan: bool = False
+    network: float = 0.0  # GB/s per GPU between hosts; 0: the device's
+    per_node: int = 8
+    overlap: bool = False
+    unseen: bool = False  # its whole source is held out
+
+    @property
+    def held_out(self) -> bool:
+        """Tell whether no calibration looks at this row. A hash of its name chooses it."""
+        return self.unseen or int(hashlib.sha256(self.id.encode()).hexdigest(), 16) % HELD_OUT == 0
+
+    @property
+    def options(self) -> list[str]:
+        """The command line that plans this run."""
+        tables: dict[str, object] = {f"model.{name}": value for name, value in self.model.items()}
+        tables |= {
+            "model.max_seq_len": max(self.seq, 8192),
+            "training.seq_len": self.seq,
+            "training.global_batch_size": self.batch,
+            "training.local_batch_size": self.micro,
+            "training.param_dtype": "bfloat16",
+            "training.reduce_dtype": self.reduce,
+            "activation_checkpoint.mode": self.checkpointing,
+            "compile.enabled": self.compile,
+        }
+        for name, value in self.mesh.items():
+            if name == "gather":  # "once": a step
+                tables["parallelism.reshard_after_forward"] = False
+                tables["parallelism.reshard_after_backward"] = False
+            else:
+                tables[f"parallelism.{SHORT[name]}"] = value
+        return [f"--{name}={as_option(value)}" for name, value in tables.items()]
+
+    def config(self) -> Config:
+        """float8 is set after the check: some of their meshes are not supported with ours."""
+        cfg = load_config(self.options, self.gpus, min(self.gpus, self.per_node))
+        training = cfg.training.model_copy(update={"float8": self.float8})
+        return cfg.model_copy(update={"training": training})
+
+    def inputs(self, efficiency: float | None = None) -> PlanInputs:
+        """efficiency: of wide matmuls, instead of the calibrated one."""
+        device = load_device(self.device)
+        changes = dict(TITANS_H100) if self.titan else {}
+        if self.network:
+            changes["fabric_gb_per_s"] = self.network
+        stack = load_stack(self.stack)
+        device = stack.on(device.model_copy(update=changes), self.device)
+        if efficiency is not None:
+            device = device.model_copy(update={"matmul_efficiency": efficiency})
+        if self.overlap:
+            stack = stack.model_copy(update={"hidden_exchange": HIDDEN_EXCHANGE})
+        return PlanInputs(self.gpus, min(self.gpus, self.per_node), device, stack=stack)
+
+
+def as_option(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def load_runs(path: Path = TABLE) -> list[Published]:
+    """The rows of the table."""
+    table = tomli.loads(path.read_text(encoding="utf-8"))
+    runs = []
+    for source in table["sources"].values():
+        for row in source["runs"]:
+            numbers = dict(row, unseen=source.get("held_out", False))
+            model = table["models"][numbers.pop("model")]
+            kind = numbers.pop("class")
+            mesh = numbers.pop("mesh", {})
+            runs.append(
+                Published(kind=kind, stack=source["stack"], model=model, mesh=mesh, **numbers)
+            )
+    return runs
+
+
+# What TorchTitan does otherwise than we do.
+def whole_loss(h, weight, labels, chunk_tokens, **more):
+    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose matmuls are
+    the same."""
+    if isinstance(weight, DTensor):
+        return our_loss(h, weight, labels, chunk_tokens, **more)
+    return plain_cross_entropy(h @ weight.t(), labels)
+
+
+our_loss = train.linear_cross_entropy
+our_policy = blocks._policy
+
+
+class EverySecondMatmul:
+    """Their selective policy: every second matmul is recomputed. The count starts anew in forward
+    and in recomputation."""
+
+    def __init__(self) -> None:
+        self.counts = {False: 0, True: 0}
+
+    def __call__(self, ctx, op, *args, **kwargs):
+        if op is not torch.ops.aten.mm.default:
+            return our_policy(ctx, op, *args, **kwargs)
+        number = self.counts[ctx.is_recompute]
+        self.counts[ctx.is_recompute] += 1
+        if number % 2 == 0:
+            return blocks.CheckpointPolicy.MUST_SAVE
+        return blocks.CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def like_titan(make: Callable[[], Plan]) -> Plan:
+    """A plan with TorchTitan's loss and its selective checkpointing in the place of ours."""
+    with (
+        mock.patch.object(train, "linear_cross_entropy", whole_loss),
+        mock.patch.object(blocks, "_policy", EverySecondMatmul()),
+    ):
+        return make()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run beside its plan; small enough to travel between processes."""
+
+    run: Published
+    speed: float  # tokens/s per GPU
+    # with other efficiencies of wide matmuls: GRID
+    speeds: tuple[float, ...] = ()
+
+    @property
+    def error(self) -> float:
+        return self.speed / self.run.speed - 1
+
+    def errors(self) -> np.ndarray:
+        """Absolute errors on the fine grid of efficiencies FINE. Seconds are linear in the
+        inverse of an efficiency, nearly."""
+        seconds = np.interp(1 / FINE[::-1], 1 / GRID[::-1], 1 / np.array(self.speeds)[::-1])[::-1]
+        return np.abs(1 / seconds / self.run.speed - 1)
+
+
+def kept(run: Published, keep: str) -> Stages:
+    """The traces of an earlier call with the same --keep, if there are any."""
+    path = Path(keep) / f"{run.id}.pickle"
+    if not keep or not path.exists():
+        return Stages()
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+def planned(run: Published, calibrating: bool = False, keep: str = "") -> Planned:
+    torch.set_num_threads(1)
+    cfg = run.config()
+    stages = kept(run, keep)
+
+    def speed(efficiency: float | None = None) -> float:
+        def make() -> Plan:
+            return make_plan(cfg, run.inputs(efficiency), stages)
+
+        plan = like_titan(make) if run.titan else make()
+        return plan.tokens_per_second / run.gpus
+
+    speeds = tuple(speed(value) for value in GRID) if calibrating else ()
+    result = Planned(run, speed(), speeds)
+    if keep:
+        (Path(keep) / f"{run.id}.pickle").write_bytes(pickle.dumps(stages))
+    return result
+
+
+def plan_all(runs: list[Published], calibrating: bool = False, keep: str = "") -> list[Planned]:
+    """The plans of all runs. A pipeline's stages are traced in processes of their own, any other
+    run is planned in one."""
+    alone = [run for run in runs if "pp" not in run.mesh]
+    calls = [(run, calibrating, keep) for run in alone]
+    done = {one.run.id: one for one in in_processes(planned, calls)}
+    for run in runs:
+        if run.id not in done:
+            done[run.id] = planned(run, calibrating, keep)
+    return [done[run.id] for run in runs]
+
+
+def calibration(rows: list[Planned]) -> list[list[str]]:
+    """For each device and stack the efficiency whose mean absolute error is smallest, over the rows
+    that are not held out, without float8, and without experts if there are others; beside it what
+    tools/plan/stacks.toml says."""
+    groups: dict[tuple[str, str], list[Planned]] = {}
+    for row in rows:
+        if not row.run.held_out and row.run.float8 == "none":
+            groups.setdefault((row.run.stack, row.run.device), []).append(row)
+    lines = []
+    for (stack, device), of_group in groups.items():
+        members = [row for row in of_group if row.run.kind != "experts"] or of_group
+        errors = np.mean([row.errors() for row in members], axis=0)
+        best = FINE[errors.argmin()]
+        known = load_stack(stack).gemm.get(device, load_device(device).matmul_efficiency)
+        lines.append([stack, device, str(len(members)), f"{best:.3f}", f"{known:.3f}"])
+    return lines
+
+
+def errors_of(rows: Iterable[Planned]) -> list[str]:
+    """Number of runs, median and worst absolute error, how many are within 20%."""
+    errors = [abs(row.error) for row in rows]
+    if not errors:
+        return ["0", "", "", ""]
+    within = sum(error <= 0.2 for error in errors)
+    return [
+        str(len(errors)),
+        f"{statistics.median(errors):.1%}",
+        f"{max(errors):.0%}",
+        f"{within / len(errors):.0%}",
+    ]
+
+
+def summary(rows: list[Planned], split: bool = False) -> list[list[str]]:
+    """A line for all, for each class and for each device. split: the third that is held out, and
+    the others, by themselves."""
+    lines = [["all", *errors_of(rows)]]
+    if split:
+        lines.append(["held out", *errors_of(row for row in rows if row.run.held_out)])
+        lines.append(["calibrated on", *errors_of(row for row in rows if not row.run.held_out)])
+    for kind in CLASSES:
+        lines.append([kind, *errors_of(row for row in rows if row.run.kind == kind)])
+    for device in dict.fromkeys(row.run.device for row in rows):
+        lines.append([device, *errors_of(row for row in rows if row.run.device == device)])
+    return lines
+
+
+SUMMARY = ["runs", "number", "median error", "worst", "within 20%"]
+ROWS = ["run", "class", "stack", "device", "GPUs", "published", "planned", "error", ""]
+
+
+def cells(row: Planned) -> list[str]:
+    """The line of one run; the last cell marks what the calibration has not seen."""
+    run = row.run
+    return [
+        run.id,
+        run.kind,
+        run.stack,
+        run.device,
+        f"{run.gpus:,}",
+        f"{run.speed:,.0f}",
+        f"{row.speed:,.0f}",
+        f"{row.error:+.1%}",
+        "held out" if run.held_out else "",
+    ]
+
+
+def mesh_of(choice: Choice) -> tuple[int, ...]:
+    return (
+        choice.tensor_parallel,
+        choice.context_parallel,
+        choice.expert_parallel,
+        choice.pipeline_parallel,
+        choice.replicas,
+    )
+
+
+def place_of(published: tuple[int, ...], ranking: list[Candidate]) -> int:
+    """The place of a mesh among those of a search, the fastest of each first; 0: not among them."""
+    meshes = list(dict.fromkeys(mesh_of(candidate.choice) for candidate in ranking))
+    return meshes.index(published) + 1 if published in meshes else 0
+
+
+def searched(run: Published) -> list[str]:
+    """The line of a run of which --meshes asks what the search would choose instead."""
+    ranking = search(run.config(), run.inputs()).ranking
+    published = tuple(run.mesh.get(name, 1) for name in ("tp", "cp", "ep", "pp", "dp"))
+    place = place_of(published, ranking)
+    best = ranking[0]
+    speed = f"{best.tokens_per_second / run.gpus:,.0f}"
+    return [run.id, str(place or "-"), f"{run.speed:,.0f}", speed, str(best.choice)]
+
+
+def report(args: argparse.Namespace) -> None:
+    """The tables of all runs that have --only in their name or class; with --svg a picture. Raises
+    InputError."""
+    if args.stack:
+        load_stack(args.stack)
+    runs = [run for run in load_runs() if f"{run.id} {run.kind}".find(args.only) >= 0]
+    if not runs:
+        raise InputError(
+            f"--only {args.only}: no run of published.toml has this in its name or class"
+        )
+    if args.stack:
+        runs = [replace(run, stack=args.stack) for run in runs]
+    if args.meshes:
+        # a search on several hosts takes minutes
+        lines = [searched(run) for run in runs if run.gpus <= run.per_node and not run.titan]
+        columns = ["run", "place of its mesh", "published", "the best planned", "the best choice"]
+        harness.report("Meshes of published runs on one host in our search", columns, lines)
+        return
+    rows = plan_all(runs, args.calibrate, args.keep)
+    if args.calibrate:
+        columns = ["stack", "device", "runs", "calibrated", "stacks.toml"]
+        harness.report("Efficiency of wide matmuls", columns, calibration(rows))
+    harness.report("Planned against published runs, tokens/s per GPU", ROWS, list(map(cells, rows)))
+    harness.report("Errors", SUMMARY, summary(rows, args.split))
+    if args.svg:
+        points = [Point(row.run.id, row.run.kind, row.run.speed, row.speed) for row in rows]
+        Path(args.svg).write_text(scatter(points, CLASSES), encoding="utf-8")

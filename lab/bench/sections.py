@@ -1,0 +1,252 @@
+"""A training step by its sections, compared with this machine's matmul rate, for a list of
+configurations.
+
+    python -m lab.bench.sections [--rounds 5] [--only NAME] [--json out.json] [--table.key=value ...]
+    python -m lab.bench.sections --one [--rounds 5] [--fake-world N] --table.key=value ...  # one line of JSON
+
+Each configuration runs in a process of its own, so that peak memory is its own: `train.build`,
+`train.train_step` and the data path of a run on random tokens. Steps alternate with one large
+matmul of the same type, so `of products`, the step's share of the matmul rate, compares what was
+measured at the same time; `MFU` is against the data sheet (none for a CPU). The sections are timed
+in further steps, with a host-device sync at each boundary. `idle` is the share of a step in which a
+GPU runs no kernel, because it waits for the host; `live` is the peak of its tensors, without what
+the allocator holds besides. --table.key=value overrides an option in every configuration.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.profiler import record_function
+
+import train
+from configs import program
+from configs.load import load_config
+from lab.bench import harness
+from lab.bench.idle import idle_share, kernel_times
+from parallelisms import dp
+from parallelisms.mesh import world
+from tools.parity import in_memory
+from tools.plan.trace import pretend
+from training.metrics import memory_gib, peak_flops
+
+BENCH = (  # for two cores: large enough that matmuls dominate
+    "--model.dim=512 --model.n_layers=8 --model.n_heads=8 --model.n_kv_heads=4 "
+    "--model.head_dim=64 --model.hidden_dim=1536 "
+    "--model.vocab_size=8192 --training.seq_len=512 --training.local_batch_size=8 "
+    "--training.global_batch_size=8"
+)
+LAYERS_1B = (
+    "--model.flavor=1B --model.n_layers=2 --model.vocab_size=8192 --training.seq_len=512 "
+    "--training.local_batch_size=2 "
+    "--training.global_batch_size=2"
+)
+LAYERS_8B = (
+    "--model.flavor=8B --model.n_layers=6 --training.seq_len=8192 --training.local_batch_size=1 "
+    "--training.global_batch_size=1 "
+    "--training.param_dtype=bfloat16 --activation_checkpoint.mode=selective --compile.enabled=true"
+)
+CONFIGS = {
+    "cpu": {
+        "debug float32": "--training.param_dtype=float32",
+        "debug bfloat16": "--training.param_dtype=bfloat16",
+        "d512 float32": f"{BENCH} --training.param_dtype=float32",
+        "d512 bfloat16": f"{BENCH} --training.param_dtype=bfloat16",
+        "d512 bfloat16 compiled": f"{BENCH} --training.param_dtype=bfloat16 --compile.enabled=true",
+        "1B layers bfloat16": f"{LAYERS_1B} --training.param_dtype=bfloat16",
+    },
+    "cuda": {
+        "8B layers bfloat16": LAYERS_8B,
+        "8B layers float8 tensorwise": f"{LAYERS_8B} --training.float8=tensorwise",
+        "8B layers float8 rowwise": f"{LAYERS_8B} --training.float8=rowwise",
+    },
+}
+SECTIONS = ("data", "forward", "backward", "clip", "optimizer")
+COLUMNS = (
+    "configuration",
+    "median step",
+    "tokens/s",
+    "GFLOP/s",
+    "of products",
+    "MFU",
+    "peak GiB",
+    "live GiB",
+    "idle",
+    *SECTIONS,
+)
+
+
+@contextmanager
+def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[[str], None]]]:
+    """Seconds of each of SECTIONS, and a function that begins one and ends the one before (""
+    belongs to none).
+
+    The phases of a step begin and end with the `record_function` labels of `train.train_step`.
+    """
+    seconds = dict.fromkeys((*SECTIONS, ""), 0.0)
+    current = {"section": "", "since": time.perf_counter()}
+
+    def begin(section: str) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        seconds[current["section"]] += now - current["since"]
+        current.update(section=section, since=now)
+
+    enter = record_function.__enter__
+    leave = record_function.__exit__
+
+    def entered(label: record_function) -> record_function:
+        if label.name in SECTIONS:
+            begin(label.name)
+        return enter(label)
+
+    def left(label: record_function, *error: object) -> None:
+        leave(label, *error)
+        if label.name in SECTIONS:
+            begin("")
+
+    with (
+        mock.patch.object(record_function, "__enter__", entered),
+        mock.patch.object(record_function, "__exit__", left),
+    ):
+        yield seconds, begin
+
+
+def one(options: list[str], rounds: int) -> dict:
+    """Medians of this process's configuration; every rank of its mesh calls it."""
+    cfg = load_config(options, world().size, world().local_size)
+    job = train.build(cfg)
+    device = job.mesh.device
+    t = cfg.training
+    ids = np.random.default_rng(0).integers(
+        0, job.args.vocab_size, 4 * t.global_batch_size * t.seq_len + 1
+    )
+    dtype = dp.param_dtype(t, device)
+    data = in_memory.batches(cfg, job.mesh, ids.astype(np.uint32))
+    steps = iter(range(10**9))
+    multiply, matmul_flops = harness.matmul(dtype, device)
+    step = lambda: train.train_step(job, data[next(steps)])  # noqa: E731
+    timed = harness.alternate({"step": step, "matmul": multiply}, rounds)
+    # of the allocator, whose peak this call resets
+    memory = memory_gib(device)
+    live = None
+    idle = None
+    del multiply
+    with sections(device) as (seconds, begin):
+        for _ in range(rounds):
+            begin("data")
+            batch = data[next(steps)]
+            begin("")
+            train.train_step(job, batch)
+    if device.type == "cuda":
+        live = torch.cuda.max_memory_allocated(device) / 2**30
+        idle = idle_share(*kernel_times(step))
+    tokens = t.global_batch_size * t.seq_len
+    seconds_per_step = statistics.median(timed["step"])
+    family, args = train.architecture(job.cfg)
+    flops = family.flops_per_token(args, t.seq_len) * tokens / seconds_per_step / job.mesh.size
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak = peak_flops(name, cfg.metrics.peak_tflops, dtype)
+    return {
+        "seconds": seconds_per_step,
+        "fastest": min(timed["step"]),
+        "tokens_per_second": tokens / seconds_per_step,
+        "gflops": flops / 1e9,
+        "product_gflops": matmul_flops / statistics.median(timed["matmul"]) / 1e9,
+        "mfu": flops / peak if peak else None,
+        "memory_gib": memory,
+        "live_gib": live,
+        "idle": idle,
+        "sections": {name: seconds[name] / rounds for name in SECTIONS},
+    }
+
+
+def on_fake_group(options: list[str], rounds: int, size: int) -> dict:
+    """Processor seconds that one thread of rank 0 of `size` ranks spends on a step: the work of the
+    host.
+
+    Collectives return at once and bring nothing, so the gradient is whatever was in memory. Were it
+    not finite, fused AdamW would skip its update: it is told that all is well.
+    """
+    torch.set_num_threads(1)
+    with pretend(size, min(size, 8)):
+        cfg = load_config(options, size, min(size, 8))
+        job = train.build(cfg)
+
+        def all_is_well(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            optimizer.found_inf.zero_()
+
+        job.optimizer.register_step_pre_hook(all_is_well)
+        shape = (1, cfg.training.local_batch_size, cfg.training.seq_len)
+        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
+        seconds = harness.alternate(
+            {"step": lambda: train.train_step(job, batch)}, 5 * rounds, clock=time.process_time
+        )["step"]
+    return {"seconds": statistics.median(seconds), "fastest": min(seconds)}
+
+
+def row(name: str, seen: dict) -> list[str]:
+    whole = sum(seen["sections"].values())
+    return [
+        name,
+        f"{seen['seconds'] * 1e3:,.0f} ms",
+        f"{seen['tokens_per_second']:,.0f}",
+        f"{seen['gflops']:,.0f}",
+        f"{seen['gflops'] / seen['product_gflops']:.0%} of {seen['product_gflops']:,.0f}",
+        f"{seen['mfu']:.1%}" if seen["mfu"] else "-",
+        f"{seen['memory_gib']:.2f}",
+        f"{seen['live_gib']:.2f}" if seen["live_gib"] else "-",
+        "-" if seen["idle"] is None else f"{seen['idle']:.1%}",
+        *(f"{seen['sections'][section] / whole:.1%}" for section in SECTIONS),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--json")
+    parser.add_argument("--one", action="store_true")
+    parser.add_argument("--fake-world", type=int, default=0)
+    args, overrides = parser.parse_known_args()
+    if args.one:
+        seen = (
+            on_fake_group(overrides, args.rounds, args.fake_world)
+            if args.fake_world
+            else one(overrides, args.rounds)
+        )
+        print(json.dumps(seen))
+        train.meshes.close_mesh()
+        return
+    rows = []
+    for name, options in CONFIGS["cuda" if torch.cuda.is_available() else "cpu"].items():
+        if args.only in name and not harness.is_slow(options):
+            seen = harness.child(
+                "lab.bench.sections",
+                "--one",
+                f"--rounds={args.rounds}",
+                *options.split(),
+                *overrides,
+            )
+            rows.append(row(name, seen))
+            print(" | ".join(rows[-1]), flush=True)
+    harness.report(
+        "Sections of a step",
+        list(COLUMNS),
+        rows,
+        f"{args.rounds} rounds, step and matmul in turn.",
+        args.json,
+    )
+
+
+if __name__ == "__main__":
+    program.run(main)

@@ -1,0 +1,329 @@
+"""Train a configuration on GPUs that you do not have, to see what goes wrong on them before you pay
+for a node.
+
+    python -m lab.simulate [--gpus N] CONFIG [--table.key=value ...]
+    python -m lab.simulate --gpus 4 configs/llama_debug.toml --parallelism.tensor_parallel=2
+
+Runs train.py on N simulated GPUs of one host: PyTorch's own code for CUDA and for NCCL above
+stand-ins for both, with the CPU's kernels (docs/simulate.md). It trains 3 steps unless
+training.steps is given, in a folder of its own, and compares the losses with those of one process
+on the CPU. Exit code 0: nothing was found; 1: something was; 2: wrong configuration, or no
+simulated GPU is possible here.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import train
+from configs import program
+from configs.load import ConfigError, as_given, load_config
+from configs.ranks import default, one_process
+from configs.schema import Config, InputError
+from lab.simulate import build
+from lab.simulate.job import train_here
+from lab.simulate.ranks import Outcome, Simulator
+from tools.overrides import with_options
+from tools.parity.meshes import value_of
+
+MOST_PARAMETERS = 200_000_000  # one processor core computes for each GPU
+# of the first step's loss with the CPU's, relative
+AGREEMENT = {
+    torch.float32: 1e-5,
+    torch.bfloat16: 1e-2,
+}
+BYTES = {
+    "int64": 8,
+    "uint64": 8,
+    "float64": 8,
+    "float32": 4,
+    "int32": 4,
+    "uint32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+}
+SHORT = {  # unless the person says otherwise
+    "training.steps": "3",
+    "lr_schedule.warmup_steps": "1",
+    "debug.sample_tokens": "8",
+    "metrics.interval": "1",
+    "metrics.progress": "off",
+}
+ON_THE_CPU = one_process() | {  # the same run without a GPU
+    "training.attention": "auto",
+    "debug.sample_tokens": "0",
+    "run.device": "cpu",
+}
+# What no simulation can do, as it is taken where a file of a configuration says it. Said on the
+# command line, it is refused.
+NOT_SIMULATED = {
+    "compile.enabled": ("false", "a simulated GPU cannot run what inductor makes for CUDA"),
+    "compile.cuda_graphs": ("false", "a simulated GPU records no kernels"),
+    "parallelism.expert_exchange": ("flat", "the simulated GPUs are those of one host"),
+}
+UNSEEN = (
+    "Not shown by a simulation: speed, the rounding of a GPU's kernels, NCCL itself, code "
+    "that inductor makes for a GPU."
+)
+
+
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m lab.simulate",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpus", type=int, default=1, help="of the one host (1)")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="after which the ranks are ended (600)"
+    )
+    parser.add_argument(
+        "--sanitize",
+        action="store_true",
+        help="look for races between streams with PyTorch's CUDA sanitizer",
+    )
+    flags, rest = parser.parse_known_args(argv)
+    if not 1 <= flags.gpus <= 16:
+        raise InputError(f"--gpus {flags.gpus}: between 1 and 16 can be simulated on one machine")
+    return flags, rest
+
+
+def refuse(cfg: Config) -> None:
+    """Raises InputError for what no simulated GPU can do."""
+    if cfg.training.float8 != "none":
+        raise InputError("training.float8: a simulated GPU has no float8 matmuls; leave it out")
+    if cfg.parallelism.async_tensor_parallel:
+        raise InputError(
+            "parallelism.async_tensor_parallel: a simulated GPU has no symmetric memory; leave it "
+            "out"
+        )
+    if cfg.compile.enabled:
+        raise InputError(
+            "compile.enabled: a simulated GPU cannot run what inductor makes for CUDA; leave it out"
+        )
+    if cfg.compile.cuda_graphs:
+        raise InputError("compile.cuda_graphs: a simulated GPU records no kernels; leave it out")
+    if cfg.training.attention == "flash3":
+        raise InputError(
+            'training.attention = "flash3" is a package that calls CUDA itself; take "flash" or '
+            '"auto"'
+        )
+    family, args = train.architecture(cfg)
+    size = family.parameters(args)
+    if size > MOST_PARAMETERS:
+        raise InputError(
+            f"the model has {size:,} parameters, and this machine's processor would compute for "
+            "every GPU: take at most "
+            f"{MOST_PARAMETERS:,} (--model.flavor=debug, or fewer layers with --model.n_layers=2)"
+        )
+
+
+def series(folder: Path, key: str) -> dict[int, float]:
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {line["step"]: float(line[key]) for line in lines if key in line}
+
+
+def losses(
+    here: dict[int, float], there: dict[int, float], limit: float
+) -> tuple[list[str], list[str]]:
+    """The table of losses, and what is wrong with it."""
+    lines = ["step   simulated GPUs   one CPU process   difference"]
+    wrong = []
+    for number, step in enumerate(sorted(here)):
+        loss = here[step]
+        if step not in there:
+            lines.append(f"{step:4}   {loss:14.7f}   {'none':>15}")
+            continue
+        wanted = there[step]
+        apart = abs(loss / wanted - 1)
+        lines.append(f"{step:4}   {loss:14.7f}   {wanted:15.7f}   {apart:10.1e}")
+        if number == 0 and not apart <= limit:
+            wrong.append(
+                f"the first loss differs from the CPU's by {apart:.1e}; rounding explains "
+                f"{limit:.0e}"
+            )
+    if not here:
+        wrong.append("no step was trained")
+    return lines, wrong
+
+
+def necessary(cfg: Config) -> dict[str, str]:
+    """Files in which a step of this configuration needs a host-device sync, and why."""
+    offloads = cfg.parallelism.cpu_offload
+    reasons = {}
+    if cfg.parallelism.expert_parallel > 1:
+        reasons["parallelisms/ep.py"] = "the host has to know how many rows it sends"
+    if offloads or cfg.optimizer.kind == "sgd":
+        reasons["training/optim.py"] = "the host decides whether the optimizer steps"
+    if offloads:
+        reasons["train.py"] = "the norm comes from weights on the CPU"
+    if cfg.training.param_dtype == "float32":
+        reasons["models/kernels/grouped_product.py"] = "GPUs have no grouped GEMM in float32"
+    return reasons
+
+
+def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Host-device syncs by line of the program, of the rank that has most of them; what is wrong:
+    those in a step. expected: as `necessary` makes it."""
+    in_step = Counter()
+    outside = Counter()
+    late = Counter()
+    for record in outcome.records:
+        for inside, why, where, times in record.get("waits", []):
+            counter = in_step if inside and why != "an event" else outside
+            counter[f"{where}: {why}"] = max(counter[f"{where}: {why}"], times)
+        for inside, why, where, times in record.get("late", []):
+            if inside:
+                late[f"{where}: {why}"] = max(late[f"{where}: {why}"], times)
+    lines = [f"host-device syncs in a training step: {sum(in_step.values()) / max(steps, 1):g}"]
+    wrong = []
+    for line, times in (in_step + late).most_common():
+        reason = expected.get(line.partition(":")[0])
+        since = f", since {reason}" if reason else ""
+        lines.append(f"    {line} ({times} in {steps} steps){since}")
+        if not reason:
+            wrong.append(f"a training step has a host-device sync at {line}")
+    lines.append("outside of steps, and for an event that is read late:")
+    lines += [f"    {line} ({times})" for line, times in outside.most_common(8)]
+    return lines, wrong
+
+
+def collectives(outcome: Outcome) -> list[str]:
+    """The collectives of rank 0 in the whole run, by group and kind."""
+    groups = (outcome.results[0] or {}).get("groups", {})
+    times = Counter()
+    sizes = Counter()
+    for collective in outcome.records[0].get("collectives", []):
+        ranks = collective["ranks"]
+        whole = len(ranks.split()) == len(outcome.codes)
+        group = groups.get(ranks, "all" if whole else "other")
+        key = f"{group} (ranks {ranks}) {collective['kind']}"
+        times[key] += collective["times"]
+        sizes[key] += collective["times"] * collective["count"] * BYTES.get(collective["type"], 1)
+    lines = ["collectives of rank 0 in the whole run:"]
+    lines += [
+        f"    {key}: {n} times, {sizes[key] / 2**20:.2f} MiB" for key, n in sorted(times.items())
+    ]
+    return lines if times else ["collectives of rank 0: none"]
+
+
+def problems(outcome: Outcome) -> list[str]:
+    wrong = list(outcome.findings)
+    for rank, code in enumerate(outcome.codes):
+        if code != 0 and outcome.errors[rank]:
+            wrong.append(f"rank {rank} raised: {outcome.errors[rank].strip().splitlines()[-1]}")
+        elif code != 0:
+            wrong.append(
+                f"rank {rank} " + ("had to be ended" if code is None else f"ended with {code}")
+            )
+        elif outcome.results[rank]["code"] != 0:
+            wrong.append(
+                f"rank {rank}: train.py returned {outcome.results[rank]['code']}; its log is in "
+                f"{outcome.logs[rank]}"
+            )
+    return wrong
+
+
+def command_lines(rest: list[str], gpus: int, place: Path) -> tuple[list[str], list[str]]:
+    """Those of the run on the simulated GPUs and of the same run as one process on the CPU. Says
+    what it takes otherwise. Raises InputError for a configuration that one of the two refuses."""
+    _, given = as_given(rest)
+    short = {option: value for option, value in SHORT.items() if option not in given}
+    argv = with_options(rest, short | {"run.folder": str(place / "run"), "checkpoint.store": ""})
+    wanted = load_config(argv, None, None)
+    for option, (value, why) in NOT_SIMULATED.items():
+        if option not in given and value_of(wanted, option) != default(option):
+            print(f"{option} is taken as {value}: {why}")
+            argv = with_options(argv, {option: value})
+    plain = with_options(argv, ON_THE_CPU | {"run.folder": str(place / "cpu")})
+    load_config(argv, gpus, gpus)
+    try:
+        load_config(plain, 1, 1)
+    except ConfigError as error:
+        raise InputError(f"as one process on the CPU, to compare with: {error}") from None
+    return argv, plain
+
+
+def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
+    """Train, print the report, and return the exit code."""
+    argv, plain = command_lines(rest, flags.gpus, place)
+    cfg = load_config(argv, flags.gpus, flags.gpus)
+    refuse(cfg)
+    with Simulator() as simulator:
+        print(
+            f"{flags.gpus} simulated GPUs: {cfg.model.family} {cfg.model.flavor}, "
+            f"{cfg.training.steps} steps ...",
+            flush=True,
+        )
+        outcome = simulator.run(
+            flags.gpus,
+            train_here,
+            argv,
+            folder=place / "gpus",
+            seconds=flags.seconds,
+            sanitize=flags.sanitize,
+        )
+        on_cpu = simulator.run(
+            0, train_here, plain, folder=place / "processor", seconds=flags.seconds
+        )
+    dtype = torch.float32 if cfg.training.param_dtype == "float32" else torch.bfloat16
+    wrong = problems(outcome)
+    if not on_cpu.whole or on_cpu.results[0]["code"]:
+        wrong.append(
+            "one process on the CPU fails too: "
+            f"{on_cpu.explain()[-1500:] or on_cpu.logs[0].read_text()[-1500:]}"
+        )
+    here = series(place / "run", "loss")
+    table, different = losses(here, series(place / "cpu", "loss"), AGREEMENT[dtype])
+    syncs, waiting = waits(outcome, len(here), necessary(cfg))
+    wrong += different + waiting
+    lines = [*table, *syncs, *collectives(outcome)]
+    peaks = [result["peak"] for result in outcome.results if result]
+    if peaks:
+        lines.append(f"most memory that a GPU held: {max(peaks) / 2**20:.1f} MiB")
+    lines.append(
+        "races between streams: "
+        + ("none was found" if flags.sanitize else "not looked for (--sanitize)")
+    )
+    lines.append(UNSEEN)
+    print("\n".join(lines))
+    print(
+        "\nfound:\n" + "\n".join(f"  - {line}" for line in wrong)
+        if wrong
+        else "\nnothing was found"
+    )
+    return 1 if wrong else 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    place = None
+    try:
+        flags, rest = arguments(sys.argv[1:] if argv is None else argv)
+        if reason := build.missing():
+            raise InputError(reason)
+        place = Path(tempfile.mkdtemp(prefix="plumbline-simulate-"))
+        code = simulate(flags, rest, place)
+        if code == 0:
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            print(f"what the ranks printed: {place}/gpus/log-*")
+        return code
+    except (InputError, build.CannotSimulate) as error:
+        print(error, file=sys.stderr)
+        if place:
+            shutil.rmtree(place, ignore_errors=True)
+        return 2
+
+
+if __name__ == "__main__":
+    program.run(main)
