@@ -48,12 +48,11 @@ from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
 from training import attention, digests, graphs, init, log
 from training.balance import move_biases, sum_counts
-from training.conclude import last_lines
 from training.evaluate import open_tasks, run_evaluation
-from training.feed import Feed, raise_flags, read_later
 from training.loss import IGNORE, linear_cross_entropy
 from training.loss_passes import compiled_loss
 from training.meter import open_metrics
+from training.microbatches import Microbatches, raise_flags, to_host_async
 from training.one_pass import scaling
 from training.optim import (
     build_optimizer,
@@ -63,10 +62,11 @@ from training.optim import (
     step_if,
 )
 from training.profiler import profiler
+from training.summary import summarise
 from training.validate import run_validation
 from training.z_loss import open_z_loss
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 @dataclass
@@ -176,7 +176,7 @@ def train_step(
     `flags()` is called after the backward pass, so that a signal counts in the step in which it
     came. With `digest` the result has two numbers of every gradient (metrics.gradient_interval).
 
-    The names in `record_function` are the phases of a step: forward, loss (in training/feed.py),
+    The names in `record_function` are the phases of a step: forward, loss (in training/microbatches.py),
     backward, clip, optimizer. The profiler, tools/plan and lab/bench/sections.py find the phases
     by these names alone.
     """
@@ -206,7 +206,7 @@ def train_step(
     fine &= step.raised[NO_DATA] == 0
     fine &= not mismatching_ranks
     scalars = torch.stack((step.loss, grad_norm, fine))
-    numbers = read_later(torch.cat((scalars, step.raised)))
+    numbers = to_host_async(torch.cat((scalars, step.raised)))
 
     began = time.monotonic()
     with record_function("optimizer"):
@@ -245,24 +245,24 @@ def gradients(
     mesh = job.mesh
     began = time.monotonic()
     loss_of = compiled_loss(linear_cross_entropy, cfg.compile)
-    feed = Feed(job.model, batch, mesh, loss_of, cfg.training.loss_chunk_tokens)
-    counted = (feed.labels != IGNORE).sum()
+    microbatches = Microbatches(job.model, batch, mesh, loss_of, cfg.training.loss_chunk_tokens)
+    counted = (microbatches.labels != IGNORE).sum()
     prepare_seconds = time.monotonic() - began
-    counted, tokens = mesh.sum_over_tokens(torch.stack((counted, feed.count_real())))
+    counted, tokens = mesh.sum_over_tokens(torch.stack((counted, microbatches.count_real())))
     # FSDP averages the gradient over these ranks; times their number it is the sum
     ranks = mesh.fsdp_mesh.size()
     scale = ranks / counted.to(dp.master_dtype(cfg.training))
     scale_of_terms = ranks / tokens.to(dp.master_dtype(cfg.training))
-    feed.terms = terms = AuxiliaryTerms(scale_of_terms, tokens, counted)
-    feed.z_loss = open_z_loss(cfg.training.z_loss, terms, mesh)
+    microbatches.terms = terms = AuxiliaryTerms(scale_of_terms, tokens, counted)
+    microbatches.z_loss = open_z_loss(cfg.training.z_loss, terms, mesh)
 
     # the loss and the flags travel in one all-reduce
     sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)
     total, raised = sums[0], sums[1:]
     if mesh.pp > 1:
-        total += job.model.gradients(feed, scale)
+        total += job.model.gradients(microbatches, scale)
     else:
-        total += accumulate_gradients(job, feed, scale)
+        total += accumulate_gradients(job, microbatches, scale)
     raise_flags(raised, flags())
     mesh.sum_over_ranks(sums)
     sum_counts(terms, mesh)
@@ -270,24 +270,24 @@ def gradients(
     return Gradients(
         loss=loss.to(dp.master_dtype(cfg.training)),
         raised=raised,
-        losses=feed.losses,
+        losses=microbatches.losses,
         terms=terms,
         prepare_seconds=prepare_seconds,
     )
 
 
-def accumulate_gradients(job: Job, feed: Feed, scale: Tensor) -> Tensor:
+def accumulate_gradients(job: Job, microbatches: Microbatches, scale: Tensor) -> Tensor:
     """Forward and backward of one microbatch after the other. The gradients of `scale` times their
     losses add up in `.grad`. Which backward reduces them over the ranks depends on
     parallelism.accumulate_gradients. Returns the summed loss, a float64 scalar."""
     # float32 would round at every microbatch
     total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)
     cfg = job.cfg.parallelism
-    for a in range(len(feed)):
-        is_last = a == len(feed) - 1
+    for a in range(len(microbatches)):
+        is_last = a == len(microbatches) - 1
         dp.synchronise_gradients(job.model, is_last, cfg.accumulate_gradients)
         dp.keep_gathered(job.model, not (is_last or cfg.reshard_after_backward))
-        inputs = feed(a)
+        inputs = microbatches(a)
         with record_function("forward"):
             loss = job.model(*inputs)
             scaled = loss * scale
@@ -374,7 +374,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 stop.at_once = False  # from now on there is something to save
                 describe(Path(cfg.run.folder), dump(cfg), corpora, order)
 
-            guard.judge(step, result, batch["window"], corpora.whereabouts)
+            guard.judge(step, result, batch["window"], corpora.audit_hint)
             if every(step, cfg.debug.replica_check_interval):
                 guard.check_replicas(step, result.loss, result.grad_norm)
             if every(step, cfg.metrics.straggler_interval):
@@ -407,8 +407,8 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
     clock.lap("save")  # the one in flight
     watchdog.rest()
     batches.check(step)
-    last_words = last_lines(job, corpora.tokenizer, step, meter, metrics)
-    return finish(job, corpora.tokenizer, this_start, step, last_words)
+    summary = summarise(job, corpora.tokenizer, step, meter, metrics)
+    return finish(job, corpora.tokenizer, this_start, step, summary)
 
 
 def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple[Corpora, Job]:
@@ -418,7 +418,7 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     # tokenising the text may take hours, so the watchdog is armed after it
-    corpora = open_corpora(cfg, say.info, verifies=meshes.world().local_rank == 0)
+    corpora = open_corpora(cfg, logger.info, verifies=meshes.world().local_rank == 0)
     watchdog.arm(cfg.run.init_timeout_seconds, "build")
     job = build(cfg)
     this_start.add(mesh=job.mesh.sizes, hosts=hosts(job.mesh))
@@ -433,17 +433,17 @@ def every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, last_words: str) -> int:
+def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, summary: str) -> int:
     """Export the weights if the run is done, and say the last words. Returns the exit code."""
     cfg = job.cfg
     is_done = step >= cfg.training.last_step
     # an export reads files, so one rank can do it for any mesh
     if is_done and cfg.checkpoint.export_hf and job.mesh.rank == 0:
         files = turns.files(Path(cfg.run.folder), tokenizer, job.args.max_seq_len)
-        hf.export_newest(cfg, FORMATS[cfg.model.family], files, say.info)
-    say.info(last_words)
+        hf.export_newest(cfg, FORMATS[cfg.model.family], files, logger.info)
+    logger.info(summary)
     if job.mesh.rank == 0:
-        say.info(this_start.summary())
+        logger.info(this_start.summary())
     return DONE if is_done else STOPPED
 
 

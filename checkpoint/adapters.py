@@ -25,7 +25,7 @@ from models.lora import is_adapter
 from reliability.objects import Key, location
 from training import init
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 def read(folder: Path | Key) -> dict[str, Tensor]:

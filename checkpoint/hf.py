@@ -585,7 +585,7 @@ def write_model(
 
 
 def export_newest(
-    cfg: Config, family: Any, files: dict[str, dict], say: Callable[[str], object]
+    cfg: Config, family: Any, files: dict[str, dict], log: Callable[[str], object]
 ) -> None:
     """Export the newest of a run's checkpoints to a folder of its name in hf/, unless it is there
     already: a run that has ended and is started again has nothing to do. family and files: as in
@@ -598,7 +598,7 @@ def export_newest(
     if out.exists():
         return
     export(path, out, family, getattr(torch, dtype), files)
-    say(f"the model in {dtype} for Hugging Face: {out}")
+    log(f"the model in {dtype} for Hugging Face: {out}")
 
 
 def _write_folder(

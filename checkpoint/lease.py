@@ -27,7 +27,7 @@ from configs.schema import InputError
 SIZE = 200  # bytes of the file, so that a beat writes over all of the one before
 BEAT = 5.0  # seconds
 PATIENCE = 20.0  # seconds
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class Lost(InputError):
@@ -59,7 +59,7 @@ class Lease:
             # the lock does not tell whether that run is alive
             if locked is not False and not is_free and not local:
                 found = f"was left by {holder}" if owner else "has a damaged .lease"
-                say.warning(
+                logger.warning(
                     f"{path.parent} {found}: watching for {PATIENCE:.0f} s whether "
                     f"{'it' if owner else 'its run'} is alive"
                 )
@@ -107,7 +107,7 @@ class Lease:
                 same = os.stat(self.path).st_ino == os.fstat(self.fd).st_ino
                 owner, _ = _read(self.fd)
                 if same and owner is None:
-                    say.warning(f"{self.path} was damaged, and is mended")
+                    logger.warning(f"{self.path} was damaged, and is mended")
                     self._beat()
                     owner, _ = _read(self.fd)
             except OSError:
@@ -122,7 +122,7 @@ class Lease:
         if _lock(self.fd) is False:
             raise BlockingIOError(errno.EAGAIN, "another run was first", str(self.path))
         self._beat()
-        say.warning(f"{self.path} was removed, and is made anew")
+        logger.warning(f"{self.path} was removed, and is made anew")
 
     def check(self) -> None:
         """Raises Lost if the lease is not held. Called before anything in the folder changes

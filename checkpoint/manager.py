@@ -63,7 +63,7 @@ NOTES = {  # what is said where host memory is too short for checkpoint.async_sa
         "checkpoint.async_save = false)"
     ),
 }
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class CheckpointManager:
@@ -363,7 +363,7 @@ class CheckpointManager:
             # It failed in the messages of the group, which no longer pair up between the ranks.
             self.group = _group()
             if error and self.mesh.rank != 0:
-                say.error(f"this rank failed in the checkpoint of step {step}", exc_info=error)
+                logger.error(f"this rank failed in the checkpoint of step {step}", exc_info=error)
         if isinstance(error, NotFinite):
             raise NotFinite(
                 f"step {step} left a state that is not finite, so it is not saved: {cause}"
@@ -621,7 +621,7 @@ class CheckpointManager:
 
     def _say(self, level: int, text: str) -> None:
         if self.mesh.rank == 0:
-            say.log(level, text)
+            logger.log(level, text)
 
 
 def _group() -> dist.ProcessGroup:

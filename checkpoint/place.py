@@ -24,7 +24,7 @@ from reliability.objects import Unreachable, location
 
 TEMPORARY = re.compile(r"\.(tmp|del)-[0-9a-f]{8}-[0-9]+-step-[0-9]{8,}(\.[0-9]+)?")
 PATIENCE = 15 * 60  # seconds that a start waits for the removal of what an earlier run left
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 def open_place(cfg: Checkpoint, folder: Path) -> "CheckpointFolder | Bucket":
@@ -110,7 +110,7 @@ class CheckpointFolder:
             if TEMPORARY.fullmatch(path.name) and not path.is_symlink():
                 leftovers.append(path)
             elif path.name not in ours:
-                say.warning(
+                logger.warning(
                     f"{verify.shown(path)} is not a checkpoint of this run and is left alone"
                 )
         self.retention.remove_leftovers(leftovers)
@@ -148,7 +148,7 @@ class CheckpointFolder:
         try:
             disk.sync(self.path)
         except OSError as error:
-            say.warning(f"{self.path / name} is published, but a power cut may lose it: {error}")
+            logger.warning(f"{self.path / name} is published, but a power cut may lose it: {error}")
 
     def found(self) -> list[str]:
         """As in a store: a rename has an answer, so there are none."""

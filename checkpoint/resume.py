@@ -13,7 +13,7 @@ from checkpoint.manager import CheckpointManager
 from parallelisms.mesh import world
 from reliability import disk
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 def resume(
@@ -81,7 +81,7 @@ def describe(folder: Path, options: str, corpora: Any, order: Any) -> None:
         corpora.tokenizer.save(str(temporary))
         temporary.rename(folder / "tokenizer.json")
     except OSError as error:
-        say.warning(
+        logger.warning(
             f"{error.filename or folder}: {error.strerror}: config.toml, data.json and tokenizer.json "
             f"in {folder} may be those of an earlier start"
         )

@@ -20,7 +20,7 @@ from checkpoint.lease import Lease
 from configs.schema import Checkpoint
 
 GRACE = 1.0  # seconds that the end of a run waits for it
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class Retention:
@@ -66,7 +66,7 @@ class Retention:
             try:
                 task()
             except Exception as error:  # whatever it is, it costs disk space and nothing else
-                say.warning(f"old checkpoints could not be removed: {error}")
+                logger.warning(f"old checkpoints could not be removed: {error}")
             self.tasks.task_done()
 
     def _remove_expired(self, ancestors: list[str], number: int) -> None:

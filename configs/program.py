@@ -186,7 +186,7 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
         if not this.interrupted and not isinstance(error, KeyboardInterrupt):
             raise
         code = INTERRUPTED
-        say("interrupted")
+        write_stderr("interrupted")
     this.ended = code or 0
     this.running = False
     if _this and code == INTERRUPTED:  # no thread of a library delays it
@@ -239,7 +239,7 @@ def deaf_children() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def say(sentence: str) -> None:
+def write_stderr(sentence: str) -> None:
     """Not by print: another thread may hold its lock. A terminal has shown ^C on this line."""
     start = "\n" if os.isatty(2) else ""
     try:
@@ -256,5 +256,5 @@ def leave(code: int, sentence: str = "") -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     if sentence:
-        say(sentence)
+        write_stderr(sentence)
     os._exit(code)

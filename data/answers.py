@@ -13,7 +13,7 @@ import numpy as np
 from data.tokenizer import CannotEncode, Tokenizer
 
 
-class Unfit(ValueError):
+class InvalidExample(ValueError):
     """A record that cannot be trained on. The message goes on after "FILE, line N "."""
 
 
@@ -30,7 +30,7 @@ class Example(NamedTuple):
 class Format(Protocol):
     """How the record of a line becomes tokens."""
 
-    def encode(self, record: dict) -> Example: ...  # raises Unfit
+    def encode(self, record: dict) -> Example: ...  # raises InvalidExample
 
 
 class Completions:
@@ -45,11 +45,13 @@ class Completions:
     def encode(self, record: dict) -> Example:
         prompt, completion = record.get("prompt"), record.get("completion")
         if not isinstance(prompt, str) or not isinstance(completion, str):
-            raise Unfit('has no text under "prompt" and "completion"')
+            raise InvalidExample('has no text under "prompt" and "completion"')
         if not completion.strip():
-            raise Unfit("has an empty completion")
+            raise InvalidExample("has an empty completion")
         if not prompt:
-            raise Unfit('has an empty prompt: data.format = "text" is for text without one')
+            raise InvalidExample(
+                'has an empty prompt: data.format = "text" is for text without one'
+            )
         asked, bytes_asked = self.tok.encode_with_bytes(prompt)
         answer, bytes_answered = self.tok.encode_with_bytes(completion)
         ids = np.concatenate([self.begin, asked, answer, self.end]).astype(self.tok.dtype)
@@ -68,7 +70,7 @@ def example(form: Format, line: str) -> Example | str:
         if not isinstance(record, dict):
             return "is not a JSON object"
         made = form.encode(record)
-    except Unfit as error:
+    except InvalidExample as error:
         return str(error)
     except CannotEncode as error:
         return f"cannot be tokenised: {error}"

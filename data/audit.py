@@ -49,7 +49,7 @@ class Audited:
     steps: int  # of the whole run
     corpora: dict[str, Prepared]  # by fingerprint
     mask_documents: bool = False
-    left_out: tuple[str, ...] = ()  # of documents that are in no window, a sentence each
+    dropped: tuple[str, ...] = ()  # of documents that are in no window, a sentence each
 
 
 def open_run(folder: str) -> Audited:
@@ -436,7 +436,7 @@ def _print_proof(run: Audited) -> int:
         else f"steps 1 to {run.done}, {run.order.samples(run.done):,} samples: none is "
         "repeated or skipped within an epoch of its source, and every block has its exact shares"
     )
-    for line in run.left_out:
+    for line in run.dropped:
         print(f"in no window: {line}")
     segment = run.order.segment(run.done)
     for source, consumed in zip(segment.sources, run.order.consumed(run.done), strict=True):

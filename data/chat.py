@@ -22,10 +22,10 @@ import numpy as np
 
 from configs.schema import Data, InputError
 from data import rendering, whole
-from data.answers import Example, Unfit
+from data.answers import Example, InvalidExample
+from data.conversation import Conversation, advice, read
 from data.rendering import BEGIN, END
 from data.stores import kept, places
-from data.talk import Talk, advice, read
 from data.tokenizer import CannotEncode, Encoded, Tokenizer
 from reliability.objects import location
 
@@ -86,17 +86,19 @@ class Chat:
         self.special = re.compile("(" + "|".join(map(re.escape, names)) + ")")
 
     def encode(self, record: dict) -> Example:
-        """The tokens of a conversation. Raises Unfit."""
-        talk = self.talk(record)
-        if not any(message["role"] == "assistant" for message in talk.messages):
-            raise Unfit("has no answer: no message has the role assistant")
-        plain = self.plain(talk)
+        """The tokens of a conversation. Raises InvalidExample."""
+        conversation = self.conversation(record)
+        if not any(message["role"] == "assistant" for message in conversation.messages):
+            raise InvalidExample("has no answer: no message has the role assistant")
+        plain = self.plain(conversation)
         parts = whole.SaidTexts(self.template.may_drop)
-        text, spans, with_marks = self.answers(talk, parts.mark(talk))
+        text, spans, with_marks = self.answers(conversation, parts.mark(conversation))
         lacking = whole.missing(parts.found, text, with_marks)
         if lacking:
             keys = [part.key for part in lacking]
-            raise Unfit(f"{whole.sentence(lacking)}: give another template, or {advice(*keys)}")
+            raise InvalidExample(
+                f"{whole.sentence(lacking)}: give another template, or {advice(*keys)}"
+            )
         ids, starts, stops, sizes = self.encode_rendered(text)
         answers = np.zeros(len(ids), bool)
         for first, stop in spans:
@@ -106,38 +108,44 @@ class Chat:
             answers[(stops > first_byte) & (starts < stop_byte)] = True
         return Example(plain, int(sizes.sum()), ids, answers, sizes)
 
-    def talk(self, record: dict) -> Talk:
-        """The conversation of a line. Raises Unfit for what its template cannot get."""
+    def conversation(self, record: dict) -> Conversation:
+        """The conversation of a line. Raises InvalidExample for what its template cannot get."""
         return read(record, self.reads, self.template.tokens, self.template.may_drop)
 
-    def plain(self, talk: Talk) -> str:
-        """The conversation as JSON. Raises Unfit if something in it would be taken for a part of the
+    def plain(self, conversation: Conversation) -> str:
+        """The conversation as JSON. Raises InvalidExample if something in it would be taken for a part of the
         template."""
-        said = [talk.messages, talk.given] if talk.given else talk.messages
+        said = (
+            [conversation.messages, conversation.given]
+            if conversation.given
+            else conversation.messages
+        )
         plain = json.dumps(said, ensure_ascii=False)
         for name in self.template.control:
             if name in plain:
-                raise Unfit(
+                raise InvalidExample(
                     f"has the special token {name} in a message, which would end or begin one"
                 )
         if re.search("[\ufdd0-\ufddd]", plain):
-            raise Unfit("has one of U+FDD0 to U+FDDD in a message, which no text should have")
+            raise InvalidExample(
+                "has one of U+FDD0 to U+FDDD in a message, which no text should have"
+            )
         return plain
 
     def prompt(self, messages: list) -> np.ndarray:
         """Ids [n] of messages that are to be answered, as they stand before an answer in training.
-        Raises Unfit."""
-        talk = self.talk({"messages": messages})
-        if talk.messages[-1]["role"] == "assistant":
-            raise Unfit("ends with an answer, so there is nothing to answer")
-        self.plain(talk)
+        Raises InvalidExample."""
+        conversation = self.conversation({"messages": messages})
+        if conversation.messages[-1]["role"] == "assistant":
+            raise InvalidExample("ends with an answer, so there is nothing to answer")
+        self.plain(conversation)
         # templates leave out earlier thoughts where they ask for an answer
         parts = whole.SaidTexts([*self.template.may_drop, whole.THOUGHTS, "reasoning_content"])
-        found, marked = self.results([(talk, True), (parts.mark(talk), True)])
+        found, marked = self.results([(conversation, True), (parts.mark(conversation), True)])
         text, _ = _extents(found)
         lacking = whole.missing(parts.found, text, _text_or_nothing(marked))
         if lacking:
-            raise Unfit(whole.sentence(lacking))
+            raise InvalidExample(whole.sentence(lacking))
         return self.tokens(text)
 
     def end_of_turn(self) -> int | None:
@@ -156,8 +164,8 @@ class Chat:
         renders none of PROBES."""
         for messages in PROBES:
             try:
-                text, spans, _ = self.answers(Talk(messages, {}))
-            except Unfit:
+                text, spans, _ = self.answers(Conversation(messages, {}))
+            except InvalidExample:
                 continue
             first, stop = spans[-1]
             return text[first:stop], text[stop:]
@@ -181,43 +189,47 @@ class Chat:
 
     def tokens(self, text: str) -> np.ndarray:
         """Ids [n] of a rendered text, in which the name of a special token is that token. Raises
-        Unfit."""
+        InvalidExample."""
         return self.encode_rendered(text).ids
 
     def encode_rendered(self, text: str) -> Encoded:
-        """A rendered text as tokens. Raises Unfit."""
+        """A rendered text as tokens. Raises InvalidExample."""
         try:
             return self.tok.encode_rendered(text)
         except CannotEncode as error:
-            raise Unfit(f"cannot be tokenised: {error}") from error
+            raise InvalidExample(f"cannot be tokenised: {error}") from error
 
     def answers(
-        self, talk: Talk, marked: Talk | None = None
+        self, conversation: Conversation, marked: Conversation | None = None
     ) -> tuple[str, list[tuple[int, int]], str]:
         """The text of a conversation, [first, stop) of its answers in it, and the text of `marked`,
-        "" if there is none. Raises Unfit."""
-        wanted = [i for i, message in enumerate(talk.messages) if message["role"] == "assistant"]
-        asked = [(marked or talk, False), (talk, False)]
+        "" if there is none. Raises InvalidExample."""
+        wanted = [
+            i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
+        ]
+        asked = [(marked or conversation, False), (conversation, False)]
         for i in [] if self.marks_answers else wanted:
-            asked.append((Talk(talk.messages[:i], talk.given), True))
-            asked.append((Talk(talk.messages[: i + 1], talk.given), False))
+            asked.append((Conversation(conversation.messages[:i], conversation.given), True))
+            asked.append((Conversation(conversation.messages[: i + 1], conversation.given), False))
         with_marks, *found = self.results(asked)
         (text, spans), *others = map(_extents, found)
         if self.marks_answers:
             spans = [(first, stop) for first, stop in spans if first < stop]
             if len(spans) < len(wanted):
-                raise Unfit(f"has {len(wanted)} answers, of which its template marks {len(spans)}")
+                raise InvalidExample(
+                    f"has {len(wanted)} answers, of which its template marks {len(spans)}"
+                )
         else:
             spans = self.differences(text, wanted, [other for other, _ in others])
         return text, spans, _text_or_nothing(with_marks)
 
     def differences(self, text: str, wanted: list[int], others: list[str]) -> list[tuple[int, int]]:
         """[first, stop) of answers in the text of a conversation. wanted: the numbers of their
-        messages; others: for each the text up to it, and up to its end. Raises Unfit."""
+        messages; others: for each the text up to it, and up to its end. Raises InvalidExample."""
         spans = []
         for i, before, after in zip(wanted, others[::2], others[1::2], strict=True):
             if not (after.startswith(before) and text.startswith(after)) or after == before:
-                raise Unfit(
+                raise InvalidExample(
                     f"has an answer (message {i + 1}) that its template renders in another way when "
                     "the conversation goes on, so nobody can tell where it is: give a template with "
                     "{% generation %} blocks (data.chat_template), as plain and chatml have"
@@ -239,25 +251,30 @@ class Chat:
         self, messages: list[dict], prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
         """The text of messages, and the extents of the template's `{% generation %}` blocks in it.
-        prompt: add what asks for an answer. Raises Unfit."""
-        [found] = self.results([(Talk(messages, {}), prompt)])
+        prompt: add what asks for an answer. Raises InvalidExample."""
+        [found] = self.results([(Conversation(messages, {}), prompt)])
         return _extents(found)
 
-    def results(self, wanted: list[tuple[Talk, bool]]) -> list[str | rendering.Unrendered]:
+    def results(self, wanted: list[tuple[Conversation, bool]]) -> list[str | rendering.Unrendered]:
         """The text of each conversation, with BEGIN and END; with or without what asks for an
         answer."""
         requests = []
-        for talk, prompt in wanted:
-            always = {"tools": None, "documents": None, **talk.given, **self.template.tokens}
+        for conversation, prompt in wanted:
+            always = {
+                "tools": None,
+                "documents": None,
+                **conversation.given,
+                **self.template.tokens,
+            }
             always["add_generation_prompt"] = prompt
-            requests.append({"messages": talk.messages, **always})
+            requests.append({"messages": conversation.messages, **always})
         return rendering.render(self.template.source, requests)
 
 
 def _extents(marked: str | rendering.Unrendered) -> tuple[str, list[tuple[int, int]]]:
-    """A text without BEGIN and END, and the extents that they mark in it. Raises Unfit."""
+    """A text without BEGIN and END, and the extents that they mark in it. Raises InvalidExample."""
     if isinstance(marked, rendering.Unrendered):
-        raise Unfit(f"cannot be rendered by its template: {marked}")
+        raise InvalidExample(f"cannot be rendered by its template: {marked}")
     text = ""
     spans = []
     first = None
@@ -266,7 +283,7 @@ def _extents(marked: str | rendering.Unrendered) -> tuple[str, list[tuple[int, i
             first = len(text)
         elif piece == END:
             if first is None:
-                raise Unfit("has an answer inside an answer, by its template")
+                raise InvalidExample("has an answer inside an answer, by its template")
             spans.append((first, len(text)))
             first = None
         else:

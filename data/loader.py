@@ -6,7 +6,7 @@ the other, and nobody else has to ask.
 
 A reader follows a batch in four hops: tokens on the disk (data/tokens.py), which window of which
 source is row r of step s (data/order.py, which defines the words), this rank's rows as tensors (here),
-the device (training/feed.py). A batch is a function of (seed, step), so a resume needs no replay.
+the device (training/microbatches.py). A batch is a function of (seed, step), so a resume needs no replay.
 
 G: rows of the global batch; T: `training.seq_len`; A: microbatches of a rank; b: rows of a microbatch
 (`training.local_batch_size`); t: positions whose tokens this rank reads, T without context parallelism.
@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from configs.schema import Config, Data, InputError
-from data import fit, inputs, packing, splice
+from data import inputs, packing, splice, too_long
 from data.masking import document_begins, positions_in_documents
 from data.order import Order
 from data.stores import ahead
@@ -34,7 +34,7 @@ from data.workers import LoaderError, cannot_read, read_by_workers
 AHEAD = 512  # rows that are located at once
 # the label of a token that does not count: torch's own convention, and that of training/loss.py
 IGNORE = -100
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 Batch = dict[str, torch.Tensor]
 
@@ -97,7 +97,7 @@ class Corpora:
         max_epochs = {entry.name: entry.max_epochs for entry in self.cfg.data.mixture}
         splice.check_epochs(order, self.cfg.training.last_step, max_epochs)
         if changes:
-            say.warning(
+            logger.warning(
                 f"the data changes at step {progress['step']} (data.allow_splice): "
                 f"{'; '.join(changes)}"
             )
@@ -107,7 +107,7 @@ class Corpora:
         """JSON for data.json, from which data/audit.py computes which text a run has seen."""
         folders = {source.fingerprint: source.folder for source in self.sources.values()}
         run = {"steps": self.cfg.training.steps, "folders": folders}
-        return self.state(order) | run | fit.record(self.sources, self.cfg)
+        return self.state(order) | run | too_long.record(self.sources, self.cfg)
 
     def state(self, order: Order) -> dict:
         """JSON for a checkpoint. It is the same at every step of a run, because a step's batch
@@ -147,7 +147,7 @@ class Corpora:
             held_out[name] = rank_batches(self.cfg, [tokens], order, ranks, vocab_size)
         return held_out
 
-    def whereabouts(self, step: int, windows: list[list[int]]) -> str:
+    def audit_hint(self, step: int, windows: list[list[int]]) -> str:
         """Where a person finds the text of a step. windows: the `window` of each rank's batch."""
         return f"`python -m data.audit {self.cfg.run.folder} --steps={step}` shows its documents"
 
@@ -241,7 +241,7 @@ class Batches:
         batch = as_batch(tokens, begins, more, self.local_batch_size, self.token_ranges)
         labels = batch["labels"].numpy()
         where = (self.token_ranges, self.sources, source, start, stop)
-        packing.ignore_the_rest(labels, IGNORE, *where)
+        packing.mask_non_answers(labels, IGNORE, *where)
         return batch
 
     def reads(self, start: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, int, int]]:

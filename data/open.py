@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from configs.schema import Config, InputError
-from data import fit, formats, inputs, prepared, splice, stream
+from data import formats, inputs, prepared, splice, stream, too_long
 from data.loader import Corpora
 from data.prepare import prepare
 from data.prepared import Prepared
@@ -79,7 +79,7 @@ def _check_fit(cfg: Config, sources: dict, sets: dict[str, Tokens], log: Log) ->
     if cfg.validation.interval:
         splits += [(name or "held_out", tokens) for name, tokens in sets.items()]
     for name, tokens in splits:
-        fit.check_fit(name, tokens, cfg.training.seq_len, cfg.data.skip_failed, log)
+        too_long.check(name, tokens, cfg.training.seq_len, cfg.data.skip_failed, log)
 
 
 def _warn(opened: list, log: Log) -> None:

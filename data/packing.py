@@ -5,7 +5,7 @@ would teach nothing, so here a window holds whole documents, one after another, 
 T + 1 tokens (T inputs, T labels). The rest of it is padding, in which no label counts. Documents
 stay in their order, so the windows are ranges of the split, and they follow from the documents'
 lengths and T alone. A document of more than T + 1 tokens is in no window. It is never cut:
-data/fit.py counts and names it.
+data/too_long.py counts and names it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class PackedTokens(Tokens):
         """int64 [windows, 2]: the first token of each window, and the one after its last."""
         return self._pack(seq_len)[0]
 
-    def left_out(self, seq_len: int) -> np.ndarray:
+    def too_long(self, seq_len: int) -> np.ndarray:
         """int64: the numbers of the documents that are longer than a window."""
         return self._pack(seq_len)[1]
 
@@ -61,18 +61,18 @@ def pack(starts: np.ndarray, total: int, room: int) -> tuple[np.ndarray, np.ndar
     [windows, 2], [first, stop) of each; and int64, the documents that are longer than `room`."""
     stops = np.append(starts[1:], total)
     windows = []
-    left_out = []
+    dropped = []
     first = 0
     while first < len(starts):
         begin = int(starts[first])
         after = int(stops.searchsorted(begin + room, "right"))
         if after == first:
-            left_out.append(first)
+            dropped.append(first)
             first += 1
         else:
             windows.append((begin, int(stops[after - 1])))
             first = after
-    return np.array(windows, np.int64).reshape(-1, 2), np.array(left_out, np.int64)
+    return np.array(windows, np.int64).reshape(-1, 2), np.array(dropped, np.int64)
 
 
 def count(tokens: Tokens, seq_len: int) -> int:
@@ -105,7 +105,7 @@ def holding(tokens: Tokens, start: int, stop: int, seq_len: int) -> np.ndarray:
     return np.flatnonzero((windows[:, 0] < stop) & (windows[:, 1] > start))
 
 
-def ignore_the_rest(
+def mask_non_answers(
     labels: np.ndarray,
     ignore: int,
     token_ranges: Sequence[range],

@@ -105,7 +105,7 @@ def open_prepared(folder: str, cfg: Data | None = None) -> Prepared:
     try:
         kind = PackedTokens if manifest["format"] == FORMAT_OF_ANSWERS else Tokens
         if kind is PackedTokens:
-            place.path(formats.FILE)  # data/fit.py reads it from there
+            place.path(formats.FILE)  # data/too_long.py reads it from there
         tail = " (tail)" if manifest["cut"] else ""
         train = place.tokens(kind, "train", saved.dtype, "")
         validation = place.tokens(kind, "validation", saved.dtype, tail)

@@ -289,7 +289,7 @@ def _file(path: str, root: str) -> File:
     return File(relative, os.path.abspath(path), status.st_size, status.st_mtime_ns)
 
 
-def _walk(root: str, left_out: set[str]) -> Iterator[str]:
+def _walk(root: str, excluded: set[str]) -> Iterator[str]:
     """Every file under `root` but hidden files and what is in hidden folders. Links to folders are
     not followed."""
 
@@ -300,7 +300,7 @@ def _walk(root: str, left_out: set[str]) -> Iterator[str]:
 
     for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [
-            name for name in subfolders if name not in left_out and not name.startswith(".")
+            name for name in subfolders if name not in excluded and not name.startswith(".")
         ]
         yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
 

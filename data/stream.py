@@ -60,7 +60,7 @@ UNITS = 8  # for each stream, if there is enough text: the more units, the more 
 # after so many epochs' worth of units without a token, a stream concludes that there is no text
 BARREN = 16
 LONGEST_PAUSE = 30.0  # seconds between attempts
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class Exhausted(InputError):
@@ -335,7 +335,7 @@ class Stream:
                             f"data stream {self.number}: {error}; repair it, or let each stream "
                             f"leave out some (data.skip_failed = {cfg.skip_failed})"
                         )
-                    say.warning(f"data stream {self.number}: left out: {error}")
+                    logger.warning(f"data stream {self.number}: left out: {error}")
             place = Place(unit=place.unit + 1, failed=place.failed)
             # each epoch deals the units anew, so a stream finds text if there is any
             if barren > BARREN * len(units):
@@ -410,7 +410,7 @@ class Stream:
                 f"{failure} (attempt {attempt} of {attempt}: data.retries)"
             ) from error
         pause = min(self.cfg.retry_seconds * 2 ** (attempt - 1), LONGEST_PAUSE)
-        say.warning(
+        logger.warning(
             f"{failure} (attempt {attempt} of {self.cfg.retries + 1}; the next in {pause:g} s)"
         )
         return self.stop.wait(pause)
@@ -505,7 +505,7 @@ class StreamedBatches:
     def check(self, step: int) -> None:
         """Raises `problem`, if the stream has ended after `step`."""
         if self.problem:
-            say.warning(
+            logger.warning(
                 f"the stream has ended before step {step + 1}; everything up to step {step} is "
                 "saved"
             )
@@ -555,7 +555,7 @@ class StreamedBatches:
             self._put(error.with_traceback(None))
         except BaseException as error:
             if not self.stop.is_set():
-                say.exception("the data thread failed")
+                logger.exception("the data thread failed")
             self._put(LoaderError(f"the data thread failed: {type(error).__name__}: {error}"))
 
     def _batch(self, step: int, streams: dict[int, Stream]) -> Batch:
@@ -625,7 +625,7 @@ class StreamedCorpora(Corpora):
             ranks.token_ranges(self.cfg.training.seq_len),
         )
 
-    def whereabouts(self, step: int, windows: list[list[int]]) -> str:
+    def audit_hint(self, step: int, windows: list[list[int]]) -> str:
         numbers = set()
         for of_rank in windows:
             numbers.update(of_rank)

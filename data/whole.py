@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from data.talk import UNSAID, Talk
+from data.conversation import UNSAID, Conversation
 
 # never assigned by Unicode: the marks, and ten digits for the number of a text
 FIRST, LAST, DIGITS = (
@@ -55,15 +55,15 @@ class SaidTexts:
         self.may_drop = may_drop
         self.found: list[SaidText] = []
 
-    def mark(self, talk: Talk) -> Talk:
+    def mark(self, conversation: Conversation) -> Conversation:
         """The conversation with marks. Its parts are kept."""
         given = {}
-        for name, value in talk.given.items():
+        for name, value in conversation.given.items():
             # variables have a meaning that marks would change
             listed = isinstance(value, list)
             given[name] = self._value(value, 0, name, name) if listed else value
-        messages = [self._message(i, message) for i, message in enumerate(talk.messages, 1)]
-        return Talk(messages, given)
+        messages = [self._message(i, message) for i, message in enumerate(conversation.messages, 1)]
+        return Conversation(messages, given)
 
     def _message(self, number: int, message: dict) -> dict:
         marked = {}

@@ -22,7 +22,7 @@ CORE = (
     "data/tokens.py",
     "data/order.py",
     "data/loader.py",
-    "training/feed.py",
+    "training/microbatches.py",
     "models/llama.py",
     "models/layers.py",
     "training/loss.py",

@@ -6,7 +6,7 @@ feed_forward: the weights of a block's feed-forward layer that count, where it h
 
 from collections.abc import Sequence
 
-from models.kernels.ruled_attention import AttentionRule
+from models.kernels.ruled_attention import AttentionSpec
 from models.layers import Args
 
 
@@ -32,9 +32,9 @@ def flops_per_token(
     args: Args,
     seq_len: int,
     feed_forward: int | None = None,
-    rules: Sequence[AttentionRule] | None = None,
+    specs: Sequence[AttentionSpec] | None = None,
 ) -> float:
-    """6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B). rules:
+    """6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B). specs:
     of the layers, None where all are plain; a window leaves min(T, window) keys of T.
 
     A weight that is multiplied costs 2 per token forward and 4 backward (gradients of input and of
@@ -45,8 +45,8 @@ def flops_per_token(
     MFU are upper bounds.
     """
     keys = args.n_layers * seq_len  # of all layers, for a query
-    if rules is not None:
-        keys = sum(rule.keys(seq_len) for rule in rules)
+    if specs is not None:
+        keys = sum(spec.keys(seq_len) for spec in specs)
     return 6.0 * multiplied(args, feed_forward) + 12.0 * args.n_heads * args.head_dim * keys
 
 

@@ -84,7 +84,7 @@ class Core(layers.AttentionCore):
     """Values are narrower than keys, and fast kernels want them as wide. They are padded here, so
     that those who replace `forward` to exchange keys and values between ranks send no zeros."""
 
-    follows_rule = True
+    supports_spec = True
 
     def forward(
         self,

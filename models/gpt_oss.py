@@ -20,7 +20,7 @@ from models.family import Family
 from models.flavors.gpt_oss import NUMBERS
 from models.kernels.grouped_product import add_bias_of_group, grouped_product
 from models.kernels.precision import wide
-from models.kernels.ruled_attention import AttentionRule
+from models.kernels.ruled_attention import AttentionSpec
 from models.yarn import mscale, yarn
 
 
@@ -66,15 +66,15 @@ ALPHA = 1.702
 LIMIT = 7.0
 
 
-def attention_rule(args: Args, number: int) -> AttentionRule:
+def attention_spec(args: Args, number: int) -> AttentionSpec:
     """That of this layer."""
     has_window = args.window and number % 2 == 0
-    return AttentionRule(window=args.window if has_window else None, sinks=True)
+    return AttentionSpec(window=args.window if has_window else None, sinks=True)
 
 
 class Attention(layers.Attention):
     def __init__(self, args: Args, number: int):
-        super().__init__(args, attention_rule(args, number))
+        super().__init__(args, attention_spec(args, number))
         for linear in (self.wq, self.wk, self.wv, self.wo):
             linear.bias = nn.Parameter(torch.empty(linear.out_features))
 
@@ -186,9 +186,9 @@ def active_parameters(args: Args) -> int:
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
-    rules = [attention_rule(args, number) for number in range(args.n_layers)]
+    specs = [attention_spec(args, number) for number in range(args.n_layers)]
     weights = moe.weights(args, args.experts_per_token)
-    return arithmetic.flops_per_token(args, seq_len, weights, rules)
+    return arithmetic.flops_per_token(args, seq_len, weights, specs)
 
 
 def describe(args: Args) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from models.kernels.causal_attention import causal_attention
 from models.kernels.document_attention import Documents, document_attention
-from models.kernels.ruled_attention import PLAIN, AttentionRule, ruled_attention
+from models.kernels.ruled_attention import PLAIN, AttentionSpec, ruled_attention
 from models.terms import AuxiliaryTerms
 
 
@@ -56,15 +56,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class AttentionCore(nn.Module):
-    """The part of attention that has no parameters: causal attention by a rule, which all who
+    """The part of attention that has no parameters: causal attention by a spec, which all who
     replace `forward` from outside honour (parallelisms/__init__.py says who)."""
 
     # A class that overrides `forward` says it anew (parallelisms/cores.py).
-    follows_rule: ClassVar[bool] = True
+    supports_spec: ClassVar[bool] = True
 
-    def __init__(self, rule: AttentionRule = PLAIN):
+    def __init__(self, spec: AttentionSpec = PLAIN):
         super().__init__()
-        self.rule = rule
+        self.spec = spec
 
     def forward(
         self,
@@ -74,10 +74,10 @@ class AttentionCore(nn.Module):
         documents: Documents | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """q [B, T, H, E], k and v [B, T, K, E], rotated already; sinks [H], if the rule has them ->
+        """q [B, T, H, E], k and v [B, T, K, E], rotated already; sinks [H], if the spec has them ->
         [B, T, H, E]."""
-        if self.rule != PLAIN or sinks is not None:
-            return ruled_attention(q, k, v, self.rule, documents, sinks)
+        if self.spec != PLAIN or sinks is not None:
+            return ruled_attention(q, k, v, self.spec, documents, sinks)
         if documents is not None:
             return document_attention(q, k, v, documents)
         q = q.transpose(1, 2)  # [B, H, T, E]
@@ -89,15 +89,15 @@ class AttentionCore(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al., arXiv:2305.13245)."""
 
-    def __init__(self, args: Any, rule: AttentionRule = PLAIN):
+    def __init__(self, args: Any, spec: AttentionSpec = PLAIN):
         super().__init__()
         self.head_dim = args.head_dim
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.wk = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wv = nn.Linear(args.dim, args.n_kv_heads * args.head_dim, bias=False)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias=False)
-        self.sinks = nn.Parameter(torch.empty(args.n_heads)) if rule.sinks else None
-        self.core = AttentionCore(rule)
+        self.sinks = nn.Parameter(torch.empty(args.n_heads)) if spec.sinks else None
+        self.core = AttentionCore(spec)
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, D] -> q [B, T, H, E], k and v [B, T, K, E]. The view has -1, because a rank may

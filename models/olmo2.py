@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from models import arithmetic, layers
 from models.family import Family
 from models.flavors.olmo2 import NUMBERS
-from models.layers import AttentionRule, Documents
+from models.layers import AttentionSpec, Documents
 from models.yarn import yarn
 
 
@@ -35,14 +35,14 @@ def has_window(args: Args, number: int) -> bool:
     return args.window > 0 and (number + 1) % 4 != 0
 
 
-def rule_of(args: Args, number: int) -> AttentionRule:
+def spec_of(args: Args, number: int) -> AttentionSpec:
     """Of the attention of this layer."""
-    return AttentionRule(window=args.window if has_window(args, number) else None)
+    return AttentionSpec(window=args.window if has_window(args, number) else None)
 
 
 class Attention(layers.Attention):
-    def __init__(self, args: Args, rule: AttentionRule):
-        super().__init__(args, rule)
+    def __init__(self, args: Args, spec: AttentionSpec):
+        super().__init__(args, spec)
         self.q_norm = nn.RMSNorm(args.n_heads * args.head_dim, eps=args.norm_eps)
         self.k_norm = nn.RMSNorm(args.n_kv_heads * args.head_dim, eps=args.norm_eps)
 
@@ -74,7 +74,7 @@ class PostNormBlock(layers.Block):
 
 class Olmo2(layers.Decoder):
     def block(self, args: Args, number: int) -> nn.Module:
-        attention = Attention(args, rule_of(args, number))
+        attention = Attention(args, spec_of(args, number))
         feed_forward = layers.FeedForward(args.dim, args.hidden_dim)
         table = None
         if args.rope_scaling is not None:
@@ -124,8 +124,8 @@ def parameters(args: Args) -> int:
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
-    rules = [rule_of(args, number) for number in range(args.n_layers)]
-    return arithmetic.flops_per_token(args, seq_len, rules=rules)
+    specs = [spec_of(args, number) for number in range(args.n_layers)]
+    return arithmetic.flops_per_token(args, seq_len, specs=specs)
 
 
 def describe(args: Args) -> str:

@@ -19,7 +19,7 @@ hooks, and it replaces methods on instances. This is the whole list of the metho
 | `MixtureOfExperts.counts_of_whole_sequences` | ep.py | several ranks share a sequence |
 
 Each is declared on its class (models/layers.py, models/moe.py) and keeps its signature. A core that
-follows no rule is refused by name (cores.py). Float8 replaces whole linear layers, and masters.py
+does not support AttentionSpec is refused by name (cores.py). Float8 replaces whole linear layers, and master_weights.py
 shows modules other weights while they compute.
 """
 

@@ -12,7 +12,7 @@ ulysses: an all-to-all gives each rank all tokens for some of the heads, and a s
     (DeepSpeed-Ulysses, arXiv:2309.14509). In between, attention is that of one process. There must
     be a key/value head for every rank.
 
-Either way every layer keeps its own rule (`models/layers.py::AttentionCore`). docs/parallelism.md
+Either way every layer keeps its own spec (`models/layers.py::AttentionCore`). docs/parallelism.md
 compares them.
 
 Shapes:  b sequences of a microbatch   T their length   t = T / cp, the tokens of a rank in each   n = b t
@@ -38,7 +38,7 @@ from models.kernels.document_attention import (
     piece_attention_backward,
 )
 from models.kernels.precision import wide_type
-from models.kernels.ruled_attention import PLAIN, AttentionRule
+from models.kernels.ruled_attention import PLAIN, AttentionSpec
 from parallelisms.mesh import Mesh
 
 
@@ -51,11 +51,11 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
     # one function for all cores of a kind, so that torch.compile compiles one block for them
     forwards: dict[tuple, Callable] = {}
     for core in cores:
-        kind = type(core), core.rule
+        kind = type(core), core.spec
         if kind not in forwards:
             forwards[kind] = _forward_of(core, mesh, cfg)
         core.forward = forwards[kind]
-    if mesh.head_and_tail:
+    if mesh.zigzag:
         model.documents = documents_of(cores, mesh)
     return model
 
@@ -63,28 +63,28 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
 def _forward_of(core: Any, mesh: Mesh, cfg: Config) -> Callable:
     """What replaces the forward of this core, and of all that are alike."""
     group = mesh.device_mesh.get_group("cp")
-    if not mesh.head_and_tail:
+    if not mesh.zigzag:
         return swapped(core.forward, group)
     b = cfg.training.local_batch_size
     T = cfg.training.seq_len
-    window = window_of(core.rule, T)
-    whole_windows = Pieces.of(torch.arange(T).expand(b, -1), mesh.device, mesh, window)
-    return gathered(whole_windows, (b, T // mesh.cp), group.group_name, core.rule)
+    window = window_of(core.spec, T)
+    whole_windows = VarlenMetadata.of(torch.arange(T).expand(b, -1), mesh.device, mesh, window)
+    return gathered(whole_windows, (b, T // mesh.cp), group.group_name, core.spec)
 
 
-def window_of(rule: AttentionRule, T: int) -> int:
-    """The window of a rule in sequences of T tokens; 0: it hides nothing."""
-    return 0 if rule.window is None or rule.window >= T else rule.window
+def window_of(spec: AttentionSpec, T: int) -> int:
+    """The window of a spec in sequences of T tokens; 0: it hides nothing."""
+    return 0 if spec.window is None or spec.window >= T else spec.window
 
 
 def documents_of(cores: list, mesh: Mesh) -> Callable:
     """With "gather", what a model says about documents: positions of whole sequences within their
     documents, int64 [b, T] on the CPU, and a device -> the pieces for each window of these cores."""
-    rules = {core.rule for core in cores}
+    specs = {core.spec for core in cores}
 
-    def documents(positions: Tensor, device: torch.device) -> dict[int, Pieces]:
-        windows = {window_of(rule, positions.shape[1]) for rule in rules}
-        return {window: Pieces.of(positions, device, mesh, window) for window in windows}
+    def documents(positions: Tensor, device: torch.device) -> dict[int, VarlenMetadata]:
+        windows = {window_of(spec, positions.shape[1]) for spec in specs}
+        return {window: VarlenMetadata.of(positions, device, mesh, window) for window in windows}
 
     return documents
 
@@ -106,7 +106,7 @@ def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class VarlenMetadata:
     """The documents of a microbatch as one rank needs them: a piece is what it has of a document
     in one of its parts of a sequence. The keys that a piece needs are those from the beginning of
     its document, or of its first query's window, to its own end."""
@@ -120,7 +120,9 @@ class Pieces:
     longest_keys: int  # the most keys of a piece
 
     @classmethod
-    def of(cls, positions: Tensor, device: torch.device, mesh: Mesh, window: int = 0) -> "Pieces":
+    def of(
+        cls, positions: Tensor, device: torch.device, mesh: Mesh, window: int = 0
+    ) -> "VarlenMetadata":
         """From the positions of whole sequences within their documents, int64 [b, T] on the CPU: 0
         at every document's first token and at each sequence's. Without documents, the whole
         sequence is one. window: the keys that a query sees; 0: all of its document."""
@@ -165,18 +167,18 @@ def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> T
 
 
 def gathered(
-    whole_windows: Pieces, shape: tuple[int, int], group: str, rule: AttentionRule = PLAIN
+    whole_windows: VarlenMetadata, shape: tuple[int, int], group: str, spec: AttentionSpec = PLAIN
 ) -> Callable:
     """A forward for attention. whole_windows: for microbatches without documents, which must have
     this shape (b, t); group: the name of the cp group."""
     size = _resolve_process_group(group).size()
-    window = window_of(rule, shape[1] * size)
+    window = window_of(spec, shape[1] * size)
 
     def forward(
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: dict[int, Pieces] | None,
+        documents: dict[int, VarlenMetadata] | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         if documents is None and q.shape[:2] != shape:
@@ -185,7 +187,7 @@ def gathered(
                 f"attention to gathered keys was prepared for {shape} sequences and tokens, not "
                 f"{given}"
             )
-        rule.check(sinks)
+        spec.check(sinks)
         p = whole_windows if documents is None else documents[window]
         out, _ = gathered_attention(
             q,
@@ -199,8 +201,8 @@ def gathered(
             group,
             sinks,
             window,
-            rule.scale,
-            rule.soft_cap,
+            spec.scale,
+            spec.soft_cap,
         )
         return out
 
@@ -223,18 +225,18 @@ def attend(
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """This rank's q [b, t, H, E], k [b, t, K, E] and v [b, t, K, V] -> attention [b, t, H, V] to
-    the keys of all ranks of the group, and its log-sum-exp, float32 [n, H]. For the tables and
-    numbers of pieces see `Pieces`; the last four arguments are those of an `AttentionRule`, and the
-    sinks are this rank's, [H]. Raises InputError where `check_kernel` does."""
+    the keys of all ranks of the group, and its log-sum-exp, float32 [n, H]. The
+    tables and numbers of pieces are those of `VarlenMetadata`, the last four arguments those of an
+    `AttentionSpec`, with this rank's sinks [H]. Raises InputError where `check_kernel` does."""
     check_kernel(q.device, q.dtype, q.shape[-1])
     all_k, all_v = _gather(k, v, keys, group)
     tensors = q.flatten(0, 1), all_k, _as_wide(q, all_v)
     pieces = starts, key_starts, longest, longest_keys
-    rule = AttentionRule(window or None, scale, soft_cap, sinks is not None)
-    if rule == PLAIN:
+    spec = AttentionSpec(window or None, scale, soft_cap, sinks is not None)
+    if spec == PLAIN:
         out, lse = piece_attention(*tensors, *pieces)
     else:
-        numbers = rule.numbers(q.shape[-1])
+        numbers = spec.numbers(q.shape[-1])
         out, lse = ruled_attention.attend(*tensors, sinks, *pieces, *numbers)
     return out[..., : v.shape[3]].contiguous().view(*q.shape[:3], -1), lse
 
@@ -262,12 +264,12 @@ def attend_backward(
     grad, q_, out = (_as_wide(q, x.flatten(0, 1)) for x in (grad, q, out))
     tensors = grad, q_, all_k, _as_wide(q, all_v), out, lse
     pieces = starts, key_starts, longest, longest_keys
-    rule = AttentionRule(window or None, scale, soft_cap, sinks is not None)
-    if rule == PLAIN:
+    spec = AttentionSpec(window or None, scale, soft_cap, sinks is not None)
+    if spec == PLAIN:
         dq, all_dk, all_dv = piece_attention_backward(*tensors, *pieces)
         of_sinks = q.new_empty(0)
     else:
-        numbers = rule.numbers(q.shape[-1])
+        numbers = spec.numbers(q.shape[-1])
         dq, all_dk, all_dv, of_sinks = ruled_attention.attend_backward(
             *tensors, sinks, *pieces, *numbers
         )
@@ -325,8 +327,8 @@ def _(q, k, v, *_):
 
 
 @gathered_attention_backward.register_fake
-def _(grad, q, k, v, out, lse, keys, starts, key_starts, longest, longest_keys, group, *rule):
-    sinks = rule[0] if rule else None  # defaults at the end do not arrive here
+def _(grad, q, k, v, out, lse, keys, starts, key_starts, longest, longest_keys, group, *spec):
+    sinks = spec[0] if spec else None  # defaults at the end do not arrive here
     of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
@@ -334,7 +336,7 @@ def _(grad, q, k, v, out, lse, keys, starts, key_starts, longest, longest_keys, 
 def _keep_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     *tensors, longest, longest_keys, group, sinks, window, scale, soft_cap = inputs
     ctx.pieces = longest, longest_keys, group
-    ctx.rule = window, scale, soft_cap
+    ctx.spec = window, scale, soft_cap
     ctx.save_for_backward(*tensors, sinks, *output)
 
 
@@ -342,7 +344,7 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     q, k, v, keys, starts, key_starts, sinks, out, lse = ctx.saved_tensors
     tables = keys, starts, key_starts, *ctx.pieces
     dq, dk, dv, of_sinks = gathered_attention_backward(
-        grad, q, k, v, out, lse, *tables, sinks, *ctx.rule
+        grad, q, k, v, out, lse, *tables, sinks, *ctx.spec
     )
     no_grad = [None] * len(tables)
     return dq, dk, dv, *no_grad, None if sinks is None else of_sinks, None, None, None

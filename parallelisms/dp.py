@@ -4,7 +4,7 @@ One mechanism covers the four: sharded over `dp_shard` (with context parallelism
 replicated over `dp_replicate` on top (HSDP); replicated only, when nothing is sharded (DDP:
 gradients all-reduced block by block during backward, weights never gathered from anyone); and its
 MixedPrecisionPolicy keeps float32 masters of bfloat16 weights. A single rank needs no collectives:
-`parallelisms/masters.py` does the same arithmetic without FSDP2's buffers, so one process computes
+`parallelisms/master_weights.py` does the same arithmetic without FSDP2's buffers, so one process computes
 the same numbers as many. In float32 the model is then left alone: it is the plain model that every
 test compares with.
 """
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError, Parallelism, Training
 from parallelisms.fsdp_details import gathers_once, shard_experts, shared_groups
-from parallelisms.masters import keep_masters
+from parallelisms.master_weights import keep_master_weights
 from parallelisms.mesh import Mesh
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -83,7 +83,7 @@ def apply(model: Any, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Mo
     """
     dtype = param_dtype(training, mesh.device)
     if mesh.size == 1 and not cfg.cpu_offload:
-        return model if dtype == master_dtype(training) else keep_masters(model, dtype)
+        return model if dtype == master_dtype(training) else keep_master_weights(model, dtype)
     options = fsdp_options(model, mesh, training, cfg)
     reshard = reshard_of_blocks(mesh, cfg)
     if mesh.experts_mesh is not None:

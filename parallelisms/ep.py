@@ -26,7 +26,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from configs.schema import Parallelism
 from models.kernels.combine import inverse, weighted
-from parallelisms import ep_chunks, ep_hosts, in_flight
+from parallelisms import async_all_to_all, ep_chunks, ep_hosts
 from parallelisms.mesh import Mesh
 
 
@@ -121,18 +121,18 @@ def flat(
 
         def leave() -> ep_chunks.Compute:
             # Dispatch: rank after rank, each by expert.
-            flight = in_flight.begin(x[order // chosen.shape[1]], received, sent, group)
+            pending = async_all_to_all.start(x[order // chosen.shape[1]], received, sent, group)
 
             def compute() -> ep_chunks.Combine:
-                arrived = in_flight.wait(flight)
+                arrived = async_all_to_all.wait(pending)
                 own = torch.arange(coming.shape[1], device=coming.device).repeat(group.size())
                 numbers = own.repeat_interleave(coming.flatten(), output_size=sum(received))
                 by_expert = numbers.argsort(stable=True)  # whatever the rank
                 results = experts(arrived[by_expert], coming.sum(0))
                 # Combine: back into the order of arrival, and to the ranks that sent the rows.
                 in_order = results[inverse(by_expert)]
-                returning = in_flight.begin(in_order, sent, received, group)
-                return lambda: weighted(in_flight.wait(returning), order, weights)
+                returning = async_all_to_all.start(in_order, sent, received, group)
+                return lambda: weighted(async_all_to_all.wait(returning), order, weights)
 
             return compute
 

@@ -27,7 +27,7 @@ from torch.distributed import _functional_collectives as funcol
 
 from configs.schema import InputError
 from models.kernels.precision import wide, wide_type
-from parallelisms import ep_chunks, in_flight
+from parallelisms import async_all_to_all, ep_chunks
 from parallelisms.mesh import Mesh, world
 
 PEERS, HOST = "ep_peers", "ep_host"  # names of the two groups, in Mesh.more_groups
@@ -122,14 +122,14 @@ def visit(
     rows = torch.cat((tokens.x, tokens.weights), 1).index_select(0, copies)  # [m, D + k]
     experts = tokens.experts.index_select(0, copies)  # [m, k]
     experts = funcol.all_to_all_single(experts, received, sent, group)
-    flight = in_flight.begin(rows, received, sent, group)
+    pending = async_all_to_all.start(rows, received, sent, group)
 
     def compute() -> ep_chunks.Combine:
         own = funcol.wait_tensor(experts) - group.rank() * size
-        arrived = in_flight.wait(flight)  # [n of the next step, D + k]
+        arrived = async_all_to_all.wait(pending)  # [n of the next step, D + k]
         results = work(Dispatched(arrived[:, :width], own, arrived[:, width:]))
-        returning = in_flight.begin(results, sent, received, group)  # [m, D]
-        return lambda: added(in_flight.wait(returning), copies, n)
+        returning = async_all_to_all.start(results, sent, received, group)  # [m, D]
+        return lambda: added(async_all_to_all.wait(returning), copies, n)
 
     return compute
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import InputError, Parallelism, Run
-from parallelisms.neighbours import group_to_lower_ranks, meet_neighbours
+from parallelisms.p2p_warmup import group_to_lower_ranks, warm_up_p2p
 from parallelisms.progress import ProgressCounter, counter_of_this_rank, record_flights
 
 # outermost first
@@ -88,7 +88,7 @@ class Mesh:
     cp_rank: int = 0
     pp_rank: int = 0
     # whether context parallelism gives a rank two parts of a sequence (`token_ranges`)
-    head_and_tail: bool = False
+    zigzag: bool = False
     ep: int = 1  # ranks of dp_shard x cp x tp that share the experts of a mixture
     # The same ranks by pp, dp_replicate, edp, ep, where several ranks share the experts
     experts_mesh: DeviceMesh | None = None
@@ -131,7 +131,7 @@ class Mesh:
         have the same work.
         """
         parts = [self.cp_rank]
-        if self.head_and_tail:
+        if self.zigzag:
             parts.append(2 * self.cp - 1 - self.cp_rank)
         length = seq_len // (self.cp * len(parts))
         return [range(part * length, (part + 1) * length) for part in parts]
@@ -240,7 +240,7 @@ def open_group(run: Run) -> torch.device:
     host-device sync. There gloo connects two ranks when they first have something to send.
     Otherwise each of its groups would open a socket from every rank to every other, and two groups
     of 512 ranks are more files than a process may usually have open. The sends of a pipeline need
-    more care then (`meet_neighbours`).
+    more care then (`warm_up_p2p`).
     """
     here = world()
     device = pick_device(run, here.local_rank)
@@ -299,13 +299,13 @@ def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int, has_experts: bo
         dp_rank=replicate * dp_shard + shard,
         cp_rank=cp_rank,
         pp_rank=pp_rank,
-        head_and_tail=cp > 1 and parallelism.context_parallel_method == "gather",
+        zigzag=cp > 1 and parallelism.context_parallel_method == "gather",
         ep=parallelism.expert_parallel,
         experts_mesh=experts_mesh,
         to_lower=to_lower,
     )
     mesh.set_timeout(run.init_timeout_seconds)
-    meet_neighbours(mesh, device, timedelta(seconds=run.init_timeout_seconds))
+    warm_up_p2p(mesh, device, timedelta(seconds=run.init_timeout_seconds))
     return mesh
 
 

@@ -48,7 +48,7 @@ from parallelisms.schedules import (
 
 HIDDEN, GRADIENT = schedules.RESULTS[FORWARD], schedules.RESULTS[BACKWARD]
 ENDS_BACKWARD = (BACKWARD, BACKWARD_WEIGHT)
-# microbatch -> what the model takes, as of training/feed.py
+# microbatch -> what the model takes, as of training/microbatches.py
 Inputs = Callable[[int], tuple[Tensor, Tensor, Callable, Any]]
 
 
@@ -118,7 +118,7 @@ class PipelineStages(nn.Module):
                     self.add_module(name, child)
         any_stage = next(iter(stages.values()))
         self.documents = any_stage.documents
-        if mesh.cp > 1 and mesh.head_and_tail:
+        if mesh.cp > 1 and mesh.zigzag:
             self.documents = cp.documents_of(self.cores(), mesh)
         self.args = any_stage.args
         # the tied weight and its copy, if they are here
@@ -197,17 +197,19 @@ class PipelineStages(nn.Module):
         )
         return answer[0].to(self.mesh.device)
 
-    def losses(self, feed: Any) -> Tensor:
+    def losses(self, microbatches: Any) -> Tensor:
         """The summed loss of all microbatches, a float64 scalar: 0 on the ranks that have not the
         last stage. Without a backward: for validation."""
         with torch.no_grad():
-            return self._total(self._play(len(feed), True, feed, feed.tokens.shape[1:]))
+            shape = microbatches.tokens.shape[1:]
+            return self._total(self._play(len(microbatches), True, microbatches, shape))
 
-    def gradients(self, feed: Any, scale: Tensor) -> Tensor:
+    def gradients(self, microbatches: Any, scale: Tensor) -> Tensor:
         """Compute the gradient of `scale` times the summed loss of all microbatches. Returns that
-        sum, a float64 scalar: 0 on the ranks that have not the last stage. feed: a
-        training/feed.py::Feed."""
-        step = self._play(len(feed), False, feed, feed.tokens.shape[1:], scale)
+        sum, a float64 scalar: 0 on the ranks that have not the last stage. microbatches: a
+        training/microbatches.py::Microbatches."""
+        shape = microbatches.tokens.shape[1:]
+        step = self._play(len(microbatches), False, microbatches, shape, scale)
         self._add_tied_gradient()
         missing = [
             name for name, p in self.named_parameters() if p.requires_grad and p.grad is None
@@ -218,7 +220,7 @@ class PipelineStages(nn.Module):
                 f"without a gradient: {', '.join(missing[:3])} ..."
             )
         if not step.outputs:
-            feed.losses.zero_()
+            microbatches.losses.zero_()
         return self._total(step)
 
     def _total(self, step: "PipelineStep") -> Tensor:
@@ -482,7 +484,7 @@ def trained(stage: nn.Module) -> Iterator[nn.Parameter]:
 
 class Link:
     """Starts the sends and receives between this rank of a pipeline and others. Each direction has
-    its own group (parallelisms/neighbours.py)."""
+    its own group (parallelisms/p2p_warmup.py)."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.rank = mesh.pp_rank

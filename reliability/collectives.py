@@ -28,15 +28,15 @@ from torch.utils._pytree import tree_iter
 
 from parallelisms import cp
 from parallelisms.mesh import Mesh
-from parallelisms.neighbours import meet_neighbours
-from reliability.health import odd_ones
+from parallelisms.p2p_warmup import warm_up_p2p
+from reliability.health import outliers
 
 NAMESPACES = ("c10d", "_c10d_functional")
 # Operators of these namespaces that are not watched: they move nothing, or are messages, which
 # CheckedLink compares.
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "recv_any_source_")
 TO_OR_FROM_ONE = ("gather_", "scatter_")  # the other ranks call these without the list
-# Of parallelisms/whole_matrices.py: each rank sends and gets a length of its own.
+# Of parallelisms/gather_matrices.py: each rank sends and gets a length of its own.
 UNEVEN = "alltoall_base_"
 # the others of c10d take the result first
 IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
@@ -124,7 +124,7 @@ class Checked(Watch):
                 f"a rank of {_named(group)} did not come to {description}: {error}"
             ) from error
         texts = [unpacked(row) for row in rows]
-        odd = odd_ones(texts)
+        odd = outliers(texts)
         if odd:
             ranks = dist.get_process_group_ranks(group)
             lines = [f"rank {ranks[i]}: {texts[i][HASH:]}" for i in odd[:8]]
@@ -163,7 +163,7 @@ class CheckedLink:
         # by sender, in the order in which it sends them
         self.awaited: dict[int, deque[AwaitedMessage]] = {}
         # On GPUs these ranks have sent each other nothing over the CPU so far.
-        meet_neighbours(mesh, torch.device("cpu"), mesh.timeout())
+        warm_up_p2p(mesh, torch.device("cpu"), mesh.timeout())
 
     def send(self, name: str, tensor: Tensor, rank: int) -> "LabelledMessage":
         label = packed(f"{name}, {_type_and_shape(tensor)}")

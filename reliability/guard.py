@@ -16,7 +16,7 @@ from configs.schema import Config
 from parallelisms.mesh import Mesh
 from reliability.health import Spikes, Stragglers, mismatching_replicas, named
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 Where = Callable[[int, list[list[int]]], str]
 
@@ -77,12 +77,12 @@ class Guard:
         Diverged after too many such steps in a row. Called by all ranks.
 
         result: a train.StepResult; windows: of this rank's batch; where: what
-        data/loader.py::Corpora.whereabouts does.
+        data/loader.py::Corpora.audit_hint does.
         """
         trouble = self.note(result.loss, result.grad_norm, result.skipped)
         if trouble:
             of_all_ranks = self.mesh.gather(windows.tolist())
-            say.warning(f"step {step}: {trouble}; {where(step, of_all_ranks)}")
+            logger.warning(f"step {step}: {trouble}; {where(step, of_all_ranks)}")
         self.check_skipped(step)
 
     def check_skipped(self, step: int) -> None:
@@ -127,7 +127,7 @@ class Guard:
         if self.mesh.size == 1:
             return late
         for rank, section, seconds in self.stragglers.report(self.mesh, steps):
-            say.warning(
+            logger.warning(
                 f"step {step}: rank {rank} is late: the others wait {seconds:.3f} s per step for "
                 f"its {section}"
             )

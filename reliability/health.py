@@ -24,7 +24,7 @@ from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from reliability.position import Position, frames_of_others
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class Watchdog:
@@ -230,7 +230,7 @@ def mismatching_replicas(
         dist.all_gather(all_hashes, own_hashes, group=group)
         ranks = dist.get_process_group_ranks(group)
         for name, values in zip(tensors, torch.stack(all_hashes, 1).tolist(), strict=True):
-            if odd := odd_ones(values):
+            if odd := outliers(values):
                 problems.append((name, dim, tuple(ranks[i] for i in odd)))
     everyone = (
         mesh.gather((problems, numbers))
@@ -247,7 +247,7 @@ def mismatching_replicas(
     ]
     for name in numbers:
         values = [rank_numbers[name] for _, rank_numbers in everyone]
-        if odd := odd_ones(values):
+        if odd := outliers(values):
             sentences.append(f"{named(odd)}: {name} {values[odd[0]]!r}")
     return sentences
 
@@ -261,7 +261,7 @@ def _differ(mesh: Mesh, numbers: dict[str, float]) -> bool:
     return bool((x[:, 0] != -x[:, 1]).any())
 
 
-def odd_ones(values: list) -> list[int]:
+def outliers(values: list) -> list[int]:
     """Indices of the values that differ from the majority; all indices if there is no majority."""
     if len(set(values)) < 2:
         return []

@@ -2,7 +2,7 @@
 
 Each rank writes its step, microbatch, phase and layer into memory that is mapped to
 <folder>/logs/rank-00000.position: one `pack_into` from each hook, no system call, no operator. A
-thread, the witness, looks twice a second whether that has changed. Only of a rank that stands still
+thread, the heartbeat, looks twice a second whether that has changed. Only of a rank that stands still
 does it write more: what its threads are doing, which collectives it has begun and which of them
 have not ended, as PyTorch's flight recorder has them for gloo and for NCCL, below Python and inside
 compiled graphs. `python -m tools.hang` puts the ranks' files together.
@@ -48,17 +48,17 @@ NO_LAYER = -1
 MAGIC = b"PLUMB-1\n"
 WHO = struct.Struct("<8siiqd")  # MAGIC, rank, ranks, process, when the process came here
 WHERE = struct.Struct("<qqiii")  # moves, step, phase, microbatch, layer
-# when the witness last looked; when it last saw a move; when the rank failed, or 0; the last time
-# for which the witness did not run, from and to, or 0
+# when the heartbeat last looked; when it last saw a move; when the rank failed, or 0; the last time
+# for which the heartbeat did not run, from and to, or 0
 SEEN = struct.Struct("<ddddd")
 LENGTH = struct.Struct("<i")
 WHERE_AT, SEEN_AT, ABOUT_AT, STANDING_AT, SIZE = 64, 128, 192, 16 << 10, 64 << 10
 
-TICK = 0.5  # seconds between two looks of the witness
+TICK = 0.5  # seconds between two looks of the heartbeat
 STANDS = 1.0  # seconds without a move after which a rank stands still
-QUIET = 2.5  # seconds without a look of the witness after which a process does not answer
-AGAIN = 2.0  # seconds after which the witness looks more closely again
-FLIGHTS = 32  # collectives that have ended, of which the witness writes
+QUIET = 2.5  # seconds without a look of the heartbeat after which a process does not answer
+AGAIN = 2.0  # seconds after which the heartbeat looks more closely again
+FLIGHTS = 32  # collectives that have ended, of which the heartbeat writes
 
 
 class Position:
@@ -75,7 +75,7 @@ class Position:
         self.layers: list[str] = []
         self.memory: bytearray | mmap.mmap = bytearray(SIZE)
         self.over = threading.Event()
-        self.witness: threading.Thread | None = None
+        self.heartbeat: threading.Thread | None = None
 
     def open(self) -> None:
         """The blocks are allocated here: where a full disk has none for a page, a write to it would
@@ -95,19 +95,19 @@ class Position:
         SEEN.pack_into(self.memory, SEEN_AT, now, now, 0.0, 0.0, 0.0)
         self._about()
         self._write()
-        self.witness = threading.Thread(target=self._watch, name="witness", daemon=True)
-        self.witness.start()
+        self.heartbeat = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
+        self.heartbeat.start()
 
     def close(self, failed: bool) -> None:
         """The file stays as it is: after a failure it says where the rank was."""
         self.over.set()
-        if self.witness:
-            self.witness.join(timeout=5.0)
+        if self.heartbeat:
+            self.heartbeat.join(timeout=5.0)
         if not failed:
             self.begin("end")
         looked, moved, _, *gap = SEEN.unpack_from(self.memory, SEEN_AT)
         now = time.time()
-        if now - looked > QUIET + 2 * TICK:  # woken, and at its end before the witness looked
+        if now - looked > QUIET + 2 * TICK:  # woken, and at its end before the heartbeat looked
             gap = [looked, now]
         SEEN.pack_into(self.memory, SEEN_AT, looked, moved, now, *gap)
 
@@ -193,7 +193,7 @@ class Position:
         self.memory[start : start + len(data)] = data
         LENGTH.pack_into(self.memory, at, len(data))
 
-    # what the witness writes -------------------------------------------------------------------------
+    # what the heartbeat writes -------------------------------------------------------------------------
 
     def _watch(self) -> None:
         moves = self.moves

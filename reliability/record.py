@@ -35,7 +35,7 @@ from reliability import causes
 from reliability.exit import RunFailed
 from reliability.goodput import KINDS, ORDERLY, Clock, Past, account, folders, read, read_json
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 ROOT = Path(__file__).resolve().parent.parent
 DIFF_BYTES = 1_000_000
@@ -239,7 +239,7 @@ class Start:
             f"the last one with {reason}"
         )
         if mesh.rank == 0:
-            say.error(
+            logger.error(
                 f"{self.reason}. See {self.folder / 'starts'}, and {self.folder / 'logs'} for every "
                 "rank; it is tried again when an option or the code has changed, or with "
                 "run.max_failures_at_step = 0"

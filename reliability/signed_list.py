@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree
 
 SECONDS = 60.0  # that one page may take
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 def is_readable(name: str) -> bool:
@@ -76,7 +76,7 @@ def _text(element: ElementTree.Element, tag: str) -> str:
 @functools.cache
 def _say_left_out(name: str) -> None:
     """Once in a process."""
-    say.warning(
+    logger.warning(
         f"the object {name!r} is left alone: a name with an empty segment, with `.`, `..` or a control "
         "character cannot be read here"
     )

@@ -23,7 +23,7 @@ from reliability.exit import STOPPED
 
 # seconds in which a repeated signal is the same request: Slurm's srun and the launcher both send it
 ECHO = 2.0
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class Stop:
@@ -105,10 +105,10 @@ class Stop:
         if not self.said:
             self.said = True
             again = "; Ctrl-C again ends without saving" if request == "SIGINT" else ""
-            say.warning(f"{request}: stopping after this step and saving{again}")
+            logger.warning(f"{request}: stopping after this step and saving{again}")
 
     def _leave(self, code: int, reason: str) -> None:
         """End the process, whatever the main thread is doing or waiting for."""
-        say.warning(reason)
+        logger.warning(reason)
         self.end(code, reason)
         os._exit(code)

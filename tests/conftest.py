@@ -84,8 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _server() -> None:
     """The server that forks ranks begins with the first test: it takes some seconds to import what
     they need."""
-    if forks := sys.modules.get("tests.forks"):
-        forks.start_server()
+    if fork_server := sys.modules.get("tests.fork_server"):
+        fork_server.start_server()
 
 
 @pytest.fixture(autouse=True)

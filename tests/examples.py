@@ -10,16 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import forks
+from tests import fork_server
 from tests.ranks import run_ranks
 from tests.runs import ROOT, run, series, tiny_run
 
 
 def fork(folder: Path, name: str = "") -> Path:
     """A copy of the tree with the example in it."""
-    left_out = shutil.ignore_patterns(".*", "__pycache__", "runs", "*.egg-info", "golden")
+    excluded = shutil.ignore_patterns(".*", "__pycache__", "runs", "*.egg-info", "golden")
     tree = folder / "tree"
-    shutil.copytree(ROOT, tree, ignore=left_out)
+    shutil.copytree(ROOT, tree, ignore=excluded)
     if name:
         diff = ROOT / "docs" / "forking" / f"{name}.diff"
         subprocess.run(["git", "apply", "--verbose", diff], cwd=tree, check=True)
@@ -31,7 +31,7 @@ def main(argv: list[str]) -> None:
     folder.mkdir()
     divider = argv.index("--")
     options = tiny_run(folder) + argv[divider + 1 :]
-    forks.start_server()
+    fork_server.start_server()
     results = {}
     for mesh in argv[1:divider]:
         ranks, _, of_mesh = mesh.partition(":")

@@ -24,7 +24,7 @@ FULL = 1 << 20  # bytes that no pipe takes
 
 
 def begin(folder: Path, rank: int, size: int) -> None:
-    """Become a rank, whose witness looks more often than usual: a test waits for it."""
+    """Become a rank, whose heartbeat thread looks more often than usual: a test waits for it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     torch.set_num_threads(1)

@@ -1,5 +1,5 @@
 """`python -m tools.launch` without the 5 s of processor time that each of its processes takes to
-import torch: the server of tests/forks.py forks the launcher, and its ranks are forked from a copy of
+import torch: the server of tests/fork_server.py forks the launcher, and its ranks are forked from a copy of
 it that has no thread.
 
 They are processes as real ones are, each rank in a session of its own: they are killed, stopped and
@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from tests import forks
+from tests import fork_server
 from tests.ranks import NEIGHBOURS
 from tests.runs import environment
 from tools.launch import __main__ as launch
@@ -56,7 +56,7 @@ class Launcher:
         self.said = said
         here = environment(**{"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | settings)
         words = [str(argument) for argument in arguments]
-        self.process = forks.start(_become_launcher, prepare, words, said, here)
+        self.process = fork_server.start(_become_launcher, prepare, words, said, here)
 
     @property
     def returncode(self) -> int | None:
@@ -182,7 +182,7 @@ class Forked:
 def _rank(args: tuple[str, ...], settings: dict[str, str]) -> int:
     """tools/launch/rank.py, as a program of its own: its exit code. args: as agents start it."""
     os.setsid()
-    assert not forks._unfit, forks._unfit
+    assert not fork_server._unfit, fork_server._unfit
     for number in (*launch.PASSED_ON, signal.SIGALRM):
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)

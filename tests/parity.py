@@ -392,11 +392,11 @@ def bounds(oracle: dict) -> dict[str, float]:
         return dict.fromkeys(("loss", "norm", "weights"), EQUAL)
     if "bounds" not in oracle:
         shaken = run_ranks(1, trajectory, [*oracle["options"], SHAKEN])[0]
-        oracle["bounds"] = amplified(shaken, oracle)
+        oracle["bounds"] = rounding_bounds(shaken, oracle)
     return oracle["bounds"]
 
 
-def amplified(shaken: dict, oracle: dict) -> dict[str, float]:
+def rounding_bounds(shaken: dict, oracle: dict) -> dict[str, float]:
     """The bounds that follow from a plain run whose initial weights were moved by rounding."""
     _, later = apart(shaken, oracle)
     result = {}

@@ -1,7 +1,7 @@
 """Real ranks for tests: forked processes with a gloo group, in a second rather than the five that
 torchrun needs.
 
-They are forked by a server that has imported torch and never computes (tests/forks.py), so a rank
+They are forked by a server that has imported torch and never computes (tests/fork_server.py), so a rank
 has neither threads nor patches of the process that asks for it. Every call has a time limit: a hang
 is a failure that names the ranks that did not come back, and no process outlives its test.
 """
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from models import MODELS
-from tests import forks
+from tests import fork_server
 
 list(MODELS.values())  # imports every family, so that no rank has to
 
@@ -65,7 +65,9 @@ def _run_once(world_size: int, fn: Callable, args: tuple, timeout: float) -> lis
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rank in range(world_size):
-                ranks.append(forks.start(child, Path(folder), rank, world_size, fn, args, True))
+                ranks.append(
+                    fork_server.start(child, Path(folder), rank, world_size, fn, args, True)
+                )
             failed = _wait(ranks, timeout * NEIGHBOURS)
             for rank, process in enumerate(ranks):
                 if process.exitcode == 1 and not (Path(folder) / f"{rank}").exists():
@@ -74,7 +76,7 @@ def _run_once(world_size: int, fn: Callable, args: tuple, timeout: float) -> lis
                     )
         finally:
             for process in ranks:
-                forks.end(process)
+                fork_server.end(process)
         results = [_result(Path(folder), rank) for rank in range(world_size)]
     errors = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(results) if not ok]
     if any(BEGINS in error and "connectFullMesh failed" in error for error in errors):
@@ -86,7 +88,7 @@ def _run_once(world_size: int, fn: Callable, args: tuple, timeout: float) -> lis
 def child(
     folder: Path, rank: int, world_size: int, fn: Callable, args: tuple, waits: bool = False
 ) -> None:
-    """Become a rank, in a process that tests/forks.py has started. waits: it ends when all ranks
+    """Become a rank, in a process that tests/fork_server.py has started. waits: it ends when all ranks
     have."""
     os.environ.update(
         RANK=str(rank),

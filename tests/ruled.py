@@ -1,4 +1,4 @@
-"""A small Llama whose layers have rules of attention, in place of the family's own.
+"""A small Llama whose layers have specs of attention, in place of the family's own.
 
 tests/test_attention_rules.py and its simulated GPUs share it.
 """
@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Callable
 
 from models import arithmetic, layers, llama
-from models.kernels.ruled_attention import AttentionRule
+from models.kernels.ruled_attention import AttentionSpec
 
-RULES_OF_LAYERS = {
-    True: AttentionRule(window=5, scale=0.6, sinks=True),
-    False: AttentionRule(soft_cap=3.0, sinks=True),
+SPECS_OF_LAYERS = {
+    True: AttentionSpec(window=5, scale=0.6, sinks=True),
+    False: AttentionSpec(soft_cap=3.0, sinks=True),
 }
 
 
@@ -19,20 +19,20 @@ class Alternating(llama.Llama):
     """Every other layer has a window, all have sinks."""
 
     def block(self, args, number):
-        attention = layers.Attention(args, RULES_OF_LAYERS[number % 2 == 0])
+        attention = layers.Attention(args, SPECS_OF_LAYERS[number % 2 == 0])
         return layers.Block(args, attention, layers.FeedForward(args.dim, args.hidden_dim))
 
 
 def without_cap(args, layers=None):
     model = Alternating(args, layers)
     for core in model.cores():
-        core.rule = dataclasses.replace(core.rule, soft_cap=None)
+        core.spec = dataclasses.replace(core.spec, soft_cap=None)
     return model
 
 
 def flops_per_token(args, seq_len):
-    rules = [RULES_OF_LAYERS[number % 2 == 0] for number in range(args.n_layers)]
-    return arithmetic.flops_per_token(args, seq_len, rules=rules)
+    specs = [SPECS_OF_LAYERS[number % 2 == 0] for number in range(args.n_layers)]
+    return arithmetic.flops_per_token(args, seq_len, specs=specs)
 
 
 def use(model_class: Callable = Alternating, count: Callable = flops_per_token) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from tests import forks, ranks
+from tests import fork_server, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 MESHES = {  # name: (ranks, options, data-parallel ranks)
@@ -206,13 +206,13 @@ def samples(folder: Path, dp_size: int) -> list[list[int]]:
 
 def killed_at(step: int, options: list[str], folder: Path) -> None:
     """A run in processes of its own, killed with -9 as soon as it has logged `step`."""
-    process = forks.start(_on_one_thread, options, folder)
+    process = fork_server.start(_on_one_thread, options, folder)
     try:
         deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
         while time.monotonic() < deadline and not logged(folder, step):
             time.sleep(0.005)
     finally:
-        forks.end(process)
+        fork_server.end(process)
 
 
 def _on_one_thread(options: list[str], folder: Path) -> None:
@@ -274,7 +274,7 @@ def ends(
     codes = []
     try:
         for rank in range(n):
-            processes.append(forks.start(ranks.child, folder, rank, n, _and_exit, (fn, args)))
+            processes.append(fork_server.start(ranks.child, folder, rank, n, _and_exit, (fn, args)))
         deadline = time.monotonic() + seconds * ranks.NEIGHBOURS
         for rank, process in enumerate(processes):
             if last_hangs and rank == n - 1:
@@ -283,7 +283,7 @@ def ends(
             codes.append(process.exitcode)
     finally:
         for process in processes:
-            forks.end(process)
+            fork_server.end(process)
     return codes
 
 

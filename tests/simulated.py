@@ -14,7 +14,7 @@ from torch.autograd.variable import Variable
 import train
 from lab.bench.device import checks
 from lab.simulate.job import in_steps, train_here
-from models.kernels.ruled_attention import AttentionRule
+from models.kernels.ruled_attention import AttentionSpec
 from models.layers import AttentionCore, Documents
 from parallelisms.progress import record_flights
 from reliability.position import Position
@@ -291,7 +291,7 @@ def ruled_attention(dtype: torch.dtype) -> dict[str, float]:
     """Attention with a window, a scale and sinks on this rank's GPU, in whole windows and in
     documents: how far output and gradients are from those of the CPU in float64, relative to the
     largest number of each."""
-    rule = AttentionRule(window=5, scale=0.6, sinks=True)
+    spec = AttentionSpec(window=5, scale=0.6, sinks=True)
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8), (4,), (2, 20, 4, 8)]
     given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
@@ -303,7 +303,7 @@ def ruled_attention(dtype: torch.dtype) -> dict[str, float]:
             documents = Documents.of(positions, torch.device(place)) if masked else None
             *tensors, grad = (x.to(place, kind) for x in given)
             q, k, v, sinks = (x.requires_grad_() for x in tensors)
-            out = AttentionCore(rule)(q, k, v, documents, sinks)
+            out = AttentionCore(spec)(q, k, v, documents, sinks)
             grads = torch.autograd.grad(out, (q, k, v, sinks), grad)
             seen.append([x.detach().cpu().double() for x in (out, *grads)])
         for name, mine, right in zip(("out", "q", "k", "v", "sinks"), *seen, strict=True):
@@ -337,7 +337,7 @@ def hangs_in_backward(argv: list[str]) -> None:
         return out
 
     train.train_step, AttentionCore.forward = step, attention
-    # the frame of the one in tests/forks.py would be the innermost
+    # the frame of the one in tests/fork_server.py would be the innermost
     Variable._execution_engine = type(Variable._execution_engine).__base__()
     train.main(argv)
 

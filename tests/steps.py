@@ -13,7 +13,7 @@ import torch
 
 import train
 from configs.schema import Config
-from tests import forks
+from tests import fork_server
 from tools.plan import repeat, trace
 from tools.plan.repeat import traced
 from tools.plan.step import Step, Where
@@ -56,7 +56,7 @@ def outline(step: Step) -> list:
 def apart(fn, *args):
     """fn(*args) in a process of its own: PyTorch keeps meshes of a fake group in caches that a real
     one would find."""
-    return forks.call(fn, *args)
+    return fork_server.call(fn, *args)
 
 
 # What PyTorch's profiler calls a collective -> its kind, which of its inputs is the message, and by
@@ -74,7 +74,7 @@ BYTES = {"float": 4, "c10::BFloat16": 2, "long int": 8}
 
 
 def profiled(job: train.Job, batch: dict) -> Counter:
-    """(kind, bytes) of the collectives of a step, by another witness: PyTorch's profiler."""
+    """(kind, bytes) of the collectives of a step, counted independently: PyTorch's profiler."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as profile:

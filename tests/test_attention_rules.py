@@ -1,4 +1,4 @@
-"""Attention by a rule (models/kernels/ruled_attention.py): windows, scales, soft caps and sinks,
+"""Attention by a spec (models/kernels/ruled_attention.py): windows, scales, soft caps and sinks,
 against a softmax that is written out."""
 
 import dataclasses
@@ -18,13 +18,13 @@ from lab.simulate import build
 from lab.simulate.ranks import Simulator
 from models import arithmetic, layers, llama, olmo2
 from models.kernels import ruled_attention
-from models.kernels.ruled_attention import AttentionRule
+from models.kernels.ruled_attention import AttentionSpec
 from models.layers import AttentionCore, Documents
 from parallelisms import cores, cp
 from tests import parity, simulated
 from tests.parity import DOCUMENTS
 from tests.ranks import run_ranks
-from tests.ruled import RULES_OF_LAYERS, Alternating, use
+from tests.ruled import SPECS_OF_LAYERS, Alternating, use
 from tests.runs import ADAMW, COMPILED, CONTEXT_MESHES, CP2, SMALL_MODEL, ULYSSES
 from tools.plan import report, trace
 from training import sample
@@ -32,48 +32,48 @@ from training.sample import KeyValueCache
 
 B, T, H, K, E = 2, 300, 4, 2, 8
 
-RULES = {
-    "window": AttentionRule(window=5),
-    "window of several blocks": AttentionRule(window=150),
-    "window as long as the sequence": AttentionRule(window=T),
-    "window of one": AttentionRule(window=1),
-    "scale": AttentionRule(scale=0.7),
-    "soft cap": AttentionRule(soft_cap=1.5),
-    "sinks": AttentionRule(sinks=True),
-    "all": AttentionRule(window=7, scale=0.9, soft_cap=2.0, sinks=True),
+SPECS = {
+    "window": AttentionSpec(window=5),
+    "window of several blocks": AttentionSpec(window=150),
+    "window as long as the sequence": AttentionSpec(window=T),
+    "window of one": AttentionSpec(window=1),
+    "scale": AttentionSpec(scale=0.7),
+    "soft cap": AttentionSpec(soft_cap=1.5),
+    "sinks": AttentionSpec(sinks=True),
+    "all": AttentionSpec(window=7, scale=0.9, soft_cap=2.0, sinks=True),
 }
 
 
 def naive(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, within: Tensor, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, within: Tensor, sinks: Tensor | None
 ) -> Tensor:
     """The whole matrix of scores. within: int64 [B, T], each token's position in its document."""
     groups = q.shape[2] // k.shape[2]
     k = k.repeat_interleave(groups, 2)
     v = v.repeat_interleave(groups, 2)
     scores = torch.einsum("bthe,bshe->bhts", q, k)
-    scores = scores * (q.shape[-1] ** -0.5 if rule.scale is None else rule.scale)
-    if rule.soft_cap is not None:
-        scores = rule.soft_cap * torch.tanh(scores / rule.soft_cap)
+    scores = scores * (q.shape[-1] ** -0.5 if spec.scale is None else spec.scale)
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
     at = torch.arange(q.shape[1])
     behind = at[:, None] - at  # [T, T]: how far a key is behind a query
     seen = (behind >= 0) & (behind <= within[:, :, None])  # [B, T, T]
-    if rule.window is not None:
-        seen &= behind < rule.window
+    if spec.window is not None:
+        seen &= behind < spec.window
     scores = scores.masked_fill(~seen[:, None], -torch.inf)
-    if rule.sinks:
+    if spec.sinks:
         column = sinks[None, :, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1)[..., : q.shape[1]]
     return torch.einsum("bhts,bshe->bthe", weights, v)
 
 
-def inputs(dtype: torch.dtype, rule: AttentionRule) -> list[Tensor]:
+def inputs(dtype: torch.dtype, spec: AttentionSpec) -> list[Tensor]:
     """q, k, v, and the sinks if there are any."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, T, H, E), (B, T, K, E), (B, T, K, E), (H,)]
     made = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    return made if rule.sinks else made[:3]
+    return made if spec.sinks else made[:3]
 
 
 def positions(with_documents: bool) -> Tensor:
@@ -89,19 +89,19 @@ def positions(with_documents: bool) -> Tensor:
     return torch.stack(rows)
 
 
-def compare(rule: AttentionRule, with_documents: bool, dtype: torch.dtype, core=None) -> float:
+def compare(spec: AttentionSpec, with_documents: bool, dtype: torch.dtype, core=None) -> float:
     """The largest difference of output and gradients from the naive ones in float64, relative to
     the largest number, or 1."""
     within = positions(with_documents)
-    given = inputs(dtype, rule)
+    given = inputs(dtype, spec)
     generator = torch.Generator().manual_seed(1)
     grad = torch.randn(B, T, H, E, generator=generator).to(dtype)
     documents = Documents.of(within, torch.device("cpu")) if with_documents else None
     ours = [x.clone().requires_grad_() for x in given]
     q, k, v, *sinks = ours
-    out = (core or AttentionCore(rule))(q, k, v, documents, *sinks)
+    out = (core or AttentionCore(spec))(q, k, v, documents, *sinks)
     theirs = [x.double().requires_grad_() for x in given]
-    expected = naive(*theirs[:3], rule, within, theirs[3] if rule.sinks else None)
+    expected = naive(*theirs[:3], spec, within, theirs[3] if spec.sinks else None)
     found = [out, *torch.autograd.grad(out, ours, grad)]
     wanted = [expected, *torch.autograd.grad(expected, theirs, grad.double())]
     errors = []
@@ -113,39 +113,39 @@ def compare(rule: AttentionRule, with_documents: bool, dtype: torch.dtype, core=
 
 
 @pytest.mark.parametrize("with_documents", [False, True], ids=["windows", "documents"])
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", SPECS)
 def test_a_rule_is_what_the_softmax_says(name, with_documents):
-    assert compare(RULES[name], with_documents, torch.float64) < 1e-12
-    assert compare(RULES[name], with_documents, torch.float32) < 1e-5
+    assert compare(SPECS[name], with_documents, torch.float64) < 1e-12
+    assert compare(SPECS[name], with_documents, torch.float32) < 1e-5
 
 
 def test_in_bfloat16():
-    assert compare(RULES["all"], True, torch.bfloat16) < 0.02
+    assert compare(SPECS["all"], True, torch.bfloat16) < 0.02
 
 
 @pytest.mark.parametrize("dropped", ["window", "scale", "soft_cap", "sinks"])
 def test_the_comparison_sees_what_is_dropped(dropped):
-    rule = RULES["all"]
+    spec = SPECS["all"]
     if dropped != "sinks":
-        rule = dataclasses.replace(rule, **{dropped: None})
+        spec = dataclasses.replace(spec, **{dropped: None})
 
     def without(q, k, v, documents, sinks):
         sinks = sinks * 0 - 1e9 if dropped == "sinks" else sinks
-        return AttentionCore(rule)(q, k, v, documents, sinks)
+        return AttentionCore(spec)(q, k, v, documents, sinks)
 
-    assert compare(RULES["all"], True, torch.float32, without) > 0.01
+    assert compare(SPECS["all"], True, torch.float32, without) > 0.01
 
 
 @pytest.mark.parametrize("with_documents", [False, True], ids=["windows", "documents"])
 def test_the_operator_is_a_good_one(with_documents):
     """PyTorch's own checks: shapes and gradients under autograd, fake tensors and torch.compile."""
-    rule = RULES["all"]
-    q, k, v, sinks = (x.requires_grad_() for x in inputs(torch.float32, rule))
+    spec = SPECS["all"]
+    q, k, v, sinks = (x.requires_grad_() for x in inputs(torch.float32, spec))
     table = Documents.of(positions(with_documents), torch.device("cpu"))
     starts = table.starts if with_documents else None
     longest = table.longest if with_documents else T
     tokens = [x.flatten(0, 1) for x in (q, k, v)]
-    arguments = (*tokens, sinks, starts, starts, longest, longest, *rule.numbers(E))
+    arguments = (*tokens, sinks, starts, starts, longest, longest, *spec.numbers(E))
     torch.library.opcheck(ruled_attention.attend, arguments)
 
 
@@ -158,10 +158,10 @@ def test_the_table_of_whole_windows_is_that_of_flash_attention():
 
 def test_queries_and_keys_of_other_numbers_of_pieces_are_an_error():
     """Otherwise the queries of the last pieces would have no output."""
-    q, k, v, sinks = inputs(torch.float32, RULES["all"])
+    q, k, v, sinks = inputs(torch.float32, SPECS["all"])
     tokens = [x.flatten(0, 1) for x in (q, k, v)]
     two, one = torch.tensor([0, T, 2 * T]), torch.tensor([0, T])
-    numbers = T, T, *RULES["all"].numbers(E)
+    numbers = T, T, *SPECS["all"].numbers(E)
     assert B == 2
     ruled_attention.attend(*tokens, sinks, two, two, *numbers)
     with pytest.raises(ValueError, match="shorter"):
@@ -180,24 +180,24 @@ def test_scores_exist_for_one_block_at_a_time():
 
 
 def of_first_layer(core, mesh, cfg):
-    """As if the first layer's rule were that of all."""
-    core.rule = RULES_OF_LAYERS[True]
+    """As if the first layer's spec were that of all."""
+    core.spec = SPECS_OF_LAYERS[True]
     return forward_of(core, mesh, cfg)
 
 
 def without_window(core, mesh, cfg):
-    core.rule = dataclasses.replace(core.rule, window=None)
+    core.spec = dataclasses.replace(core.spec, window=None)
     return forward_of(core, mesh, cfg)
 
 
 def without_sinks(core, mesh, cfg):
-    own = core.rule
+    own = core.spec
     attend = forward_of(core, mesh, cfg)
 
     def forward(q, k, v, documents, sinks):
         return attend(q, k, v, documents, sinks * 0 - 1e9)
 
-    core.rule = own
+    core.spec = own
     return forward
 
 
@@ -319,16 +319,16 @@ def test_on_a_simulated_gpu(tmp_path):
         assert max(equal_weights.values()) < 0.03
 
 
-def compiled_graphs(rules: list[AttentionRule]) -> int:
-    """How often torch.compile compiles blocks with these rules."""
+def compiled_graphs(specs: list[AttentionSpec]) -> int:
+    """How often torch.compile compiles blocks with these specs."""
     torch._dynamo.reset()
     counter = CompileCounter()
     args = llama.Args(**llama.NUMBERS.flavors["debug"])
     at = torch.arange(12)
     cos, sin = layers.rope_tables(layers.rope_frequencies(args.head_dim, 1e4, at.device), at)
     h = torch.randn(2, 12, args.dim, requires_grad=True)
-    for rule in rules:
-        attention = layers.Attention(args, rule)
+    for spec in specs:
+        attention = layers.Attention(args, spec)
         block = layers.Block(args, attention, layers.FeedForward(args.dim, args.hidden_dim))
         for weight in block.parameters():
             torch.nn.init.normal_(weight, std=0.02)
@@ -339,10 +339,10 @@ def compiled_graphs(rules: list[AttentionRule]) -> int:
 
 
 def test_torch_compile_compiles_one_block_for_each_rule():
-    first = AttentionRule(window=5, scale=0.6, sinks=True)
-    second = AttentionRule(window=7, scale=0.7, sinks=True)
-    assert compiled_graphs([AttentionRule()] * 4) == 1
-    assert compiled_graphs([first, AttentionRule(), second] * 3) == 3
+    first = AttentionSpec(window=5, scale=0.6, sinks=True)
+    second = AttentionSpec(window=7, scale=0.7, sinks=True)
+    assert compiled_graphs([AttentionSpec()] * 4) == 1
+    assert compiled_graphs([first, AttentionSpec(), second] * 3) == 3
 
 
 # Sampling -----------------------------------------------------------------------------------------
@@ -379,15 +379,15 @@ def test_the_cache_keeps_every_rule(mistake):
     want = logits_of_last(model, 14, cached=False)
     real = sample.to_all_before
 
-    def wrong(positions, length, rule):
+    def wrong(positions, length, spec):
         if mistake == "first layer's":
-            return real(positions, length, RULES_OF_LAYERS[True])
+            return real(positions, length, SPECS_OF_LAYERS[True])
         if mistake == "sinks":
-            attend = real(positions, length, rule)
+            attend = real(positions, length, spec)
             return lambda q, k, v, documents, sinks: attend(q, k, v, documents, sinks * 0 - 1e9)
         if mistake is not None:
-            rule = dataclasses.replace(rule, **{mistake: None})
-        return real(positions, length, rule)
+            spec = dataclasses.replace(spec, **{mistake: None})
+        return real(positions, length, spec)
 
     with mock.patch.object(sample, "to_all_before", wrong):
         error = (logits_of_last(model, 14, cached=True) - want).norm() / want.norm()
@@ -412,7 +412,7 @@ class Silent(AttentionCore):
 
 
 class Own(Silent):
-    follows_rule = False
+    supports_spec = False
 
     def forward(self, q, k, v, documents, sinks=None):
         return super().forward(2 * q, k, v, documents, sinks)
@@ -499,7 +499,7 @@ def test_a_core_of_its_own_runs_alone():
         for said in run_ranks(2, of_own, [CP2, *method]):
             assert said == (
                 "parallelism.context_parallel = 2 replaces attention, and the attention core Own "
-                "follows no rule: set it to 1"
+                "does not support AttentionSpec: set it to 1"
             )
     for said in run_ranks(2, of_none, [CP2]):
         assert "WithoutCores.cores() names 0 attention cores for 3 layers" in said
@@ -511,7 +511,7 @@ def test_sampling_from_a_core_of_its_own_keeps_nothing():
     )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.4)
-    with pytest.raises(InputError, match="the attention core Own follows no rule"):
+    with pytest.raises(InputError, match="the attention core Own does not support AttentionSpec"):
         KeyValueCache(model, 8)
     assert len(sample.sample(model, [1, 2], 3, 64, torch.device("cpu"))) == 5
 
@@ -519,10 +519,10 @@ def test_sampling_from_a_core_of_its_own_keeps_nothing():
 def test_flops_count_the_keys_of_each_window():
     args = llama.Args(**llama.NUMBERS.flavors["debug"])
     per_key = 12.0 * args.n_heads * args.head_dim
-    rules = [AttentionRule(window=5), AttentionRule()] + [AttentionRule(window=99)] * (
+    specs = [AttentionSpec(window=5), AttentionSpec()] + [AttentionSpec(window=99)] * (
         args.n_layers - 2
     )
-    counted = arithmetic.flops_per_token(args, 16, rules=rules)
+    counted = arithmetic.flops_per_token(args, 16, specs=specs)
     missing = arithmetic.flops_per_token(args, 16) - counted
     assert missing == per_key * (16 - 5)
 
@@ -546,16 +546,16 @@ def test_the_plan_counts_the_keys_of_each_window(mesh):
     """All ranks together do what the family derives from the sizes, and the time is that of what
     kernels do: half of the scores of a plain layer, nearly all of a window's."""
     ranks = 2 if mesh else 1
-    rules = [AttentionRule(window=5, sinks=True), AttentionRule(sinks=True)]
+    specs = [AttentionSpec(window=5, sinks=True), AttentionSpec(sinks=True)]
 
     class Two(llama.Llama):
         def block(self, args, number):
             block = super().block(args, number)
-            block.attention = layers.Attention(args, rules[number % 2])
+            block.attention = layers.Attention(args, specs[number % 2])
             return block
 
     def count(args, seq_len):
-        return arithmetic.flops_per_token(args, seq_len, rules=[rules[0], rules[1], rules[0]])
+        return arithmetic.flops_per_token(args, seq_len, specs=[specs[0], specs[1], specs[0]])
 
     build = mock.Mock(side_effect=Two)
     family = dataclasses.replace(llama.FAMILY, build=build, flops_per_token=count)
@@ -578,8 +578,8 @@ def test_the_plan_counts_the_keys_of_each_window(mesh):
 
 
 def test_sinks_that_would_be_dropped_are_an_error():
-    q, k, v = inputs(torch.float32, AttentionRule())
+    q, k, v = inputs(torch.float32, AttentionSpec())
     with pytest.raises(ValueError, match="was given no sinks"):
-        AttentionCore(AttentionRule(sinks=True))(q, k, v, None)
+        AttentionCore(AttentionSpec(sinks=True))(q, k, v, None)
     with pytest.raises(ValueError, match="was given sinks"):
         AttentionCore()(q, k, v, None, torch.zeros(H))

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import train
 from configs.load import load_config
 from configs.schema import Config, Data, InputError
-from data import answers, audit, chat, fit, formats, inputs, packing, show, splice
+from data import answers, audit, chat, formats, inputs, packing, show, splice, too_long
 from data.documents import DocumentIndex
 from data.loader import IGNORE, Batches, loader
 from data.open import open_corpora
@@ -32,10 +32,19 @@ from data.prepare import prepare
 from data.prepared import Prepared, open_prepared, read_manifest, verify
 from data.tokenizer import Tokenizer, byte_tokenizer
 from parallelisms.mesh import world
+from tests.conversations import (
+    MAY_DROP,
+    SPECIAL,
+    TALKS,
+    TEMPLATES,
+    conversations,
+    said,
+    write,
+    write_tokenizer,
+)
 from tests.parity import gathered
 from tests.ranks import run_ranks
 from tests.runs import MESHES, ends, killed, run, series, tiny_run, trained
-from tests.talks import MAY_DROP, SPECIAL, TALKS, TEMPLATES, said, talks, write, write_tokenizer
 
 SHIPPED = Path(__file__).parents[1] / "data" / "examples" / "chat.jsonl"
 T = 96
@@ -182,10 +191,10 @@ def test_a_completion_is_tokenised_beside_its_prompt():
 )
 def test_a_template_stays_in_its_sandbox(template):
     form = chat.Chat(byte_tokenizer(), chat.Template(template, {}, []))
-    with pytest.raises(answers.Unfit, match="cannot be rendered by its template"):
+    with pytest.raises(answers.InvalidExample, match="cannot be rendered by its template"):
         form.encode(said("q", "a"))
     twice = said("q")["messages"] + said("q", "a")["messages"]
-    with pytest.raises(answers.Unfit, match="cannot be rendered.*roles must take turns"):
+    with pytest.raises(answers.InvalidExample, match="cannot be rendered.*roles must take turns"):
         as_chat("strict").encode({"messages": twice})
 
 
@@ -250,19 +259,19 @@ def test_a_template_that_changes_what_was_said_is_refused_by_line(tmp_path):
 
 
 def test_a_conversation_longer_than_a_window_is_named_and_never_cut(tmp_path):
-    rows = [*talks(20), said("long", "y" * 200), said("q" * 300, "short")]
+    rows = [*conversations(20), said("long", "y" * 200), said("q" * 300, "short")]
     source = write(tmp_path / "talks.jsonl", rows)
     made = quietly(data(source))
     said_of = []
     with pytest.raises(InputError) as refused:
-        fit.check_fit("chat", made.train, T, 1, said_of.append)
+        too_long.check("chat", made.train, T, 1, said_of.append)
     assert "2 conversations of the train split" in str(refused.value)
     assert "talks.jsonl:21 has 223 tokens (202 of answers), a window 97" in str(refused.value)
     assert "talks.jsonl:22 has " in str(refused.value) and "skip_failed = 2" in str(refused.value)
-    assert len(fit.check_fit("chat", made.train, T, 2, said_of.append)) == 2
+    assert len(too_long.check("chat", made.train, T, 2, said_of.append)) == 2
     assert "talks.jsonl:21" in said_of[0] and "% full" in said_of[1]
     with pytest.raises(InputError, match="no conversation of the train split fits"):
-        fit.check_fit("chat", made.train, 5, 99, said_of.append)
+        too_long.check("chat", made.train, 5, 99, said_of.append)
     split = DocumentIndex(made.train)
     seen = {
         number
@@ -312,7 +321,7 @@ def test_what_cannot_be_opened_is_a_sentence(tmp_path, folders):
 
 def test_answers_are_stored_beside_the_tokens_and_checked_with_them(tmp_path, monkeypatch):
     """On any number of processes and parts; text is prepared as ever."""
-    rows = talks(60)
+    rows = conversations(60)
     source = write(tmp_path / "talks.jsonl", rows)
     cfg = data(source, validation_fraction=0.2)
     made = quietly(cfg)
@@ -363,8 +372,8 @@ def test_windows_hold_as_many_whole_documents_as_fit():
         lengths = [rng.randrange(1, 40) for _ in range(rng.randrange(1, 30))]
         room = rng.randrange(1, 50)
         starts = np.cumsum([0, *lengths[:-1]])
-        windows, left_out = packing.pack(starts, sum(lengths), room)
-        assert left_out.tolist() == [i for i, size in enumerate(lengths) if size > room]
+        windows, dropped = packing.pack(starts, sum(lengths), room)
+        assert dropped.tolist() == [i for i, size in enumerate(lengths) if size > room]
         inside = []
         borders = [*starts.tolist(), sum(lengths)]
         for first, stop in windows.tolist():
@@ -383,7 +392,7 @@ def test_windows_hold_as_many_whole_documents_as_fit():
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Prepared:
     folder = tmp_path_factory.mktemp("talks")
-    return quietly(data(write(folder / "talks.jsonl", talks(70))))
+    return quietly(data(write(folder / "talks.jsonl", conversations(70))))
 
 
 def order_of(corpora: list[Prepared], G: int = 6):
@@ -403,7 +412,7 @@ def assert_exact(corpus: Prepared, rows: list[dict]) -> None:
     nothing else, is a label once, predicted from the tokens before it in its conversation."""
     form = as_chat()
     expected = Counter()
-    for talk in talks(70):
+    for talk in conversations(70):
         made = form.encode(talk)
         ids = made.ids.tolist()
         for i in np.flatnonzero(made.answers).tolist():
@@ -424,7 +433,7 @@ def test_every_answer_is_a_label_once_an_epoch_and_nothing_else_is(corpus):
 
 
 def loss_on_the_prompt(patch) -> None:
-    patch.setattr(packing, "ignore_the_rest", lambda *_: None)
+    patch.setattr(packing, "mask_non_answers", lambda *_: None)
 
 
 def end_token_left_out(patch) -> None:
@@ -508,7 +517,7 @@ def test_text_and_conversations_mix_when_both_are_prepared(corpus, tmp_path):
 
 
 def options_of(folder: Path) -> list[str]:
-    write(folder / "talks.jsonl", talks(70))
+    write(folder / "talks.jsonl", conversations(70))
     return [
         *tiny_run(folder),
         f"--data.source={folder / 'talks.jsonl'}",
@@ -576,7 +585,7 @@ def alone(options: list[str]) -> float:
     split = corpora.sources[""].train
     documents = DocumentIndex(split)
     form = as_chat()
-    lines = talks(70)
+    lines = conversations(70)
     _, windows, _ = corpora.order({}).rows(0, 0, cfg.training.global_batch_size)
     total, counted = 0.0, 0
     for window in windows.tolist():
@@ -673,7 +682,7 @@ def test_a_run_that_stops_goes_on_bitwise_and_tells_what_it_saw(options, tmp_pat
     shown = show.row(audited, 2, 0)
     assert sorted(shown["names"].values()) == sorted(d["name"] for d in entry["documents"])
     assert len(shown["tokens"]) + shown["padding"] == T + 1
-    lines = talks(70)
+    lines = conversations(70)
     assert audit.main([str(folder), "--show", "2:0"]) == 0
     text = capsys.readouterr().out
     expected = []
@@ -725,4 +734,4 @@ def test_the_file_that_ships_has_one_form_of_answer(tmp_path):
         for message in line["messages"][1::2]:
             assert re.fullmatch(r"Use: \S+\nWhy: [^\n]+\.", message["content"])
     made = quietly(data(SHIPPED, cache=str(tmp_path), validation_fraction=0.05))
-    assert len(made.validation) and fit.check_fit("", made.train, 256, 0, lambda _: None) == []
+    assert len(made.validation) and too_long.check("", made.train, 256, 0, lambda _: None) == []

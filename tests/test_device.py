@@ -28,7 +28,7 @@ from lab.bench.device.__main__ import PARTS, Section, main
 from lab.bench.device.record import Record
 from models import moe
 from models.kernels import document_attention as masked
-from tests import forks
+from tests import fork_server
 from tests.ranks import run_ranks
 from tools.plan import __main__ as plan_command
 from tools.plan.device import load_device
@@ -586,7 +586,7 @@ def plans_on_a_gpu(layers: int) -> float:
 def test_the_plan_of_8b_layers():
     """A layer more takes at least its weights (bfloat16 and float32), gradient and moments: 18
     bytes for each of 218 million."""
-    two, four = (forks.call(plans_on_a_gpu, layers) for layers in (2, 4))
+    two, four = (fork_server.call(plans_on_a_gpu, layers) for layers in (2, 4))
     assert 18 * 218.1e6 / 2**30 * 0.95 < (four - two) / 2 < 5
 
 

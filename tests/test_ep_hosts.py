@@ -20,7 +20,7 @@ from configs.load import load_config
 from configs.schema import InputError
 from lab.bench.in_flight import wait_at_once
 from models.moe import Experts, MixtureOfExperts
-from parallelisms import ep, ep_chunks, ep_hosts, in_flight
+from parallelisms import async_all_to_all, ep, ep_chunks, ep_hosts
 from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
 from tests.covering import covering_array
@@ -452,7 +452,7 @@ class Order:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.real = in_flight.send, in_flight.arrived
+        self.real = async_all_to_all.send, async_all_to_all.arrived
 
     def send(self, *args: object) -> Tensor:
         self.seen.append("leave")
@@ -471,7 +471,7 @@ class Order:
         out.register_hook(lambda _: self.seen.append(name))
 
     def patched(self) -> object:
-        return mock.patch.multiple(in_flight, send=self.send, arrived=self.arrived)
+        return mock.patch.multiple(async_all_to_all, send=self.send, arrived=self.arrived)
 
 
 def orders(exchange: str, chunks: int) -> tuple[list[str], list[str]]:

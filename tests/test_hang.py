@@ -25,7 +25,7 @@ import train
 from configs.load import load_config
 from parallelisms.pp import stages_of
 from reliability import position
-from tests import forks, hangs
+from tests import fork_server, hangs
 from tests.hosts import (
     ADDRESSES,
     Hosts,
@@ -110,11 +110,13 @@ class Hung:
     ) -> None:
         self.folder = folder
         (folder / "logs").mkdir(parents=True)
-        self.ranks = [forks.start(function, folder, rank, size, *arguments) for rank in range(size)]
+        self.ranks = [
+            fork_server.start(function, folder, rank, size, *arguments) for rank in range(size)
+        ]
 
     def end(self) -> None:
         for process in self.ranks:
-            forks.end(process)
+            fork_server.end(process)
 
     def until(self, right: Callable[[hang.Verdict], bool]) -> hang.Verdict:
         """The verdict when it is right, twice in a row; the last one where it is not in time."""
@@ -415,7 +417,7 @@ def test_a_run_that_moves_or_is_over_hangs_nowhere(
 
 
 def test_a_rank_that_was_stopped_and_woke_to_end_did_not_answer(tmp_path: Path) -> None:
-    """Its witness never looked again: on a busy machine the rank's own end comes first. Rank 0 had
+    """Its heartbeat never looked again: on a busy machine the rank's own end comes first. Rank 0 had
     given up before."""
     (tmp_path / "logs").mkdir()
     now = time.time()

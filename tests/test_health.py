@@ -20,7 +20,7 @@ from configs.load import load_config
 from data import splice
 from reliability import record
 from reliability.guard import Diverged, Guard
-from reliability.health import Spikes, Stragglers, mismatching_replicas, odd_ones
+from reliability.health import Spikes, Stragglers, mismatching_replicas, outliers
 from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 
@@ -457,8 +457,8 @@ def test_n3_every_flipped_bit_is_seen_and_the_odd_rank_named(mesh, ranks, option
 
 
 def test_who_is_the_odd_one():
-    assert odd_ones([5, 5, 5]) == [] and odd_ones([5, 6, 5]) == [1] and odd_ones([5, 6]) == [0, 1]
-    assert odd_ones([5, 5, 6, 6]) == [0, 1, 2, 3] and odd_ones([1, 2, 2, 2, 3]) == [0, 4]
+    assert outliers([5, 5, 5]) == [] and outliers([5, 6, 5]) == [1] and outliers([5, 6]) == [0, 1]
+    assert outliers([5, 5, 6, 6]) == [0, 1, 2, 3] and outliers([1, 2, 2, 2, 3]) == [0, 4]
 
 
 def flipped_run(options: list[str], folder: Path) -> str:

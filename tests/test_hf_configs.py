@@ -34,7 +34,7 @@ def write(folder: Path, family: Any, args: Any, limit: str = "5GB") -> Path:
     return folder
 
 
-def say(folder: Path, **fields: object) -> None:
+def set_fields(folder: Path, **fields: object) -> None:
     """Change fields of config.json; a field that becomes `...` is taken out."""
     config = json.loads((folder / "config.json").read_text()) | fields
     config = {key: value for key, value in config.items() if value is not ...}
@@ -83,7 +83,7 @@ def test_a_head_of_its_own_is_kept_whatever_the_flag_says(shape, tmp_path, caplo
     """As transformers 5 does; in one file and in several."""
     for limit in "5GB", "20KB":
         folder = write(tmp_path / limit, *FAMILIES[shape], limit)
-        say(folder, tie_word_embeddings=True)
+        set_fields(folder, tie_word_embeddings=True)
         assert_computes_the_same(folder)
         assert f"{HEAD} that differs from {EMBEDDING}" in caplog.text
         assert not hf.read_model(folder, FORMATS)[1].tied_embeddings
@@ -91,7 +91,7 @@ def test_a_head_of_its_own_is_kept_whatever_the_flag_says(shape, tmp_path, caplo
 
 def test_negative_control_the_flag_alone_drops_a_head(tmp_path, monkeypatch):
     folder = write(tmp_path / "hf", *SHAPES["qwen3"])
-    say(folder, tie_word_embeddings=True)
+    set_fields(folder, tie_word_embeddings=True)
     monkeypatch.setattr(hf, "_has_own_head", lambda *_: False)
     with pytest.raises(AssertionError, match="Tensor-likes are not close"):
         assert_computes_the_same(folder)
@@ -104,12 +104,12 @@ def test_one_matrix_is_found_under_either_name(shape, tmp_path):
     tensors = load_file(folder / hf.ONE_FILE)
     tensors[HEAD] = tensors[EMBEDDING].clone()
     save_file(tensors, folder / hf.ONE_FILE, {"format": "pt"})
-    say(folder, tie_word_embeddings=True)
+    set_fields(folder, tie_word_embeddings=True)
     assert hf.read_model(folder, FORMATS)[1] == replace(args, tied_embeddings=True)
     assert_computes_the_same(folder)  # a copy
     without(folder, EMBEDDING)
     assert_computes_the_same(folder)  # the head stands for both
-    say(folder, tie_word_embeddings=False)
+    set_fields(folder, tie_word_embeddings=False)
     with pytest.raises(InputError, match=rf"{EMBEDDING} is missing"):
         ours(folder)
 
@@ -119,7 +119,7 @@ def test_a_head_that_is_missing_is_not_made_up(flag, tmp_path):
     """transformers draws random numbers for it, with a warning."""
     folder = write(tmp_path / "hf", *SHAPES["llama3"])
     without(folder, HEAD)
-    say(folder, tie_word_embeddings=flag)
+    set_fields(folder, tie_word_embeddings=flag)
     with pytest.raises(InputError, match=f"has no {HEAD}, and its config.json does not say"):
         ours(folder)
 
@@ -130,7 +130,7 @@ def test_a_run_that_would_tie_an_untied_model_is_refused_before_it_starts(tmp_pa
     family, args = SHAPES["llama3.2"]
     args = replace(args, rope_scaling=None, vocab_size=263)
     folder = write(tmp_path / "hf", family, replace(args, tied_embeddings=False))
-    say(folder, tie_word_embeddings=True)
+    set_fields(folder, tie_word_embeddings=True)
     numbers = {key: getattr(args, key) for key in family.numbers.options}
     options = [f"--model.{key}={str(value).lower()}" for key, value in numbers.items()]
     options.append("--data.tokenizer=bytes")
@@ -144,7 +144,7 @@ def test_a_run_that_would_tie_an_untied_model_is_refused_before_it_starts(tmp_pa
 
 def test_both_matrices_go_in_and_out_again(tmp_path):
     folder = write(tmp_path / "hf", *SHAPES["qwen3"])
-    say(folder, tie_word_embeddings=True)
+    set_fields(folder, tie_word_embeddings=True)
     for argv in (
         ("from-hf", folder, tmp_path / "run"),
         ("to-hf", tmp_path / "run", tmp_path / "out"),
@@ -169,7 +169,7 @@ def test_a_folder_is_a_flavor(tmp_path):
     with pytest.raises(ConfigError, match='of the family "qwen3", and model.family is "llama"'):
         load_config([*options, "--model.family=llama"])
     broken = write(tmp_path / "broken", family, args)
-    say(broken, hidden_act="gelu")
+    set_fields(broken, hidden_act="gelu")
     with pytest.raises(ConfigError, match=r'broken/config.json: hidden_act is "gelu"'):
         load_config([f"--model.flavor={broken}", *options[1:]])
     with pytest.raises(ConfigError, match="a folder of Hugging Face's may be named too"):
@@ -243,7 +243,7 @@ SPELLINGS = {  # name: (shape, fields)
 def test_every_spelling_computes_what_transformers_computes(name, tmp_path):
     shape, fields = SPELLINGS[name]
     folder = write(tmp_path / "hf", *SHAPES[shape])
-    say(folder, **fields)
+    set_fields(folder, **fields)
     assert_computes_the_same(folder)
 
 
@@ -304,7 +304,7 @@ def test_what_would_compute_something_else_is_refused_by_name(tmp_path):
         for shape in shapes:
             family, args = FAMILIES[shape]
             (tmp_path / "config.json").write_text(json.dumps(formats(family).hf_config(args)))
-            say(tmp_path, **fields)
+            set_fields(tmp_path, **fields)
             with pytest.raises(InputError) as refusal:
                 hf.read_model(tmp_path, FORMATS)
             assert words in str(refusal.value), (shape, fields)

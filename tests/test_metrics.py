@@ -48,7 +48,7 @@ QUIET = schema.Metrics(tensorboard=False, progress="off")
 
 
 @pytest.fixture
-def say(tmp_path: Path) -> Iterator[logging.Logger]:
+def logger(tmp_path: Path) -> Iterator[logging.Logger]:
     """The log of rank 0 in tmp_path; afterwards logging is as it was."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -161,7 +161,7 @@ def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     assert series(tmp_path) == [{"step": 1, "loss": 3.0}], "a fresh start in the same folder"
 
 
-def test_other_ranks_write_to_their_log_alone(tmp_path: Path, say: logging.Logger) -> None:
+def test_other_ranks_write_to_their_log_alone(tmp_path: Path, logger: logging.Logger) -> None:
     with MetricsWriter(schema.Metrics(), tmp_path, False, start=0, steps=9) as metrics:
         metrics.log(1, {"loss": 1.5})
     assert [path.name for path in tmp_path.iterdir()] == ["logs"] and "loss 1.5000" in log_of(
@@ -170,7 +170,7 @@ def test_other_ranks_write_to_their_log_alone(tmp_path: Path, say: logging.Logge
 
 
 def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(
-    tmp_path: Path, say: logging.Logger
+    tmp_path: Path, logger: logging.Logger
 ) -> None:
     for peak in (None, 312e12):
         with MetricsWriter(QUIET, tmp_path, True, start=0, steps=9, peak=peak) as metrics:
@@ -245,7 +245,7 @@ def test_tensorboard_shows_curves_in_groups(tmp_path: Path) -> None:
 # The console and the log --------------------------------------------------------------------------
 
 
-def test_the_line_for_a_person(tmp_path: Path, say: logging.Logger) -> None:
+def test_the_line_for_a_person(tmp_path: Path, logger: logging.Logger) -> None:
     with MetricsWriter(QUIET, tmp_path, True, start=0, steps=100) as metrics:
         values = {"loss": 2.34567, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_second": 12345.6}
         values |= {
@@ -273,12 +273,12 @@ def test_the_line_for_a_person(tmp_path: Path, say: logging.Logger) -> None:
 def test_lines_stand_above_a_short_bar(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def console(progress: str) -> tuple[str, str]:
         folder = tmp_path / progress
-        say = log.setup(folder, 0)
+        logger = log.setup(folder, 0)
         with MetricsWriter(
             schema.Metrics(tensorboard=False, progress=progress), folder, True, start=0, steps=9
         ) as metrics:
             metrics.log(3, {"loss": 1.5})
-            say.info("checkpoint written")
+            logger.info("checkpoint written")
         assert "loss 1.5000" in log_of(folder)
         return capsys.readouterr()
 
@@ -293,11 +293,11 @@ def test_lines_stand_above_a_short_bar(tmp_path: Path, capsys: pytest.CaptureFix
 AT_A_TERMINAL = """
 import logging, sys
 from training import log
-say = log.setup(sys.argv[1], 0)
-say.info("step 3/9  " + "loss 1.5000  " * 12)
-say.info(" ".join(["words"] * 40) + " /a/path/" + "x" * 120)
-say.warning("odd")
-say.error("wrong")
+logger = log.setup(sys.argv[1], 0)
+logger.info("step 3/9  " + "loss 1.5000  " * 12)
+logger.info(" ".join(["words"] * 40) + " /a/path/" + "x" * 120)
+logger.warning("odd")
+logger.error("wrong")
 """
 
 
@@ -331,15 +331,15 @@ def test_a_terminal_gets_lines_that_fit_and_colours(tmp_path: Path, no_color: st
 SPEAK = """
 import logging, sys, warnings
 from training import log
-say = log.setup(sys.argv[1], 0)
-say.info("hello")
+logger = log.setup(sys.argv[1], 0)
+logger.info("hello")
 warnings.warn("something odd")
 warnings.warn("DTensor random operators may not have complete support on cpu device mesh")
 logging.getLogger("torch.distributed.tensor._redistribute").warning("While redistributing from %s", "a to b")
 logging.getLogger("another.library").info("chatter")
-say = log.setup(sys.argv[1], 1)
-say.info("from the other")
-say.error("it failed")
+logger = log.setup(sys.argv[1], 1)
+logger.info("from the other")
+logger.error("it failed")
 raise RuntimeError("the end")
 """
 
@@ -451,7 +451,7 @@ def test_the_profiler_is_off_unless_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no CUDA")
-def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, say: logging.Logger) -> None:
+def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, logger: logging.Logger) -> None:
     with profiler(
         schema.Profiler(enabled=True, memory_snapshot=True, start_step=1, steps=1), tmp_path, 0
     ) as profile:

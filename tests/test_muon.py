@@ -17,8 +17,8 @@ from checkpoint import state, verify
 from configs.load import load_config
 from configs.schema import Config, InputError, Optimizer
 from models import MODELS
-from parallelisms import contract, whole_matrices
-from parallelisms.whole_matrices import Layout, deal, rounds_of
+from parallelisms import contract, gather_matrices
+from parallelisms.gather_matrices import Layout, deal, rounds_of
 from tests import checkpoints, parity
 from tests.parity import EXPERTS, MUON, NARROW_QUERIES
 from tests.ranks import run_ranks
@@ -178,9 +178,9 @@ def with_shards_orthogonalised(run: list[str], dp_size: int) -> dict:
     def apply(self, shards, compute):
         for shard in shards:
             if shard.numel():
-                shard.copy_(compute(whole_matrices.stacked(shard)).view_as(shard))
+                shard.copy_(compute(gather_matrices.stacked(shard)).view_as(shard))
 
-    whole_matrices.WholeMatrices.apply = apply
+    gather_matrices.GatheredMatrices.apply = apply
     return parity.trajectory(run, dp_size)
 
 
@@ -225,7 +225,7 @@ def test_every_matrix_has_one_owner_and_the_work_is_spread():
     for task in tasks:
         load[task.owner] += costs[task.weight]
     assert max(load.values()) < 1.1 * sum(costs) / 64
-    limit = whole_matrices.ROUND_ELEMENTS
+    limit = gather_matrices.ROUND_ELEMENTS
     for by_owner in rounds_of(tasks, layouts):
         for of_owner in by_owner.values():
             sizes = [math.prod(shapes[task.weight]) for task in of_owner]
@@ -245,15 +245,15 @@ def test_the_largest_matrix_finds_its_owner_first():
 
 
 def several_rounds(run: list[str], dp_size: int) -> tuple[dict, int]:
-    whole_matrices.ROUND_ELEMENTS = 2500
+    gather_matrices.ROUND_ELEMENTS = 2500
     rounds = []
-    real = whole_matrices.WholeMatrices.apply
+    real = gather_matrices.GatheredMatrices.apply
 
     def apply(self, *args):
         rounds.append(len(self.rounds))
         return real(self, *args)
 
-    whole_matrices.WholeMatrices.apply = apply
+    gather_matrices.GatheredMatrices.apply = apply
     return parity.trajectory(run, dp_size), rounds[0]
 
 

@@ -59,7 +59,7 @@ from tests.parity import (
 from tests.ranks import run_ranks
 from tests.runs import EXPERT_MESHES, ROOT, ULYSSES
 from tests.runs import MESHES as DENSE_MESHES
-from training import feed, init, loss, optim
+from training import init, loss, microbatches, optim
 from training.optimizers import materialise
 
 Patch = pytest.MonkeyPatch
@@ -77,28 +77,28 @@ def own_token_counts(patch: Patch) -> None:
 
 
 def scale_times(patch: Patch, factor: Callable) -> None:
-    """The loss of every microbatch times factor(job, feed) in backward, and not in the log."""
+    """The loss of every microbatch times factor(job, microbatches) in backward, and not in the log."""
     real = train.accumulate_gradients
     patch.setattr(
         train,
         "accumulate_gradients",
-        lambda job, feed, scale: real(job, feed, scale * factor(job, feed)),
+        lambda job, microbatches, scale: real(job, microbatches, scale * factor(job, microbatches)),
     )
 
 
 def averaged_twice(patch: Patch) -> None:
     """the gradient is averaged over the ranks twice, by the loss and by data parallelism"""
-    scale_times(patch, lambda job, feed: 1 / job.mesh.dp_size)
+    scale_times(patch, lambda job, microbatches: 1 / job.mesh.dp_size)
 
 
 def accumulation_summed(patch: Patch) -> None:
     """the means of the microbatches are summed instead of averaged"""
-    scale_times(patch, lambda job, feed: len(feed))
+    scale_times(patch, lambda job, microbatches: len(microbatches))
 
 
 def mean_of_means(patch: Patch) -> None:
     """every microbatch counts the same, however many of its tokens count"""
-    real = feed.Feed.__init__
+    real = microbatches.Microbatches.__init__
 
     def with_means(
         self,
@@ -118,7 +118,7 @@ def mean_of_means(patch: Patch) -> None:
 
         real(self, model, batch, device, mean_of_one, chunk_tokens)
 
-    patch.setattr(feed.Feed, "__init__", with_means)
+    patch.setattr(microbatches.Microbatches, "__init__", with_means)
 
 
 def buffer_added_to_itself(patch: Patch) -> None:
@@ -291,15 +291,19 @@ def joined_along_the_wrong_axis(patch: Patch) -> None:
 def positions_in_a_row(patch: Patch) -> None:
     """each rank has a part from the front and one from the back, and takes the positions of parts
     in a row for them"""
-    real = feed.Feed.__init__
+    real = microbatches.Microbatches.__init__
 
     def in_a_row(
-        self: feed.Feed, model: nn.Module, batch: dict[str, Tensor], mesh: Mesh, *rest: object
+        self: microbatches.Microbatches,
+        model: nn.Module,
+        batch: dict[str, Tensor],
+        mesh: Mesh,
+        *rest: object,
     ) -> None:
         real(self, model, batch, mesh, *rest)
         self.positions = torch.arange(len(self.positions)) + mesh.cp_rank * len(self.positions)
 
-    patch.setattr(feed.Feed, "__init__", in_a_row)
+    patch.setattr(microbatches.Microbatches, "__init__", in_a_row)
 
 
 def labels_after_the_cut(patch: Patch) -> None:
@@ -329,9 +333,11 @@ def divided_at_every_accumulation_step(patch: Patch) -> None:
     # as the optimizer has them; in the middle of a step those of a stage are gathered ones
     weights: list[nn.Parameter] = []
 
-    def gradients_times(model: pp.PipelineStages, feed: feed.Feed, scale: Tensor) -> Tensor:
+    def gradients_times(
+        model: pp.PipelineStages, microbatches: microbatches.Microbatches, scale: Tensor
+    ) -> Tensor:
         weights[:] = model.parameters()
-        return gradients(model, feed, scale * each)
+        return gradients(model, microbatches, scale * each)
 
     def backward_and_divide(step: pp.PipelineStep, action: pp.Action, stage: nn.Module) -> None:
         backward(step, action, stage)
@@ -349,19 +355,19 @@ def normalised_for_the_log_only(patch: Patch) -> None:
     patch.setattr(
         pp.PipelineStages,
         "gradients",
-        lambda model, feed, scale: real(model, feed, torch.ones_like(scale)),
+        lambda model, microbatches, scale: real(model, microbatches, torch.ones_like(scale)),
     )
 
 
 def documents_of_the_first_microbatch(patch: Patch) -> None:
     """every microbatch gets the documents of the first one as its mask"""
-    real = feed.Feed.__call__
+    real = microbatches.Microbatches.__call__
 
-    def first_documents(self: feed.Feed, a: int) -> tuple:
+    def first_documents(self: microbatches.Microbatches, a: int) -> tuple:
         documents = self.model.documents(self.within_documents[0], self.device)
         return real(self, a)._replace(documents=documents)
 
-    patch.setattr(feed.Feed, "__call__", first_documents)
+    patch.setattr(microbatches.Microbatches, "__call__", first_documents)
 
 
 def tied_gradient_lost(patch: Patch) -> None:

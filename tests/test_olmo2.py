@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from models import arithmetic
 from models.flavors.olmo2 import FLAVORS
 from models.formats.olmo2 import FORMATS as formats
-from models.layers import AttentionRule
+from models.layers import AttentionSpec
 from models.olmo2 import FAMILY as OLMO
 from parallelisms import tp, tp_plain
 from tests.parity import (
@@ -153,7 +153,7 @@ def difference(window_dropped_in: int | None = None) -> float:
     """Of the logits of a long OLMo 3 from those of transformers."""
     theirs, ours, _ = random_pair(OLMO, replace(OLMO2, window=7, rope_scaling=YARN))
     if window_dropped_in is not None:
-        ours.layers[str(window_dropped_in)].attention.core.rule = AttentionRule()
+        ours.layers[str(window_dropped_in)].attention.core.spec = AttentionSpec()
     tokens = torch.randint(0, OLMO2.vocab_size, (2, 37))
     with torch.no_grad():
         return (ours(tokens, torch.arange(37)) - theirs(tokens).logits).abs().max().item()
@@ -169,15 +169,15 @@ def test_negative_control_a_window_dropped_in_a_layer_is_noticed():
 def test_every_fourth_layer_attends_to_all_tokens():
     with torch.device("meta"):
         model = OLMO.build(replace(OLMO2, n_layers=9, window=7))
-    windows = [core.rule.window for core in model.cores()]
+    windows = [core.spec.window for core in model.cores()]
     assert windows == [7, 7, 7, None, 7, 7, 7, None, 7]
-    assert all(core.rule == AttentionRule() for core in OLMO.build(OLMO2).cores())
+    assert all(core.spec == AttentionSpec() for core in OLMO.build(OLMO2).cores())
 
 
 def test_a_stage_of_a_pipeline_has_the_windows_of_its_layers():
     with torch.device("meta"):
         stage = OLMO.build(replace(OLMO2, window=7), layers=range(2, 5))
-    assert [core.rule.window for core in stage.cores()] == [7, None, 7]
+    assert [core.spec.window for core in stage.cores()] == [7, None, 7]
 
 
 def test_flops_count_the_keys_inside_a_window():

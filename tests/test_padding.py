@@ -125,13 +125,13 @@ def divided_by_labels() -> None:
 
 def padding_counted() -> None:
     """Take padding for text."""
-    real = train.Feed
+    real = train.Microbatches
 
-    def feed(model: object, batch: dict[str, Tensor], *rest: object) -> object:
+    def microbatches(model: object, batch: dict[str, Tensor], *rest: object) -> object:
         batch.pop("length", None)
         return real(model, batch, *rest)
 
-    train.Feed = feed
+    train.Microbatches = microbatches
 
 
 def test_negative_control(plain):

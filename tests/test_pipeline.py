@@ -23,7 +23,7 @@ from configs.load import load_config
 from configs.schema import SCHEDULES
 from parallelisms import mesh as meshes
 from parallelisms import pp, schedules
-from parallelisms.neighbours import neighbours
+from parallelisms.p2p_warmup import p2p_pairs
 from reliability import collectives
 from reliability.health import mismatching_replicas
 from tests.ranks import run_ranks, step_timeout
@@ -420,7 +420,7 @@ def sample_and_step(
     if lazy:
         lazy()
     if not meets:
-        meshes.meet_neighbours = lambda *_: None
+        meshes.warm_up_p2p = lambda *_: None
     ranks = dist.get_world_size()
     job = train.build(load_config(options, ranks, ranks))
     text = sample(job.model, [1, 2, 3], 2, 16, job.mesh.device)
@@ -456,7 +456,7 @@ def test_negative_control_ranks_that_have_not_met_wait_for_each_other(name, opti
 
 @pytest.mark.parametrize("ranks", range(2, 9))
 def test_all_ranks_that_send_each_other_something_meet(ranks):
-    pairs = neighbours(ranks)
+    pairs = p2p_pairs(ranks)
     assert len(set(pairs)) == len(pairs)
     for schedule in SCHEDULES:
         placement = schedules.placement(schedule, ranks)

@@ -286,12 +286,12 @@ def plan_of_fork(edits: dict[str, str], folder: str, labelled_loss: bool = True)
         text = text.replace(old, new)
     Path(folder, "fork_of_train.py").write_text(text, encoding="utf-8")
     sys.path.insert(0, folder)
-    feed = (
-        mock.patch("training.feed.record_function", lambda name: nullcontext())
+    microbatches = (
+        mock.patch("training.microbatches.record_function", lambda name: nullcontext())
         if not labelled_loss
         else nullcontext()
     )
-    with feed, mock.patch.object(trace, "train", importlib.import_module("fork_of_train")):
+    with microbatches, mock.patch.object(trace, "train", importlib.import_module("fork_of_train")):
         step = trace.trace_step(config([SELECTIVE, "--model.n_layers=2"], 2), 2, 2, True)
     return step.peak(), peaks(step), collectives(step)
 
@@ -327,7 +327,7 @@ def test_a_fork_may_rename_what_it_imports(tmp_path):
 def test_a_fork_without_a_label_is_told_so(phase, tmp_path):
     """Negative control of the labels: without one of them the plan would be wrong in silence."""
     with pytest.raises(InputError, match=f"no record_function..{phase}"):
-        # the loss's is in training/feed.py
+        # the loss's is in training/microbatches.py
         edits = {}
         if phase != "loss":
             edits[f'record_function("{phase}")'] = "nullcontext()"

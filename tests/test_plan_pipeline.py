@@ -186,19 +186,19 @@ def asleep(schedule: str, microbatches: int, unit: float) -> list[tuple[float, f
         s: Sleeper(s, len(rank_of)) for s in range(len(rank_of)) if rank_of[s] == mesh.pp_rank
     }
     model = pp.PipelineStages(stages, schedules.consecutive([1] * len(rank_of)), mesh, cfg)
-    model.gradients(Feed(schedules.least_microbatches(schedule, ranks)), torch.ones(()))
+    model.gradients(Microbatches(schedules.least_microbatches(schedule, ranks)), torch.ones(()))
     for stage in stages.values():
         stage.unit = unit
     times = []
     for _ in range(2):
         dist.barrier()
         began = time.monotonic()
-        model.gradients(Feed(microbatches), torch.ones(()))
+        model.gradients(Microbatches(microbatches), torch.ones(()))
         times.append((began, time.monotonic()))
     return times
 
 
-class Feed:
+class Microbatches:
     """Batches that nobody looks at."""
 
     def __init__(self, microbatches: int) -> None:

@@ -550,7 +550,12 @@ def test_a_crash_of_rank_0_is_told_by_another(capfd):
     probe = Probe([], World(1, 2, 1, 2), "a", "0", 1)
     preflight_slack, preflight.SLACK = preflight.SLACK, 0.1
     try:
-        assert preflight.fly(probe, answers.Desk(dist.HashStore(), 1, 2), ["ranks"], None) == 1
+        assert (
+            preflight.run_checks(
+                probe, answers.ResultStore(dist.HashStore(), 1, 2), ["ranks"], None
+            )
+            == 1
+        )
     finally:
         preflight.SLACK = preflight_slack
     assert "rank 0 gave no verdict on ranks" in capfd.readouterr().err
@@ -708,7 +713,7 @@ def test_bus_bandwidth_is_what_nccl_tests_call_so(monkeypatch):
     """A message of S bytes over n ranks in t seconds: S/t (n-1)/n gathered or exchanged, S/t
     2(n-1)/n summed (nccl-tests, doc/PERFORMANCE.md)."""
     monkeypatch.setattr(network, "collective_seconds", lambda *args: 0.5)
-    monkeypatch.setattr(network, "neighbours", lambda *args: [])
+    monkeypatch.setattr(network, "ring_links", lambda *args: [])
     monkeypatch.setattr(
         network, "messages", lambda probe: dict.fromkeys(("tp", "ep"), (4000, torch.float32))
     )
@@ -736,7 +741,7 @@ def test_bus_bandwidth_is_what_nccl_tests_call_so(monkeypatch):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 def test_no_rank_is_in_two_pairs_at_once(n):
-    """In each of the phases of `neighbours`, and every neighbour of the ring is measured once."""
+    """In each of the phases of `ring_links`, and every neighbour of the ring is measured once."""
     pairs = [(i, (i + 1) % n) for i in range(n if n > 2 else 1)]
     phases = [[p for p in pairs if network.phase(p, n) == number] for number in range(3)]
     assert sorted(sum(phases, [])) == sorted(pairs)

@@ -29,8 +29,8 @@ from data.documents import DocumentIndex
 from data.prepare import prepare
 from data.prepared import SPLITS, Prepared, open_prepared, verify
 from data.tokens import Tokens
+from tests.conversations import conversations, write
 from tests.ranks import NEIGHBOURS
-from tests.talks import talks, write
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -547,7 +547,7 @@ def test_killed_at_any_file_operation_and_run_again(
     one makes of what is left is, to the byte, what an undisturbed one makes."""
     source = corpus
     if options:
-        source = write(tmp_path / "talks.jsonl", talks(60))
+        source = write(tmp_path / "talks.jsonl", conversations(60))
     given = [str(part_bytes), str(every), json.dumps(options)]
     done = run(KILLED_AT_EVERY_STEP, str(source), str(tmp_path / "cache"), *given)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ from lab.bench import ranks as bench
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from reliability.collectives import Watch
-from tests import forks, ranks
+from tests import fork_server, ranks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, free_port, run, tiny_run
 from tools.launch import __main__ as launch
@@ -163,32 +163,32 @@ def test_ranks_that_gloo_could_not_connect_are_started_once_more(where, monkeypa
 
 def test_what_a_server_must_not_have_done(monkeypatch):
     """A module of the tests that computes, or starts a thread, while it is imported."""
-    assert forks.call(forks._what_is_unfit) == ""
-    assert "has run a backward" in forks.call(unfit_after_a_backward)
+    assert fork_server.call(fork_server._what_is_unfit) == ""
+    assert "has run a backward" in fork_server.call(unfit_after_a_backward)
     if sys.platform == "linux":
-        assert forks.call(unfit_with_a_thread).startswith(
+        assert fork_server.call(unfit_with_a_thread).startswith(
             "the server that forks ranks has 2 threads"
         )
-    monkeypatch.setattr(forks, "_enter", refused)
+    monkeypatch.setattr(fork_server, "_enter", refused)
     with pytest.raises(AssertionError, match="rank 0 could not begin"):
         run_ranks(1, backward)
 
 
 def unfit_after_a_backward() -> str:
     backward()
-    return forks._what_is_unfit()
+    return fork_server._what_is_unfit()
 
 
 def unfit_with_a_thread() -> str:
-    forks._threads_when_ready = 1
+    fork_server._threads_when_ready = 1
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
-        return forks._what_is_unfit()
+        return fork_server._what_is_unfit()
 
 
 def refused(*call: object) -> None:
-    forks._unfit = "what a server must not do"
-    forks._enter(*call)
+    fork_server._unfit = "what a server must not do"
+    fork_server._enter(*call)
 
 
 def wait_for_ever(place: Path) -> None:
@@ -332,13 +332,13 @@ def test_a_rank_has_no_socket_to_every_other(tmp_path):
 def logged(folder: Path) -> list[str]:
     """What a rank has in its file that writes none: after 300 records, after an error, and after
     one more record."""
-    say, path, seen = log.setup(folder, 7, writes=False), folder / "logs" / "rank-00007.log", []
+    logger, path, seen = log.setup(folder, 7, writes=False), folder / "logs" / "rank-00007.log", []
     for i in range(300):
-        say.info(f"record {i}")
+        logger.info(f"record {i}")
     seen.append(path.read_text() if path.exists() else "no file")
-    say.error("it fails", extra={"console": False})
+    logger.error("it fails", extra={"console": False})
     seen.append(path.read_text())
-    say.info("the end")
+    logger.info("the end")
     return [*seen, path.read_text()]
 
 

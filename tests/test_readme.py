@@ -28,7 +28,7 @@ import pytest
 
 import train
 from configs.load import load_config
-from tests import forks
+from tests import fork_server
 from tests.published import published
 from tests.ranks import run_ranks
 
@@ -308,15 +308,15 @@ def in_forks(house: Path, line: str) -> tuple[int, str]:
     words = shlex.split(line)
     ranks = int(words.pop(0).removeprefix("NGPU=")) if words[0].startswith("NGPU=") else 1
     if words[:2] == ["python", "-m"]:
-        return forks.call(module, house, *words[2:])
+        return fork_server.call(module, house, *words[2:])
     program, *arguments = words
     assert program == "./run_train.sh", f"`{line}` needs a row in TYPED"
     sizes = [f"--world-size={ranks}", f"--local-world-size={ranks}"]
-    code, said = forks.call(module, house, "tools.check", *arguments, *sizes)
+    code, said = fork_server.call(module, house, "tools.check", *arguments, *sizes)
     if code:
         return code, said
     if ranks == 1:
-        return forks.call(trains, house, *arguments)
+        return fork_server.call(trains, house, *arguments)
     results = run_ranks(ranks, trains, house, *arguments, timeout=200)
     return max(code for code, _ in results), "\n".join(said for _, said in results)
 

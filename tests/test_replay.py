@@ -23,7 +23,7 @@ from checkpoint.storage import local
 from configs.load import load_config
 from configs.schema import InputError
 from data import loader
-from models.kernels.ruled_attention import AttentionRule
+from models.kernels.ruled_attention import AttentionSpec
 from parallelisms import dp, pp
 from parallelisms.mesh import world
 from tests.checkpoints import open_manager
@@ -33,7 +33,7 @@ from tools.replay import __main__ as tool
 from tools.replay import steps
 from tools.replay.locate import located
 from tools.replay.operators import finish
-from training import feed
+from training import microbatches
 from training.optimizers import materialise
 
 Patch = pytest.MonkeyPatch
@@ -102,7 +102,7 @@ def wrong_mask(patch: Patch) -> str:
 
     def build(cfg: Any) -> train.Job:
         job = real(cfg)
-        job.model.layers["1"].attention.core.rule = AttentionRule(window=7)
+        job.model.layers["1"].attention.core.spec = AttentionSpec(window=7)
         return job
 
     patch.setattr(train, "build", build)
@@ -233,7 +233,7 @@ def wrong_scale(patch: Patch) -> str:
 
 
 def skipped_microbatch(patch: Patch) -> str:
-    patch.setattr(feed.Feed, "__len__", lambda self: len(self.tokens) - 1)
+    patch.setattr(microbatches.Microbatches, "__len__", lambda self: len(self.tokens) - 1)
     return "microbatches   rank 0 ran 1 of 2 "
 
 
@@ -261,7 +261,7 @@ NAMED = {  # fault -> the operator or collective that is named; none is at fault
     wrong_product_of_backward: "operator   aten.mm in layers.0.feed_forward.w2 on rank 1, models/",
     wrong_sum: "collective   c10d._reduce_scatter_base_ of layers.2 on rank 0, ",
     wrong_exchange: "collective   _c10d_functional.all_to_all_single of layers.1.feed_forward "
-    "on rank 1, parallelisms/in_flight.py:",
+    "on rank 1, parallelisms/async_all_to_all.py:",
     wrong_message: "message   the hidden of stage 0, microbatch 1, from rank 0 to rank 1 ",
     wrong_scale: "operator   aten.ones in place of plumbline.grouped_product in "
     "layers.2.feed_forward.experts, ",

@@ -168,7 +168,7 @@ def slow_to_hear() -> None:
 
     def monitor_late(agent: launch.Agent, group: object) -> object:
         ended = {handler.proc.poll() for handler in agent._pcontext.subprocess_handlers.values()}
-        if ended != {None} and agent.meeting.options.node_rank == 1:
+        if ended != {None} and agent.rendezvous.options.node_rank == 1:
             time.sleep(3)
         return monitor(agent, group)
 
@@ -188,14 +188,14 @@ def test_two_nodes_stop_together_before_the_first_step(options, tmp_path):
 def patient(returned: Path) -> None:
     """In a launcher: when the file `returned` is there, node 0 waits for more nodes for ten
     minutes and not for --last-call seconds: how soon a node comes is then no matter."""
-    collect = launch.Meeting._collect
+    collect = launch.Rendezvous._collect
 
-    def collect_patiently(meeting: launch.Meeting, *rest: object) -> list[int]:
+    def collect_patiently(rendezvous: launch.Rendezvous, *rest: object) -> list[int]:
         if returned.exists():
-            meeting.options.last_call = 600
-        return collect(meeting, *rest)
+            rendezvous.options.last_call = 600
+        return collect(rendezvous, *rest)
 
-    launch.Meeting._collect = collect_patiently
+    launch.Rendezvous._collect = collect_patiently
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from checkpoint.manager import CheckpointManager
 from configs import schema
 from reliability import causes, goodput, health, record
 from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
-from tests import forks
+from tests import fork_server
 from tests.ranks import run_ranks
 from tests.runs import MESHES, STEPS, run, series, stopped_at, tiny_run
 from tools import goodput as tool
@@ -34,12 +34,12 @@ SAVED = ["--checkpoint.async_save=false", "--metrics.interval=7"]
 
 def dies_at(step: int, options: list[str], folder: Path) -> None:
     """A process of its own that is killed with -9 when it begins `step` (of this start)."""
-    process = forks.start(_dies_at, step, options, folder)
+    process = fork_server.start(_dies_at, step, options, folder)
     try:
         process.join()
         assert process.exitcode == -signal.SIGKILL
     finally:
-        forks.end(process)
+        fork_server.end(process)
 
 
 def _dies_at(step: int, options: list[str], folder: Path) -> None:
@@ -675,7 +675,7 @@ def test_a_crash_loop_is_one_step_that_fails_for_one_cause(
         elif reason == "memory":
             kills[0] += 1
         elif isinstance(reason, signal.Signals):
-            assert forks.call(dies_in_training, folder, reason) == 0
+            assert fork_server.call(dies_in_training, folder, reason) == 0
         elif reason:
             start.end(1, reason.format(number))
     step, counted, _ = begin().failures()

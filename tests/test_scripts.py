@@ -36,8 +36,8 @@ stop = []
 if action != "default":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: stop.append(number) if action != "deaf" else None)
-say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, unlike print
-say("ready", rank, os.getpid())
+write = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, unlike print
+write("ready", rank, os.getpid())
 def alive(pid):
     try: return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError: return False
@@ -66,7 +66,7 @@ while time.monotonic() < deadline and action != "exit":
     time.sleep(0.02)
     if stop:
         time.sleep(0.3)  # saving
-        say("stopped by", signal.Signals(stop[0]).name)
+        write("stopped by", signal.Signals(stop[0]).name)
         sys.exit(75)
 """
 

@@ -23,7 +23,7 @@ from checkpoint import lease, place
 from configs.schema import InputError
 from reliability import goodput
 from reliability.position import Position
-from tests import forks, ranks
+from tests import fork_server, ranks
 from tests.ranks import run_ranks
 from tests.runs import series, tiny_run
 
@@ -168,15 +168,15 @@ def moving(path: Path, until: Path) -> None:
 @pytest.mark.parametrize(("other", "code"), [(opened_again, 0), (opened_in_place, -signal.SIGBUS)])
 def test_a_position_that_another_process_opens_stays_mapped(other, code, tmp_path):
     path, until = tmp_path / "rank-00000.position", tmp_path / "go"
-    process = forks.start(moving, path, until)
+    process = fork_server.start(moving, path, until)
     try:
         wait_for(until.with_suffix(".ready").exists)
-        forks.call(other, path)
+        fork_server.call(other, path)
         until.touch()
         process.join(30 * ranks.NEIGHBOURS)
         assert process.exitcode == code
     finally:
-        forks.end(process)
+        fork_server.end(process)
 
 
 @pytest.mark.parametrize("steps", [16, 9])
@@ -227,7 +227,7 @@ def test_a_folder_that_is_removed_ends_the_run_in_a_sentence(alone, tmp_path):
 def test_a_folder_that_is_removed_before_training_does_too(moment, alone, tmp_path):
     _, options = alone
     folder = tmp_path / "run"
-    code, said = forks.call(without_folder_at, moment, folder, options)
+    code, said = fork_server.call(without_folder_at, moment, folder, options)
     assert code == 1 and said.count("\n") == 1 and "was removed during the run" in said, said
 
 
@@ -261,9 +261,9 @@ def test_a_lease_that_is_damaged_or_removed_is_mended(harm, tmp_path, monkeypatc
     path = tmp_path / ".lease"
     for _ in range(2):
         mine = lease.Lease(path)
-        forks.call(harm, path)  # to close a file gives up this process's lock on it
+        fork_server.call(harm, path)  # to close a file gives up this process's lock on it
         mine.check()
-        refused = forks.call(refusal, path)
+        refused = fork_server.call(refusal, path)
         assert f"another run (process {os.getpid()} on" in refused
         assert path.stat().st_size == lease.SIZE
         mine.check()

@@ -264,7 +264,7 @@ def test_the_same_signal_again_ends_the_process_at_once(options, tmp_path):
 def test_the_first_ctrl_c_says_what_it_does_and_its_echo_nothing():
     heard = queue.SimpleQueue()
     handler = logging.handlers.QueueHandler(heard)
-    stop.say.addHandler(handler)
+    stop.logger.addHandler(handler)
     try:
         with stop.Stop(time.monotonic(), 0, print) as asked:
             asked.at_once = False
@@ -274,7 +274,7 @@ def test_the_first_ctrl_c_says_what_it_does_and_its_echo_nothing():
             time.sleep(0.3)
             assert asked.asked()
     finally:
-        stop.say.removeHandler(handler)
+        stop.logger.removeHandler(handler)
     again = "Ctrl-C again ends without saving"
     assert first == f"SIGINT: stopping after this step and saving; {again}" and heard.empty()
 

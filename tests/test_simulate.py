@@ -49,7 +49,7 @@ def run(simulator, tmp_path):
 
 def waits_in_steps(outcome: Outcome) -> set[str]:
     """Where training steps made the host wait, but for the event of the numbers that are read late
-    (training/feed.py::read_later)."""
+    (training/microbatches.py::to_host_async)."""
     found = set()
     for record in outcome.records:
         for inside, why, where, _ in record["waits"]:

@@ -65,7 +65,7 @@ def steps(options: list[str], count: int, microbatches: int = 2) -> tuple[list[f
 
 
 def fsdp2(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """What `keep_masters` stands in for."""
+    """What `keep_master_weights` stands in for."""
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -79,9 +79,9 @@ def fsdp2(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def both_ways(options: list[str]) -> list[tuple[list[float], list[torch.Tensor]]]:
-    seen, ours = [], dp.keep_masters
+    seen, ours = [], dp.keep_master_weights
     for way in (ours, fsdp2):
-        dp.keep_masters = way
+        dp.keep_master_weights = way
         numbers, job = steps(options, 3)
         weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in job.model.parameters()]
         assert isinstance(next(job.model.parameters()), DTensor) == (way is fsdp2)
@@ -112,7 +112,7 @@ def small_with_masters() -> tuple[torch.nn.Module, torch.nn.Module]:
     """A model of one block that computes in bfloat16, and the block's attention."""
     torch.manual_seed(0)
     args = llama.Args(**llama.NUMBERS.flavors["debug"] | {"n_layers": 1, "vocab_size": 11})
-    model = dp.keep_masters(llama.FAMILY.build(args), torch.bfloat16)
+    model = dp.keep_master_weights(llama.FAMILY.build(args), torch.bfloat16)
     return model, model.get_submodule("layers.0.attention")
 
 
@@ -589,7 +589,7 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
 )
 def test_nothing_is_asked_of_the_device_before_the_optimizer_has_its_work(ranks, options):
     """So a GPU always has work: forward, backward and the update are queued without a wait, and
-    while it updates the host reads loss and norm, which left it before (training/feed.py::read_later: a
+    while it updates the host reads loss and norm, which left it before (training/microbatches.py::to_host_async: a
     copy on a CPU's own memory needs no sync)."""
     assert run_ranks(ranks, asked, options) == [([], [])] * ranks
 

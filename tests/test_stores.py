@@ -31,7 +31,7 @@ from configs.schema import Checkpoint, InputError
 from reliability import objects
 from reliability.objects import Key, Unreachable, Version, location
 from tests import checkpoints as helpers
-from tests import forks, ranks
+from tests import fork_server, ranks
 from tests.checkpoints import (
     build,
     fill,
@@ -243,7 +243,7 @@ def test_a_rank_killed_while_saving_loses_at_most_that_save(trial, store, tmp_pa
 def killed(place: Path, victim: int, saves: int, seconds: float) -> int:
     """Two ranks that save for ever, of which one is killed. The newest save that was begun."""
     processes = [
-        forks.start(ranks.child, place, rank, 2, there, (save_for_ever, place, place))
+        fork_server.start(ranks.child, place, rank, 2, there, (save_for_ever, place, place))
         for rank in range(2)
     ]
     try:
@@ -256,7 +256,7 @@ def killed(place: Path, victim: int, saves: int, seconds: float) -> int:
         processes[1 - victim].join(30)
     finally:
         for process in processes:
-            forks.end(process)
+            fork_server.end(process)
     return begun(place)[-1]
 
 
@@ -392,10 +392,10 @@ def test_a_beat_whose_answer_is_lost_is_not_the_last(store):
 
 
 def test_a_dead_process_of_this_machine_is_not_watched(store, tmp_path):
-    process = forks.start(_take_and_wait)
+    process = fork_server.start(_take_and_wait)
     while AT + ".lease" not in store.keys():
         time.sleep(0.05)
-    forks.end(process)
+    fork_server.end(process)
     began = time.monotonic()
     lease.StoreLease(location(URL) / ".lease").release()
     assert time.monotonic() - began < lease.PATIENCE

@@ -65,7 +65,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.terms",
         "parallelisms.mesh",
         "parallelisms.cores",
-        "parallelisms.whole_matrices",  # Muon orthogonalises these
+        "parallelisms.gather_matrices",  # Muon orthogonalises these
         # validation reads batches, and frees the weights that its forward passes have gathered
         "data.loader",
         "data.text_bytes",
@@ -79,7 +79,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.schema",
         "parallelisms.cp",
         "parallelisms.mesh",
-        "parallelisms.neighbours",
+        "parallelisms.p2p_warmup",
     },
     "checkpoint": {
         "configs.cpu",

@@ -271,14 +271,14 @@ def not_divided_by_tokens() -> None:
 
 def divided_by_own_tokens() -> None:
     """The mean over each rank's own tokens, which are not equally many."""
-    real = train.Feed
+    real = train.Microbatches
 
-    def feed(model: nn.Module, batch: dict[str, Tensor], *rest: object) -> object:
+    def microbatches(model: nn.Module, batch: dict[str, Tensor], *rest: object) -> object:
         own = (batch["labels"] != -100).sum()
         train.AuxiliaryTerms = lambda scale, *counts: AuxiliaryTerms(1 / own, *counts)
         return real(model, batch, *rest)
 
-    train.Feed = feed
+    train.Microbatches = microbatches
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from reliability import disk
-from tests import forks, ranks
+from tests import fork_server, ranks
 from tests.checkpoints import (
     MESHES,
     Attack,
@@ -92,7 +92,7 @@ def killed_run(
     processes = []
     try:
         for rank in range(2):
-            processes.append(forks.start(_with_stacks, place, rank, fn, args))
+            processes.append(fork_server.start(_with_stacks, place, rank, fn, args))
         if when is not None:
             saves, seconds = when
             wait_until(lambda: len(list(place.glob("ready-*"))) == 2, 30, "the ranks did not start")
@@ -115,7 +115,7 @@ def killed_run(
         assert processes[victim].exitcode == -signal.SIGKILL
     finally:
         for process in processes:
-            forks.end(process)
+            fork_server.end(process)
 
 
 def _with_stacks(place: Path, rank: int, fn: Callable, args: tuple) -> None:

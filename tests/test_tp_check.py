@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from configs.schema import InputError
 from models import MODELS, layers
-from models.kernels.ruled_attention import AttentionRule
+from models.kernels.ruled_attention import AttentionSpec
 from parallelisms import tp, tp_check
 from tests.ranks import run_ranks
 from tools.plan import trace
@@ -235,7 +235,7 @@ def attention_with_a_parameter() -> str:
 
     class WithSinks(layers.Attention):
         def __init__(self, args):
-            super().__init__(args, AttentionRule(sinks=True))
+            super().__init__(args, AttentionSpec(sinks=True))
 
     with mock.patch.object(layers, "Attention", WithSinks):
         return said_of(MODELS["llama"], args_of("llama", "debug"), {})

@@ -16,7 +16,7 @@ import torch
 import train
 from checkpoint.lease import Lease
 from configs.load import load_config
-from tests import forks
+from tests import fork_server
 from tests.ranks import run_ranks
 from tests.runs import MESHES, STEPS, killed_at, run, samples, series, stopped_at, tiny_run
 from tools import generate
@@ -200,9 +200,9 @@ def test_sample_and_generated_text_are_the_same_on_every_mesh(options, tmp_path)
     assert texts["one"] == texts["fsdp2xtp2"]
     assert "document 3: 1" in texts["one"]
     more = ["--tokens", "8", "--temperature", "0"]
-    code, text, said = forks.call(generated, str(folder), "--prompt", "document 1", *more)
+    code, text, said = fork_server.call(generated, str(folder), "--prompt", "document 1", *more)
     assert code == 0 and text.startswith("document 1"), said
-    code, _, said = forks.call(generated, str(tmp_path / "none"))
+    code, _, said = fork_server.call(generated, str(tmp_path / "none"))
     assert code == 2 and "no checkpoint" in said and "Traceback" not in said
 
 

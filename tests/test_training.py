@@ -25,9 +25,9 @@ from tests.ranks import run_ranks
 from tools.parity import in_memory
 from training import init
 from training import loss_passes as passes_of_loss
-from training.feed import Feed
 from training.loss import linear_cross_entropy, plain_cross_entropy
 from training.loss_passes import EAGER
+from training.microbatches import Microbatches
 from training.optim import build_optimizer, clip_grad_norm, learning_rate
 from training.optimizers import kept_after_a_step
 from training.z_loss import ZLoss
@@ -60,8 +60,8 @@ def test_a_step_copies_its_batch_once_as_the_loader_has_pinned_it(cp, is_masked)
     mesh = SimpleNamespace(device=device, cp=cp, tp=1, token_ranges=lambda length: places)
     model = SimpleNamespace(documents=lambda within, device: None)
     with Copies() as copies:
-        feed = Feed(model, batch, mesh, linear_cross_entropy, 8)
-        positions = [feed(a)[1] for a in range(len(feed))]
+        microbatches = Microbatches(model, batch, mesh, linear_cross_entropy, 8)
+        positions = [microbatches(a)[1] for a in range(len(microbatches))]
     pinned = {x.data_ptr(): name for name, x in batch.items()}
     copied = [pinned.get(x.data_ptr(), "made on the host") for x, _ in copies.seen]
     assert sorted(copied) == sorted(batch), "each tensor of the batch once, and nothing else"
@@ -80,10 +80,10 @@ def test_positions_are_those_of_this_ranks_parts(places):
     mesh = SimpleNamespace(device=device, tp=1, **ranges)
     model = SimpleNamespace(documents=lambda within, device: within)
     batch = {"tokens": tokens, "labels": tokens, "positions": within}
-    feed = Feed(model, batch, mesh, linear_cross_entropy, 8)
+    microbatches = Microbatches(model, batch, mesh, linear_cross_entropy, 8)
     index = torch.tensor([position for part in places for position in part])
     for a in range(3):
-        _, positions, _, documents, _, _ = feed(a)
+        _, positions, _, documents, _, _ = microbatches(a)
         assert torch.equal(positions, within[a][:, index]) and torch.equal(documents, within[a])
 
 

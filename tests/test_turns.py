@@ -14,12 +14,20 @@ import pytest
 import train
 from configs.schema import Data
 from data import chat, formats, hf_tokenizer, turns
-from data.answers import Unfit
+from data.answers import InvalidExample
 from data.open_tokenizer import open_tokenizer
 from data.tokenizer import byte_tokenizer
+from tests.conversations import (
+    MAY_DROP,
+    TALKS,
+    TEMPLATES,
+    said,
+    small_tokenizer,
+    write,
+    write_tokenizer,
+)
 from tests.ranks import run_ranks
 from tests.runs import run, tiny_run
-from tests.talks import MAY_DROP, TALKS, TEMPLATES, said, small_tokenizer, write, write_tokenizer
 from tools import convert, generate
 
 # It asks for the day, and for a token that not every tokenizer has.
@@ -87,7 +95,7 @@ def test_a_template_that_ends_no_answer_by_a_token_has_no_end_of_turn():
 )
 def test_messages_that_cannot_be_asked_are_refused(messages, words, tmp_path):
     asked = of_folder(write_tokenizer(tmp_path, chat.CHATML))
-    with pytest.raises(Unfit, match=words):
+    with pytest.raises(InvalidExample, match=words):
         asked.prompt(messages)
 
 

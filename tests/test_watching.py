@@ -13,7 +13,7 @@ import torch
 
 from reliability import position
 from reliability.health import Watchdog
-from tests import forks
+from tests import fork_server
 
 
 def kept_after(look: Callable[[Path], object], folder: Path) -> int:
@@ -40,7 +40,7 @@ def kept_after(look: Callable[[Path], object], folder: Path) -> int:
     return sum(tensor() is not None for tensor in tensors)
 
 
-def witness(folder: Path) -> None:
+def heartbeat(folder: Path) -> None:
     own = position.Position(folder / "rank-00000.position", 0)
     assert own._standing()["threads"]
 
@@ -61,6 +61,6 @@ def as_it_was(folder: Path) -> list:
     return [position.own_lines(frames[number]) for number in frames]
 
 
-@pytest.mark.parametrize(("look", "kept"), [(witness, 0), (stacks, 0), (as_it_was, 10)])
+@pytest.mark.parametrize(("look", "kept"), [(heartbeat, 0), (stacks, 0), (as_it_was, 10)])
 def test_a_look_keeps_nothing_of_what_it_saw(look, kept, tmp_path):
-    assert forks.call(kept_after, look, tmp_path) == kept
+    assert fork_server.call(kept_after, look, tmp_path) == kept

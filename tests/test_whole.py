@@ -9,14 +9,14 @@ import pytest
 
 from configs.schema import Config, Data, InputError
 from data import chat, formats, rendering, whole
-from data.answers import Example, Unfit, example
+from data.answers import Example, InvalidExample, example
 from data.open import open_corpora
 from data.open_tokenizer import open_tokenizer
 from data.prepare import __main__ as command
 from data.prepare import prepare
 from data.tokenizer import byte_tokenizer
+from tests.conversations import said, write
 from tests.published import published
-from tests.talks import said, write
 
 EACH = "{% for m in messages %}"
 BODY = "{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
@@ -108,13 +108,13 @@ LOSES = {  # name: template, line, what is named, data.chat_may_drop that allows
 @pytest.mark.parametrize("name", LOSES)
 def test_what_a_template_leaves_out_is_named_and_can_be_allowed(name):
     source, line, words, key = LOSES[name]
-    with pytest.raises(Unfit) as refused:
+    with pytest.raises(InvalidExample) as refused:
         form(source).encode(line)
     assert words in str(refused.value) and f'data.chat_may_drop = ["{key}"]' in str(refused.value)
     allowed = form(source, key)
     assert isinstance(allowed.encode(line), Example)
     # nothing else is allowed by it
-    with pytest.raises(Unfit):
+    with pytest.raises(InvalidExample):
         allowed.encode(LOSES["name" if key != "name" else "weight"][1])
 
 
@@ -176,7 +176,7 @@ def test_what_is_whole_is_taken(name):
 )
 def test_what_no_template_can_get_is_a_sentence(line, words):
     reads = form(FAITHFUL + "{% if mood is defined %}{{ mood }}{% endif %}")
-    with pytest.raises(Unfit) as refused:
+    with pytest.raises(InvalidExample) as refused:
         reads.encode(line)
     assert words in str(refused.value)
 
@@ -302,7 +302,7 @@ HARMS = {
 
 @pytest.mark.parametrize("source", HARMS)
 def test_a_template_that_does_harm_is_a_sentence(source, short_of_time):
-    with pytest.raises(Unfit) as refused:
+    with pytest.raises(InvalidExample) as refused:
         form(source).encode(said("q", "a"))
     words = str(refused.value)
     assert words.startswith("cannot be rendered by its template: ") and HARMS[source] in words
@@ -433,7 +433,7 @@ def test_published_templates_are_rendered_as_transformers_does(name, line):
     given = {"tools": record.get("tools"), **record.get("chat_template_kwargs", {}), **tokens}
     unread = given.keys() - ours.reads - {"tools"}
     if not unread - tokens.keys():
-        talk = ours.talk(record)
+        talk = ours.conversation(record)
         for prompt in False, True:
             asked = {"add_generation_prompt": prompt, "chat_template": source, **given}
             [found] = ours.results([(talk, prompt)])

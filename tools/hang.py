@@ -86,7 +86,7 @@ class Whereabouts:
     looked: float
     moved: float
     over: float  # 0 for a process that has not ended by itself
-    gap: tuple[float, float]  # when its witness did not run last
+    gap: tuple[float, float]  # when its heartbeat did not run last
     step: int
     phase: str
     microbatch: int
@@ -188,7 +188,7 @@ def text(data: bytes, at: int) -> dict[str, Any]:
 
 
 def understand(rank: Whereabouts, logs: Path) -> None:
-    """Fill in what follows from the witness's words, the stacks and the dump."""
+    """Fill in what follows from the heartbeat's text, the stacks and the dump."""
     standing = rank.standing
     for name, description, ranks, begun in standing.get("groups", []):
         members = list(range(*ranks.values())) if isinstance(ranks, dict) else ranks

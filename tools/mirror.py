@@ -86,7 +86,7 @@ class Mirror:
             if not found.size:  # a console marks folders so, and an empty file is no loss
                 continue
             if name in parents:
-                say(f"{self.key / name} is left there: objects below it make it a folder here")
+                log(f"{self.key / name} is left there: objects below it make it a folder here")
                 continue
             if not self._is_newest(name, found):
                 self._download(name, found)
@@ -221,7 +221,7 @@ class Mirror:
             temporary.write_text(json.dumps([str(self.key), self.sent]), encoding="utf-8")
             temporary.rename(self.record)
         except OSError as error:
-            say(f"{self.record}: {error.strerror}; the next start compares contents")
+            log(f"{self.record}: {error.strerror}; the next start compares contents")
 
 
 def is_regular(path: Path) -> bool:
@@ -246,7 +246,7 @@ def version(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def say(sentence: str) -> None:
+def log(sentence: str) -> None:
     print(f"mirror: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -264,7 +264,7 @@ def take_over(key: Key, node: int) -> StoreLease:
                 raise InputError(
                     f"{key} is being written by another run: stop it, or give another run.folder"
                 ) from None
-            say("another run still writes there: waiting for its end")
+            log("another run still writes there: waiting for its end")
             time.sleep(1)
 
 
@@ -297,7 +297,7 @@ def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threa
         if asked == before and time.monotonic() < due:
             continue
         if problem := send_once(mirror, lease):
-            say(f"{problem}; it is tried again in {seconds:.0f} s")
+            log(f"{problem}; it is tried again in {seconds:.0f} s")
         due = time.monotonic() + seconds
 
 
@@ -330,11 +330,11 @@ def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -
         for number, handler in before.items():
             signal.signal(number, handler)
     if (mirror.folder / LEFT_OUT).is_dir():
-        say(
+        log(
             f"{mirror.folder / LEFT_OUT} is not copied: checkpoint.store keeps checkpoints in a store"
         )
     if problem := send_once(mirror, lease):
-        say(f"{problem}; this and what else is missing in {mirror.key} is still in {mirror.folder}")
+        log(f"{problem}; this and what else is missing in {mirror.key} is still in {mirror.folder}")
     return code if code >= 0 else 128 - code
 
 
@@ -365,7 +365,7 @@ def main(argv: list[str] | None = None) -> int:
             count = mirror.fetch()
         except OSError as error:
             raise InputError(f"{args.folder} cannot be written: {error.strerror}") from None
-        say(
+        log(
             f"{args.folder} is copied to {key} every {args.seconds:g} s"
             + (f"; {count} files came from there" if count else "")
         )
@@ -382,7 +382,7 @@ def give_back(lease: StoreLease) -> None:
     try:
         lease.release()
     except Exception as error:
-        say(f"the place of this node could not be given back: {error}")
+        log(f"the place of this node could not be given back: {error}")
 
 
 if __name__ == "__main__":

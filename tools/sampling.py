@@ -12,7 +12,7 @@ from torch import nn
 from checkpoint import hf, state, verify
 from configs.schema import InputError
 from data import turns
-from data.answers import Unfit
+from data.answers import InvalidExample
 from data.chat import Chat
 from data.open_tokenizer import open_tokenizer
 from data.saved_tokenizer import load as load_saved
@@ -109,7 +109,7 @@ def answers_as_they_come(
     for number, messages in enumerate(conversations, 1):
         try:
             ids.append(chat.prompt(messages).tolist())
-        except Unfit as error:
+        except InvalidExample as error:
             raise InputError(f"--chat: conversation {number} {error}") from None
     stops = stops_of(loaded.tokenizer)
     end = chat.end_of_turn()

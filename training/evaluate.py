@@ -20,14 +20,14 @@ from data.loader import Batch, at
 from data.tasks import EncodedTask, ScoreRequest, open_task
 from parallelisms.mesh import Mesh
 from training.attention import for_many_shapes
-from training.feed import Feed
 from training.greedy import LossAndMistakes
 from training.loss import IGNORE
 from training.metrics import MetricsWriter
+from training.microbatches import Microbatches
 from training.scores import line, scores
 from training.validate import ended_by_stop, until_stopped
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 def open_tasks(cfg: Config, tokenizer: Any) -> list[EncodedTask]:
@@ -37,7 +37,7 @@ def open_tasks(cfg: Config, tokenizer: Any) -> list[EncodedTask]:
     tasks = []
     for row in cfg.evaluation.tasks:
         task = open_task(row, tokenizer, window)
-        report = say.warning if task.truncated else say.info
+        report = logger.warning if task.truncated else logger.info
         report(task.describe(window))
         tasks.append(task)
     return tasks
@@ -115,15 +115,15 @@ def score_requests(
     with for_many_shapes():
         for batch in watched(batch_of(requests, share, mesh) for share in shares):
             loss = LossAndMistakes(batch["labels"], mesh.device)
-            feed = Feed(model, batch, mesh, loss, chunk_tokens)
-            feed.losses.zero_()  # what only the last stage of a pipeline fills
+            microbatches = Microbatches(model, batch, mesh, loss, chunk_tokens)
+            microbatches.losses.zero_()  # what only the last stage of a pipeline fills
             if mesh.pp > 1:
-                model.losses(feed)
+                model.losses(microbatches)
             else:
-                for a in range(len(feed)):
-                    model(*feed(a))
+                for a in range(len(microbatches)):
+                    model(*microbatches(a))
             own = batch["requests"].to(mesh.device)
-            for i, (numbers, sign) in enumerate([(feed.losses, -1), (loss.mistakes, 1)]):
+            for i, (numbers, sign) in enumerate([(microbatches.losses, -1), (loss.mistakes, 1)]):
                 sums = numbers.double().sum(-1).flatten()  # [A * b]
                 total[i].index_add_(0, own, sums[: len(own)], alpha=sign)
     mesh.sum_over_tokens(total)
@@ -143,7 +143,7 @@ class Share(NamedTuple):
 def shares_of(requests: Sequence[ScoreRequest], mesh: Mesh, most_tokens: int) -> Iterator[Share]:
     """The longest requests first: whether memory suffices is known at once. A pipeline gets a
     microbatch for each of its ranks."""
-    parts = mesh.cp * (2 if mesh.head_and_tail else 1)
+    parts = mesh.cp * (2 if mesh.zigzag else 1)
     unit = math.lcm(parts, mesh.cp * mesh.tp)  # ranks have equal parts of a sequence
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
     begin = 0
@@ -176,7 +176,7 @@ def batch_of(requests: Sequence[ScoreRequest], share: Share, mesh: Mesh) -> Batc
     batch = {"requests": torch.tensor(share.requests, dtype=torch.int64)}
     for name, array in {"tokens": tokens, "labels": labels}.items():
         batch[name] = torch.from_numpy(at(token_ranges, array)).view(shape)
-    if mesh.head_and_tail:
+    if mesh.zigzag:
         # attention to gathered keys is prepared for windows of the training length; for others it
         # is told where sequences begin
         positions = torch.arange(share.length).expand(rows, -1)

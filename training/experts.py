@@ -18,7 +18,7 @@ from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
 from training.balance import sum_over_routed
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 IDLE = 0.1  # an expert is idle if it gets less than this times the mean load of its layer
 # Auxiliary terms (models/terms.py) that are reported here, by layer
@@ -84,7 +84,7 @@ class ExpertLoad:
             option = (
                 "training.expert_bias_speed" if self.args.balancing_bias else "model.balance_loss"
             )
-            say.warning(
+            logger.warning(
                 f"step {step}: routing collapses: in {where} at least half of the {X} experts got "
                 "less than a tenth of "
                 f"the mean load in the last {self.steps} steps. Raise {option}, or lower "

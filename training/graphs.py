@@ -19,9 +19,9 @@ from torch import Tensor
 
 from configs.schema import Config, InputError
 from parallelisms import dp
-from training.feed import raise_flags
+from training.microbatches import raise_flags
 
-READ = ("tokens", "labels", "length")  # what a step reads of a batch (training/feed.py)
+READ = ("tokens", "labels", "length")  # what a step reads of a batch (training/microbatches.py)
 Compute = Callable[[Callable, Any, dict[str, Tensor], Callable], Any]
 
 

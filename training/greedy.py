@@ -16,9 +16,9 @@ from training.loss import IGNORE, linear_cross_entropy
 
 
 class LossAndMistakes:
-    """`linear_cross_entropy`, in whose place a training/feed.py::Feed takes it. `mistakes` float32 [A,
-    b, T] has a 1 at every label that is not the likeliest token, where Feed's `losses` has its
-    loss."""
+    """Called by training/microbatches.py::Microbatches in place of `linear_cross_entropy`. `mistakes`
+    float32 [A, b, T] has a 1 at every label that is not the likeliest token, where `losses` has
+    its loss."""
 
     def __init__(self, labels: Tensor, device: torch.device) -> None:
         """labels: int64 [A, b, T], of a batch."""
@@ -33,7 +33,7 @@ class LossAndMistakes:
         each: Tensor,
         z_loss: None,
     ) -> Tensor:
-        # `each` is one microbatch of Feed's `losses`, and this is the same one of `mistakes`
+        # `each` is one microbatch of `Microbatches.losses`, and this is the same one of `mistakes`
         own = self.mistakes.as_strided(each.shape, each.stride(), each.storage_offset())
         own.copy_(mistakes(h, weight, labels, chunk_tokens))
         return linear_cross_entropy(h, weight, labels, chunk_tokens, each=each)

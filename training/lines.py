@@ -11,7 +11,7 @@ import os
 from io import FileIO
 from pathlib import Path
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 # Room does not help against these: somebody has put something else there.
 WRONG_PLACE = (IsADirectoryError, NotADirectoryError, PermissionError)
@@ -42,7 +42,7 @@ class Lines:
         if self.pending:
             self._try(self._write)
         if self.pending:
-            say.error(f"{self.path}: the last {len(self.pending)} lines are not in it")
+            logger.error(f"{self.path}: the last {len(self.pending)} lines are not in it")
         if self.file:
             self.file.close()
 
@@ -53,7 +53,7 @@ class Lines:
             raise
         except OSError as error:
             if not self.failed:
-                say.warning(
+                logger.warning(
                     f"{self.path} cannot be written ({error.strerror}): training goes on, and its "
                     "lines are written when there is room"
                 )
@@ -61,7 +61,7 @@ class Lines:
             return
         if self.failed and not self.pending:
             self.failed = False
-            say.info(f"{self.path} is written again, and no line is missing")
+            logger.info(f"{self.path} is written again, and no line is missing")
 
     def _clean(self) -> None:
         forget_after(self.path, self.after)

@@ -183,17 +183,17 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
     logging.basicConfig(level=logging.WARNING, handlers=[file, console], force=True)
     leave_out_harmless()
 
-    say = logging.getLogger("plumbline")
-    say.setLevel(logging.INFO)
+    logger = logging.getLogger("plumbline")
+    logger.setLevel(logging.INFO)
 
     def crashed(*exception: Any) -> None:
-        say.critical("crashed", exc_info=exception, extra={"console": False})
+        logger.critical("crashed", exc_info=exception, extra={"console": False})
         sys.__excepthook__(*exception)
 
     # the launcher points to the file, so it holds the traceback as well as stderr
     sys.excepthook = crashed
     threading.excepthook = _thread_crashed
-    return say
+    return logger
 
 
 def _thread_crashed(crash: threading.ExceptHookArgs) -> None:

@@ -18,7 +18,7 @@ from training.loss import IGNORE
 from training.metrics import MetricsWriter, memory_gib, model_summary, peak_flops
 from training.terms import TermLog
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[MetricsWriter, "Meter"]:
@@ -35,12 +35,12 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     metrics = MetricsWriter(
         cfg.metrics, folder, mesh.rank == 0, start, cfg.training.last_step, peak
     )
-    say.info(model_summary(family, args, job.model, mesh, dtype, cfg.training, job.optimizer))
+    logger.info(model_summary(family, args, job.model, mesh, dtype, cfg.training, job.optimizer))
     if warning := slow_bfloat16(cfg, mesh.device):
-        say.warning(warning)
+        logger.warning(warning)
     if mesh.pp > 1:
-        say.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
-    say.info(
+        logger.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
+    logger.info(
         f"resumed after step {start} of {cfg.training.last_step}" if start else "a fresh start"
     )
     tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len

@@ -4,7 +4,7 @@ kellerjordan.github.io/posts/muon).
 It updates the hidden matrices of a model. AdamW updates all other parameters, in the same optimizer,
 so that a run has one. The arithmetic is that of `torch.optim.Muon`, which cannot work on shards:
 there, every rank would orthogonalise its own part, which is a different update. Here whole matrices
-are orthogonalised on any mesh (parallelisms/whole_matrices.py).
+are orthogonalised on any mesh (parallelisms/gather_matrices.py).
 
 The Newton-Schulz iteration computes in bfloat16, as Jordan's code and `torch.optim.Muon` do: it is
 made of GEMMs, and needs no precision, because it stops where singular values are between 0.7 and
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallelisms.whole_matrices import WholeMatrices
+from parallelisms.gather_matrices import GatheredMatrices
 
 # Of the odd polynomial a x + b x^3 + c x^5, whose slope at 0 is as large as it can be while five
 # iterations stay near 1; and what a norm is at least. Both are Jordan's.
@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         if of_adamw:
             self.adamw = torch.optim.AdamW(of_adamw, **adamw, fused=True)
         self.group = group
-        self.whole: WholeMatrices | None = None
+        self.whole: GatheredMatrices | None = None
         self.weights_of_whole: list[nn.Parameter] = []
         # step() reads found_inf
         self._step_supports_amp_scaling = True
@@ -151,12 +151,12 @@ class Muon(torch.optim.Optimizer):
         average.lerp_(gradient, 1 - momentum)
         return gradient.lerp(average, momentum) if group["nesterov"] else average
 
-    def matrices_of(self, weights: list[nn.Parameter], steps: int) -> WholeMatrices:
+    def matrices_of(self, weights: list[nn.Parameter], steps: int) -> GatheredMatrices:
         """Who computes what. It is the same in every step, unless other weights have gradients."""
         known = self.weights_of_whole
         same = len(known) == len(weights) and all(map(lambda a, b: a is b, known, weights))
         if self.whole is None or not same:
-            self.whole = WholeMatrices(
+            self.whole = GatheredMatrices(
                 weights, lambda rows, columns: newton_schulz_flops(rows, columns, steps), self.group
             )
             self.weights_of_whole = weights

@@ -28,12 +28,12 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
     if not cfg.enabled:
         yield SimpleNamespace(step=lambda: None)
         return
-    say, cuda = logging.getLogger("plumbline"), torch.cuda.is_available()
+    logger, cuda = logging.getLogger("plumbline"), torch.cuda.is_available()
     path = folder / "profile" / f"rank-{rank:05d}"
     path.parent.mkdir(parents=True, exist_ok=True)
     records_memory = cfg.memory_snapshot and cuda
     if cfg.memory_snapshot and not cuda:
-        say.warning(
+        logger.warning(
             "profiler.memory_snapshot = true writes nothing here: only CUDA's allocator keeps a "
             "history"
         )
@@ -46,7 +46,7 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
         trace.export_chrome_trace(f"{path}.json.gz")
         if records_memory:
             save_memory()
-        say.info(
+        logger.info(
             f"profile of up to {cfg.steps} steps from step {cfg.start_step} of this process on: "
             f"{path}.json.gz"
         )

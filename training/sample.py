@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError
-from models.kernels.ruled_attention import PLAIN, AttentionRule, masked_attention
+from models.kernels.ruled_attention import PLAIN, AttentionSpec, masked_attention
 from parallelisms import cores
 from training.attention import for_many_shapes
 
@@ -37,8 +37,8 @@ class KeyValueCache:
 
     def __init__(self, model: nn.Module, capacity: int):
         """capacity: positions to keep of each prompt, S. Raises InputError for a model whose
-        attention follows no rule (parallelisms/cores.py)."""
-        own = cores.stranger(model)
+        attention does not support AttentionSpec (parallelisms/cores.py)."""
+        own = cores.unsupported_attention(model)
         if own is not None:
             raise InputError(f"keys and values cannot be kept while sampling, since {own}")
         self.model, self.capacity = model, capacity
@@ -57,8 +57,8 @@ class KeyValueCache:
         if self.kept:
             length = int(positions.max()) + 1
             keep = partial(self._go_on, positions, length)
-            by_rule = {core.rule: to_all_before(positions, length, core.rule) for core in attention}
-            attends = [by_rule[core.rule] for core in attention]
+            by_spec = {core.spec: to_all_before(positions, length, core.spec) for core in attention}
+            attends = [by_spec[core.spec] for core in attention]
         for i, core in enumerate(attention):
             core.forward = attending(keep, i, attends[i], keeps=not latents)
         for i, module in enumerate(latents):
@@ -111,20 +111,20 @@ def keeping(keep: Callable, number: int, compute: Callable) -> Callable:
     return lambda *inputs: keep(number, compute(*inputs))[0]
 
 
-def to_all_before(positions: Tensor, length: int, rule: AttentionRule = PLAIN) -> Callable:
-    """Attention by `rule` of a few positions, int64 [B, T], to those of `length` that are not after
+def to_all_before(positions: Tensor, length: int, spec: AttentionSpec = PLAIN) -> Callable:
+    """Attention by `spec` of a few positions, int64 [B, T], to those of `length` that are not after
     them."""
     of_keys = torch.arange(length, device=positions.device)
     of_queries = positions[:, None, :, None]  # [B, 1, T, 1]
     mask = of_keys <= of_queries  # [B, 1, T, length]
-    if rule.window is not None:
-        mask &= of_keys > of_queries - rule.window
+    if spec.window is not None:
+        mask &= of_keys > of_queries - spec.window
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, documents: None, sinks: Tensor | None = None
     ) -> Tensor:
-        if rule != PLAIN:
-            return masked_attention(q, k, v, mask, rule, sinks)
+        if spec != PLAIN:
+            return masked_attention(q, k, v, mask, spec, sinks)
         width = v.shape[-1]
         # not every kernel takes values that are narrower than keys
         v = F.pad(v, (0, k.shape[-1] - width))
@@ -189,7 +189,7 @@ def sample_stream(
     multiple: the length of every forward is a multiple of this; tensor parallelism needs its size
     here, since it splits the sequence. Inputs are padded on the right, where causal attention does
     not look. cache: False computes everything anew for every token, which is what tests compare
-    with, and what happens where attention follows no rule (parallelisms/cores.py).
+    with, and what happens where attention does not support AttentionSpec (parallelisms/cores.py).
     """
     # on the CPU, the same on every rank
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
@@ -197,7 +197,7 @@ def sample_stream(
     longest = max(map(len, texts))
     memory = (
         KeyValueCache(model, min(context, longest + new_tokens) + multiple)
-        if cache and longest <= context and cores.stranger(model) is None
+        if cache and longest <= context and cores.unsupported_attention(model) is None
         else None
     )
     for _ in range(new_tokens):

@@ -12,11 +12,11 @@ from data import text_bytes
 from data.loader import Batch, Batches, loader
 from parallelisms import dp, pp
 from parallelisms.mesh import Mesh
-from training.feed import Feed, read_later
 from training.loss import IGNORE, linear_cross_entropy
 from training.metrics import MetricsWriter
+from training.microbatches import Microbatches, to_host_async
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 def run_validation(
@@ -75,7 +75,7 @@ def ended_by_stop(job: Any, step: int, stop: Any, what: str) -> bool:
         dp.reshard(stage)
     stopping = any_rank_stops(job.mesh, stop.asked())()
     if stopping:
-        say.warning(f"step {step}: no {what}, since the run is to stop")
+        logger.warning(f"step {step}: no {what}, since the run is to stop")
     return stopping
 
 
@@ -83,7 +83,7 @@ def any_rank_stops(mesh: Mesh, asked: bool) -> Callable[[], bool]:
     """Begin to ask all ranks whether one of them was `asked` to stop. The result returns the
     answer. All ranks call both."""
     flag = torch.full((1,), float(asked), device=mesh.device)
-    numbers = read_later(mesh.sum_over_ranks(flag))
+    numbers = to_host_async(mesh.sum_over_ranks(flag))
     return lambda: any(numbers())
 
 
@@ -97,17 +97,17 @@ def validate(
     total = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
-        feed = Feed(model, batch, mesh, linear_cross_entropy, chunk_tokens)
+        microbatches = Microbatches(model, batch, mesh, linear_cross_entropy, chunk_tokens)
         if mesh.pp > 1:
-            total[0] += model.losses(feed)
+            total[0] += model.losses(microbatches)
         else:
-            total[0] += sum(model(*feed(a)) for a in range(len(feed)))
-        counts = feed.labels != IGNORE
+            total[0] += sum(model(*microbatches(a)) for a in range(len(microbatches)))
+        counts = microbatches.labels != IGNORE
         total[1] += counts.sum()
         if "sizes" in batch:
             total[2] += batch["sizes"].to(mesh.device)[counts].sum()
         else:
-            total[2] += token_bytes[feed.labels[counts]].sum()
+            total[2] += token_bytes[microbatches.labels[counts]].sum()
     # only the ranks of the last stage have a loss; all ranks of a pipeline count the same tokens
     mesh.sum_over_pp(total[0])
     return mesh.sum_over_tokens(total)

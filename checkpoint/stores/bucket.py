@@ -23,7 +23,7 @@ from checkpoint.verify import Damaged
 from configs.schema import Checkpoint, InputError
 from reliability.objects import Key, Unreachable
 
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class Bucket:
@@ -89,7 +89,7 @@ class Bucket:
                 if size:  # consoles mark folders by empty objects
                     foreign.add(name)
         for name in sorted(foreign):
-            say.warning(
+            logger.warning(
                 f"{verify.shown(self.path / name)} is not a checkpoint of this run and is left alone"
             )
         self.retention.remove_leftovers([self.path / name / draft for name, draft in drafts])
@@ -127,7 +127,7 @@ class Bucket:
         try:
             self.lease.publish(name)
         except Unreachable as error:
-            say.warning(
+            logger.warning(
                 f"{draft.parent} is published, but the lease does not name it yet as the newest: "
                 f"{error}"
             )

@@ -31,7 +31,7 @@ BROKEN_CONDITIONS = {
     "If-None-Match": "create",
     "If-Match": {"e_tag": '"00000000000000000000000000000000"', "version": "1"},
 }
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class StoreLease:
@@ -47,7 +47,7 @@ class StoreLease:
         self.newest = owner.get("newest", "")  # name of a checkpoint
         if owner.get("id") and not _is_dead(owner):
             holder = f"process {owner['pid']} on {owner['host']}"
-            say.warning(
+            logger.warning(
                 f"{key.parent} was left by {holder}: watching for {PATIENCE:.0f} s whether it is "
                 "alive"
             )
@@ -139,7 +139,7 @@ class StoreLease:
         owner, _ = _read(self.key)
         if owner:
             return owner["id"] == self.id
-        say.warning(f"{self.key} was removed or damaged, and is mended")
+        logger.warning(f"{self.key} was removed or damaged, and is mended")
         return self._replace(self.id)
 
     def check(self) -> None:
@@ -160,7 +160,7 @@ class StoreLease:
         try:
             self._replace("")
         except Unreachable as error:
-            say.warning(f"the lease could not be given back: {error}")
+            logger.warning(f"the lease could not be given back: {error}")
 
 
 def _read(key: Key) -> tuple[dict, Version | None]:

@@ -28,7 +28,7 @@ from reliability.objects import Key
 BLOCK = 1 << 16  # bytes: two or four windows of 8,192 tokens
 SCANNED = 64  # blocks of one request, where a whole shard is read
 RECENT = 1024  # blocks that stay in memory: 64 MiB of each source and process
-say = logging.getLogger("plumbline")
+logger = logging.getLogger("plumbline")
 
 
 class Blocks:
@@ -157,7 +157,7 @@ class Blocks:
             os.pwrite(self._descriptor(), content, number % self.slots * BLOCK)
         except OSError as error:
             self.keeps = False
-            say.warning(
+            logger.warning(
                 f"{self.path} cannot be written ({error.strerror}): no more local copies of "
                 f"{self.key} are made (data.cache, data.cache_gb)"
             )

@@ -104,7 +104,7 @@ def ask(process: subprocess.Popen) -> None:
 def serve(
     run: Callable[[], object],
     clock: Callable[[], float] = time.perf_counter,
-    last_words: Callable[[], dict] = dict,
+    summary: Callable[[], dict] = dict,
 ) -> None:
     """The other end of `in_turn`. The last words are the peak GiB and those that are given."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,7 +113,7 @@ def serve(
         torch.cuda.reset_peak_memory_stats()
     for _ in sys.stdin:
         print(alternate({"": run}, rounds=1, warm_up=0, clock=clock)[""][0], flush=True)
-    print(json.dumps({"gib": memory_gib(device), **last_words()}), flush=True)
+    print(json.dumps({"gib": memory_gib(device), **summary()}), flush=True)
 
 
 def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentParser:

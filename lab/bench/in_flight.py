@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from configs import program
 from lab.bench import experts, harness
 from models.moe import MixtureOfExperts
-from parallelisms import ep, ep_chunks, in_flight
+from parallelisms import async_all_to_all, ep, ep_chunks
 
 TOKENS, DIM, EXPERT_DIM, EXPERTS, PER_TOKEN, SHARED = 2048, 512, 256, 8, 2, 4
 SHARES = (0.25, 0.5, 1.0)  # of the shared experts' forward, that a transfer takes
@@ -47,9 +47,9 @@ class SlowLink:
         self.seconds = 0.0
         self.due: dict[int, float] = {}
         self.free = 0.0  # when the last rows are there
-        self.real = in_flight.send, in_flight.arrived
+        self.real = async_all_to_all.send, async_all_to_all.arrived
 
-    def send(self, rows: Tensor, route: in_flight.Route) -> Tensor:
+    def send(self, rows: Tensor, route: async_all_to_all.Route) -> Tensor:
         arriving = self.real[0](rows, route)
         self.free = max(self.free, time.monotonic()) + self.seconds
         self.due[arriving.data_ptr()] = self.free
@@ -63,7 +63,7 @@ class SlowLink:
 
     @contextmanager
     def between_ranks(self) -> Iterator[None]:
-        with mock.patch.multiple(in_flight, send=self.send, arrived=self.arrived):
+        with mock.patch.multiple(async_all_to_all, send=self.send, arrived=self.arrived):
             yield
 
 

@@ -30,7 +30,7 @@ from configs.load import load_config
 from lab.bench import harness, sections
 from lab.bench.device.measure import sustained
 from lab.bench.idle import ON_A_GPU, idle_share, kernel_times, traced
-from parallelisms.masters import Masters
+from parallelisms.master_weights import MasterWeights
 from parallelisms.mesh import close_mesh
 from training.loss import _LinearCrossEntropy
 from training.loss_passes import add_matmul
@@ -303,7 +303,7 @@ def narrow_adds() -> None:
         scaled = torch.mul(grad_w, grad, out=torch.empty_like(grad_w, dtype=ctx.weight_dtype))
         return grad_h * grad, scaled, *[None] * 7
 
-    Masters.add_gradient = add_gradient
+    MasterWeights.add_gradient = add_gradient
     _LinearCrossEntropy.backward = staticmethod(backward)
 
 
@@ -324,7 +324,7 @@ def serve(name: str, options: list[str]) -> None:
     change()
     losses = []
     _, run = a_step([*options, *more])
-    harness.serve(lambda: losses.append(run().loss), last_words=lambda: {"losses": losses})
+    harness.serve(lambda: losses.append(run().loss), summary=lambda: {"losses": losses})
     close_mesh()
 
 

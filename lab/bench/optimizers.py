@@ -28,7 +28,7 @@ from configs import program
 from configs.load import load_config
 from lab.bench import harness
 from lab.bench.curve import WINDOW, curve, windows
-from parallelisms.whole_matrices import stacked
+from parallelisms.gather_matrices import stacked
 from tools.parity import in_memory
 from training.muon import newton_schulz_flops
 from training.optimizers import materialise

@@ -11,7 +11,7 @@ noise. Counted is processor time, so other work on the machine shows less. Three
 - 500 all-reduces of gloo in a group of one rank, which send nothing, so that PyTorch's flight
   recorder weighs most; each contender is a process.
 
-And what a block's hooks take in a microbatch when they are called by themselves, and the witness in
+And what a block's hooks take in a microbatch when they are called by themselves, and the heartbeat in
 a second in which the rank moves on.
 """
 
@@ -110,7 +110,7 @@ def hook_seconds(position: Position) -> float:
     return min(found)
 
 
-def witness_seconds(position: Position) -> float:
+def heartbeat_seconds(position: Position) -> float:
     """Processor seconds of all other threads, in each second in which the rank moves on."""
     began = time.process_time() - time.thread_time()
     end = time.monotonic() + WATCHED
@@ -135,7 +135,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         position = Position(Path(folder) / "rank-00000.position", 0)
         position.open()
-        witness = witness_seconds(position)
+        heartbeat = heartbeat_seconds(position)
         hooks = hook_seconds(position)
         for work, options in OF_STEPS.items():
             measured[work] = of_steps(options, position, args.rounds)
@@ -152,7 +152,7 @@ def main() -> None:
     columns = ["work", "positions", "median", "least", "median of ratios to without"]
     notes = (
         f"Processor time, {args.rounds} rounds in turn, one thread. The hooks of a block take "
-        f"{hooks * 1e6:.2f} us in a microbatch, the witness {witness * 1e3:.2f} ms in a second."
+        f"{hooks * 1e6:.2f} us in a microbatch, the heartbeat {heartbeat * 1e3:.2f} ms in a second."
     )
     harness.report("Positions of ranks", columns, rows, notes, args.json)
 

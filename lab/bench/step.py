@@ -481,7 +481,7 @@ def main() -> None:
         losses = []
         harness.serve(
             lambda: losses.append(step()),
-            last_words=lambda: {"losses": [float(loss) for loss in losses]},
+            summary=lambda: {"losses": [float(loss) for loss in losses]},
         )
         train.meshes.close_mesh()
         return

@@ -1,6 +1,6 @@
-"""Attention by a rule: a sliding window, sinks, a soft cap, a scale of the scores.
+"""Attention by a spec: a sliding window, sinks, a soft cap, a scale of the scores.
 
-You can skip this file if no layer of your model has a rule (`AttentionRule`): the plain rule never
+You can skip this file if no layer of your model has a spec (`AttentionSpec`): the plain spec never
 comes here. One operator serves whole windows, documents, and the pieces of context parallelism. On
 a GPU in 16-bit types it is FlashAttention-2 (Dao, arXiv:2307.08691), which knows windows. Sinks
 cost it nothing: they are one more key of every query, whose value is 0, so they only shrink the
@@ -27,7 +27,7 @@ BLOCK = 128  # queries whose scores exist at a time, where there is no kernel
 
 
 @dataclass(frozen=True)
-class AttentionRule:
+class AttentionSpec:
     """What an attention core computes beside being causal. The default is plain attention."""
 
     # a query sees the keys of its own and of the window - 1 positions before it; None: of all
@@ -55,7 +55,7 @@ class AttentionRule:
         return length if self.window is None else min(length, self.window)
 
     def check(self, sinks: Tensor | None) -> None:
-        """Raises ValueError if the sinks of this rule are missing, or if there are some without."""
+        """Raises ValueError if the sinks of this spec are missing, or if there are some without."""
         if self.sinks != (sinks is not None):
             raise ValueError(
                 f"{self} was given {'no sinks' if sinks is None else 'sinks'}: they would be "
@@ -68,12 +68,12 @@ class AttentionRule:
         return self.window or 0, scale, self.soft_cap or 0.0
 
 
-PLAIN = AttentionRule()
+PLAIN = AttentionSpec()
 
 
-def why_slow(device: torch.device, rule: AttentionRule) -> str | None:
-    """A sentence if this rule has no fast kernel on this device. Its numbers are right anyway."""
-    if device.type == "cuda" and rule.soft_cap is not None:
+def why_slow(device: torch.device, spec: AttentionSpec) -> str | None:
+    """A sentence if this spec has no fast kernel on this device. Its numbers are right anyway."""
+    if device.type == "cuda" and spec.soft_cap is not None:
         return (
             "attention with a soft cap has no FlashAttention kernel in PyTorch: it is computed in "
             "blocks of matmuls, several times slower"
@@ -85,13 +85,13 @@ def ruled_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rule: AttentionRule,
+    spec: AttentionSpec,
     documents: Documents | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Causal attention by `rule`: q [B, T, H, E], k and v [B, T, K, E], sinks [H] in any type, None
-    where the rule has none -> [B, T, H, E]. With documents it does not cross them."""
-    rule.check(sinks)
+    """Causal attention by `spec`: q [B, T, H, E], k and v [B, T, K, E], sinks [H] in any type, None
+    where the spec has none -> [B, T, H, E]. With documents it does not cross them."""
+    spec.check(sinks)
     starts = None if documents is None else documents.starts
     longest = q.shape[1] if documents is None else documents.longest
     out, _ = attend(
@@ -103,19 +103,19 @@ def ruled_attention(
         starts,
         longest,
         longest,
-        *rule.numbers(q.shape[-1]),
+        *spec.numbers(q.shape[-1]),
     )
     return out.view(q.shape)
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttentionSpec, sinks: Tensor | None
 ) -> Tensor:
-    """Attention of few queries by `rule`, q [B, t, H, E], to keys k [B, s, K, E] and values v [B, s,
+    """Attention of few queries by `spec`, q [B, t, H, E], to keys k [B, s, K, E] and values v [B, s,
     K, E], of which they see those of mask, bool [B, 1, t, s] -> [B, t, H, E]. The window must be in
     the mask. All scores exist, in float32."""
-    rule.check(sinks)
-    _, scale, soft_cap = rule.numbers(q.shape[-1])
+    spec.check(sinks)
+    _, scale, soft_cap = spec.numbers(q.shape[-1])
     groups = q.shape[2] // k.shape[2]
     k = wide(k).repeat_interleave(groups, 2)
     v = wide(v).repeat_interleave(groups, 2)
@@ -148,7 +148,7 @@ def attend(
     E], sinks [H] -> output [n, H, E] and log-sum-exp of the scores and the sink, float32 [n, H].
 
     Pieces are those of models/kernels/document_attention.py::piece_attention. starts None: all
-    pieces have `longest` tokens and as many keys. The numbers are those of `AttentionRule.numbers`.
+    pieces have `longest` tokens and as many keys. The numbers are those of `AttentionSpec.numbers`.
     """
     if not _has_kernel(q, soft_cap):
         pieces = _slices(len(q), len(k), starts, key_starts, longest)
@@ -260,12 +260,12 @@ def _tables(
 
 # In the open --------------------------------------------------------------------------------------
 
-Pieces = list[tuple[slice, slice]]  # each piece's queries and keys
+PieceSlices = list[tuple[slice, slice]]  # each piece's queries and keys
 
 
 def _slices(
     n: int, m: int, starts: Tensor | None, key_starts: Tensor | None, longest: int
-) -> Pieces:
+) -> PieceSlices:
     """Tables on a GPU are read from there, which waits for it in every layer."""
     ends = list(range(0, n + 1, longest)) if starts is None else starts.tolist()
     key_ends = ends if key_starts is None else key_starts.tolist()
@@ -274,7 +274,7 @@ def _slices(
     return list(zip(queries, keys, strict=True))
 
 
-def _blocks(pieces: Pieces, window: int, device: torch.device) -> Iterator:
+def _blocks(pieces: PieceSlices, window: int, device: torch.device) -> Iterator:
     """The pieces in blocks of queries: (slice of queries, slice of the keys that they see, which of
     these each query does not see, bool [t, s]). So the work is that of the window."""
     for queries, keys in pieces:
@@ -325,7 +325,7 @@ def by_blocks(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    pieces: Pieces,
+    pieces: PieceSlices,
     window: int,
     scale: float,
     soft_cap: float,
@@ -359,7 +359,7 @@ def by_blocks_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    pieces: Pieces,
+    pieces: PieceSlices,
     window: int,
     scale: float,
     soft_cap: float,

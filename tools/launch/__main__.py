@@ -73,14 +73,14 @@ BACKLOG = 4096  # connections that may wait to be accepted: all ranks connect at
 # seconds that the store of several nodes outlives the ranks, so that all nodes hear how they ended
 LINGER = 1.0
 # seconds in which the ranks of a node may end by themselves when those of another ended on request
-FAREWELL = 10.0
+GRACE_SECONDS = 10.0
 COMPARED = 3.0  # seconds in which the launchers tell each other how far their ranks had come
 ECHO = 2.0  # seconds in which Ctrl-C again is the same request, as in reliability/stop.py
 SILENT = 5.0  # seconds that a node searches for node 0 before it says so
 LAST_LINES = 20  # of a rank's log, shown when it died without a Python traceback
 
 
-class Meeting(RendezvousHandler):
+class Rendezvous(RendezvousHandler):
     """Where the nodes of a job meet for one start: a key-value store that node 0 serves until the
     next, and its ranks use too.
 
@@ -184,7 +184,7 @@ class Meeting(RendezvousHandler):
                 deadline = time.monotonic() + self.options.join_timeout  # node 0 lives
                 if node not in members and not waits:
                     waits = True
-                    say(f"node {node} waits: the run goes on without it until its next start")
+                    log(f"node {node} waits: the run goes on without it until its next start")
                 with contextlib.suppress(DistStoreError):
                     self.store.wait(["end"], timedelta(seconds=1))
                     if (code := int(self.store.get("end"))) in (0, *QUIET_CODES):
@@ -195,7 +195,7 @@ class Meeting(RendezvousHandler):
                 now = time.monotonic()
                 if not why and now > min(searched + SILENT, deadline):
                     why = f" ({error.strerror or error})"
-                    say(f"node {node} waits for node 0 at {address}:{port}{why}")
+                    log(f"node {node} waits for node 0 at {address}:{port}{why}")
             if time.monotonic() > deadline:
                 raise RendezvousError(
                     "nobody answers, or not enough nodes came within "
@@ -246,7 +246,7 @@ def wait_for_name(address: str, deadline: float) -> None:
         except OSError as error:
             if not said:
                 said = True
-                say(f"waits until this host finds {address} ({error.strerror})")
+                log(f"waits until this host finds {address} ({error.strerror})")
             if time.monotonic() > deadline:
                 raise RendezvousError(f"{address} is not found: {error.strerror}") from None
         time.sleep(0.2)
@@ -277,15 +277,15 @@ class Agent(LocalElasticAgent):
     theirs."""
 
     grace_seconds: int
-    meeting: Meeting
+    rendezvous: Rendezvous
     asked: set[int]  # the signals that were passed on
     left = 0  # the quiet code with which a rank ended before this launcher had told any to end
     told: int | None = None  # the exit code with which another node's ranks ended
     heard = 0.0  # when that was
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        if self.meeting.where:
-            threading.Thread(target=self._hear, args=self.meeting.where, daemon=True).start()
+        if self.rendezvous.where:
+            threading.Thread(target=self._hear, args=self.rendezvous.where, daemon=True).start()
         # nohup ignores SIGHUP
         ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
         ranks = super()._start_workers(worker_group)
@@ -298,11 +298,11 @@ class Agent(LocalElasticAgent):
                 if interrupted and time.monotonic() < interrupted + ECHO:
                     return
                 if interrupted:
-                    say("Ctrl-C again: the ranks are killed without saving")
+                    log("Ctrl-C again: the ranks are killed without saving")
                     number = signal.SIGKILL
                 interrupted = time.monotonic()
             if number == signal.SIGALRM:
-                say(f"not stopped after {self.grace_seconds} s: the ranks are killed")
+                log(f"not stopped after {self.grace_seconds} s: the ranks are killed")
                 number = signal.SIGKILL
             elif number in STOP:
                 signal.alarm(self.grace_seconds)
@@ -336,24 +336,24 @@ class Agent(LocalElasticAgent):
         """Tell the other nodes how the ranks of this one ended, and hear how theirs did. A rank
         that ended on request counts more than ranks that failed afterwards because it was missing,
         so who failed waits for the others: the process that was asked to end may be the slower."""
-        if self.meeting.where:
+        if self.rendezvous.where:
             teller = threading.Thread(target=self._tell, args=(str(code),), daemon=True)
             teller.start()
-            teller.join(FAREWELL + LINGER)  # a cable that is cut gives no answer
+            teller.join(GRACE_SECONDS + LINGER)  # a cable that is cut gives no answer
             time.sleep(LINGER)
 
     def _tell(self, code: str) -> None:
-        store = self.meeting.store
+        store = self.rendezvous.store
         with contextlib.suppress(DistError):
             if int(code) in QUIET_CODES:
                 store.set("end", code)
             else:
                 store.compare_set("end", "", code)
-            store.set(f"over/{self.meeting.options.node_rank}", "")
+            store.set(f"over/{self.rendezvous.options.node_rank}", "")
             if int(code) in (0, *QUIET_CODES):
                 return
             all_over = [f"over/{node}" for node in json.loads(store.get("members"))]
-            deadline = time.monotonic() + FAREWELL
+            deadline = time.monotonic() + GRACE_SECONDS
             while time.monotonic() < deadline and not store.check(all_over):
                 time.sleep(0.05)
             self.told = int(store.get("end"))
@@ -366,7 +366,7 @@ class Agent(LocalElasticAgent):
             for local_rank, pid in self._pcontext.pids().items():
                 if _is_frozen(pid):
                     rank = worker_group.workers[local_rank].global_rank
-                    say(
+                    log(
                         f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a "
                         "debugger), so the others waited for it"
                     )
@@ -375,7 +375,7 @@ class Agent(LocalElasticAgent):
         for local_rank, error_file in self._pcontext.error_files.items():
             if failure := result.failures.get(worker_group.workers[local_rank].global_rank):
                 failure.begun = _read_begun(f"{error_file}.begun")
-        patience = FAREWELL if self.told in QUIET_CODES else 0
+        patience = GRACE_SECONDS if self.told in QUIET_CODES else 0
         over = self.told and time.monotonic() > self.heard + patience
         if result.state == WorkerState.HEALTHY and over:
             return RunResult(state=WorkerState.UNHEALTHY)  # run() ends the ranks and returns
@@ -391,7 +391,7 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
         code, worth_retrying = start(options, script)
         if not worth_retrying or number == options.max_restarts:
             break
-        say(
+        log(
             f"restart {number + 1} of {options.max_restarts}, after "
             f"{time.monotonic() - began:,.0f} s"
         )
@@ -405,13 +405,13 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
         # it does not run while this waits for other nodes; that of configs/program.py does
         before[signal.SIGINT] = signal.SIG_DFL
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    meeting = Meeting(options, script)
+    rendezvous = Rendezvous(options, script)
     _, most = options.nnodes
     with tempfile.TemporaryDirectory(prefix="plumbline-launch-") as folder:
         spec = WorkerSpec(
             role="rank",
             local_world_size=options.nproc_per_node,
-            rdzv_handler=meeting,
+            rdzv_handler=rendezvous,
             entrypoint=sys.executable,
             args=("-u", "-m", "tools.launch.rank", str(os.getpid()), *script),
             max_restarts=0,
@@ -421,7 +421,7 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
         agent = Agent(spec, DefaultLogsSpecs(log_dir=folder), exit_barrier_timeout=barrier)
         agent.grace_seconds = options.shutdown_timeout
         agent.asked = set()
-        agent.meeting = meeting
+        agent.rendezvous = rendezvous
         try:
             result = agent.run()
         except SignalException as stopped:  # between the start of the first rank and of the last
@@ -432,7 +432,7 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
         except (DistError, RendezvousError) as error:
             node = f"node {options.node_rank} of {most} on {socket.gethostname()}"
             endpoint = "" if most == 1 else f" at {options.master_addr}:{options.master_port}"
-            say(f"{node} could not meet the others{endpoint}: {str(error).splitlines()[0]}")
+            log(f"{node} could not meet the others{endpoint}: {str(error).splitlines()[0]}")
             return 1, False
         finally:
             signal.alarm(0)
@@ -446,7 +446,7 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
             agent.tell(0)  # spare nodes wait for it
         worth_retrying = code not in (0, *QUIET_CODES) and not agent.asked
         del agent, spec, result
-        meeting.close()
+        rendezvous.close()
     return code, worth_retrying
 
 
@@ -457,7 +457,7 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
             why = "one does not answer, not even to the kernel"
             if agent.told:
                 why = "the ranks of another node failed"
-            say(f"{why}, so those of this one were ended")
+            log(f"{why}, so those of this one were ended")
         agent.tell(agent.told or 1)
         return agent.told or 1
     exit_codes = codes(failures)
@@ -470,12 +470,12 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
     if code not in QUIET_CODES and agent.told in QUIET_CODES:
         return agent.told
     if code == agent.left and others:
-        say(f"a rank ended with exit code {code}, and the others could not go on without it")
+        log(f"a rank ended with exit code {code}, and the others could not go on without it")
         return code
     if -signal.SIGALRM in exit_codes.values():
-        meeting = agent.meeting
-        store = meeting.store if meeting.where else None
-        say_who_is_behind(begun(failures), store, meeting.options.node_rank)
+        rendezvous = agent.rendezvous
+        store = rendezvous.store if rendezvous.where else None
+        say_who_is_behind(begun(failures), store, rendezvous.options.node_rank)
     say_where_everyone_was(failures, script)
     return report(failures, script, agent.asked)
 
@@ -503,22 +503,22 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
             if exit_codes[rank] > 0:
                 how = f"ended with exit code {exit_codes[rank]}"
             at = f" at {_clock(errors[rank]['time'])}" if errors[rank] else ""
-            say(f"rank {rank} on {socket.gethostname()} {how}{at}{_named(_log_of(rank, script))}")
+            log(f"rank {rank} on {socket.gethostname()} {how}{at}{_named(_log_of(rank, script))}")
         if errors[first]:
-            say(
+            log(
                 f"the traceback of rank {first}, the first to fail "
                 f"here:\n{errors[first]['message'].rstrip()}"
             )
         elif log and others:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
             title = f"the last lines of the log of rank {first}, the first to fail here:"
-            say("\n".join([title, *lines]))
+            log("\n".join([title, *lines]))
     return code if code >= 0 else 128 - code
 
 
 def say_stopped(number: int) -> None:
     name = signal.Signals(number).name
-    say(f"stopped by {name} before training began: run it again to go on")
+    log(f"stopped by {name} before training began: run it again to go on")
 
 
 def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
@@ -552,7 +552,7 @@ def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int)
     most = max((count for count, _ in everyone.values()), default=0)
     behind = {rank: place for rank, place in sorted(everyone.items()) if place[0] < most}
     for rank, (count, host) in list(behind.items())[:8]:
-        say(
+        log(
             f"rank {rank} on {host} is behind: it had begun {count:,} collectives, the others "
             f"{most:,}"
         )
@@ -592,10 +592,10 @@ def say_where_everyone_was(failures: dict[int, ProcessFailure], script: list[str
     try:
         ranks = hang.read(Path(cfg.run.folder))
     except (InputError, OSError) as error:
-        return say(str(error))
+        return log(str(error))
     # a script that is no run has left none, and those of an older run say nothing
     if any(rank.rank in failures and failures[rank.rank].pid == rank.process for rank in ranks):
-        say("\n".join(["where everyone was:", *hang.judge(ranks).lines]))
+        log("\n".join(["where everyone was:", *hang.judge(ranks).lines]))
 
 
 def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
@@ -677,7 +677,7 @@ def _named(log: Path | None) -> str:
     )
 
 
-def say(sentence: str) -> None:
+def log(sentence: str) -> None:
     # one write with the newline: print writes it separately, and threads would share a line
     sys.stderr.write(f"launch: {sentence}\n")
     sys.stderr.flush()

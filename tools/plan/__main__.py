@@ -310,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
         if flags.search:
             # a command of its own has computed nothing yet, unless it has measured a CPU
             fresh = argv is None and inputs.on_gpu
-            found = search(cfg, inputs, say=to_stderr, fresh=fresh)
+            found = search(cfg, inputs, log=to_stderr, fresh=fresh)
             print(table(found) + "\n\nThe first of these:\n")
             cfg = found.ranking[0].choice.applied_to(cfg)
             section = front.section(found.traced, inputs.gpus, found.covered)

@@ -66,7 +66,7 @@ def period_of_attention(cfg: Config, first: int) -> int:
     family, args = train.architecture(cfg)
     with torch.device("meta"):
         cores = family.build(args).cores()
-    rules = [core.rule for core in cores][first:]
+    rules = [core.spec for core in cores][first:]
     for period in range(1, len(rules)):
         if rules[period:] == rules[:-period]:
             return period

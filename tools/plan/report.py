@@ -10,7 +10,7 @@ from configs import check
 from configs.schema import SCHEDULES, Config
 from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms import ep_hosts
-from parallelisms.cores import follows_rule
+from parallelisms.cores import supports_spec
 from parallelisms.schedules import layers_text
 from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs
 from tools.plan.routing import BALANCED, Chosen
@@ -163,7 +163,7 @@ def attention(plan: Plan) -> list[str]:
     family, args = train.architecture(plan.cfg)
     with torch.device("meta"):
         cores = family.build(args).cores()
-    counts = Counter(core.rule for core in cores if follows_rule(core))
+    counts = Counter(core.spec for core in cores if supports_spec(core))
     if set(counts) <= {PLAIN}:
         return []
     device = torch.device("cuda" if plan.inputs.on_gpu else "cpu")

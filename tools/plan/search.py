@@ -293,7 +293,7 @@ class Search:
         self.running[future] = choices
 
     def run(
-        self, pool: ProcessPoolExecutor, work: Callable[[], list[Choice]], say: Callable | None
+        self, pool: ProcessPoolExecutor, work: Callable[[], list[Choice]], log: Callable | None
     ) -> None:
         """Trace what `work` asks for, until it asks for no more."""
         said = time.monotonic()
@@ -308,9 +308,9 @@ class Search:
             done, _ = wait(self.running, return_when=FIRST_COMPLETED)
             for future in done:
                 self.learn(self.running.pop(future), *future.result())
-            if say and time.monotonic() - said > EVERY:
+            if log and time.monotonic() - said > EVERY:
                 said = time.monotonic()
-                say(self.progress())
+                log(self.progress())
 
     def progress(self) -> str:
         best = self.best()
@@ -357,10 +357,10 @@ def search(
     cfg: Config,
     inputs: PlanInputs,
     shown: int = SHOWN,
-    say: Callable | None = None,
+    log: Callable | None = None,
     fresh: bool = False,
 ) -> Found:
-    """The choices that fit, the fastest `shown` of them. say: called now and then with a line about
+    """The choices that fit, the fastest `shown` of them. log: called now and then with a line about
     how far the search is. fresh: as for `workers`. Raises InputError where nothing fits; it names the
     nearest."""
     state = Search(cfg, inputs, shown, Bounds(cfg, inputs))
@@ -373,11 +373,11 @@ def search(
             "pipeline_parallel"
         )
     with workers(fresh=fresh) as pool:
-        state.run(pool, state.next, say)
+        state.run(pool, state.next, log)
         best = state.best()
         hybrid_rows = []
         if not best:
-            state.run(pool, state.next_smallest, say)
+            state.run(pool, state.next_smallest, log)
         hybrids = replicated([row.choice for row in best], cfg, inputs)
         done = [pool.submit(planned, [choice], cfg, inputs) for choice in hybrids]
         for future in done:

@@ -494,7 +494,7 @@ class Trace(TorchDispatchMode):
         # the all-reduce of the loss blocks
         op.background = func.namespace == "c10d" and in_blocks and op.message > 8
         if kind == "all-to-all" and self.where.phase == "optimizer":
-            op.dimension = STAGE  # parallelisms/whole_matrices.py
+            op.dimension = STAGE  # parallelisms/gather_matrices.py
         shape = message(args, out).shape
         if len(shape) > 1 and shape[0] == self.moe_layers and self.outside_blocks():
             op.bytes_per_moe_layer = op.message // self.moe_layers
@@ -719,7 +719,7 @@ class Trace(TorchDispatchMode):
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
             kinds += [(names[id(p)], t, "optimizer state") for t in state.values()]
-        # parallelisms/masters.py::keep_masters
+        # parallelisms/master_weights.py::keep_master_weights
         for stage in stages:
             copies = getattr(stage, "working_copies", {})
             kinds += [(names[id(p)], copy, "working weights") for p, copy in copies.items()]

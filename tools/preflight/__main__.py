@@ -41,7 +41,7 @@ from reliability.exit import DONE, FAILED, WRONG_INPUT
 from reliability.stop import STOP_SIGNALS
 from tools.plan.device import Device, load_device
 from tools.preflight import bucket, host, job, machine, network
-from tools.preflight.answers import Desk, Stopped, Worker, judge_trouble
+from tools.preflight.answers import ResultStore, Stopped, Worker, judge_trouble
 from tools.preflight.probe import LONG, SLOW, TIMEOUT, Probe, ProbeRow, in_seconds, spans
 from training import log
 
@@ -170,7 +170,7 @@ class Page:
             print(f"--json={json_path} cannot be written: {error.strerror}", file=sys.stderr)
 
 
-def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
+def run_checks(probe: Probe, results: ResultStore, names: list[str], page: Page | None) -> int:
     """Every check in its turn, on this rank; `page` on rank 0. Returns the exit code."""
     worker = Worker()
     blocked: dict[str, str] = {}  # check -> the failed check that it depends on
@@ -189,15 +189,15 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
         except Stopped as signalled:
             stopped = signalled
             answer = {"stopped": f"was told to stop ({signalled})"}
-        desk.answer(name, answer)
+        results.answer(name, answer)
         try:
             if page:
-                verdict = _judge(probe, desk, page, name, 3 if stopped else limit + 2 * SLACK)
+                verdict = _judge(probe, results, page, name, 3 if stopped else limit + 2 * SLACK)
             else:
-                verdict = None if stopped else desk.verdict(name, limit + 4 * SLACK)
+                verdict = None if stopped else results.verdict(name, limit + 4 * SLACK)
         except Stopped as signalled:
             stopped = signalled
-            verdict = _judge(probe, desk, page, name, 3) if page else None
+            verdict = _judge(probe, results, page, name, 3) if page else None
         if stopped and page:
             page.add(
                 "all else",
@@ -226,9 +226,9 @@ def fly(probe: Probe, desk: Desk, names: list[str], page: Page | None) -> int:
     return code
 
 
-def _judge(probe: Probe, desk: Desk, page: Page, name: str, seconds: float) -> dict:
+def _judge(probe: Probe, results: ResultStore, page: Page, name: str, seconds: float) -> dict:
     """On rank 0: the rows of a check, and what all ranks make of it, which they are told."""
-    answers = page.answers[name] = desk.collect(name, seconds)
+    answers = page.answers[name] = results.collect(name, seconds)
     if name == "ranks":
         there = {r: a["value"] for r, a in enumerate(answers) if "value" in a}
         probe.hosts = machine.host_names(there)
@@ -244,7 +244,7 @@ def _judge(probe: Probe, desk: Desk, page: Page, name: str, seconds: float) -> d
     page.add(name, rows)
     blocks = any(row.result == "FAIL" and row.blocks for row in rows)
     verdict = {"id": probe.id, "blocks": blocks, "end": end, "code": page.code}
-    desk.decide(name, verdict)
+    results.decide(name, verdict)
     return verdict
 
 
@@ -286,9 +286,11 @@ def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None =
     for number in STOP_SIGNALS:
         signal.signal(number, _stop)
     log.leave_out_harmless()
-    desk = Desk(store or launcher_store(world, probe.limit("ranks")), world.rank, world.size)
+    results = ResultStore(
+        store or launcher_store(world, probe.limit("ranks")), world.rank, world.size
+    )
     try:
-        code = fly(probe, desk, names, page)
+        code = run_checks(probe, results, names, page)
         if page:
             page.close(options.json)
     except Stopped:  # between two checks

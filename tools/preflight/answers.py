@@ -25,7 +25,7 @@ class Stopped(BaseException):
     """A signal: the launcher's, because another rank has ended, or a person's."""
 
 
-class Desk:
+class ResultStore:
     """Answers to rank 0 and its verdicts, through a key-value store. JSON: the store has no
     password, so no pickles."""
 

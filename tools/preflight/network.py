@@ -191,7 +191,7 @@ def measure_bandwidth(probe: Probe) -> dict:
         if dim == "pp":
             elements = min(size, LINK_BYTES) // dtype.itemsize
             hidden = torch.ones(elements, dtype=dtype, device=mesh.device)
-            links += neighbours(probe, dim, group, ranks, hidden)
+            links += ring_links(probe, dim, group, ranks, hidden)
             stage_bytes = hidden.nbytes
             continue
         elements = max(1, -(-size // dtype.itemsize // n))
@@ -218,7 +218,7 @@ def measure_bandwidth(probe: Probe) -> dict:
         for name, fn, factor in collectives:
             seconds = collective_seconds(fn, mesh.device, group)
             by_dimension[dim][name] = whole.nbytes * factor / seconds
-        links += neighbours(probe, dim, group, ranks, part[: LINK_BYTES // dtype.itemsize])
+        links += ring_links(probe, dim, group, ranks, part[: LINK_BYTES // dtype.itemsize])
     return {"dims": by_dimension, "links": links, "stage_bytes": stage_bytes}
 
 
@@ -238,7 +238,7 @@ def collective_seconds(
     return statistics.median(seconds)
 
 
-def neighbours(
+def ring_links(
     probe: Probe, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor
 ) -> list[list]:
     """The links between neighbours of a group's ring, pair by pair: [dim, from, to, bytes per
@@ -338,7 +338,7 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 class NetworkLink(NamedTuple):
-    """A row of `neighbours`."""
+    """A row of `ring_links`."""
 
     dim: str
     first: int  # rank

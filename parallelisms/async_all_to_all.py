@@ -1,11 +1,11 @@
 """An all-to-all that is on its way while something else is computed, in forward and in backward.
 
-    flight = begin(rows, received, sent, group)
+    pending = start(rows, received, sent, group)
     ...                                            # is computed meanwhile, from other tensors
-    rows = wait(flight)
+    rows = wait(pending)
 
 Autograd runs backward in the reverse order of forward. So there `wait` begins the all-to-all of the
-gradient, then comes the backward pass of what was computed meanwhile, and `begin` waits for the
+gradient, then comes the backward pass of what was computed meanwhile, and `start` waits for the
 gradient. PyTorch's own differentiable all-to-all waits for a gradient at once.
 """
 
@@ -23,28 +23,28 @@ class Route(NamedTuple):
     group: dist.ProcessGroup
 
 
-class Flight(NamedTuple):
+class Pending(NamedTuple):
     """An all-to-all that was begun. Somebody must wait for it."""
 
     arriving: Tensor  # [rows received, D]; nobody may read it yet
-    link: Tensor  # [rows sent, D], without memory: leads autograd from `wait` to `begin`
+    link: Tensor  # [rows sent, D], without memory: leads autograd from `wait` to `start`
     route: Route
 
 
-def begin(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Flight:
+def start(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Pending:
     """Rows [M, D] leave."""
     route = Route(received, sent, group)
     if torch.compiler.is_compiling():  # a compiler waits where the result is used first
         arriving = funcol.all_to_all_single_autograd(rows, received, sent, group)
-        return Flight(arriving, rows, route)
-    return Flight(*Begun.apply(rows, route), route)
+        return Pending(arriving, rows, route)
+    return Pending(*StartAllToAll.apply(rows, route), route)
 
 
-def wait(flight: Flight) -> Tensor:
+def wait(pending: Pending) -> Tensor:
     """The rows that have arrived."""
     if torch.compiler.is_compiling():
-        return flight.arriving
-    return Waited.apply(flight.link, flight.arriving, flight.route)
+        return pending.arriving
+    return WaitAllToAll.apply(pending.link, pending.arriving, pending.route)
 
 
 def send(rows: Tensor, route: Route) -> Tensor:
@@ -59,7 +59,7 @@ def arrived(rows: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(rows)
 
 
-class Begun(torch.autograd.Function):
+class StartAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         arriving = send(rows, route)
@@ -72,7 +72,7 @@ class Begun(torch.autograd.Function):
         return arrived(grad), None
 
 
-class Waited(torch.autograd.Function):
+class WaitAllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, link: Tensor, arriving: Tensor, route: Route) -> Tensor:
         ctx.back = Route(route.sent, route.received, route.group)

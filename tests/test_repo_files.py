@@ -105,9 +105,9 @@ def test_an_image_has_all_that_git_has():
     )
     if listing.returncode:
         pytest.skip("not a checkout of git, which knows the files")
-    left_out = set(text(".dockerignore").splitlines())
+    excluded = set(text(".dockerignore").splitlines())
     in_root = {name.split("/")[0] for name in listing.stdout.splitlines()}
-    assert not in_root & left_out
+    assert not in_root & excluded
 
 
 def test_the_citation_and_the_badges_say_what_the_project_says():

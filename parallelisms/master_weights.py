@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 
-def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def keep_master_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Let the model compute in `dtype`, in place. `model.working_copies` maps parameters to
     copies."""
-    masters = Masters(dtype)
+    masters = MasterWeights(dtype)
     model.working_copies = masters.copies
     model.register_forward_pre_hook(masters.before_forward)
     # always_call: also when forward fails
@@ -24,7 +24,7 @@ def keep_masters(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-class Masters:
+class MasterWeights:
     """The copies of a model's parameters, and when the modules see them.
 
     While forward runs, and while backward does (which may run parts of forward again), the copies

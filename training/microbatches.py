@@ -25,8 +25,8 @@ class Inputs(NamedTuple):
     real: Tensor | None
 
 
-class Feed:
-    """A rank's batch on its device: `model(*feed(a))` is the summed loss of microbatch a.
+class Microbatches:
+    """A rank's batch on its device: `model(*microbatches(a))` is the summed loss of microbatch a.
 
     tokens, labels: int64 [A, b, t], A microbatches of b sequences; t: this rank's tokens of a
     sequence of length T, all of them without context parallelism. losses: float32 [A, b, t], the
@@ -121,7 +121,7 @@ def raise_flags(raised: Tensor, flags: Iterable[bool]) -> None:
             raised[i].fill_(1.0)
 
 
-def read_later(x: Tensor) -> Callable[[], list[float]]:
+def to_host_async(x: Tensor) -> Callable[[], list[float]]:
     """Begin to copy the numbers of x [n] to the host; the result returns them.
 
     A plain read of x is a host-device sync: it waits for everything that is queued on the GPU, and

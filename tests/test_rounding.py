@@ -45,7 +45,7 @@ def oracle() -> dict:
     """The plain model, and how far it is off when its initial weights are moved by rounding."""
     seen = run_ranks(1, post_norm, OPTIONS)[0] | {"options": OPTIONS}
     shaken = run_ranks(1, post_norm, [*OPTIONS, parity.SHAKEN])[0]
-    return seen | {"bounds": parity.amplified(shaken, seen)}
+    return seen | {"bounds": parity.rounding_bounds(shaken, seen)}
 
 
 def on_a_mesh(mistake: Callable[[], None] | None = None) -> dict:

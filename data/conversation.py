@@ -12,7 +12,7 @@ import json
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from data.answers import Unfit
+from data.answers import InvalidExample
 
 GIVEN = ("tools", "documents")
 VARIABLES = "chat_template_kwargs"
@@ -35,7 +35,7 @@ ROLES = {
 }
 
 
-class Talk(NamedTuple):
+class Conversation(NamedTuple):
     """A conversation, as its template gets it."""
 
     messages: list[dict]
@@ -44,21 +44,21 @@ class Talk(NamedTuple):
 
 def read(
     record: dict, reads: Collection[str], tokens: Collection[str], may_drop: Collection[str]
-) -> Talk:
+) -> Conversation:
     """The conversation of a line. reads: the variables that its template reads; tokens: those of them
-    that are special tokens; may_drop: data.chat_may_drop. Raises Unfit."""
+    that are special tokens; may_drop: data.chat_may_drop. Raises InvalidExample."""
     messages = messages_of(record, may_drop)
     given = {key: list_of_objects(record[key], key) for key in GIVEN if record.get(key)}
     own = {"messages", "add_generation_prompt", *GIVEN, *tokens}
     given |= _variables(record, reads, own, may_drop)
     for key in record.keys() & (set(reads) - own):
         if key != VARIABLES and record[key] is not None and key not in may_drop:
-            raise Unfit(
+            raise InvalidExample(
                 f'has "{key}" beside its messages, which its template reads: put it under '
                 f'"{VARIABLES}"'
             )
     _check_the_rest(record, messages, may_drop)
-    return Talk(messages, given)
+    return Conversation(messages, given)
 
 
 def _variables(
@@ -66,14 +66,16 @@ def _variables(
 ) -> dict:
     variables = record.get(VARIABLES) or {}
     if not isinstance(variables, dict):
-        raise Unfit(f'has "{VARIABLES}" that are no object')
+        raise InvalidExample(f'has "{VARIABLES}" that are no object')
     # a table of lines with other variables has null here
     found = {name: value for name, value in variables.items() if value is not None}
     for name in found:
         if name in own:
-            raise Unfit(f'has "{name}" in "{VARIABLES}", which every conversation has already')
+            raise InvalidExample(
+                f'has "{name}" in "{VARIABLES}", which every conversation has already'
+            )
         if name not in reads and VARIABLES not in may_drop:
-            raise Unfit(
+            raise InvalidExample(
                 f'has "{name}" in "{VARIABLES}", which its template does not read: '
                 f"{advice(VARIABLES)}"
             )
@@ -81,28 +83,30 @@ def _variables(
 
 
 def _check_the_rest(record: dict, messages: list[dict], may_drop: Collection[str]) -> None:
-    """Raise Unfit for a key that says something to the model which no message says."""
+    """Raise InvalidExample for a key that says something to the model which no message says."""
     said = " ".join(text for message in messages for text in texts_of(message))
     for key in SAYING:
         value = record.get(key)
         is_copy = isinstance(value, str) and value.strip() in said
         if value and not is_copy and key not in may_drop:
-            raise Unfit(
+            raise InvalidExample(
                 f'has "{key}" beside its messages, which no template gets: say it in a message, or '
                 f"{advice(key)}"
             )
 
 
 def messages_of(record: dict, may_drop: Collection[str] = ()) -> list[dict]:
-    """The messages of a line, in ShareGPT's form too. Raises Unfit for what no template could tell us
+    """The messages of a line, in ShareGPT's form too. Raises InvalidExample for what no template could tell us
     about: an answer that is empty, or a part of a message that is no text."""
     rows = record.get("messages", record.get("conversations"))
     if not isinstance(rows, list) or not rows:
-        raise Unfit('has no list of messages under "messages"')
+        raise InvalidExample('has no list of messages under "messages"')
     messages = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
-            raise Unfit(f"has a message ({number}) that is not an object with role and content")
+            raise InvalidExample(
+                f"has a message ({number}) that is not an object with role and content"
+            )
         message = _named(row, number)
         _check_message(message, number, may_drop)
         messages.append(message)
@@ -115,7 +119,9 @@ def _named(row: dict, number: int) -> dict:
         return row
     speaker = row["from"]
     if speaker not in ROLES:
-        raise Unfit(f"has a message ({number}) from {speaker!r}, not from {', '.join(ROLES)}")
+        raise InvalidExample(
+            f"has a message ({number}) from {speaker!r}, not from {', '.join(ROLES)}"
+        )
     others = {key: value for key, value in row.items() if key not in ("from", "value")}
     return {"role": ROLES[speaker], "content": row["value"]} | others
 
@@ -129,22 +135,22 @@ def _check_message(message: dict, number: int, may_drop: Collection[str]) -> Non
             _check_part(part, number)
     has_content = isinstance(content, (str, list)) or (calls and content is None)
     if not isinstance(role, str) or not has_content:
-        raise Unfit(f"has a message ({number}) without a role and a content that are text")
+        raise InvalidExample(f"has a message ({number}) without a role and a content that are text")
     for key, value in message.items():
         known = key in ("content", "tool_calls", *UNSAID, *may_drop)
         if not known and value is not None and not isinstance(value, str):
-            raise Unfit(
+            raise InvalidExample(
                 f'has "{key}" in a message ({number}), which is no text and not supported: '
                 f"{advice(key)}"
             )
     if role == "assistant" and not calls and not "".join(texts_of(message)).strip():
-        raise Unfit(f"has an empty answer (message {number})")
+        raise InvalidExample(f"has an empty answer (message {number})")
 
 
 def _check_part(part: dict, number: int) -> None:
     kind = part.get("type")
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise Unfit(f'has a part of the type "{kind}" in a message ({number}): only text')
+        raise InvalidExample(f'has a part of the type "{kind}" in a message ({number}): only text')
 
 
 def texts_of(message: dict) -> list[str]:
@@ -154,9 +160,9 @@ def texts_of(message: dict) -> list[str]:
 
 
 def list_of_objects(value: Any, key: str) -> list[dict]:
-    """The value of a key that must be a list of objects. Raises Unfit."""
+    """The value of a key that must be a list of objects. Raises InvalidExample."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise Unfit(f'has "{key}" that is not a list of objects')
+        raise InvalidExample(f'has "{key}" that is not a list of objects')
     return value
 
 

@@ -13,13 +13,13 @@ from data.tokens import Tokens
 NAMED = 20  # conversations that a message names
 
 
-def left_out(tokens: Tokens, seq_len: int) -> list[str]:
+def dropped(tokens: Tokens, seq_len: int) -> list[str]:
     """A sentence about each document of a split that is in no window because it is too long."""
     if not isinstance(tokens, PackedTokens):
         return []
     documents = DocumentIndex(tokens)
     lines = []
-    for number in tokens.left_out(seq_len).tolist():
+    for number in tokens.too_long(seq_len).tolist():
         start, stop = documents.extent(number)
         size = int(tokens.are_answers(start, stop).sum())
         lines.append(
@@ -29,14 +29,14 @@ def left_out(tokens: Tokens, seq_len: int) -> list[str]:
     return lines
 
 
-def check_fit(
+def check(
     name: str, tokens: Tokens, seq_len: int, allowed: int, log: Callable[[str], object]
 ) -> list[str]:
     """Say how full the windows of a split are, and which documents are in none; returns the
     sentences about these. Raises InputError if they are more than `allowed`."""
     if not isinstance(tokens, PackedTokens):
         return []
-    lines = left_out(tokens, seq_len)
+    lines = dropped(tokens, seq_len)
     shown = "; ".join(lines[:NAMED])
     if len(lines) > NAMED:
         shown += f"; and {len(lines) - NAMED} more"
@@ -68,7 +68,7 @@ def record(sources: dict, cfg: Config) -> dict:
     lines = []
     chat: dict = {}
     for source in sources.values():
-        lines += left_out(source.train, cfg.training.seq_len)
+        lines += dropped(source.train, cfg.training.seq_len)
         described = formats.load(source.train.folder) if isinstance(source.train, Tokens) else {}
         if described.get("format") == "chat":
             chat = chat or described

@@ -31,7 +31,7 @@ def group_to_lower_ranks(device_mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return own_group
 
 
-def meet_neighbours(mesh: "Mesh", device: torch.device, limit: timedelta) -> None:
+def warm_up_p2p(mesh: "Mesh", device: torch.device, limit: timedelta) -> None:
     """Open every connection that sends of a pipeline use, for tensors of this device. All ranks of
     a pipeline call it.
 
@@ -42,7 +42,7 @@ def meet_neighbours(mesh: "Mesh", device: torch.device, limit: timedelta) -> Non
     and all ranks go through the pairs in one order.
     """
     to_higher = mesh.device_mesh.get_group("pp")
-    for lower, higher in neighbours(mesh.pp):
+    for lower, higher in p2p_pairs(mesh.pp):
         _exchange(mesh.pp_rank, lower, higher, to_higher, device, limit)
         _exchange(mesh.pp_rank, higher, lower, mesh.to_lower, device, limit)
 
@@ -66,7 +66,7 @@ def _exchange(
     work.wait(limit)
 
 
-def neighbours(ranks: int) -> list[tuple[int, int]]:
+def p2p_pairs(ranks: int) -> list[tuple[int, int]]:
     """The pairs of ranks of a pipeline that send each other something, the lower rank first. No
     pair waits for more than two others, whatever the number of ranks."""
     even = [(i, i + 1) for i in range(0, ranks - 1, 2)]

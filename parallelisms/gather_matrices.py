@@ -254,7 +254,7 @@ class AllToAll:
         yield from zip(self.parts, self.received.split(sizes), strict=True)
 
 
-class WholeMatrices:
+class GatheredMatrices:
     """Applies a function to the whole matrices of sharded tensors."""
 
     def __init__(

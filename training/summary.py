@@ -8,7 +8,7 @@ from training.metrics import MetricsWriter
 from training.sample import sample
 
 
-def last_lines(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: MetricsWriter) -> str:
+def summarise(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: MetricsWriter) -> str:
     """The loss, a sample if the run is done, where its files are, and how to go on. All ranks call
     it, because all of them compute the sample.
 

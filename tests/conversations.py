@@ -60,7 +60,7 @@ TALKS = [
 ]
 
 
-def talks(count: int, longest: int = 9) -> list[dict]:
+def conversations(count: int, longest: int = 9) -> list[dict]:
     """Conversations of one to three answers, of many lengths."""
     rng = random.Random(7)
     made = []

@@ -50,7 +50,7 @@ class Engine(type(Variable._execution_engine)):
             raise RuntimeError(
                 "a backward in a process that was forked by one that had run a backward, which a "
                 "machine with a GPU refuses: "
-                "fork by tests/forks.py, or before the first backward"
+                "fork by tests/fork_server.py, or before the first backward"
             )
         Engine.has_run = True
         return super().run_backward(*args, **kwargs)
@@ -66,7 +66,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def start(fn: Callable, *args: Any) -> ForkServerProcess:
-    """fn(*args) in a process that the server forks. Whoever starts it ends it."""
+    """fn(*args) in a process that the server fork_server. Whoever starts it ends it."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
@@ -77,7 +77,7 @@ def start(fn: Callable, *args: Any) -> ForkServerProcess:
         ours.send("begin")
     except (AttributeError, TypeError, pickle.PicklingError) as error:
         raise AssertionError(
-            f"{fn} with {args} is not sent to another process: {error} (see tests/forks.py)"
+            f"{fn} with {args} is not sent to another process: {error} (see tests/fork_server.py)"
         ) from error
     finally:
         theirs.close()
@@ -141,7 +141,7 @@ def _enter(
 def start_server() -> None:
     """Unless it runs. It imports what of this repository is imported here. tests/conftest.py calls
     this before the first test, so that tools which use Python's fork server find this one."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.forks"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.fork_server"])
     ours = [name for name, module in list(sys.modules.items()) if _is_ours(name, module)]
     before = {
         name: os.environ.get(name)
