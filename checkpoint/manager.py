@@ -11,7 +11,7 @@ a time.
 
 It is a thread because that is simpler than a process and measures no worse: a step that never waits
 for anything else takes as long beside a save as beside another process that writes as many bytes
-(`lab/bench/beside.py`). For that, the thread makes a few long calls into C that release the GIL
+(`lab/bench/save_overhead.py`). For that, the thread makes a few long calls into C that release the GIL
 (`storage.Staged`).
 
 A load is `CheckpointManager.load`: find -> verify -> plan -> read -> agree. Rank 0 chooses a

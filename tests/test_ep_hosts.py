@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.load import load_config
 from configs.schema import InputError
-from lab.bench.in_flight import wait_at_once
+from lab.bench.async_all_to_all import wait_at_once
 from models.moe import Experts, MixtureOfExperts
 from parallelisms import async_all_to_all, ep, ep_chunks, ep_hosts
 from parallelisms.ep_hosts import Dispatched

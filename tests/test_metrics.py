@@ -269,7 +269,7 @@ def test_the_line_for_a_person(tmp_path: Path, logger: logging.Logger) -> None:
     )
 
 
-@pytest.mark.usefixtures("say")  # which puts logging back
+@pytest.mark.usefixtures("logger")  # which puts logging back
 def test_lines_stand_above_a_short_bar(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     def console(progress: str) -> tuple[str, str]:
         folder = tmp_path / progress

@@ -20,7 +20,7 @@ import torch
 import train
 from configs import program
 from configs.load import load_config
-from lab.bench import apart, harness
+from lab.bench import harness, isolated
 from lab.bench.idle import idle_share, kernel_times
 from training.optim import learning_rate, set_learning_rate
 
@@ -122,7 +122,7 @@ def one(options: list[str], variant: str) -> None:
         gib = torch.cuda.max_memory_reserved() / 2**30
         return {"gib": gib, "idle": idle_share(*kernel_times(lambda: step(done)))}
 
-    apart.serve({"seen": seen, "tokens": shape[1] * shape[2]}, run, last)
+    isolated.serve({"seen": seen, "tokens": shape[1] * shape[2]}, run, last)
     train.meshes.close_mesh()
 
 
@@ -138,7 +138,7 @@ def same(seen: list, reference: list) -> str:
     return "bitwise the same"
 
 
-def rows_of(running: dict[str, apart.Contender]) -> list[list[str]]:
+def rows_of(running: dict[str, isolated.Contender]) -> list[list[str]]:
     rows = []
     for key, contender in running.items():
         model, compiled, variant = key.split("; ")
@@ -191,12 +191,12 @@ def main() -> None:
                     *overrides,
                 ]
 
-    def noted(running: dict[str, apart.Contender]) -> None:
-        apart.note(args.json, running)
+    def noted(running: dict[str, isolated.Contender]) -> None:
+        isolated.note(args.json, running)
 
-    running = apart.in_turn(contenders, args.rounds, args.seconds, 10, noted)
+    running = isolated.in_turn(contenders, args.rounds, args.seconds, 10, noted)
     notes = f"{args.rounds} alternating rounds of {STEPS} steps; batches of 8 sequences."
-    numbers = apart.numbers(running)
+    numbers = isolated.numbers(running)
     harness.report(
         "Steps of small models", list(COLUMNS), rows_of(running), notes, args.json, numbers
     )

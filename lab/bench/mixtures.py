@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from configs import program
 from configs.schema import Compile
-from lab.bench import apart, harness
+from lab.bench import harness, isolated
 from models import FORMATS, MODELS
 from models.gpt_oss import ClampedExperts
 from models.terms import InjectGradient
@@ -333,10 +333,10 @@ def one(part_name: str, contender: str, folder: Path) -> None:
         found = kernels(run)
         return {"gib": gib, "shares": shares(found), "kernels": found[:40]}
 
-    apart.serve({"flops": flops(size, args, part)}, run, last)
+    isolated.serve({"flops": flops(size, args, part)}, run, last)
 
 
-def rows_of(running: dict[str, apart.Contender], folder: Path) -> list[list[str]]:
+def rows_of(running: dict[str, isolated.Contender], folder: Path) -> list[list[str]]:
     peak = peak_flops(torch.cuda.get_device_name(), 0, DTYPE) if GPU else None
     rows = []
     for key, contender in running.items():
@@ -388,7 +388,7 @@ def main() -> None:
     if args.one:
         return one(args.one[0], args.one[1], Path(args.one[2]))
     asked = args.only.split(",")
-    running: dict[str, apart.Contender] = {}
+    running: dict[str, isolated.Contender] = {}
     with tempfile.TemporaryDirectory() as folder:
         for parts in PARTS.values():
             contenders = {
@@ -397,9 +397,9 @@ def main() -> None:
                 for name in names
                 if part in asked
             }
-            noted = partial(apart.note, args.json)
-            running |= apart.in_turn(contenders, 2 + args.rounds, args.seconds, 10, noted)
-            apart.note(args.json, running)
+            noted = partial(isolated.note, args.json)
+            running |= isolated.in_turn(contenders, 2 + args.rounds, args.seconds, 10, noted)
+            isolated.note(args.json, running)
         for contender in running.values():
             contender.seconds = contender.seconds[2:]
         rows = rows_of(running, Path(folder))
@@ -414,7 +414,7 @@ def main() -> None:
         rows,
         f"{notes} Tokens: {sizes}.",
         args.json,
-        apart.numbers(running),
+        isolated.numbers(running),
     )
 
 

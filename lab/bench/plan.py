@@ -2,13 +2,13 @@
 this machine.
 
     python -m lab.bench.plan published [--split] [--calibrate] [--svg OUT.svg]
-    python -m lab.bench.plan ahead
+    python -m lab.bench.plan vs_published
     python -m lab.bench.plan torchtitan [--device configs-of-yours.toml]
     python -m lab.bench.plan here [--rounds 15]
 
 `published`: all runs of `published.toml` beside their plans; `lab/bench/published.py` says how.
 
-`ahead`: this trainer's plan beside the fastest published runs (`lab/bench/ahead.py`).
+`vs_published`: this trainer's plan beside the fastest published runs (`lab/bench/vs_published.py`).
 
 `torchtitan`: with memory, rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover
 (bfloat16, FSDP and tensor parallel; not float8, pipeline parallel nor asynchronous tensor
@@ -32,7 +32,7 @@ import train
 from configs import program
 from configs.load import load_config
 from configs.schema import InputError
-from lab.bench import ahead, harness, published
+from lab.bench import harness, published, vs_published
 from tools.plan import trace
 from tools.plan.device import Device, load_device, measure_cpu
 from tools.plan.estimate import estimate
@@ -294,11 +294,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("published", "ahead", "torchtitan", "here"))
+    parser.add_argument("what", choices=("published", "vs_published", "torchtitan", "here"))
     parser.add_argument("--device", default="h100")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
-        "--only", default="", help="published, ahead: runs with this in name or class"
+        "--only", default="", help="published, vs_published: runs with this in name or class"
     )
     parser.add_argument("--split", action="store_true", help="published: the held-out third apart")
     parser.add_argument("--calibrate", action="store_true", help="published: fit efficiencies anew")
@@ -319,8 +319,8 @@ def main() -> None:
         except InputError as error:
             print(error, file=sys.stderr)
             sys.exit(2)
-    elif args.what == "ahead":
-        ahead.report(args.only)
+    elif args.what == "vs_published":
+        vs_published.report(args.only)
     elif args.what == "torchtitan":
         torchtitan(load_device(args.device))
     else:

@@ -1,7 +1,7 @@
 """Two processes that train one model against two that train one each: what working together costs
 on this machine.
 
-    python -m lab.bench.together [--rounds 3] [--steps 5] [--json out.json] [--table.key=value ...]
+    python -m lab.bench.two_ranks [--rounds 3] [--steps 5] [--json out.json] [--table.key=value ...]
 
 `apart` is two runs at the same time, each of one process with half of the batch; `apart, as PP` is
 the same in microbatches of the pipeline's size, whose matmuls are smaller. The others are one run
@@ -121,7 +121,7 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
         each = dict(
             zip(
                 every,
-                harness.child("lab.bench.together", f"--alone={json.dumps(every)}", ranks=2)[
+                harness.child("lab.bench.two_ranks", f"--alone={json.dumps(every)}", ranks=2)[
                     "seconds"
                 ],
             )

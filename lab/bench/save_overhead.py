@@ -1,6 +1,6 @@
 """How much longer a step takes while a checkpoint is being written.
 
-    python -m lab.bench.beside [--tensors 1137] [--gigabytes 1] [--rounds 10] [--folder DIR] [--json out.json]
+    python -m lab.bench.save_overhead [--tensors 1137] [--gigabytes 1] [--rounds 10] [--folder DIR] [--json out.json]
 
 The step is host-bound, as the step of a small model on a GPU is: one Python thread that calls
 thousands of small operations. A save that holds the GIL shows here first. The state has as many

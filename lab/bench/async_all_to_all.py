@@ -1,7 +1,7 @@
 """Whether the exchange of rows hides behind experts: a MoE layer on two ranks, whose rows take a
 stated time to arrive, on a simulated wire, which sleeps.
 
-    python -m lab.bench.in_flight [--rounds 9] [--json out.json]
+    python -m lab.bench.async_all_to_all [--rounds 9] [--json out.json]
 
 The ranks exchange real rows by gloo. Rows of dispatch and combine, and their gradients in backward,
 may be used when the wire has had its time, one transfer after the other. All chunks together take a
@@ -141,7 +141,7 @@ def main() -> None:
     if args.measure:
         return measure(args.rounds)
     shared, seconds = harness.child(
-        "lab.bench.in_flight", "--measure", f"--rounds={args.rounds}", ranks=2
+        "lab.bench.async_all_to_all", "--measure", f"--rounds={args.rounds}", ranks=2
     )
     rows = []
     for way, share in product(WAYS, SHARES):

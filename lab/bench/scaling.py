@@ -1,7 +1,7 @@
 """What a step costs as the work grows: batch, sequence, layers, width, ranks; and the host's time
 for a step on many ranks.
 
-    python -m lab.bench.grow [--axis NAME] [--rounds 3] [--json out.json] [--table.key=value ...]
+    python -m lab.bench.scaling [--axis NAME] [--rounds 3] [--json out.json] [--table.key=value ...]
 
 One row per size, each in a process of its own (`lab.bench.sections --one`). `grows` is the time
 by which a step got longer over what the FLOPs grew by, from the row above: 1 is proportional. The
