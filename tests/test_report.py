@@ -6,6 +6,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -493,3 +494,28 @@ def test_a_start_without_any_time_is_left_out_of_the_time_line(runs, tmp_path):
             path.write_text("")
     assert timeline.spans(read_run(lost, "lost").starts) == []
     assert "no start left a time" in page(lost).text
+
+
+def test_a_picture_has_a_curve_for_each_logged_loss(runs, tmp_path):
+    place = tmp_path / "loss.svg"
+    out = tmp_path / "page.html"
+    both = [str(runs["plain"]), str(runs["faster"])]
+    assert report.main([*both, "--out", str(out), "--picture", str(place)]) == 0
+    drawn = ElementTree.fromstring(place.read_text(encoding="utf-8"))
+    curves = [one.get("points").split() for one in drawn.iter("{*}polyline")]
+    logged = [read_run(runs[name], name).metrics for name in ("plain", "faster")]
+    keys = ("loss", "validation_loss")
+    lengths = [len(metrics[key].steps) for metrics in logged for key in keys if key in metrics]
+    assert [len(points) for points in curves] == lengths and len(lengths) == 3
+    words = [text.text for text in drawn.iter("{*}text")]
+    assert "plain: validation loss" in words
+    assert numbers.short(float(logged[1]["loss"].values[-1])) in words
+    heights = [float(point.split(",")[1]) for point in curves[0]]
+    losses = logged[0]["loss"].values
+    assert np.corrcoef(heights, losses)[0, 1] < -0.999  # SVG counts from the top
+
+
+def test_a_picture_that_cannot_be_written_is_a_sentence(runs, tmp_path, capsys):
+    place = tmp_path / "none" / "loss.svg"
+    assert report.main([str(runs["plain"]), "--picture", str(place)]) == 2
+    assert f"--picture={place} cannot be written" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """A run to look at: one HTML page with its curves, starts, failures, samples and configuration.
 
     python -m tools.report runs/before runs/after --out runs/report.html
+    python -m tools.report runs/before --picture loss.svg
 
 Several runs are drawn over each other. The page needs no server and no network, and reads well on
 a phone. Exit code 0: it is written; 2: a folder is no run's or is damaged, said in one sentence.
@@ -15,6 +16,7 @@ from configs import program
 from configs.schema import InputError
 from tools.places import run_folder
 from tools.report.page import build
+from tools.report.picture import draw
 from tools.report.run import read_runs
 
 PAGE = Path("runs/report.html")
@@ -26,10 +28,14 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=run_folder, nargs="+", help="the folder or the URL of a run")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page [%(default)s]")
+    parser.add_argument("--picture", type=Path, help="write the losses as this SVG file, too")
     options = parser.parse_args(argv)
     try:
-        page = build(read_runs(options.run)).encode()
-        _write(options.out, page)
+        runs = read_runs(options.run)
+        if options.picture:
+            _write("--picture", options.picture, draw(runs).encode())
+        page = build(runs).encode()
+        _write("--out", options.out, page)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -37,13 +43,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _write(path: Path, page: bytes) -> None:
+def _write(option: str, path: Path, content: bytes) -> None:
     try:
         if path == PAGE:
             path.parent.mkdir(exist_ok=True)
-        path.write_bytes(page)
+        path.write_bytes(content)
     except OSError as error:
-        raise InputError(f"--out={path} cannot be written: {error.strerror}") from None
+        raise InputError(f"{option}={path} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":
