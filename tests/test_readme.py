@@ -1,4 +1,4 @@
-"""The commands in README.md and docs/*.md, run as they stand there, in a copy of the repository.
+"""The commands in README.md, AGENTS.md and docs/*.md, run as they stand there, in a copy of the repository.
 
 A command may be shortened here (fewer steps, a smaller model), but nothing is added that would make
 an illegal one legal. Whoever adds a command to a document need not touch this file, unless the
@@ -33,7 +33,8 @@ from tests.published import published
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+AGENTS = ROOT / "AGENTS.md"
+DOCUMENTS = [ROOT / "README.md", AGENTS, *sorted((ROOT / "docs").glob("*.md"))]
 
 # The commands on somebody's own model, which have a test of their own.
 OWN_MODEL = r"\bmodels/SmolLM2\b|\bruns/smol\b|\bsmol\.toml\b"
@@ -41,6 +42,7 @@ OWN_MODEL = r"\bmodels/SmolLM2\b|\bruns/smol\b|\bsmol\.toml\b"
 # counts.
 NEEDS = (
     (r"^\./run_tests\.sh", "the time of this whole suite"),
+    (r"^ruff ", "a tree that may change (tests/test_habits.py runs it)"),
     (r"^git apply ", "a tree that may change (tests/test_forking.py applies each diff to a copy)"),
     (r"^tensorboard ", "somebody who stops it: it serves for ever"),
     (r"^(srun|sbatch) ", "Slurm (tests/test_launchers.py runs the real thing)"),
@@ -198,6 +200,24 @@ def test_a_command_is_run_or_listed(command):
         f"{Path(__file__).name}: give it a row "
         "there that says what it takes"
     )
+
+
+def missing_paths(text: str) -> set[str]:
+    """Return what stands in backticks like a folder or a file of ours, and is none."""
+    names = re.findall(r"`([\w.-]+/[\w./-]*|\w+\.(?:py|md|sh))`", text)
+    return {name for name in names if not (ROOT / name).exists()}
+
+
+def test_the_paths_of_agents_md_exist():
+    """tests/test_structure.py does the same for path::symbol, in all documents."""
+    text = AGENTS.read_text(encoding="utf-8")
+    assert not missing_paths(text)
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert {name for name in folders if f"| `{name}/` |" not in text} == set()
+    assert missing_paths("`tools/`, `lab/gone/`, `gone.py`, `models/llama.py`") == {
+        "lab/gone/",
+        "gone.py",
+    }
 
 
 @pytest.mark.parametrize("pattern", [*(row[0] for row in (*NEEDS, *SAYS)), *TYPED[:-1]])
