@@ -42,7 +42,7 @@ OWN_MODEL = r"\bmodels/SmolLM2\b|\bruns/smol\b|\bsmol\.toml\b"
 # counts.
 NEEDS = (
     (r"^\./run_tests\.sh", "the time of this whole suite"),
-    (r"^ruff ", "a tree that may change (tests/test_habits.py runs it)"),
+    (r"^ruff ", "a tree that may change (tests/test_repo_files.py runs it)"),
     (r"^git apply ", "a tree that may change (tests/test_forking.py applies each diff to a copy)"),
     (r"^tensorboard ", "somebody who stops it: it serves for ever"),
     (r"^(srun|sbatch) ", "Slurm (tests/test_launchers.py runs the real thing)"),

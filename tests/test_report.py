@@ -502,12 +502,12 @@ def test_a_picture_has_a_curve_for_each_logged_loss(runs, tmp_path):
     both = [str(runs["plain"]), str(runs["faster"])]
     assert report.main([*both, "--out", str(out), "--picture", str(place)]) == 0
     drawn = ElementTree.fromstring(place.read_text(encoding="utf-8"))
-    curves = [one.get("points").split() for one in drawn.iter("{*}polyline")]
+    curves = [one.get("points").split() for one in drawn.findall("{*}polyline")]
     logged = [read_run(runs[name], name).metrics for name in ("plain", "faster")]
     keys = ("loss", "validation_loss")
     lengths = [len(metrics[key].steps) for metrics in logged for key in keys if key in metrics]
     assert [len(points) for points in curves] == lengths and len(lengths) == 3
-    words = [text.text for text in drawn.iter("{*}text")]
+    words = [text.text for text in drawn.findall("{*}text")]
     assert "plain: validation loss" in words
     assert numbers.short(float(logged[1]["loss"].values[-1])) in words
     heights = [float(point.split(",")[1]) for point in curves[0]]
