@@ -68,6 +68,10 @@ class Template(NamedTuple):
     may_drop: list[str] = []  # data.chat_may_drop
 
 
+class CannotRender(InvalidExample):
+    """A conversation that its template fails on."""
+
+
 class Chat:
     """Conversations in the text of one template, as tokens."""
 
@@ -92,7 +96,10 @@ class Chat:
             raise InvalidExample("has no answer: no message has the role assistant")
         plain = self.plain(conversation)
         parts = whole.SaidTexts(self.template.may_drop)
-        text, spans, with_marks = self.answers(conversation, parts.mark(conversation))
+        try:
+            text, spans, with_marks = self.answers(conversation, parts.mark(conversation))
+        except CannotRender as error:
+            raise InvalidExample(f"{error}{_advice_on_null(conversation)}") from None
         lacking = whole.missing(parts.found, text, with_marks)
         if lacking:
             keys = [part.key for part in lacking]
@@ -271,10 +278,19 @@ class Chat:
         return rendering.render(self.template.source, requests)
 
 
+def _advice_on_null(conversation: Conversation) -> str:
+    """Name a message without content. OpenAI writes null beside tool calls, which many templates
+    cannot take, in transformers either."""
+    without = [
+        i for i, message in enumerate(conversation.messages, 1) if message.get("content") is None
+    ]
+    return f'; message {without[0]} has no content: write "" there' if without else ""
+
+
 def _extents(marked: str | rendering.Unrendered) -> tuple[str, list[tuple[int, int]]]:
     """A text without BEGIN and END, and the extents that they mark in it. Raises InvalidExample."""
     if isinstance(marked, rendering.Unrendered):
-        raise InvalidExample(f"cannot be rendered by its template: {marked}")
+        raise CannotRender(f"cannot be rendered by its template: {marked}")
     text = ""
     spans = []
     first = None

@@ -51,6 +51,8 @@ def _values(column: pyarrow.Array | pyarrow.ChunkedArray, longest: int) -> Itera
         for chunk in column.chunks:
             yield from _values(chunk, longest)
         return
+    if isinstance(column, pyarrow.ExtensionArray):  # JSON, say: strings under another name
+        column = column.storage
     if pyarrow.types.is_dictionary(column.type):
         known = list(_values(column.dictionary, longest))
         for index in column.indices.to_pylist():

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from data.answers import InvalidExample
 
+MESSAGES, SHARE_GPT = "messages", "conversations"
+EMPTY = (None, [], {})  # what a key of a message may have that says nothing; 0 and false do
 GIVEN = ("tools", "documents")
 VARIABLES = "chat_template_kwargs"
 SAYING = (
@@ -98,9 +100,28 @@ def _check_the_rest(record: dict, messages: list[dict], may_drop: Collection[str
 def messages_of(record: dict, may_drop: Collection[str] = ()) -> list[dict]:
     """The messages of a line, in ShareGPT's form too. Raises InvalidExample for what no template could tell us
     about: an answer that is empty, or a part of a message that is no text."""
-    rows = record.get("messages", record.get("conversations"))
-    if not isinstance(rows, list) or not rows:
-        raise InvalidExample('has no list of messages under "messages"')
+    messages = _named_messages(_rows(record), may_drop)
+    others = record.get(SHARE_GPT)
+    if MESSAGES in record and others and SHARE_GPT not in may_drop:
+        if not isinstance(others, list) or _named_messages(others, may_drop) != messages:
+            raise InvalidExample(
+                f'has other messages under "{SHARE_GPT}" than under "{MESSAGES}": keep one of both, '
+                f"or {advice(SHARE_GPT)}"
+            )
+    return messages
+
+
+def _rows(record: dict) -> list:
+    """The list of messages. Raises InvalidExample, with the keys that are there, if there is none."""
+    rows = record.get(MESSAGES, record.get(SHARE_GPT))
+    if isinstance(rows, list) and rows:
+        return rows
+    keys = ", ".join(f'"{key}"' for key in list(record)[:10] if key != MESSAGES)
+    there = f", but {keys}" if keys else ""
+    raise InvalidExample(f'has no list of messages under "{MESSAGES}"{there}')
+
+
+def _named_messages(rows: list, may_drop: Collection[str]) -> list[dict]:
     messages = []
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict):
@@ -138,7 +159,7 @@ def _check_message(message: dict, number: int, may_drop: Collection[str]) -> Non
         raise InvalidExample(f"has a message ({number}) without a role and a content that are text")
     for key, value in message.items():
         known = key in ("content", "tool_calls", *UNSAID, *may_drop)
-        if not known and value is not None and not isinstance(value, str):
+        if not known and value not in EMPTY and not isinstance(value, str):
             raise InvalidExample(
                 f'has "{key}" in a message ({number}), which is no text and not supported: '
                 f"{advice(key)}"

@@ -35,6 +35,7 @@ from data.tokenizer import (
     SPLIT_GPT2,
     SPLIT_O200K,
     SPLIT_QWEN2,
+    SPLIT_QWEN35,
     Tokenizer,
     letters_of_bytes,
 )
@@ -81,7 +82,7 @@ _AFTER_DIGITS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s
 # The cuts of a tokenizer.json, in their order -> one pattern for tiktoken.
 CUTS = {
     (): NO_SPLIT,
-    **{(split,): split for split in (*SPLITS, SPLIT_TEKKEN)},
+    **{(split,): split for split in (*SPLITS, SPLIT_TEKKEN, SPLIT_QWEN35)},
     CUTS_DEEPSEEK: SPLIT_DEEPSEEK,
     (DIGIT, SPLIT_GPT2): f"{DIGIT}|{_AFTER_DIGITS}",
     (NUMBER, SPLIT_GPT2): f"{NUMBER}|{_AFTER_DIGITS}",

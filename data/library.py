@@ -70,7 +70,9 @@ class LibraryTokenizer(Tokenizer):
         names = [row.name for row in added]
         self._name(names, ids, end, begin, max([highest, *ids]) + 1)
         self.is_byte_level = is_byte_level(document)
-        self.exact_lengths = self.is_byte_level and not loses_text(document, added)
+        self.exact_lengths = self.is_byte_level and not loses_text(
+            document, added, proof is not None
+        )
         if fingerprint:
             self.fingerprint = fingerprint
         elif proof and proof.plain:  # what came of the same file before the library was there
@@ -345,10 +347,11 @@ def _is_to_bytes(step: dict) -> bool:
     return step.get("type") == "ByteLevel"
 
 
-def loses_text(document: dict, added: list[Added]) -> bool:
-    """Whether the bytes of a byte-level tokenizer's tokens may be other than those of a text."""
+def loses_text(document: dict, added: list[Added], is_proved: bool) -> bool:
+    """Whether the bytes of a byte-level tokenizer's tokens may be other than those of a text. is_proved:
+    tiktoken makes its ids, so its cuts remove nothing (data/hf_tokenizer.py::prove)."""
     steps = steps_of(document.get("pre_tokenizer"), "pretokenizers")
-    removes = any(step.get("behavior") == "Removed" for step in steps)
+    removes = not is_proved and any(step.get("behavior") == "Removed" for step in steps)
     prefixes = any(step.get("add_prefix_space") for step in steps)
     normalizes = bool(steps_of(document.get("normalizer"), "normalizers"))
     letters = document["model"]["vocab"]

@@ -23,6 +23,7 @@ from data.tokenizer import (
     SPLIT,
     SPLIT_CL100K,
     SPLIT_GPT2,
+    SPLIT_KIMI,
     SPLIT_O200K,
     SPLIT_QWEN2,
     Tokenizer,
@@ -80,6 +81,9 @@ class RankFile(NamedTuple):
     special_tokens: dict[str, int]  # name -> id
     end_of_text: str
     nfc: bool = False  # text is normalised before it is cut
+    # a tokenizer_config.json beside the file names the special tokens: other models of these ranks
+    # have others
+    named_beside: bool = False
 
 
 def _numbered(names: list[str], first: int) -> dict[str, int]:
@@ -87,7 +91,8 @@ def _numbered(names: list[str], first: int) -> dict[str, int]:
 
 
 # The names that data.tokenizer_pattern knows. Sources: meta-llama/llama3, meta-llama/llama-models,
-# QwenLM/Qwen (tokenization_qwen.py), and openai/tiktoken (tiktoken_ext/openai_public.py).
+# QwenLM/Qwen (tokenization_qwen.py), moonshotai/Kimi-K2-Base (tokenization_kimi.py), and openai/tiktoken
+# (tiktoken_ext/openai_public.py).
 KNOWN_RANK_FILES = {
     "llama3": RankFile(
         SPLIT, 128_000, _numbered(LLAMA3_SPECIAL_TOKENS, 128_000), "<|end_of_text|>"
@@ -121,6 +126,13 @@ KNOWN_RANK_FILES = {
     "o200k": RankFile(
         SPLIT_O200K, 199_998, {END_OF_TEXT: 199_999, "<|endofprompt|>": 200_018}, END_OF_TEXT
     ),
+    "kimi": RankFile(
+        SPLIT_KIMI,
+        163_584,
+        _numbered(["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>"], 163_584),
+        "[EOS]",
+        named_beside=True,
+    ),
 }
 # SHA-256 of the published files. tiktoken's are those that it compares downloads with.
 DIGESTS = {
@@ -131,6 +143,7 @@ DIGESTS = {
     "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": "gpt2",
     "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": "cl100k",
     "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": "o200k",
+    "b6c497a7469b33ced9c38afb1ad6e47f03f5e5dc05f15930799210ec050c5103": "kimi",
 }
 
 
@@ -162,7 +175,10 @@ def from_rank_file(path: str, pattern: str = "", end: str = "") -> Tokenizer:
                 f"data.tokenizer_pattern: {path} is the published file whose pattern is {name}: "
                 "leave the option out"
             )
-        return _with_special_tokens(ranks, KNOWN_RANK_FILES[name], end)
+        known = KNOWN_RANK_FILES[name]
+        if known.named_beside and ends.added_tokens(Path(path).parent):
+            return _with_added_tokens(path, ranks, known.split, end)
+        return _with_special_tokens(ranks, known, end)
     if not pattern:
         return _like_the_one_beside(path, ranks, end)
     known = KNOWN_RANK_FILES.get(pattern)

@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import IO, Any
 
+from data import kinds
 from data.pieces import BUFFER, IN_LINE, TOO_LONG, UNREADABLE, BadFile, Document, Piece
 
 HEAD = 1 << 16  # bytes of a file that say how its records are laid out
@@ -45,10 +46,9 @@ def text_of(raw: bytes, field: str) -> tuple[str, str]:
     """Take the text from a record. Returns (text, problem), one of which is empty. field: "" for the
     record as it is (data/answers.py reads it); with dots, also a path into nested objects."""
     wanted = f'a JSON object with a string under "{field}" (data.text_field)'
-    try:
-        content = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return "", f"is not UTF-8 text{encoding_advice(raw)} ({error!r:.200})"
+    content, problem = kinds.decoded(raw)
+    if problem:
+        return "", problem
     if not field:
         return content, ""
     try:
@@ -104,13 +104,6 @@ def _is_twice(content: str, field: str) -> bool:
         return False
     members = json.loads(content, object_pairs_hook=list, parse_int=float)
     return [key for key, _ in members].count(field) > 1
-
-
-def encoding_advice(raw: bytes) -> str:
-    """Say what the bytes are, if they begin as text of another encoding."""
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return ", but UTF-16: convert it with `iconv -f UTF-16 -t UTF-8`"
-    return ""
 
 
 def _layout_advice(content: str) -> str:
@@ -359,9 +352,9 @@ class _Text:
             raise BadFile("is not JSON: a comma stands before the end of its array")
 
     def _unexpected(self, mark: bytes) -> str:
-        advice = encoding_advice(self.block[self.at :])
-        if advice:
-            return f"is not UTF-8 text{advice}"
+        other = kinds.advice(self.block[self.at :])
+        if other:
+            return f"is not UTF-8 text{other}"
         return (
             f"is not a JSON object or array, but begins with {mark!r}; if the file is text, set "
             'data.json_files = "text"'

@@ -38,7 +38,7 @@ SECONDS = 5.0  # of the processor, for one rendering; the published templates ne
 MEMORY = 1 << 30  # bytes of address space of the child
 # An answer begins and ends with these while a template is rendered. Unicode will never assign them.
 BEGIN, END = "\ufdd0", "\ufdd1"
-PRINTED = (str, int, float, list, tuple, dict, jinja2.Undefined, type(None))
+PRINTED = (str, int, float, list, tuple, dict, jinja2.Undefined)
 
 
 class Unrendered(ValueError):
@@ -180,6 +180,8 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def _printed(value: Any) -> Any:
+    if value is None:
+        raise jinja2.TemplateError("it prints None, which nothing says")
     if not isinstance(value, PRINTED):
         raise jinja2.TemplateError(f"it prints a {type(value).__name__}, which is no text")
     return value

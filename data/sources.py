@@ -46,7 +46,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from configs.schema import Data, InputError
-from data import columns, hub, records
+from data import columns, hub, kinds, records
 from data.hub import HUGGING_FACE
 from data.pieces import (
     BUFFER,
@@ -336,11 +336,28 @@ def warn_of_others(source: str, log: Callable[[str], object]) -> None:
     folder = os.path.expanduser(source)
     if source == "stdlib" or places.is_url(source) or not os.path.isdir(folder):
         return
+    links = _links_to_folders(folder)
+    if links:
+        log(
+            f"left out, since links to folders are not followed: {', '.join(links[:5])}"
+            + (f" ({len(links)} in all)" if len(links) > 5 else "")
+            + f"; the glob {source.rstrip('/')}/** follows them"
+        )
     names = [path.lower() for path in _walk(folder, set())]
     others = Counter(os.path.splitext(n)[1] for n in names if not n.endswith(SUFFIXES))
     if others:
         kinds = ", ".join(f"{kind or 'no suffix'} ({n:,})" for kind, n in others.most_common(5))
         log(f"left out, since they are no text by their names: {kinds}; a glob names such files")
+
+
+def _links_to_folders(root: str) -> list[str]:
+    """Find the links to folders below a folder, which `_walk` does not follow."""
+    found = []
+    for folder, subfolders, _ in os.walk(root):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        paths = [os.path.join(folder, name) for name in subfolders]
+        found += [os.path.relpath(path, root) for path in paths if os.path.islink(path)]
+    return found
 
 
 def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
@@ -470,19 +487,9 @@ def _text(
     if longest and len(content) > longest:
         yield Document(WHOLE, "", TOO_LONG, piece.size)
         return 0
-    head = content[:200]
-    if head.count(0) * 3 > len(head) > 1:
-        problem = "has a zero in every other byte: convert it with `iconv -f UTF-16LE -t UTF-8`"
-        yield Document(WHOLE, "", problem, piece.size)
-        return 0
-    try:
-        yield Document(WHOLE, content.decode("utf-8"), "", piece.size)
-    except UnicodeDecodeError as error:
-        problem = (
-            f"is not UTF-8 text (byte {error.start}){records.encoding_advice(content)}: convert "
-            "it, or leave it out with a glob"
-        )
-        yield Document(WHOLE, "", problem, piece.size)
+    text, problem = kinds.decoded(content)
+    advice = "; if it is no text, leave it out with a glob"
+    yield Document(WHOLE, text, problem and f"{problem}{advice}", piece.size)
     return 0
 
 

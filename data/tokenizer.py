@@ -49,6 +49,17 @@ SPLIT_O200K = (  # o200k_base's: words begin at a change from lower to upper cas
 )
 # digits one by one (Qwen/Qwen2-7B, tokenizer.json)
 SPLIT_QWEN2 = SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
+# letters with their marks (Qwen/Qwen3.5-27B, tokenizer.json)
+SPLIT_QWEN35 = SPLIT_QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r" ?[^\s\p{L}\p{N}]+", r" ?[^\s\p{L}\p{M}\p{N}]+"
+)
+# o200k's, with ideographs cut from other letters first (moonshotai/Kimi-K2-Base, tokenization_kimi.py)
+SPLIT_KIMI = (
+    r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 NO_SPLIT = ""  # every byte is a token: nothing to split, nothing to merge
 END_OF_TEXT = "<|endoftext|>"
 # of Llama 3; begins a text in every vocabulary that has this special token

@@ -313,6 +313,18 @@ def test_a_tokenizer_config_numbers_the_special_tokens_of_a_rank_file(bpe, tmp_p
     assert open_tokenizer(str(tmp_path), pattern="o200k", end="<|x|>").eot_id == 650
 
 
+def test_kimi_cuts_ideographs_from_other_letters(tmp_path):
+    """The published file itself was compared with another implementation by hand (docs/LOG.md)."""
+    letters = [bytes([byte]) for byte in range(256)]
+    joined = "\u6587".encode()
+    path = tmp_path / "tiktoken.model"
+    merged = [*letters, joined[:2], joined, joined + b"e"]
+    rank_files.write_rank_file(tokenizer.Tokenizer(merged, "", ["<e>"], "<e>"), str(path))
+    assert open_tokenizer(str(path), pattern="o200k").encode("\u6587e").tolist() == [258]
+    assert open_tokenizer(str(path), pattern="kimi").encode("\u6587e").tolist() == [257, 101]
+    assert "kimi" in rank_files.DIGESTS.values()
+
+
 def test_files_that_are_no_rank_files(bpe, tmp_path):
     path = tmp_path / "tokenizer.model"
     path.write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>")

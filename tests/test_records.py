@@ -3,9 +3,11 @@ datasets without what is asked for. Each is read right, or is one sentence with 
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import io
 import json
+import lzma
 import subprocess
 import sys
 import zlib
@@ -424,9 +426,49 @@ def test_odd_lines(what: str, tmp_path: Path) -> None:
         assert f"{path}, line 1 " in refusal(path, tmp_path)
 
 
-def test_utf16_without_a_mark_is_no_text_with_zeros(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", "some text".encode("utf-16-le"))
-    assert "a.txt has a zero in every other byte: convert it with `iconv" in refusal(path, tmp_path)
+OTHER_KINDS = {  # a name of text: what is in it, and what is said
+    "gzip.jsonl": (gzip.compress(b'{"text": "a"}'), "but gzip: let its name end in .gz"),
+    "zstd.jsonl": (pyarrow.compress(b"{}", "zstd", asbytes=True), "but zstd: let its name end"),
+    "bzip2.txt": (bz2.compress(b"a"), "but bzip2, which is not read: decompress it"),
+    "xz.json": (lzma.compress(b"[]"), "but xz, which is not read"),
+    "zip.txt": (b"PK\x03\x04\xff", "but a zip archive, which is not read: unzip it"),
+    "utf16.txt": ("some text".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
+    "utf32.jsonl": ("{}".encode("utf-32"), "iconv -f UTF-32 -t UTF-8"),
+    # zeros are UTF-8
+    "no_mark.txt": ("some text".encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8"),
+    "no_mark.jsonl": ('{"text": "a"}'.encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8"),
+    "crash.jsonl": (b"\0" * 4096, "but zeros, as a crash leaves them: cut them off"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_KINDS)
+def test_what_is_no_text_is_named(name: str, tmp_path: Path) -> None:
+    content, words = OTHER_KINDS[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    assert words in refusal(path, tmp_path)
+
+
+def test_text_that_begins_like_an_archive_is_read(tmp_path: Path) -> None:
+    for text in ("BZh is Bozhou's", "%PDF-1.7 is how it begins", "PAR1"):
+        assert read(write(tmp_path / "a.txt", text.encode())) == [text]
+
+
+def test_a_linked_folder_is_not_left_out_in_silence(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    corpus = tmp_path / "corpus"
+    for folder in (elsewhere, corpus):
+        folder.mkdir()
+        write(folder / "a.txt", folder.name.encode())
+    (corpus / "more").symlink_to(elsewhere)
+    lines: list[str] = []
+    prepare(data(corpus, tmp_path), log=lines.append)
+    assert [line for line in lines if "links to folders are not followed: more;" in line], lines
+    assert sorted(read(f"{corpus}/**")) == ["corpus", "elsewhere"]
+    (corpus / "more").unlink()
+    lines.clear()
+    prepare(data(corpus, tmp_path, add_eos=False), log=lines.append)
+    assert not any("links" in line for line in lines)
 
 
 def test_what_a_folder_leaves_out_is_said(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from data.answers import Example, InvalidExample, example
 from data.open import open_corpora
 from data.open_tokenizer import open_tokenizer
 from data.prepare import __main__ as command
-from data.prepare import prepare
+from data.prepare import prepare, reasons
 from data.tokenizer import byte_tokenizer
 from tests.conversations import said, write
 from tests.published import published
@@ -153,6 +153,13 @@ KEEPS = {
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
     ),
     "described": (FAITHFUL, said("q", "a") | {"id": 7, "source": "web", "score": 0.5}),
+    # as OpenAI's answers come, whole
+    "nothing in it": (FAITHFUL, with_keys(2, refusal=None, annotations=[], audio={})),
+    "the same in both": (
+        FAITHFUL,
+        said("q", "a")
+        | {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    ),
     "a copy": (FAITHFUL, said("What?", "a") | {"prompt": "What?"}),
 }
 
@@ -172,6 +179,18 @@ def test_what_is_whole_is_taken(name):
         (said("q", "a") | {"chat_template_kwargs": [1]}, "are no object"),
         (said("q", "a") | {"chat_template_kwargs": {"messages": []}}, "has already"),
         (said("q", "a") | {"mood": "glad"}, 'put it under "chat_template_kwargs"'),
+        (said("q", "a") | {"conversations": said("q", "b")["messages"]}, "has other messages"),
+        (with_keys(1, weight=0), '"weight" in a message (2), which is no text'),
+        ({"instruction": "q", "output": "a"}, 'under "messages", but "instruction", "output"'),
+        (
+            {
+                "messages": [
+                    {"role": "tool", "content": None, "tool_calls": [{}]},
+                    *said("q", "a")["messages"],
+                ]
+            },
+            'message 1 has no content: write "" there',
+        ),
     ],
 )
 def test_what_no_template_can_get_is_a_sentence(line, words):
@@ -179,6 +198,26 @@ def test_what_no_template_can_get_is_a_sentence(line, words):
     with pytest.raises(InvalidExample) as refused:
         reads.encode(line)
     assert words in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "line, name",
+    [
+        ('{"messages": [{"role": "user", "content": "lost", "content": "q"}]}', "content"),
+        ('{"messages": [], "messages": [{"role": "user", "content": "q"}]}', "messages"),
+    ],
+)
+def test_a_key_that_a_line_has_twice_hides_nothing(line, name):
+    assert f'has "{name}" twice in one object' in example(form(FAITHFUL), line)
+
+
+def test_reasons_are_counted_by_kind():
+    chats = form(FAITHFUL.replace("m.content", "m.content[:3]"))
+    lines = [said(f"number {i}, (b", "yes") for i in range(3)] + [said("q", " ")]
+    problems = [example(chats, json.dumps(line)) for line in lines]
+    lost = "has the text of role user in message N, which its template leaves out or changes"
+    assert reasons.counts(problems) == [(3, lost), (1, "has an empty answer")]
+    assert len(set(problems)) == 4  # counted as they are, no two would be one kind
 
 
 def test_reasons_are_in_the_report_and_an_option_allows_them(tmp_path, capsys, monkeypatch):
@@ -192,6 +231,7 @@ def test_reasons_are_in_the_report_and_an_option_allows_them(tmp_path, capsys, m
     assert 'talks.jsonl:2 has "name" in message 2' in text
     assert 'talks.jsonl:3 has "system" beside its messages' in text
     assert "1 kept, 0 empty, 0 too long, 2 failed" in text
+    assert '1 failed: has "name" in message N, which its template leaves out or changes' in text
     monkeypatch.setattr(sys, "argv", ["prepare", *told, "--chat-may-drop", "name", "system"])
     assert command.main() == 0
     assert "3 kept, 0 empty, 0 too long, 0 failed" in capsys.readouterr().out

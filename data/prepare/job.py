@@ -24,7 +24,7 @@ import numpy as np
 from configs.schema import Data, InputError
 from data import formats, library, saved_tokenizer, sources, tokenizer
 from data.open_tokenizer import open_named
-from data.prepare import workers
+from data.prepare import reasons, workers
 from data.prepare.part import PartMaker
 from data.prepared import FORMAT, FORMAT_OF_ANSWERS, SPLITS, file_sha256, tables
 from reliability.disk import sync, write_whole
@@ -262,6 +262,8 @@ class PrepareJob:
             f"{report['tokens']:,} tokens "
             f"({sum(row['bytes'] for row in splits.values()) / report['tokens']:.2f} bytes each)"
         )
+        for count, reason in reasons.counts(row[2] for r in records for row in r["failures"]):
+            log(f"{count:,} failed: {reason}")
         write_whole(
             os.path.join(self.folder, "manifest.json"),
             json.dumps(manifest, indent=1).encode("ascii"),
