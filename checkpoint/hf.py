@@ -31,7 +31,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoint import state, storage, verify
+from checkpoint import others, state, storage, verify
 from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import Damaged
@@ -72,6 +72,8 @@ def read_model(
     InputError for a model of none of these families, or with parts that ours does not have.
     """
     path = folder / "config.json"
+    if not path.is_file() and (other := others.named(folder)):
+        raise InputError(other)
     try:
         name, args = described(read_json(path), families, unnamed)
     except ValueError as error:
@@ -178,6 +180,10 @@ def inventory(folder: Path) -> dict[str, Stored]:
                     part = file.get_slice(name)
                     found[name] = Stored(path, part.get_dtype(), part.get_shape())
         except (SafetensorError, OSError) as error:
+            if path.is_file() and others.is_pointer(path):
+                raise InputError(
+                    f"{path} is a pointer of Git LFS: fetch it with git lfs pull"
+                ) from None
             raise InputError(f"{path} is not a whole safetensors file: {error}") from None
     return found
 
@@ -189,10 +195,7 @@ def _files(folder: Path) -> list[Path]:
         return [folder / ONE_FILE]
     index = folder / INDEX
     if not index.is_file():
-        raise InputError(
-            f"{folder} has neither {ONE_FILE} nor {INDEX} (weights in .bin or .pth files are "
-            "pickles and are not read)"
-        )
+        raise InputError(others.named(folder) or f"{folder} has neither {ONE_FILE} nor {INDEX}")
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"{index} has no weight_map")

@@ -44,7 +44,7 @@ from typing import BinaryIO
 import xxhash
 from tqdm import tqdm
 
-from checkpoint import layout
+from checkpoint import layout, others
 from checkpoint.layout import Box
 from configs import program
 from configs.schema import InputError
@@ -147,6 +147,8 @@ def find(folder: Path | Key) -> list[Path | Key]:
     are none."""
     if found := look(folder):
         return found
+    if isinstance(folder, Path) and (other := others.named(folder)):
+        raise InputError(other)
     raise InputError(
         f"there is no checkpoint in {str(folder)!r} (looked for {MANIFEST}, step-*, "
         "checkpoints/step-*)"

@@ -6,10 +6,11 @@ Completions are here, conversations in data/chat.py. data/formats.py says which 
 from __future__ import annotations
 
 import json
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from data.records import Twice, once
 from data.tokenizer import CannotEncode, Tokenizer
 
 
@@ -63,24 +64,14 @@ class Completions:
         return Example(plain, size, ids, is_answer, sizes)
 
 
-def _object(members: list[tuple[str, Any]]) -> dict:
-    """Return a JSON object. Raises InvalidExample if two members have one name: a parser would keep the last."""
-    made = dict(members)
-    if len(made) < len(members):
-        names = [name for name, _ in members]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidExample(f'has "{twice}" twice in one object: keep one')
-    return made
-
-
 def example(form: Format, line: str) -> Example | str:
     """A line as tokens, or why it cannot be used, as in data/pieces.py::Document."""
     try:
-        record = json.loads(line, object_pairs_hook=_object)
+        record = json.loads(line, object_pairs_hook=once)
         if not isinstance(record, dict):
             return "is not a JSON object"
         made = form.encode(record)
-    except InvalidExample as error:
+    except (InvalidExample, Twice) as error:
         return str(error)
     except CannotEncode as error:
         return f"cannot be tokenised: {error}"

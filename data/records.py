@@ -97,13 +97,36 @@ def _found(record: dict, field: str) -> Any:
     return value
 
 
+class Twice(ValueError):
+    """A JSON object with two members of one name, of which a parser keeps the last."""
+
+
+def once(members: list[tuple[str, Any]]) -> dict:
+    """Return the object of these members, for `json.loads(..., object_pairs_hook=once)`. Raises Twice."""
+    made = dict(members)
+    if len(made) < len(members):
+        names = [name for name, _ in members]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Twice(f'has "{twice}" twice in one object: keep one')
+    return made
+
+
 def _is_twice(content: str, field: str) -> bool:
-    """Tell whether the record has two members of that name, of which a parser takes the last."""
-    name = json.dumps(field)
-    if content.count(name) < 2:
+    """Tell whether an object of the record has a name on the way to the text twice. What else a
+    record has twice is not read."""
+    names = {field, *field.split(".")}
+    if all(content.count(json.dumps(name)) < 2 for name in names):
         return False
-    members = json.loads(content, object_pairs_hook=list, parse_int=float)
-    return [key for key, _ in members].count(field) > 1
+
+    def of_the_way(members: list[tuple[str, Any]]) -> dict:
+        once([member for member in members if member[0] in names])
+        return dict(members)
+
+    try:
+        json.loads(content, object_pairs_hook=of_the_way, parse_int=float)
+    except Twice:
+        return True
+    return False
 
 
 def _layout_advice(content: str) -> str:

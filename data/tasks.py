@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from configs.schema import EvaluationTask, InputError
+from data.records import Twice, once
 from data.stores import places
 from data.tokenizer import Tokenizer
 from reliability.objects import location
@@ -146,9 +147,11 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 def _fields(line: bytes) -> dict[str, Any]:
     try:
-        row = json.loads(line.decode())
+        row = json.loads(line.decode(), object_pairs_hook=once)
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} of the line is not UTF-8") from None
+    except Twice as error:
+        raise ValueError(f"the line {error}") from None
     except (ValueError, RecursionError):
         raise ValueError("the line is not JSON") from None
     if not isinstance(row, dict):
@@ -196,6 +199,8 @@ def _contexts(contexts: list, choices: object) -> list[str]:
 
 
 def _text(line: int, row: dict[str, Any]) -> Text:
+    if "choices" in row:
+        raise ValueError('the line has "text" and "choices": it is a text or a question')
     context = _string(row, "context", may_be_empty=True) if "context" in row else None
     return Text(line, _string(row, "text"), context)
 

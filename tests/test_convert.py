@@ -924,6 +924,15 @@ def only_pickles(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"model.norm.weight": Bomb()}))
 
 
+def others_alone(name: str, content: bytes) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        for path in folder.iterdir():
+            path.unlink()
+        (folder / name).write_bytes(content)
+
+    return change
+
+
 def first_file(folder: Path) -> Path:
     return min(folder.glob("model-*.safetensors"))
 
@@ -936,7 +945,17 @@ def pipe(path: Path) -> None:
 NORM = "model.norm.weight"
 BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
     "no folder": (shutil.rmtree, "config.json cannot be read: No such file"),
-    "pickles alone": (only_pickles, "neither model.safetensors nor|pickles and are not read"),
+    "pickles alone": (only_pickles, "pickles and are not read: save_pretrained"),
+    "nothing there": (lambda f: shutil.rmtree(f) or f.mkdir(), "config.json cannot be read"),
+    "an adapter of peft": (
+        others_alone("adapter_config.json", b"{}"),
+        "is an adapter of peft, not a model: merge it there",
+    ),
+    "a GGUF": (others_alone("a.Q4.gguf", b"GGUF"), "is GGUF, which is not read: in transformers"),
+    "a pointer": (
+        lambda f: first_file(f).write_bytes(b"version https://git-lfs.github.com/spec/v1"),
+        "is a pointer of Git LFS: fetch it with git lfs pull",
+    ),
     "pickle as safetensors": (
         lambda f: first_file(f).write_bytes(pickle.dumps(Bomb())),
         "not a whole safetensors file",

@@ -112,6 +112,7 @@ WRONG = {  # a line -> the words of the sentence
     '{"context": ["a", 1], "choices": ["a", "b"], "answer": 0}': "context 1 must be a string",
     '{"context": "", "choices": ["a", "b"], "answer": 0, "group": 3}': '"group" must be a name',
     '{"context": "", "choices": ["a", "b"], "answer": 0, "group": "a/b"}': '"group" must be a name',
+    '{"context": "lost", "context": "", "choices": ["a", "b"], "answer": 0}': 'has "context" twice',
 }
 RIGHT = '{"context": "a", "choices": ["b", "c"], "answer": 1, "id": 7}'
 
@@ -125,6 +126,13 @@ def test_a_wrong_line_is_named(line, tmp_path):
     assert str(error.value).startswith(f"{path}:3: ") and WRONG[line] in str(error.value)
     path.write_text(f"\ufeff{RIGHT}\r\n", encoding="utf-8")
     assert tasks.read(row(path)) == [tasks.Question(1, "a", ["b", "c"], 1)]
+
+
+def test_a_line_is_a_text_or_a_question(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a", "choices": ["b", "c"], "answer": 0}\n')
+    with pytest.raises(InputError, match=':1: the line has "text" and "choices"'):
+        tasks.read(row(path, kind="perplexity"))
 
 
 def test_a_file_that_cannot_be_scored_is_named(tmp_path):

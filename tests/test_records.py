@@ -404,6 +404,7 @@ ODD_LINES = {
     "NaN and a huge number": (b'{"x": NaN, "n": ' + b"1" * 5000 + b', "text": "a"}', ["a"]),
     "NUL": (b'{"text": "a\0"}\n', "is not a JSON object with a string"),
     "twice": (b'{"text": "a", "text": "b"}', 'has "text" (data.text_field) twice'),
+    "once, and beside": (b'{"x": {"y": 1, "y": 2}, "text": "a"}', ["a"]),
     "once, and inside": (b'{"text": "a", "more": {"text": "b"}}', ["a"]),
     "an array": (b'[{"text": "a"},\n{"text": "b"}]', "is read under the name .json"),
     "pretty": (b'{\n"text": "a"\n}\n', "is read under the name .json"),
@@ -412,6 +413,13 @@ ODD_LINES = {
     "null": (b'{"text": null}', "has null there; data.skip_failed"),
     "too deep": (b'{"text": ' + b"[" * 100_000, "is not a JSON object"),
 }
+
+
+def test_a_name_on_the_way_to_the_text_stands_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b'{"meta": {"text": "lost", "text": "a"}}')
+    assert 'has "meta.text" (data.text_field) twice' in read(path, "meta.text")[0][1]
+    path = write(tmp_path / "b.jsonl", b'{"meta": {"text": "a"}, "text": "b", "id": {"n": 1}}')
+    assert read(path, "meta.text") == ["a"]
 
 
 @pytest.mark.parametrize("what", ODD_LINES)
