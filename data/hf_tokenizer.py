@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 from configs.schema import InputError
-from data import kept_proofs, library
+from data import kept_proofs, kinds, library
 from data.ends import begin_and_end
 from data.proved import Added, Proof
 from data.tokenizer import (
@@ -281,7 +281,10 @@ def read_file(path: Path, end: str = "", cache: str | None = None) -> Tokenizer:
         raise InputError(f"{path} is not a regular file")
     try:
         content = path.read_bytes()
-        document = json.loads(content.decode())
+        text, problem = kinds.decoded(content)
+        if problem:
+            raise InputError(f"it {problem}")
+        document = json.loads(text)
         added = {row["id"]: row["content"] for row in document.get("added_tokens") or []}
         begin, end = begin_and_end(path.parent, added, end)
         parts = {"document": document, "beside": beside(path.parent, set(added))}
@@ -335,6 +338,7 @@ def opened(
             f"its model has dropout = {model['dropout']!r}, so a text has other tokens each time: "
             "set it to null in the file"
         )
+    _check_prefix(model)
     try:
         added = _added(document)
         proof = prove(document, added)
@@ -346,6 +350,21 @@ def opened(
     if tok.has_other_ids():
         return tok.by_library("a text of many scripts has other ids in `tokenizers`")
     return tok
+
+
+def _check_prefix(model: dict) -> None:
+    """Raise ValueError for merges without the prefix that they should have: `tokenizers` cuts as many
+    bytes off them all the same, and ends the process where that is inside a character."""
+    prefix = model.get("continuing_subword_prefix")
+    if not prefix or "merges" not in model:
+        return
+    for pair in model["merges"]:
+        right = pair.partition(" ")[2] if isinstance(pair, str) else pair[1]
+        if not right.startswith(prefix):
+            raise ValueError(
+                f"its model has continuing_subword_prefix = {prefix!r}, and the merge {pair!r} "
+                "is without it"
+            )
 
 
 def _added(document: dict) -> list[Added]:

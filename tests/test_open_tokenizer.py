@@ -333,9 +333,20 @@ def test_files_that_are_no_rank_files(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(InputError, match=f"instead: {tmp_path}/tokenizer.json, beside it"):
         open_tokenizer(str(path))
-    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 2183982\n")
-    with pytest.raises(InputError, match="git lfs pull"):
-        open_tokenizer(str(path))
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 2183982\n"
+    for name in (path.name, "tokenizer.json"):
+        (tmp_path / name).write_bytes(pointer)
+        with pytest.raises(InputError, match="git lfs pull"):
+            open_tokenizer(str(tmp_path / name))
+
+
+def test_merges_without_their_prefix_do_not_end_the_process(document, tmp_path):
+    """tokenizers cuts the prefix off whatever is there, and aborts inside a character."""
+    damaged = json.loads(document)
+    damaged["model"]["continuing_subword_prefix"] = "x"
+    folder = write(tmp_path / "a", json.dumps(damaged))
+    with pytest.raises(InputError, match="continuing_subword_prefix = 'x', and the merge .* with"):
+        open_tokenizer(str(folder))
 
 
 @pytest.mark.parametrize("name, other", [("llama3", "llama4"), ("llama4", "llama3")])

@@ -442,7 +442,8 @@ OTHER_KINDS = {  # a name of text: what is in it, and what is said
     "zip.txt": (b"PK\x03\x04\xff", "but a zip archive, which is not read: unzip it"),
     "utf16.txt": ("some text".encode("utf-16"), "iconv -f UTF-16 -t UTF-8"),
     "utf32.jsonl": ("{}".encode("utf-32"), "iconv -f UTF-32 -t UTF-8"),
-    # zeros are UTF-8
+    # these two are UTF-8
+    "pointer.txt": (b"version https://git-lfs.github.com/spec/v1\noid", "Git LFS: fetch the file"),
     "no_mark.txt": ("some text".encode("utf-16-le"), "iconv -f UTF-16LE -t UTF-8"),
     "no_mark.jsonl": ('{"text": "a"}'.encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8"),
     "crash.jsonl": (b"\0" * 4096, "but zeros, as a crash leaves them: cut them off"),
