@@ -1,7 +1,7 @@
 """Pretrain a language model. `build(cfg)` makes the job, `train_step(job, batch)` does one step,
 `train` is the loop, and `main(argv)` a whole run.
 
-This file reads top to bottom and knows everyone; nobody but tools and tests imports it. Start it
+This file reads top to bottom and imports all packages; only tools and tests import it. Start it
 with ./run_train.sh, which starts one process for each GPU (tools/launch);
 `python train.py configs/llama_debug.toml` is the same thing as one process.
 """
@@ -71,7 +71,7 @@ logger = logging.getLogger("plumbline")
 
 @dataclass
 class Job:
-    """What every training step needs, and nothing else."""
+    """The state that every training step needs, and nothing else."""
 
     cfg: Config
     mesh: Mesh
@@ -122,8 +122,8 @@ def build(cfg: Config) -> Job:
 
 
 class Flags(NamedTuple):
-    """What one rank has to tell all others in a step. The flags travel with the loss, so they cost
-    no message of their own."""
+    """Control bits that a rank shares with all others in a step. They are all-reduced together with
+    the loss, so they cost no extra message."""
 
     stop: bool = False  # it was asked to stop
     saving: bool = False  # it has not finished its part of the checkpoint that is being written
@@ -135,7 +135,8 @@ NO_DATA = Flags._fields.index("no_data")
 
 
 class Gradients(NamedTuple):
-    """What comes with the gradient of a step. The gradient itself is in the weights' `.grad`."""
+    """Results that accompany the gradient of a step. The gradient itself is in the weights'
+    `.grad`."""
 
     loss: Tensor  # float32, a scalar: nats per token, mean over the global batch
     raised: Tensor  # float64 [flags]: on how many ranks each of the flags is raised
@@ -315,7 +316,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
     guard = Guard(cfg, mesh, job.model, job.optimizer, progress.get("spikes", {}))
 
     def flags() -> Flags:
-        """What this rank has to tell the others in this step."""
+        """Return this rank's control bits for this step."""
         return Flags(stop.asked(), checkpoints.writing(), batches.problem is not None)
 
     def save() -> None:
@@ -434,7 +435,7 @@ def every(step: int, interval: int) -> bool:
 
 
 def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, summary: str) -> int:
-    """Export the weights if the run is done, and say the last words. Returns the exit code."""
+    """Export the weights if the run is done, and log the summary. Returns the exit code."""
     cfg = job.cfg
     is_done = step >= cfg.training.last_step
     # an export reads files, so one rank can do it for any mesh

@@ -47,7 +47,7 @@ def _has_formats(name: str) -> bool:
 
 MODELS: "Mapping[str, Family]" = Registry("models", "FAMILY")
 NUMBERS: "Mapping[str, Numbers]" = Registry("models.flavors", "NUMBERS")  # without torch
-# of the families whose weights are published in a format that somebody reads
+# of the families whose weights are published
 FORMATS: "Mapping[str, Formats]" = Registry(
     "models.formats", "FORMATS", tuple(filter(_has_formats, FAMILIES))
 )

@@ -1,5 +1,5 @@
-"""How many parameters a decoder has and how many operations it needs: arithmetic on the numbers of
-`models/layers.py::Args`, without a model. `models/family.py::Family` explains each function.
+"""Count the parameters and FLOPs of a decoder from the numbers of `models/layers.py::Args`, without
+building a model. `models/family.py::Family` explains each function.
 
 feed_forward: the weights of a block's feed-forward layer that count, where it has no w1, w2 and w3.
 """

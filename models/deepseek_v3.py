@@ -61,14 +61,14 @@ class Args:
     balancing_bias: ClassVar[bool] = True
 
 
-# of the norms of the narrow vectors, whatever norm_eps is (DeepSeek's and transformers' code)
+# of the norms of latents, independent of norm_eps (DeepSeek's and transformers' code)
 LATENT_EPS = 1e-6
 
 
 class Latents(nn.Module):
-    """What the keys and values of a token are computed from: kv_rank numbers, and P for all heads
-    of the keys. It has no parameters, and is a module for the sake of others: tensor parallelism
-    gathers the sequence before it, and sampling keeps what it returns of earlier tokens."""
+    """Return the latents from which a token's keys and values are computed: kv_rank numbers, and P
+    rotary ones that all heads share. This module has no parameters. It exists as a hook point:
+    tensor parallelism gathers the sequence before it, and sampling caches its output."""
 
     def __init__(self, args: Args):
         super().__init__()
@@ -247,8 +247,8 @@ def active_parameters(args: Args) -> int:
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
-    """As `models/arithmetic.py::flops_per_token`; a score takes the W numbers of a query, and its use
-    the V of a value."""
+    """Count FLOPs as `models/arithmetic.py::flops_per_token` does, with W numbers in each query and
+    V in each value."""
     attention = (
         6.0
         * args.n_layers

@@ -1,4 +1,4 @@
-"""What a model family is: everything that the rest of the code asks of an architecture.
+"""Define a model family: the interface between an architecture and the rest of the code.
 
 A family is a word in `models/__init__.py::FAMILIES` and up to three files:
 
@@ -75,26 +75,28 @@ class Family:
     None: all of them."""
 
     def small(self, dim: int) -> Any:
-        """`Args` of a toy of this width, which measures what an operator costs beside its work."""
+        """Return `Args` of a toy model of this width, to measure the fixed overhead of an
+        operator."""
         return self.Args(**self.numbers.toy(self.numbers.flavors["debug"], dim))
 
 
 @dataclass(frozen=True)
 class MetaFormats:
-    """How Meta published a family's weights, which `tools.convert from-meta` reads."""
+    """Names and layout of the weights that Meta published, which `tools.convert from-meta`
+    reads."""
 
     args_from_meta: Callable[[dict[str, Any], dict[str, Tensor], int], Any]
     """(params, weights, files) -> `Args` from params.json and the tensors of the first of so many
     files. Raises what `args_from_hf` raises."""
     ignored: Callable[[Any], set[str]]
-    """(args) -> names of further tensors that such files may have and nobody reads."""
+    """(args) -> names of further tensors that such files may have and no reader needs."""
     from_meta: Callable[[str, Tensor, Any], Tensor]
     """(name, weight, args) -> a whole weight in our layout."""
 
 
 class TensorLayout(Protocol):
-    """How a parameter of ours lies in tensors of theirs that have another shape
-    (models/formats/layouts.py has those that there are)."""
+    """Map a parameter of ours to published tensors of another shape
+    (implementations: models/formats/layouts.py)."""
 
     types: tuple[str, ...]
     """The types that these tensors may have, in the words of safetensors."""
@@ -118,8 +120,8 @@ def _as_they_are(args: Any, there: Container[str]) -> dict[str, TensorLayout]:
 
 @dataclass(frozen=True)
 class Formats:
-    """How a family's weights and numbers are published. `args` is always an instance of `Args`, that
-    of the family."""
+    """The published formats of a family's weights and configuration. `args` is an instance of the
+    family's `Args`."""
 
     Args: type
 

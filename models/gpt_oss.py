@@ -108,7 +108,8 @@ class ClampedExperts(moe.Experts):
         return [*super().weights_for_forward(), self.b1, self.b2, self.b3]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """As `moe.Experts`. An expert's output includes b2, so combine weights the bias too."""
+        """Compute the experts as `moe.Experts` does, with biases. An expert's output includes b2,
+        so combine weights the bias too."""
         w1, w2, w3, b1, b2, b3 = self.weights_for_forward()
         gate = add_bias_of_group(grouped_product(rows, w1, counts), b1, counts)  # [M, F]
         up = add_bias_of_group(grouped_product(rows, w3, counts), b3, counts)  # [M, F]

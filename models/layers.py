@@ -46,7 +46,7 @@ def rope_tables(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + E/2) of x [B, T, heads, E] by their position; in float32 whatever
+    """Rotate the pairs (i, i + E/2) of x [B, T, heads, E] by their position; in float32 for any
     the type of x."""
     a, b = x.chunk(2, dim=-1)
     rotated = torch.cat((-b, a), dim=-1)

@@ -48,7 +48,7 @@ def scaled_frequencies(frequencies: Tensor, scaling: dict) -> Tensor:
 
 
 class Llama(Decoder):
-    """The decoder of `models/layers.py` as it stands there, with Llama 3.1's rotary frequencies."""
+    """The decoder of `models/layers.py` unchanged, with Llama 3.1's rotary frequencies."""
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         frequencies = rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device)

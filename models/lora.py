@@ -1,4 +1,4 @@
-"""LoRA: adapters of low rank beside weights that stay as they are (Hu et al., arXiv:2106.09685).
+"""LoRA: low-rank adapters added to frozen weights (Hu et al., arXiv:2106.09685).
 
 A linear layer with the frozen weight W [out, in] computes y = x W^T + (alpha / rank) (x A^T) B^T. Only
 A [rank, in] and B [out, rank] are trained. B begins with 0, so a run begins with the model that it
@@ -28,7 +28,7 @@ OF_EXPERTS = ("w1", "w2", "w3")
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of this name is an adapter's."""
+    """Return True if this is the name of an adapter's parameter."""
     return name.endswith(("lora_a", "lora_b"))
 
 
@@ -122,7 +122,7 @@ class AdaptedPlace:
     experts: int
 
     def parameters(self, rank: int, experts: int) -> int:
-        """Of A and B, of so many of the experts."""
+        """Count the parameters of A and B, for this many of the experts."""
         numbers = rank * (self.in_features + self.out_features)
         return numbers * experts if self.experts else numbers
 

@@ -26,7 +26,7 @@ from models.terms import Term
 
 
 class ExpertChoice(NamedTuple):
-    """What a router decides for N tokens."""
+    """The experts that a router chose for N tokens, and their weights."""
 
     experts: Tensor  # int64 [N, k]
     weights: Tensor  # float32 [N, k]: of the experts' outputs

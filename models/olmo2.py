@@ -31,12 +31,13 @@ class Args(layers.Args):
 
 
 def has_window(args: Args, number: int) -> bool:
-    """Whether this layer has one: in OLMo 3 every fourth layer attends to all tokens."""
+    """Return True if this layer has a window: in OLMo 3 every fourth layer attends to all
+    tokens."""
     return args.window > 0 and (number + 1) % 4 != 0
 
 
 def spec_of(args: Args, number: int) -> AttentionSpec:
-    """Of the attention of this layer."""
+    """Return the attention spec of this layer."""
     return AttentionSpec(window=args.window if has_window(args, number) else None)
 
 
@@ -106,9 +107,9 @@ DECAY = [("tok_embeddings.weight", False), ("*", True)]
 
 
 def tp_plan(args: Args) -> dict[str, str]:
-    """What comes out of attention and the feed-forward layer is a slice of the sequence, and so are
-    the norms of it. The norms of queries and keys add up squares of all heads, which the ranks
-    share."""
+    """Shard the outputs of attention and the feed-forward layer, and the norms after them, over the
+    sequence. The norms of queries and keys sum squares over all heads, so their ranks all-reduce
+    them."""
     norms = {
         "layers.*.attention_norm": "sequence_plain",
         "layers.*.ffn_norm": "sequence_plain",

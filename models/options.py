@@ -25,7 +25,8 @@ def dense_toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What can be said of a family without torch: `NUMBERS` in models/flavors/<name>.py."""
+    """Sizes, options and rules of a family, without torch: `NUMBERS` in
+    models/flavors/<name>.py."""
 
     flavors: dict[str, dict[str, Any]]
     """Flavor -> the numbers of the family's `Args`. Each row names its source. `debug` is small
@@ -56,7 +57,7 @@ class Numbers:
     name. Experts have w1, w2 and w3."""
     toy: Callable[[dict[str, Any], int], dict[str, Any]] = dense_toy
     """(a flavor's numbers, a width) -> those of a toy of this width, which measures what an operator
-    costs beside its work."""
+    costs apart from its FLOPs."""
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number that is none of the options: the rules about it would be

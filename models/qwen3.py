@@ -3,7 +3,7 @@ code: it knows torch, and nothing of meshes.
 
 Two things distinguish it from Llama. Queries and keys are normalised within each head before they
 are rotated, with one gain for all heads (QK-norm; Dehghani et al., arXiv:2302.05442, section 2).
-And the width of a head is a number of its own, which need not be dim / n_heads. In models with
+And the width of a head is an independent number, which need not be dim / n_heads. In models with
 experts the feed-forward layer of every block is a mixture. `models/family.py` explains what stands
 below. Source: Qwen3 technical report, arXiv:2505.09388.
 """

@@ -1,4 +1,4 @@
-"""Auxiliary terms: numbers that the forwards of a step report beside the loss, by name.
+"""Auxiliary terms: numbers that the forwards of a step report in addition to the loss, by name.
 
 A block reports by returning `h, {"name": Term(value, weight)}` in place of h. A term with a weight
 is also trained on. Examples: the balance loss of a mixture of experts (models/moe.py), the z-loss
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Term(NamedTuple):
-    """What a block reports of one microbatch."""
+    """A number that a block reports for one microbatch."""
 
     # A scalar: the sum over the tokens that this rank has. All ranks' values are added, so ranks of
     # tensor parallelism that see the same tokens report parts of their sum.

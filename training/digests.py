@@ -60,8 +60,8 @@ def of_tensor(name: str, tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def of_gradients(parameters: Iterable[tuple[str, nn.Parameter]], device: torch.device) -> Digests:
-    """Of every parameter that is trained and is on this rank, whole: summed over the ranks that hold
-    its parts. A parameter without a gradient has 0. Called by all ranks; there is no host-device
+    """Compute the digest of every trained parameter on this rank, summed over the ranks that hold
+    its shards. A parameter without a gradient has 0. Called by all ranks; there is no host-device
     sync."""
     # (mesh, its dimensions that split the tensor) -> the parameters
     split: dict[tuple, Digests] = {}
@@ -108,8 +108,8 @@ def of_all_stages(digests: Digests, mesh: Mesh) -> dict[str, list[float]]:
 
 
 def recorded(folder: Path) -> dict[int, dict[str, list[float]]]:
-    """What a run has written to `gradients.jsonl`, by step: the last word, where a step was trained
-    again. {} without that file. Raises InputError."""
+    """Read a run's `gradients.jsonl`, by step: the last record, where a step was trained again. {}
+    without that file. Raises InputError."""
     path = folder / FILE
     if not path.exists():
         return {}

@@ -51,8 +51,8 @@ def run_evaluation(
     stop: Any,
     watchdog: Any,
 ) -> bool:
-    """Log the scores of all tasks after `step`, unless a rank is asked to stop meanwhile. Returns
-    whether one is. All ranks call it.
+    """Log the scores of all tasks after `step`, unless a stop of the run is requested meanwhile.
+    Returns whether one is. All ranks call it.
 
     job: a train.Job; stop and watchdog: those of reliability/stop.py and reliability/health.py.
     """
@@ -89,7 +89,7 @@ def _all(batches: Iterator[Batch]) -> Iterator[Batch]:
 
 
 class Scored(NamedTuple):
-    """Of each request, the same on all ranks: float64 [requests]."""
+    """Scores of each request, the same on all ranks: float64 [requests]."""
 
     log_likelihoods: np.ndarray  # of what it scores, in nats
     mistakes: np.ndarray  # how many of the tokens that it scores are not the likeliest
@@ -131,8 +131,8 @@ def score_requests(
 
 
 class Share(NamedTuple):
-    """What one rank has of the requests that all ranks score at the same time. The shape is that of
-    all ranks, and a rank may have fewer requests than rows."""
+    """One rank's share of the requests that all ranks score in one forward. All ranks have the same
+    shape, so a rank may have fewer requests than rows."""
 
     requests: list[int]
     microbatches: int  # A

@@ -1,4 +1,4 @@
-"""How the tokens are spread over the experts of each layer, as a run reports it.
+"""Report the load of each layer's experts: how a run's tokens are spread over them.
 
 Counts are integers of the global batch, so the numbers are the same on every mesh. Every
 `metrics.expert_interval` steps they become metrics, a line of `experts.jsonl` in the run's folder,
@@ -28,8 +28,7 @@ FILE = "experts.jsonl"
 
 
 class ExpertLoad:
-    """What the mixtures of a model have told since the last report, of the steps that changed
-    weights.
+    """Statistics of a model's mixtures since the last report, from the steps that changed weights.
 
     sums: name of TERMS -> number of the layer -> the sum: counts of the global batches, the others
     of this rank's tokens. A stage of a pipeline has its own layers.
@@ -45,7 +44,7 @@ class ExpertLoad:
         self.sums: dict[str, dict[int, Tensor]] = {name: {} for name in TERMS}
 
     def add(self, terms: AuxiliaryTerms) -> None:
-        """A step has changed weights. Nobody waits for a GPU here."""
+        """Add a step that changed weights. No host-device sync."""
         self.steps += 1
         for name, sums in self.sums.items():
             for layer, value in terms.sums[name].items():

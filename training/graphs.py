@@ -31,8 +31,8 @@ def directly(gradients: Callable, job: Any, batch: dict[str, Tensor], flags: Cal
 
 
 def open_recorder(cfg: Config, device: torch.device, args: Any) -> Compute:
-    """How this run computes its gradients: a `GraphRecorder` with compile.cuda_graphs, else `directly`.
-    Raises InputError as `check`."""
+    """Return the function that computes gradients: a `GraphRecorder` with compile.cuda_graphs, else
+    `directly`. Raises InputError as `check`."""
     check(cfg, device, args)
     return GraphRecorder(device) if cfg.compile.cuda_graphs else directly
 
@@ -63,7 +63,7 @@ class GraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # recorded on a stream of its own, on which the first step also runs
+        # recorded on a separate stream, on which the first step also runs
         self.stream = torch.cuda.Stream(device)
         self.batch: dict[str, Tensor] = {}  # on the GPU, which the recording reads
         self.graph: torch.cuda.CUDAGraph | None = None

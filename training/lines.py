@@ -13,7 +13,7 @@ from pathlib import Path
 
 logger = logging.getLogger("plumbline")
 
-# Room does not help against these: somebody has put something else there.
+# More disk space does not help here: the path itself is wrong or forbidden.
 WRONG_PLACE = (IsADirectoryError, NotADirectoryError, PermissionError)
 
 

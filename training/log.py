@@ -1,5 +1,5 @@
-"""Where log records go: rank 0's to the console, every rank's to a file of its own, and known
-harmless noise nowhere.
+"""Route log records: rank 0's to the console, every rank's to one file per rank. Known harmless
+noise is dropped.
 
 Any module may log with `logging.getLogger("plumbline")`. Before `setup` (in tests, in tools) these
 records go where Python's logging sends them by default.
@@ -147,8 +147,8 @@ def _for_console(stream: TextIO, text: str, times: str) -> logging.Formatter:
 
 
 def writes_log(logs: str, ranks: int, local_rank: int) -> bool:
-    """Whether a rank writes all its records to a file. logs: the option run.logs; ranks: of the
-    whole run."""
+    """Return True if a rank writes all its records to a file. logs: the option run.logs; ranks: of
+    the whole run."""
     return local_rank == 0 or logs == "all" or (logs == "auto" and ranks < MANY_RANKS)
 
 
@@ -197,8 +197,8 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
 
 
 def _thread_crashed(crash: threading.ExceptHookArgs) -> None:
-    """As Python does it, but for the thread that writes TensorBoard's file: of that the metrics say
-    a sentence (training/metrics.py)."""
+    """Print a thread's exception as Python does, except that of TensorBoard's writer thread, which
+    the metrics report (training/metrics.py)."""
     is_tensorboard = "event_file_writer" in type(crash.thread).__module__
     if not (is_tensorboard and isinstance(crash.exc_value, OSError)):
         threading.__excepthook__(crash)

@@ -26,7 +26,8 @@ IGNORE = -100  # a label that does not count; torch's own convention
 
 
 def first_tokens(tokens: int, chunk_tokens: int) -> Iterable[int]:
-    """Where the pieces begin. The planner replaces it, to trace a few of them."""
+    """Return where the pieces begin. The planner replaces this function, to trace only a few
+    pieces."""
     return range(0, tokens, chunk_tokens)
 
 
@@ -126,7 +127,7 @@ def linear_cross_entropy(
 
     z_loss: its gradient is added, and the returned sum is without it.
 
-    passes: what is done to the logits beside GEMMs (training/loss_passes.py).
+    passes: the elementwise work on logits (training/loss_passes.py).
     """
     group = None
     first_row = 0
@@ -157,8 +158,8 @@ def linear_cross_entropy(
 
 
 def plain_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """What `linear_cross_entropy` must equal, computed from whole logits [B, T, V]. Tests and
-    benchmarks compare with it."""
+    """Compute the reference for `linear_cross_entropy` from whole logits [B, T, V], for tests and
+    benchmarks."""
     return F.cross_entropy(
         precision.wide(logits.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )

@@ -1,5 +1,5 @@
-"""What training/loss.py does to a piece's logits beside GEMMs: by PyTorch's operators, and compiled
-(`compile.enabled`).
+"""Compute the softmax, loss and gradient of a piece's logits between the GEMMs of training/loss.py,
+by PyTorch's operators or compiled (`compile.enabled`).
 
 PyTorch's operators read and write each float32 logit eleven times. Compiled passes read the logits
 as the GEMM left them, three times, and write their gradient once: with bfloat16 8 bytes per logit
@@ -18,7 +18,7 @@ from models.kernels import precision
 
 
 class LossPasses(NamedTuple):
-    """What is done to a piece's logits [C, V] beside GEMMs, in three passes. The second argument of
+    """Three passes over a piece's logits [C, V], between the GEMMs. The second argument of
     each is a buffer [C, V] of their wide type, or the logits themselves if they have that type.
     top, scale, and what the first two return: wide [C]; row int64 [C, 1], is_local bool [C].
 

@@ -1,5 +1,5 @@
-"""What a log line needs to know about the steps since the line before: rates, loss by source,
-auxiliary terms, and the load of experts."""
+"""Accumulate the numbers of a log line over its steps: rates, loss by source, auxiliary terms, and
+the load of experts."""
 
 import logging
 from pathlib import Path
@@ -22,8 +22,8 @@ logger = logging.getLogger("plumbline")
 
 
 def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[MetricsWriter, "Meter"]:
-    """Where a run that goes on after step `start` reports its numbers, and what counts them. Says
-    what is about to be trained, and how large it is.
+    """Open the metrics writer and the meter of a run that continues after step `start`. Logs a
+    summary of the model, its size and its mesh.
 
     job: a train.Job; family: a models/family.py::Family; sources: how many the run trains on.
     """
@@ -151,16 +151,16 @@ class Meter:
         return values
 
     def report_experts(self, step: int, model: nn.Module, metrics: MetricsWriter) -> None:
-        """Of a model with experts: how tokens were spread over them since the last report, for the
-        next line. Called by all ranks."""
+        """Add to the next line how tokens were spread over a model's experts since the last report.
+        Called by all ranks."""
         if self.experts:
             values, counts = self.experts.report(step, model)
             self.reported |= values
             metrics.record_experts(counts)
 
     def _sources(self, step: int, order) -> dict[str, float]:
-        """For each source of a mixture: its mean loss since the last line (none if it had no
-        token), the tokens seen of it in the whole run, and how often it has been read."""
+        """Return for each source of a mixture its mean loss since the last line (none if it had no
+        token), its tokens in the whole run, and its epochs."""
         segment = order.segment(step)
         values = {}
         # the losses are 0 but in the last stage; all stages count the same tokens

@@ -1,5 +1,4 @@
-"""What a run reports: a line for a person, `metrics.jsonl`, TensorBoard, Weights & Biases; and the
-numbers behind them.
+"""Report a run's metrics: a line on the console, `metrics.jsonl`, TensorBoard, Weights & Biases.
 
 `metrics.jsonl` holds one JSON object per logged step. It stays one consistent series after a
 restart: what a killed run wrote after the checkpoint it resumes from is dropped. Python writes
@@ -68,7 +67,7 @@ PEAK_TFLOPS = (
     (r"NVIDIA GeForce RTX 3090", 71, "NVIDIA GA102 white paper, accumulating in float32"),
 )
 
-# Rows of the line for a person: a key of the logged values, and its format.
+# Rows of the console line: a key of the logged values, and its format.
 LINE = (
     ("loss", "loss {:.4f}"),
     ("validation_loss", "validation loss {:.4f}"),
@@ -147,9 +146,9 @@ def frozen_weights(model: nn.Module) -> int:
 
 
 def state_of_training(optimizer: torch.optim.Optimizer) -> tuple[str, int, float]:
-    """What is kept of this rank's weights: how many tensors the optimizer has for each ("2", or "1
-    to 2"); bytes of the shards of weights, gradients and these; bytes of all of this for a number
-    of the model, on average."""
+    """Return the size of this rank's training state: how many tensors the optimizer has for each
+    weight ("2", or "1 to 2"); bytes of the shards of weights, gradients and these; and bytes of all
+    of this per parameter, on average."""
     kept: dict[nn.Parameter, list[int]] = {}
     for group in optimizer.param_groups:
         sizes = sizes_like_parameter(optimizer, group)
@@ -178,8 +177,8 @@ def model_summary(
     training: schema.Training,
     optimizer: torch.optim.Optimizer,
 ) -> str:
-    """What is about to be trained, in four lines: sizes of the model, of the mesh, of the training
-    state, of a step.
+    """Summarise the run in four lines: sizes of the model, of the mesh, of the training state, of a
+    step.
 
     family: a `models/family.py::Family`; args: the model's numbers,
     its `Args`."""
@@ -235,7 +234,7 @@ UNITS = {
 
 
 def in_bytes(count: float, step: int = 1000) -> str:
-    """A number of bytes for a person: in the decimal units in which networks and disks are sold, or
+    """Format a number of bytes: in the decimal units in which networks and disks are sold, or
     (step = 1024) in the binary ones of memory."""
     *units, largest = UNITS[step]
     for unit in units:
@@ -265,7 +264,7 @@ class MetricsWriter:
         """`start`: the step that was loaded, 0 for a fresh start. Everything logged for later steps
         is dropped.
 
-        `peak`: FLOP/s of one device, from peak_flops. Raises InputError if wandb is asked for and
+        `peak`: FLOP/s of one device, from peak_flops. Raises InputError if wandb is configured and
         not installed.
         """
         self.cfg, self.folder, self.start, self.steps, self.peak = cfg, folder, start, steps, peak
@@ -357,7 +356,7 @@ class MetricsWriter:
         return "  ".join(parts)
 
     def summary(self) -> str:
-        """The run's speed for a person: the median of the logged rates but the first (start-up,
+        """Return the run's speed: the median of the logged rates but the first (start-up,
         compilation)."""
         if not self.rates:
             return "no steps"

@@ -1,5 +1,5 @@
-"""What moves between host and device in a step: a microbatch with all that a model takes, put
-together in one place for training and validation, and the numbers that come back."""
+"""Move a step's data between host and device: build the model's arguments for each microbatch, in
+training and validation, and copy results back without a sync."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     positions: Tensor  # int64 [t], or [b, t] with data.mask_documents
     loss_head: Callable[[Tensor, Tensor], Tensor]  # (hidden states, output weight) -> summed loss
     documents: Any  # what attention must keep apart; None without data.mask_documents
-    terms: AuxiliaryTerms | None  # None where nobody trains: in validation
+    terms: AuxiliaryTerms | None  # None in validation
     # bool [b, t], of this rank's slice between blocks: no padding; None: there is none anywhere
     real: Tensor | None
 
@@ -31,7 +31,7 @@ class Microbatches:
     tokens, labels: int64 [A, b, t], A microbatches of b sequences; t: this rank's tokens of a
     sequence of length T, all of them without context parallelism. losses: float32 [A, b, t], the
     loss of each token whose microbatch the model has seen; 0 where a label does not count.
-    terms: as in `Inputs`; z_loss: None where nobody trains, or without it.
+    terms: as in `Inputs`; z_loss: None in validation, or without it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Microbatches:
         return len(self.tokens)
 
     def count_real(self) -> Tensor:
-        """How many tokens of this rank's batch are no padding, an int64 scalar."""
+        """Count the tokens of this rank's batch that are no padding, an int64 scalar."""
         if self.real is None:
             return self.labels.new_full((), self.labels.numel())
         return self.real.sum()
@@ -125,9 +125,8 @@ def to_host_async(x: Tensor) -> Callable[[], list[float]]:
     """Begin to copy the numbers of x [n] to the host; the result returns them.
 
     A plain read of x is a host-device sync: it waits for everything that is queued on the GPU, and
-    leaves the GPU idle. Here the copy stands in the queue now, into pinned memory, with an event
-    behind it. The result waits for that event alone, while the GPU computes what was queued later.
-    """
+    leaves the GPU idle. Here the copy into pinned memory is queued at once, followed by an event.
+    The result waits for that event alone, while the GPU computes what was queued later."""
     on_host = x.to("cpu", non_blocking=True)
     copied = torch.cuda.current_stream().record_event() if x.is_cuda else None
 

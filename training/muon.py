@@ -152,7 +152,8 @@ class Muon(torch.optim.Optimizer):
         return gradient.lerp(average, momentum) if group["nesterov"] else average
 
     def matrices_of(self, weights: list[nn.Parameter], steps: int) -> GatheredMatrices:
-        """Who computes what. It is the same in every step, unless other weights have gradients."""
+        """Assign matrices to ranks. The assignment stays the same unless other weights have
+        gradients."""
         known = self.weights_of_whole
         same = len(known) == len(weights) and all(map(lambda a, b: a is b, known, weights))
         if self.whole is None or not same:
@@ -171,7 +172,7 @@ def move(weight: nn.Parameter, group: dict, update: Tensor, skip: Tensor | None)
     part = local(weight.data)
     kept: Any = 1 - lr * group["weight_decay"]
     if skip is not None:
-        # a Python number beside a condition would become float32
+        # a Python number next to a condition would become float32
         dtype = torch.promote_types(part.dtype, torch.float32)
         kept = torch.where(skip, 1.0, torch.full_like(skip, kept, dtype=dtype))
         update = update.masked_fill(skip, 0.0)

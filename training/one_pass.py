@@ -29,7 +29,7 @@ def check(cfg: Compile, device: torch.device) -> bool:
 
 
 def scaling(optimizer: torch.optim.Optimizer) -> Callable[[list[Tensor], Tensor], None]:
-    """How gradients are multiplied by a number for this optimizer: now, or in its update."""
+    """Return the function that scales gradients for this optimizer: at once, or in its update."""
     if isinstance(optimizer, OnePassAdamW):
         return optimizer.scale_later
     return torch._foreach_mul_
@@ -88,8 +88,8 @@ OnePassAdamW.__name__ = "AdamW"  # as checkpoints name it: the state is AdamW's
 
 
 def numbers_of(group: dict, step: Tensor, factor: Tensor, counts: Tensor) -> dict[str, Tensor]:
-    """What a pass needs beside tensors of the weight's size, scalars on the device. A number of the
-    host would be compiled in, or be copied with a host-device sync. step: float64."""
+    """Return the scalars of a pass, as tensors on the device. A Python number would be compiled in
+    as a constant, or be copied with a host-device sync. step: float64."""
     beta1, beta2 = group["betas"]
     correction1 = 1 - beta1**step
     correction2 = 1 - beta2**step

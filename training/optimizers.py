@@ -45,7 +45,7 @@ SCALAR = Kept(like_parameter=False, dtype=torch.float32)
 
 @dataclass(frozen=True)
 class Rule:
-    """How the parameters of a group are updated."""
+    """The update rule of a parameter group."""
 
     name: str  # in a group's "rule"; of an optimizer with one rule, the name of its class
     state: Callable[[Group], dict[str, Kept]]  # key -> what is kept of each parameter
@@ -85,7 +85,8 @@ def adamw_options(cfg: Optimizer) -> Group:
 
 
 def moments_of_adamw(cfg: Optimizer) -> Group:
-    """What a checkpoint records of a group, where it is not the default."""
+    """Return the options of a group that a checkpoint records, where they differ from the
+    default."""
     return {} if cfg.moment_dtype == "float32" else {"moment_dtype": cfg.moment_dtype}
 
 
@@ -137,8 +138,7 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
 
 
 def sizes_like_parameter(optimizer: torch.optim.Optimizer, group: Group) -> list[int]:
-    """Of each tensor of a parameter's size that is kept of the parameters of a group: the bytes of
-    an element."""
+    """Return the bytes per element of each optimizer-state tensor that has the parameter's size."""
     sizes = []
     for kept in rule_of(optimizer, group).state(group).values():
         if kept.like_parameter:
@@ -167,20 +167,20 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
 
 
 def kept_after_a_step(optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Kept]:
-    """What the optimizer really keeps of a parameter of a group, found by a step on a weight of two
-    rows and columns, which changes nothing else."""
+    """Find the state that the optimizer really keeps of a parameter, by a step of a copy of the
+    optimizer on a 2 x 2 weight."""
     weight = nn.Parameter(torch.zeros(2, 2))
     weight.grad = torch.zeros_like(weight)
     # copy.copy would leave out what a class adds to torch.optim.Optimizer
-    alike = object.__new__(type(optimizer))
-    vars(alike).update(vars(optimizer))
-    alike._optimizer_step_pre_hooks = OrderedDict()
-    alike._optimizer_step_post_hooks = OrderedDict()
-    alike.state = defaultdict(dict)
-    alike.param_groups = [group | {"params": [weight]}]
-    alike.step()
+    probe = object.__new__(type(optimizer))
+    vars(probe).update(vars(optimizer))
+    probe._optimizer_step_pre_hooks = OrderedDict()
+    probe._optimizer_step_post_hooks = OrderedDict()
+    probe.state = defaultdict(dict)
+    probe.param_groups = [group | {"params": [weight]}]
+    probe.step()
     kept = {}
-    for key, value in alike.state[weight].items():
+    for key, value in probe.state[weight].items():
         if isinstance(value, Tensor):
             same_type = value.dtype == weight.dtype
             like = value.shape == weight.shape

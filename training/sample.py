@@ -27,12 +27,12 @@ from training.attention import for_many_shapes
 
 
 class KeyValueCache:
-    """What every attention of a model needs of earlier tokens: keys and values, float [B, S, K, E]
-    each, K this rank's share; or, in a model that computes them from narrow vectors
-    (`Decoder.latents`), these vectors, float [B, S, width].
+    """The key-value cache of every attention layer: keys and values, float [B, S, K, E] each, K
+    this rank's share; or, in a model that computes them from narrow vectors (`Decoder.latents`),
+    these vectors, float [B, S, width].
 
     `forward` runs the model with these parameter-free modules replaced: the model knows nothing of
-    it. Keys and values of all kept positions are computed from narrow vectors anew for every token.
+    it. Keys and values of all cached positions are recomputed from the latents for every token.
     """
 
     def __init__(self, model: nn.Module, capacity: int):

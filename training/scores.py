@@ -6,7 +6,7 @@ import numpy as np
 
 from data.tasks import EncodedTask, Text
 
-# The scores of a line for a person.
+# The scores of a console line.
 SHOWN = {
     "multiple_choice": ("acc", "acc_norm"),
     "perplexity": ("acc", "bits_per_byte", "word_perplexity"),
@@ -104,9 +104,8 @@ def _of_texts(task: EncodedTask, log_likelihoods: np.ndarray) -> dict[str, float
 
 
 def _of_continuations(task: EncodedTask, mistakes: np.ndarray) -> dict[str, float]:
-    """How many of the texts with a context the model writes itself, token by token, when it always
-    takes the likeliest one: `acc` of lm-evaluation-harness 0.4.13 for LAMBADA. Nothing without such
-    a text."""
+    """Return the share of texts with a context that greedy decoding reproduces exactly: `acc` of
+    lm-evaluation-harness 0.4.13 for LAMBADA. Nothing without such a text."""
     written = []
     for row, of_row in zip(task.rows, by_row(task, mistakes), strict=True):
         if row.context is not None:
@@ -155,7 +154,7 @@ def _ratio_error(amounts: np.ndarray, counts: np.ndarray) -> float:
 
 
 def line(name: str, kind: str, values: dict[str, float]) -> str:
-    """The scores of a task for a person."""
+    """Format the scores of a task as a console line."""
     parts = []
     for key in SHOWN[kind]:
         if key not in values:

@@ -1,4 +1,4 @@
-"""The end of a run: what a person reads last."""
+"""Summarise a run in its last log lines."""
 
 from pathlib import Path
 from typing import Any

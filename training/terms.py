@@ -25,7 +25,7 @@ class TermLog:
         self.sums: dict[str, Tensor | float] = {}  # name -> float64 sum of this rank's part
 
     def add(self, terms: AuxiliaryTerms, skipped: bool) -> None:
-        """A step is done; what a skipped one reported does not count. Nobody waits for a GPU here.
+        """Add the terms of a step, unless it was skipped. No host-device sync.
         Raises ValueError for a term that the ranks could not sum."""
         for name, value, divisor in named(terms):
             if self.names is not None and name not in self.names:

@@ -28,8 +28,8 @@ def run_validation(
     stop: Any,
     watchdog: Any,
 ) -> bool:
-    """Log the scores on the held-out sets after `step`, unless a rank is asked to stop meanwhile.
-    Returns whether one is. All ranks call it.
+    """Log the scores on the held-out sets after `step`, unless a stop of the run is requested
+    meanwhile. Returns whether one is. All ranks call it.
 
     job: a train.Job; held_out: the sets by name; tokenizer: a data/tokenizer.py::Tokenizer; stop
     and watchdog: those of reliability/stop.py and reliability/health.py.
@@ -57,7 +57,7 @@ def run_validation(
 def until_stopped(
     batches: Iterator[Batch], mesh: Mesh, stop: Any, watchdog: Any, patience: float
 ) -> Iterator[Batch]:
-    """The batches, until a rank is asked to stop. Each may take `patience` seconds."""
+    """Yield the batches until a stop of the run is requested. Each may take `patience` seconds."""
     answer = any_rank_stops(mesh, stop.asked())
     for batch in batches:
         if answer():

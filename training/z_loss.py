@@ -4,7 +4,7 @@ with a factor of 1e-4).
 
 training/loss.py adds its gradient while the logits are at hand. The loss that is returned and
 logged is the cross-entropy alone, so that runs with and without z-loss compare. The z-loss is
-logged beside it, with its factor, as `z_loss`.
+logged separately, with its factor, as `z_loss`.
 """
 
 from torch import Tensor

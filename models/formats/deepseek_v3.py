@@ -121,7 +121,7 @@ YARN = {
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
-    """What config.json does not say has DeepseekV3Config's default."""
+    """Read config.json; missing keys have DeepseekV3Config's defaults."""
     whole = dense.whole_number
     if config.get("quantization_config"):
         raise ValueError(
@@ -140,7 +140,7 @@ def args_from_hf(config: dict[str, Any]) -> Args:
     if config.get("num_key_value_heads", heads) not in (None, heads):
         raise ValueError(
             f"num_key_value_heads is {config['num_key_value_heads']!r}: every one of the {heads} "
-            "heads has keys and values of its own"
+            "heads has separate keys and values"
         )
     return Args(
         dim=whole(config, "hidden_size", 7168),

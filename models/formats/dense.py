@@ -121,8 +121,8 @@ def hf_fields(args: Args, scaling: dict | None = None) -> dict[str, Any]:
 def hf_rope(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
     """The rotary numbers of a config.json, wherever it has them, in transformers' order of
     preference. `rope_type` and `rope_theta` are always there; theta: the default of the family's
-    configuration. An original length at the top level counts before the one beside the factor, and
-    without any it is the model's."""
+    configuration. An original length at the top level takes precedence over the one next to the
+    factor, and without any it is the model's."""
     rope = {"rope_theta": config.get("rope_theta") or theta}
     if config.get("partial_rotary_factor") is not None:
         rope["partial_rotary_factor"] = config["partial_rotary_factor"]
@@ -136,7 +136,7 @@ def hf_rope(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
 
 
 ORIGINAL = "original_max_position_embeddings"
-# Keys of rotary numbers that change nothing at this value, whatever the type.
+# Keys of rotary numbers that change nothing at this value, for any rope_type.
 NEUTRAL_ROPE = {"partial_rotary_factor": 1.0, "truncate": True}
 
 
@@ -196,7 +196,7 @@ def numbers_from_hf(
 
 
 def is_tied(config: dict[str, Any]) -> bool:
-    """Whether one matrix is the embedding and the output projection, as far as config.json says.
+    """Return True if config.json ties the embedding to the output projection.
     Raises ValueError."""
     tied = config.get("tie_word_embeddings")
     if tied not in (None, True, False) or type(tied) is int:

@@ -63,7 +63,7 @@ def hf_layouts(args: Args, there: Container[str]) -> dict[str, TensorLayout]:
 
 
 def layer_types(n_layers: int) -> list[str]:
-    """Of each layer, in transformers' words."""
+    """Return the type of each layer, as transformers names it."""
     kinds = ["sliding_attention", "full_attention"] * n_layers
     return kinds[:n_layers]
 
@@ -112,7 +112,7 @@ DEFAULT_YARN = {
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
-    """What config.json does not say has GptOssConfig's default."""
+    """Read config.json; missing keys have GptOssConfig's defaults."""
     whole = dense.whole_number
     _check_quantisation(config.get("quantization_config"))
     n_layers = whole(config, "num_hidden_layers", 36, most=1000)

@@ -20,7 +20,7 @@ class Interleaved:
     That tensor has the last two dimensions the other way round, if `transposed`.
 
     Of three tensors [X, R, C], transposed, theirs is [X, C, 3 R]; the second of ours has its columns
-    1, 4, 7, ... A slice of ours is read with its neighbours.
+    1, 4, 7, ... A slice of ours is read with the columns that interleave it.
     """
 
     name: str  # of their tensor
@@ -38,8 +38,8 @@ class Interleaved:
     def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
         """This box of ours."""
         *others, last = _exchanged(box) if self.transposed else box
-        neighbours = slice(last.start * self.n, last.stop * self.n)
-        part = read_slice(self.name, (*others, neighbours))[..., self.turn :: self.n]
+        whole = slice(last.start * self.n, last.stop * self.n)
+        part = read_slice(self.name, (*others, whole))[..., self.turn :: self.n]
         return (part.mT if self.transposed else part).contiguous()
 
     def join(self, parameters: list[Tensor]) -> Tensor:
@@ -68,10 +68,10 @@ class Mxfp4:
     def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
         """This box of ours, float32. Expert by expert, for dequantising takes memory."""
         experts, rows, columns = box
-        neighbours = slice(rows.start * self.n, rows.stop * self.n)
+        whole = slice(rows.start * self.n, rows.stop * self.n)
         groups = slice(columns.start // GROUP, math.ceil(columns.stop / GROUP))
-        blocks = read_slice(f"{self.name}_blocks", (experts, neighbours, groups, slice(0, 16)))
-        scales = read_slice(f"{self.name}_scales", (experts, neighbours, groups))
+        blocks = read_slice(f"{self.name}_blocks", (experts, whole, groups, slice(0, 16)))
+        scales = read_slice(f"{self.name}_scales", (experts, whole, groups))
         first = columns.start - groups.start * GROUP
         within = slice(first, first + columns.stop - columns.start)
         sizes = [part.stop - part.start for part in box]

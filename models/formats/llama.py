@@ -30,7 +30,7 @@ def hf_config(args: Args) -> dict[str, Any]:
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
-    """What config.json does not say has LlamaConfig's default."""
+    """Read config.json; missing keys have LlamaConfig's defaults."""
     numbers = dense.numbers_from_hf(config, head_dim=None, kv_heads=0, context=2048)
     rope = dense.hf_rope(config)
     dense.check_rope(rope, {"default": (), "llama3": (*LLAMA3, dense.ORIGINAL)})

@@ -46,13 +46,13 @@ def hf_config(args: Args) -> dict[str, Any]:
 
 
 def layer_types(args: Args) -> list[str]:
-    """Of every layer, in transformers' words."""
+    """Return the type of each layer, as transformers names it."""
     kinds = {True: "sliding_attention", False: "full_attention"}
     return [kinds[has_window(args, number)] for number in range(args.n_layers)]
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
-    """What config.json does not say has the default of Olmo2Config or Olmo3Config."""
+    """Read config.json; missing keys have the defaults of Olmo2Config or Olmo3Config."""
     is_olmo3 = config.get("model_type") == "olmo3"
     theta = 500000.0 if is_olmo3 else 10000.0
     rope = rope_of_olmo3(config, theta) if is_olmo3 else dense.hf_rope(config, theta)

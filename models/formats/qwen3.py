@@ -42,7 +42,7 @@ def hf_config(args: Args) -> dict[str, Any]:
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
-    """What config.json does not say has Qwen3Config's default."""
+    """Read config.json; missing keys have Qwen3Config's defaults."""
     rope = dense.hf_rope(config)
     dense.check_rope(rope, {"default": ()})
     dense.check_full_attention(config, window="")  # use_sliding_window is false

@@ -19,7 +19,7 @@ from models.formats.llama import half_rotation
 
 FAMILIES = ("llama", "qwen3", "deepseek_v3")
 
-# release -> rows (a part of a name here, what stands there instead); the first that matches counts
+# release -> rows (a part of a name here, its replacement there); the first that matches counts
 RENAMED = {
     "0.3": (
         (".attention.wq.", ".attention.qkv_linear.wq."),
@@ -103,7 +103,7 @@ def states(theirs: dict[str, str], fused: bool) -> dict[str, list[str]]:
 
 
 def joined_shape(shapes: list[list[int]]) -> list[int]:
-    """Of a tensor of theirs with these of ours in it."""
+    """Return the shape of TorchTitan's tensor that joins these of ours."""
     rows = sum(shape[0] for shape in shapes) if len(shapes) > 1 else 0
     return [rows, *shapes[0][1:]] if rows else shapes[0]
 
@@ -141,7 +141,8 @@ def split(family: str, ours: list[str], whole: Tensor, args: Any) -> dict[str, T
 
 
 def rotated_heads(family: str, name: str, args: Any) -> int:
-    """How many heads the rows of a parameter have whose order differs; 0 for all others."""
+    """Return the number of heads in a parameter whose rotary rows are permuted; 0 for all
+    others."""
     if family != "llama":
         return 0
     return {"wq": args.n_heads, "wk": args.n_kv_heads}.get(name.split(".")[-2], 0)

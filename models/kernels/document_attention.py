@@ -26,7 +26,7 @@ class Documents:
 
     It is made once per microbatch, on the host, where the batch comes from: neither N nor
     `longest` must be asked of a GPU. The positions of the tokens are a separate input of the model,
-    because a part of a sequence has positions of its own but needs the table of all documents.
+    because a part of a sequence has only its local positions but needs the table of all documents.
     """
 
     # int32 [N + 1]: where each document begins among the B*T tokens, and B*T; no document spans two
@@ -51,8 +51,8 @@ VARLEN_GQA = {"enable_gqa": True} if "enable_gqa" in varlen_attn.__kwdefaults__ 
 
 
 def fits_varlen(x: Tensor) -> bool:
-    """Whether `varlen_attn` takes such queries [..., E]: its kernel is FlashAttention-2 (Dao,
-    arXiv:2307.08691), written for CUDA, 16-bit types, and heads of 8, 16, ... 256 numbers."""
+    """Return True if `varlen_attn` takes such queries [..., E]: its kernel is FlashAttention-2
+    (Dao, arXiv:2307.08691), written for CUDA, 16-bit types, and heads of 8, 16, ... 256 numbers."""
     return kernel_exists(x.device, x.dtype, x.shape[-1])
 
 
@@ -67,8 +67,8 @@ def kernel_exists(device: torch.device, dtype: torch.dtype, width: int) -> bool:
 
 
 def one_by_one(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    """What `varlen_attn` computes, on any device in any type: as slow as it looks, it waits for the
-    GPU in every layer, and torch.compile does not take it (`configs/check.py` refuses it)."""
+    """Compute the same as `varlen_attn`, on any device in any type. Slow: it syncs host and GPU in
+    every layer, and torch.compile does not take it (`configs/check.py` refuses it)."""
     is_grouped = q.shape[1] != k.shape[1]
     pieces = []
     for one in cpu.slices(starts):

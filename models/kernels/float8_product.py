@@ -44,7 +44,7 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe
 
 @torch._dynamo.allow_in_graph  # AOTAutograd looks inside
 class _Float8Linear(torch.autograd.Function):
-    """Keeps the wide factors: those of 8 bits are made anew, along the other side."""
+    """Save the wide factors: backward casts them to 8 bits again, along the other dimension."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, *recipe: Any) -> Tensor:

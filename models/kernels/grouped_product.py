@@ -1,4 +1,4 @@
-"""Grouped GEMM: each group of rows is multiplied with a weight of its own, as one operator.
+"""Grouped GEMM: each group of rows is multiplied with another weight, as one operator.
 
 PyTorch's `grouped_mm` is what runs on a GPU in 16 bits. Elsewhere it is a loop over the groups:
 `grouped_mm` is not faster on a CPU, refuses sizes that are no multiple of 16 bytes, and cannot be
@@ -18,7 +18,7 @@ ONES = 8  # columns of ones: the narrowest rows of 16 bits that the kernel takes
 
 
 class AdaptedWeight(NamedTuple):
-    """A weight with an adapter of low rank beside it (models/lora.py). On a GPU the kernel wants a
+    """A weight with its low-rank adapter (models/lora.py). On a GPU the kernel wants a
     rank that is a multiple of 8."""
 
     weight: Tensor  # [X, F, D]
@@ -55,7 +55,7 @@ class _OfWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(rows, counts)
-        # [M, F], in the memory of one number, which nobody reads
+        # [M, F], expanded from one number; only its shape is used
         return rows.new_empty(()).expand(rows.shape[0], weight.shape[1])
 
     @staticmethod
@@ -99,7 +99,7 @@ class _AddBias(torch.autograd.Function):
 
 @torch.library.custom_op("plumbline::grouped_product", mutates_args=())
 def _grouped_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """As `grouped_product`, without a gradient for the weight."""
+    """Compute `grouped_product` without a gradient for the weight."""
     if not len(rows):
         return rows.new_empty(0, weight.shape[1])
     if fits_grouped_mm(rows, weight.shape[1]):

@@ -28,9 +28,9 @@ BLOCK = 128  # queries whose scores exist at a time, where there is no kernel
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What an attention core computes beside being causal. The default is plain attention."""
+    """The variant of causal attention that a core computes. The default is plain attention."""
 
-    # a query sees the keys of its own and of the window - 1 positions before it; None: of all
+    # a query sees the last `window` keys, its own included; None: all keys before it
     window: int | None = None
     scale: float | None = None  # factor of the scores; None: 1 / sqrt(head_dim)
     # scores become cap * tanh(score / cap) (Gemma 2, arXiv:2408.00118); None: they stay
@@ -40,7 +40,7 @@ class AttentionSpec:
     sinks: bool = False
 
     def describe(self) -> str:
-        """For a person who reads a plan."""
+        """Describe the spec in words, for a plan."""
         parts = ["all keys" if self.window is None else f"a window of {self.window:,}"]
         if self.sinks:
             parts.append("sinks")
@@ -238,7 +238,7 @@ def _has_kernel(q: Tensor, soft_cap: float) -> bool:
 
 
 def _is_local(window: int, longest_keys: int) -> bool:
-    """Whether a window hides anything."""
+    """Return True if the window hides any key."""
     return 0 < window < longest_keys
 
 
@@ -330,8 +330,8 @@ def by_blocks(
     scale: float,
     soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, by plain matmuls in float32 (or float64, if that is the type), on any device. No
-    more scores exist at a time than those of BLOCK queries."""
+    """Compute `attend` by plain matmuls in float32 (or float64, if that is the type), on any
+    device. At most the scores of BLOCK queries exist at a time."""
     compute = wide_type(q.dtype)
     K = k.shape[1]
     out = torch.empty_like(q)

@@ -19,8 +19,8 @@ LONG = 256
 def pieces(
     q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What models/kernels/document_attention.py::piece_attention says, by PyTorch's CPU kernel,
-    piece by piece."""
+    """Compute models/kernels/document_attention.py::piece_attention by PyTorch's CPU kernel, piece
+    by piece."""
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=wide_type(q.dtype))
     for one, keys in zip(slices(starts), slices(key_starts)):
