@@ -82,7 +82,7 @@ class Latents(nn.Module):
 
 class Core(layers.AttentionCore):
     """Values are narrower than keys, and fast kernels want them as wide. They are padded here, so
-    that those who replace `forward` to exchange keys and values between ranks send no zeros."""
+    that a module that exchanges keys and values between ranks sends no zeros (parallelisms/cp.py)."""
 
     supports_spec = True
 

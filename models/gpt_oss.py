@@ -21,6 +21,7 @@ from models.flavors.gpt_oss import NUMBERS
 from models.kernels.grouped_product import add_bias_of_group, grouped_product
 from models.kernels.precision import wide
 from models.kernels.ruled_attention import AttentionSpec
+from models.local import local
 from models.yarn import mscale, yarn
 
 
@@ -87,12 +88,8 @@ class BiasedRouter(moe.Router):
         super().__init__(args)
         self.bias = nn.Parameter(torch.empty(args.n_experts))
 
-    def bias_for_forward(self) -> Tensor:
-        """The bias [X] as forward adds it. Tensor parallelism replaces this."""
-        return self.bias
-
     def logits(self, x: Tensor) -> Tensor:
-        return super().logits(x) + wide(self.bias_for_forward())
+        return super().logits(x) + wide(local(self.bias))
 
 
 class ClampedExperts(moe.Experts):
@@ -104,13 +101,13 @@ class ClampedExperts(moe.Experts):
         self.b2 = nn.Parameter(torch.empty(args.n_experts, args.dim))  # [X, D]
         self.b3 = nn.Parameter(torch.empty(args.n_experts, args.expert_dim))  # [X, F]
 
-    def weights_for_forward(self) -> list[Tensor]:
-        return [*super().weights_for_forward(), self.b1, self.b2, self.b3]
+    def weights(self) -> list[Tensor]:
+        return [*super().weights(), *map(self.part, (self.b1, self.b2, self.b3))]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute the experts as `moe.Experts` does, with biases. An expert's output includes b2,
         so combine weights the bias too."""
-        w1, w2, w3, b1, b2, b3 = self.weights_for_forward()
+        w1, w2, w3, b1, b2, b3 = self.weights()
         gate = add_bias_of_group(grouped_product(rows, w1, counts), b1, counts)  # [M, F]
         up = add_bias_of_group(grouped_product(rows, w3, counts), b3, counts)  # [M, F]
         gate = gate.clamp(max=LIMIT)

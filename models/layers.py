@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from models.kernels.causal_attention import causal_attention
 from models.kernels.document_attention import Documents, document_attention
 from models.kernels.ruled_attention import PLAIN, AttentionSpec, ruled_attention
+from models.local import local
 from models.terms import AuxiliaryTerms
 
 
@@ -56,8 +57,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class AttentionCore(nn.Module):
-    """The part of attention that has no parameters: causal attention by a spec, which all who
-    replace `forward` from outside honour (parallelisms/__init__.py says who)."""
+    """The part of attention that has no parameters, where tokens see each other: causal attention by
+    a spec, which every module that is put in its place honours (parallelisms/cores.py)."""
 
     # A class that overrides `forward` says it anew (parallelisms/cores.py).
     supports_spec: ClassVar[bool] = True
@@ -84,6 +85,12 @@ class AttentionCore(nn.Module):
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
         return causal_attention(q, k, v).transpose(1, 2)
+
+    @classmethod
+    def documents(cls, cores: list[Any], positions: Tensor, device: torch.device) -> Any:
+        """Return the `documents` of a forward of all these cores of a model, of this class. positions:
+        of the tokens of whole sequences within their documents, int64 [B, T] on the CPU."""
+        return Documents.of(positions, device)
 
 
 class Attention(nn.Module):
@@ -114,7 +121,7 @@ class Attention(nn.Module):
         q, k, v = self.heads(x)
         q = apply_rope(q, cos, sin)
         k = apply_rope(k, cos, sin)
-        sinks = [] if self.sinks is None else [self.sinks]
+        sinks = [] if self.sinks is None else [local(self.sinks)]
         o = self.core(q, k, v, documents, *sinks)  # [B, T, H, E]
         return self.wo(o.flatten(2))  # [B, T, D]
 
@@ -176,9 +183,6 @@ class Decoder(nn.Module):
     the norm and the output (of a tied model, that is a copy of the embedding).
     """
 
-    # for callers who have a model and do not know its family
-    documents = staticmethod(Documents.of)
-
     def __init__(self, args: Any, layers: range | None = None):
         super().__init__()
         layers = layers or range(args.n_layers)
@@ -199,9 +203,14 @@ class Decoder(nn.Module):
         return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
 
     def cores(self) -> list[AttentionCore]:
-        """The attention of every block, in order, for those who replace it."""
+        """The attention of every block, in order; parallelisms/cores.py puts others in their place."""
         blocks: Any = self.layers.values()
         return [block.attention.core for block in blocks]
+
+    def documents(self, positions: Tensor, device: torch.device) -> Any:
+        """Return the `documents` of a forward, as these cores take them (`AttentionCore.documents`)."""
+        cores = self.cores()
+        return next(iter(cores), AttentionCore).documents(cores, positions, device)
 
     def latents(self) -> list[nn.Module]:
         """The modules, one per block, that return what keys and values are computed from; none

@@ -13,6 +13,7 @@ Shapes:  M rows of all experts   X experts
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from models.family import Family
 from models.kernels.grouped_product import AdaptedWeight
 from models.moe import Experts
 
-# Of the experts' parameters, those that may have adapters, in the order of `weights_for_forward`.
+# Of the experts' parameters, those that may have adapters, in the order of `Experts.weights`.
 OF_EXPERTS = ("w1", "w2", "w3")
 
 
@@ -54,58 +55,77 @@ def new_adapter(like: Tensor, *shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 
+class LowRank(nn.Module):
+    """What the adapters of a linear layer add to its output. It has no parameters: tensor parallelism
+    puts another module in its place (parallelisms/lora.py), and their names stay."""
+
+    def __init__(self, scale: float):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """x [..., in], a [rank, in], b [out, rank] -> scale (x a^T) b^T [..., out]. The narrow tensor
+        is scaled, which is less work than to scale the result."""
+        return F.linear(self.scale * F.linear(x, a), b)
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with adapters of its weight."""
+
+    low_rank: nn.Module
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) + self.low_rank(input, self.lora_a, self.lora_b)
+
+
 def add_to_linear(linear: nn.Linear, lora: Any) -> None:
-    """Adapters for one layer. `linear.low_rank(x)` is what they add to its output; tensor
-    parallelism replaces it."""
+    """Make a linear layer an `AdaptedLinear`, in place: its hooks, which may be those of tensor
+    parallelism, and the name of its weight stay."""
     linear.lora_a = new_adapter(linear.weight, lora.rank, linear.in_features)
     linear.lora_b = new_adapter(linear.weight, linear.out_features, lora.rank)
-    scale = scale_of(lora)
-    base = linear.forward
-
-    def low_rank_of(x: Tensor) -> Tensor:
-        return low_rank(x, linear.lora_a, linear.lora_b, scale)
-
-    def forward(x: Tensor) -> Tensor:
-        return base(x) + linear.low_rank(x)
-
-    linear.low_rank = low_rank_of
-    linear.forward = forward
+    linear.low_rank = LowRank(scale_of(lora))
+    linear.__class__ = adapted_class(AdaptedLinear, type(linear))
 
 
-def low_rank(x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """x [..., in], a [rank, in], b [out, rank] -> scale (x a^T) b^T [..., out]. The narrow tensor is
-    scaled, which is less work than to scale the result."""
-    return F.linear(scale * F.linear(x, a), b)
+@cache
+def adapted_class(adapted: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of the modules of class `base` that have adapters, as FSDP2 makes a class of
+    each that it shards. adapted: that of plain ones."""
+    if issubclass(adapted, base):
+        return adapted
+    return type(f"Adapted{base.__name__}", (adapted, base), {})
+
+
+class AdaptedExperts(Experts):
+    """Experts with adapters of their weights."""
+
+    adapted: list[str]  # the names of these weights
+    scale: float
+
+    def weights(self) -> list[Any]:
+        weights: list[Any] = super().weights()
+        for name in self.adapted:
+            place = OF_EXPERTS.index(name)
+            a = self.part(getattr(self, f"{name}_lora_a"))
+            b = self.part(getattr(self, f"{name}_lora_b"))
+            weights[place] = AdaptedWeight(weights[place], a, b, self.scale)
+        return weights
 
 
 def add_to_experts(experts: Experts, lora: Any) -> None:
-    """Adapters for each expert. `experts.adapters_for_forward()` returns them, A and B of each weight
-    in turn; expert parallelism replaces it."""
-    adapted = [name for name in OF_EXPERTS if name in lora.targets]
-    for name in adapted:
+    """Make experts `AdaptedExperts`, in place."""
+    experts.adapted = [name for name in OF_EXPERTS if name in lora.targets]
+    experts.scale = scale_of(lora)
+    for name in experts.adapted:
         weight = getattr(experts, name)
         count, out_features, in_features = weight.shape
         a = new_adapter(weight, count, lora.rank, in_features)
         b = new_adapter(weight, count, out_features, lora.rank)
         experts.register_parameter(f"{name}_lora_a", a)
         experts.register_parameter(f"{name}_lora_b", b)
-    scale = scale_of(lora)
-    base = experts.weights_for_forward
-
-    def adapters_for_forward() -> list[Tensor]:
-        return [getattr(experts, f"{name}_lora_{which}") for name in adapted for which in "ab"]
-
-    def weights_for_forward() -> list[Any]:
-        weights = list(base())
-        adapters = experts.adapters_for_forward()
-        for i, name in enumerate(adapted):
-            place = OF_EXPERTS.index(name)
-            a, b = adapters[2 * i : 2 * i + 2]
-            weights[place] = AdaptedWeight(weights[place], a, b, scale)
-        return weights
-
-    experts.adapters_for_forward = adapters_for_forward
-    experts.weights_for_forward = weights_for_forward
+    experts.__class__ = adapted_class(AdaptedExperts, type(experts))
 
 
 # What a family says of a model with adapters ------------------------------------------------------

@@ -11,7 +11,7 @@ Shapes:  B batch   T sequence   D = dim   N = B T tokens   X experts   k experts
          F hidden units of an expert
 """
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from models.kernels.combine import weighted
 from models.kernels.grouped_product import grouped_product
 from models.kernels.precision import wide
 from models.layers import Block, Decoder, Documents, FeedForward
+from models.local import local
 from models.terms import Term
 
 
@@ -53,13 +54,9 @@ class Router(nn.Module):
         if args.balancing_bias:
             self.bias = nn.Parameter(torch.empty(args.n_experts), requires_grad=False)
 
-    def weight_for_forward(self) -> Tensor:
-        """The weight [X, D] as forward multiplies with it. Tensor parallelism replaces this."""
-        return self.weight
-
     def logits(self, x: Tensor) -> Tensor:
         """x [N, D] -> float32 [N, X]. A family may add to it (models/gpt_oss.py)."""
-        return F.linear(wide(x), wide(self.weight_for_forward()))
+        return F.linear(wide(x), wide(local(self.weight)))
 
     def forward(self, x: Tensor) -> ExpertChoice:
         """x [N, D]."""
@@ -98,18 +95,79 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(args.n_experts, args.expert_dim, args.dim))  # gate
         self.w2 = nn.Parameter(torch.empty(args.n_experts, args.dim, args.expert_dim))  # down
         self.w3 = nn.Parameter(torch.empty(args.n_experts, args.expert_dim, args.dim))  # up
+        self.gradient_factor = 1.0  # of all weights here; parallelisms/ep.py::distribute sets it
 
-    def weights_for_forward(self) -> list[Tensor]:
-        """w1, w2 and w3 as forward multiplies with them, and what else a subclass computes with.
-        Expert parallelism replaces this."""
-        return [self.w1, self.w2, self.w3]
+    def part(self, weight: Tensor) -> Tensor:
+        """Return a weight as forward multiplies with it: that of this rank's experts."""
+        return local(weight, self.gradient_factor)
+
+    def weights(self) -> list[Tensor]:
+        """Return w1, w2 and w3 as forward multiplies with them, then what else a subclass computes
+        with."""
+        return [self.part(weight) for weight in (self.w1, self.w2, self.w3)]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [M, D], sorted by expert; counts int64 [X]: how many each has -> [M, D]."""
-        w1, w2, w3 = self.weights_for_forward()
+        w1, w2, w3 = self.weights()
         # [M, F]
         hidden = F.silu(grouped_product(rows, w1, counts)) * grouped_product(rows, w3, counts)
         return grouped_product(hidden, w2, counts)
+
+
+@dataclass
+class SortedRows:
+    """The state of `LocalDispatcher` between its methods."""
+
+    rows: Tensor  # [M, D], sorted by expert: of tokens, then of their results
+    counts: Tensor  # int64 [X]: the rows of each expert
+    order: Tensor  # int64 [M]: which (token, choice) each row is of
+    weights: Tensor  # [N, k]
+
+
+class LocalDispatcher(nn.Module):
+    """Dispatch and combine where one rank has all experts. Expert parallelism puts another
+    dispatcher in its place (parallelisms/ep.py), with the same three methods; the state that leads
+    from one to the next is its own."""
+
+    def dispatch(
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
+    ) -> SortedRows:
+        """Send each token to its experts. tokens [N, D]; chosen int64 [N, k]; weights [N, k];
+        counts int64 [X]: the rows of each expert."""
+        order = chosen.flatten().argsort(stable=True)
+        return SortedRows(tokens[order // chosen.shape[1]], counts, order, weights)
+
+    def compute(self, state: SortedRows, experts: nn.Module) -> SortedRows:
+        """Run the experts on the rows that have come."""
+        results = experts(state.rows, state.counts)
+        return SortedRows(results, state.counts, state.order, state.weights)
+
+    def combine(self, state: SortedRows) -> Tensor:
+        """Return the weighted sum of the results of each token's experts, [N, D]."""
+        return weighted(state.rows, state.order, state.weights)
+
+
+class BalanceLoss(nn.Module):
+    """DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations 17 to 20), times the
+    tokens of each sequence and summed over the sequences.
+
+    Equation 20 averages the affinities over a sequence. Here each token adds its own, so that the
+    loss of a sequence is the sum over the ranks that share it, and is divided by the tokens of the
+    global batch like every other loss.
+    """
+
+    def __init__(self, args: Any):
+        super().__init__()
+        self.n_experts = args.n_experts
+        self.factor = args.balance_loss
+
+    def forward(self, affinities: Tensor, counts: Tensor) -> Tensor:
+        """affinities [B, T, X], of T tokens that may be a part of a sequence; counts int64 [B, X]:
+        the tokens of each whole sequence that chose an expert."""
+        counts = counts.to(affinities.dtype)
+        # [B, X], 1 where all experts get as many
+        share = counts / counts.sum(-1, keepdim=True) * self.n_experts
+        return self.factor * torch.einsum("btx,bx->", affinities, share)
 
 
 class MixtureOfExperts(nn.Module):
@@ -121,13 +179,10 @@ class MixtureOfExperts(nn.Module):
         self.args = args
         self.router = router or Router(args)
         self.experts = experts or Experts(args)
+        self.dispatcher = LocalDispatcher()
+        self.balance = BalanceLoss(args)
         if args.n_shared_experts:
             self.shared_experts = FeedForward(args.dim, args.n_shared_experts * args.expert_dim)
-
-    def counts_of_whole_sequences(self, counts: Tensor) -> Tensor:
-        """counts int64 [B, X] of this rank's tokens. Expert parallelism replaces this where several
-        ranks share a sequence: it sums over them."""
-        return counts
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, dict[str, Term]]:
         """x [B, T, D] -> [B, T, D], and what is reported of these tokens: int64 [X] how many each
@@ -140,11 +195,12 @@ class MixtureOfExperts(nn.Module):
         by_sequence = choice.experts.view(B, -1)  # [B, T k]
         counts = by_sequence.new_zeros(B, self.args.n_experts)  # [B, X]
         counts.scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
-        combine = self.dispatch(tokens, choice.experts, choice.weights, counts.sum(0))
+        state = self.dispatcher.dispatch(tokens, choice.experts, choice.weights, counts.sum(0))
         shared = None
         if self.args.n_shared_experts:
             shared = self.shared_experts(x)  # while the rows are on their way
-        out = combine().view_as(x)
+        state = self.dispatcher.compute(state, self.experts)
+        out = self.dispatcher.combine(state).view_as(x)
         if shared is not None:
             out = out + shared
         affinities = choice.affinities.view(B, T, -1)
@@ -160,35 +216,6 @@ class MixtureOfExperts(nn.Module):
         terms["router_entropy"] = Term(entropy)
         terms["expert_counts"] = Term(counts.sum(0))
         return out, terms
-
-    def dispatch(
-        self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
-    ) -> Callable[[], Tensor]:
-        """Send each token to its experts. Returns what waits, computes and combines: the weighted
-        sum of each token's experts, [N, D]. tokens [N, D]; chosen int64 [N, k]; weights [N, k];
-        counts int64 [X]: the rows of each expert. Expert parallelism replaces this."""
-        # order [M]: which (token, choice) each row is of
-        order = chosen.flatten().argsort(stable=True)
-        rows = tokens[order // chosen.shape[1]]
-
-        def combine() -> Tensor:
-            return weighted(self.experts(rows, counts), order, weights)
-
-        return combine
-
-    def balance(self, affinities: Tensor, counts: Tensor) -> Tensor:
-        """The auxiliary loss: DeepSeek-V3's sequence-wise balance loss (arXiv:2412.19437, equations
-        17 to 20) times the tokens of each sequence, summed over the sequences. affinities [B, T, X]; counts int64 [B,
-        X], both of T tokens, which may be a part of a sequence.
-
-        Equation 20 averages the affinities over a sequence. Here each token adds its own, so that
-        the loss of a sequence is the sum over the ranks that share it, and is divided by the tokens
-        of the global batch like every other loss.
-        """
-        counts = self.counts_of_whole_sequences(counts).to(affinities.dtype)
-        # [B, X], 1 where all experts get as many
-        share = counts / counts.sum(-1, keepdim=True) * self.args.n_experts
-        return self.args.balance_loss * torch.einsum("btx,bx->", affinities, share)
 
 
 class MixtureBlock(Block):

@@ -1,26 +1,31 @@
 """THE order in which parallelism is applied to a model.
 
 A parallelism changes a model from outside in three ways: it replaces parameters by DTensors, it adds
-hooks, and it replaces methods on instances. This is the whole list of the methods:
+hooks, and where something else is computed it puts another module in the place, which
+`print(model)` shows. These are all of them; parameters keep their names and no method is replaced:
 
-| Method | Replaced by | Why |
+| Module of the model | Module in its place | Why |
 | --- | --- | --- |
-| `forward` of a block | blocks.py | recompute it in backward; compile it |
-| `AttentionCore.forward` | cp.py | ranks exchange keys and values, or heads, by each core's rule |
-| | training/sample.py | attend to the keys and values of earlier tokens, by the same rule |
-| `Decoder.documents` | cp.py | a rank has a part of each document |
-| `Linear.forward` in a block | tp_plain.py | a plain tensor in and out |
-| `RMSNorm.forward` in attention | tp_plain.py | a mean square over the heads of all ranks |
-| `Router.weight_for_forward` | tp_plain.py | this rank's part of a DTensor |
-| `Experts.weights_for_forward` | ep.py | this rank's part of the DTensors |
-| | models/lora.py | adapters beside them |
-| `Linear.forward` in a block | models/lora.py | adds what the adapters give |
-| `MixtureOfExperts.dispatch` | ep_chunks.py | all-to-alls for dispatch and combine |
-| `MixtureOfExperts.counts_of_whole_sequences` | ep.py | several ranks share a sequence |
+| `AttentionCore` | cp.py::GatheredKV | ranks exchange keys and values |
+| | cp.py::Ulysses | ranks exchange heads |
+| | training/sample.py::CachedAttention | keys and values of earlier tokens are kept |
+| `Latents` | training/sample.py::CachedLatents | or the narrow vectors that they come from |
+| `LocalDispatcher` | ep.py::AllToAllDispatcher | the ranks share the experts |
+| | ep_hosts.py::HierarchicalDispatcher | so do several hosts |
+| | ep_chunks.py::ChunkedDispatcher | one of these, in chunks |
+| `BalanceLoss` | ep.py::BalanceLossOverRanks | several ranks share a sequence |
+| `nn.Embedding` | tp_plain.py::SplitEmbedding | a rank has some rows of the vocabulary |
+| `nn.Linear` in a block | tp_plain.py::PlainLinear | a plain tensor in and out |
+| | float8.py::Float8Linear | the product in float8 |
+| | models/lora.py::AdaptedLinear | adapters; what they add is `LowRank` |
+| `LowRank` | lora.py::SplitLowRank | a rank has a part of the adapters |
+| `nn.RMSNorm` in attention | tp_plain.py::SplitRMSNorm | a mean square over the heads of all ranks |
+| `Experts` | models/lora.py::AdaptedExperts | adapters |
 
-Each is declared on its class (models/layers.py, models/moe.py) and keeps its signature. A core that
-does not support AttentionSpec is refused by name (cores.py). Float8 replaces whole linear layers, and master_weights.py
-shows modules other weights while they compute.
+Layers multiply with `models/local.py::local` of a weight, which is this rank's part of a DTensor.
+cores.py is the door to attention: a core that does not support AttentionSpec is refused by name.
+blocks.py wraps the `forward` of a block to recompute or compile it, as PyTorch does, and
+master_weights.py shows modules other weights while they compute.
 """
 
 import torch
@@ -65,8 +70,8 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
        all that follows must see those. Tensor parallelism checks that no weight is left over, so
        the experts leave before it. Adapters, if there are any, are then split as their weights
        are.
-    2. Context parallelism replaces the attention of the heads that tensor parallelism leaves on a
-       rank.
+    2. Context parallelism takes the place of the attention of the heads that tensor parallelism
+       leaves on a rank.
     3. Float8 replaces linear layers, so it comes before what wraps them.
     4. Activation checkpointing and compile, block by block. A *selective* policy must be inside the
        compiled region, where the partitioner reads it; recomputing whole blocks must be outside,

@@ -1,4 +1,14 @@
-"""What a model's attention cores say of themselves, asked before anybody computes in their place.
+"""The door to a model's attention: what its cores say of themselves, and how others are put in their
+place.
+
+A core is the module of a layer in which tokens see each other. It has no parameters. Another module
+takes its place where ranks share a sequence (parallelisms/cp.py) and where earlier tokens are kept
+(training/sample.py). It says
+
+    spec        what it computes, so what ranks must exchange and what a cache must keep
+    documents   what its forward needs of the borders of documents
+
+and is made of the core whose place it takes, which is its `core`.
 
 A core follows its spec (`models/layers.py::AttentionCore`), or is its own: a class that overrides
 `forward` says `supports_spec = True` or `supports_spec = False` beside it. A core of its own computes
@@ -7,8 +17,9 @@ by name; everything else leaves it alone. A core that says nothing is refused by
 """
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -51,6 +62,50 @@ def check(model: nn.Module, mesh: Mesh, kernel: str) -> None:
     slow = {why_slow(mesh.device, spec) for spec in specs} - {None}
     if slow and mesh.rank == 0:
         logger.warning(slow.pop())
+
+
+class CoreOfRanks(nn.Module):
+    """Attention that ranks share, in the place of a core that computes whole sequences alone."""
+
+    supports_spec = True
+
+    def __init__(self, core: Any):
+        super().__init__()
+        self.core = core
+        self.spec = core.spec
+
+
+class ModulePlace(NamedTuple):
+    """Where a module stands: `setattr(owner, name, other)` puts another one there."""
+
+    owner: nn.Module
+    name: str
+
+
+def places(model: nn.Module, modules: Sequence[nn.Module]) -> list[ModulePlace]:
+    """Return the place of each of these modules of a model."""
+    found = {}
+    for owner in model.modules():
+        for name, child in owner.named_children():
+            found[child] = ModulePlace(owner, name)
+    return [found[module] for module in modules]
+
+
+def put(into: Sequence[ModulePlace], modules: Sequence[nn.Module]) -> None:
+    """Put these modules in the places."""
+    for place, module in zip(into, modules, strict=True):
+        setattr(place.owner, place.name, module)
+
+
+@contextmanager
+def instead(model: nn.Module, old: Sequence[nn.Module], new: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, the new modules stand in the places of the old ones."""
+    into = places(model, old)
+    put(into, new)
+    try:
+        yield
+    finally:
+        put(into, old)
 
 
 def supports_spec(core: Any) -> bool | None:

@@ -1,7 +1,7 @@
 """Context parallelism: the ranks of a cp group share every sequence, and each has an equal part of
 its tokens.
 
-All of a model works on single tokens but attention, so only that is replaced here
+All of a model works on single tokens but attention, so another module takes the place of that alone
 (`models/layers.py::AttentionCore`). There are two methods (`parallelism.context_parallel_method`):
 
 gather: a rank computes its own queries, and gathers the keys and values of all ranks for them
@@ -20,7 +20,6 @@ Shapes:  b sequences of a microbatch   T their length   t = T / cp, the tokens o
          E head_dim   V width of a value, E at most
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,54 +38,37 @@ from models.kernels.document_attention import (
 )
 from models.kernels.precision import wide_type
 from models.kernels.ruled_attention import PLAIN, AttentionSpec
+from parallelisms.cores import CoreOfRanks, places, put
 from parallelisms.mesh import Mesh
 
 
 def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
-    """Replace the attention of all blocks, in place, and with "gather" what the model says about
-    documents."""
+    """Put attention that the ranks share in the place of every core, in place."""
     if mesh.cp == 1:
         return model
     cores = model.cores()
-    # one function for all cores of a kind, so that torch.compile compiles one block for them
-    forwards: dict[tuple, Callable] = {}
-    for core in cores:
-        kind = type(core), core.spec
-        if kind not in forwards:
-            forwards[kind] = _forward_of(core, mesh, cfg)
-        core.forward = forwards[kind]
     if mesh.zigzag:
-        model.documents = documents_of(cores, mesh)
+        shape = cfg.training.local_batch_size, cfg.training.seq_len
+        shared: list[nn.Module] = gathering(cores, mesh, shape)
+    else:
+        shared = [Ulysses(core, mesh.device_mesh.get_group("cp")) for core in cores]
+    put(places(model, cores), shared)
     return model
 
 
-def _forward_of(core: Any, mesh: Mesh, cfg: Config) -> Callable:
-    """What replaces the forward of this core, and of all that are alike."""
-    group = mesh.device_mesh.get_group("cp")
-    if not mesh.zigzag:
-        return swapped(core.forward, group)
-    b = cfg.training.local_batch_size
-    T = cfg.training.seq_len
-    window = window_of(core.spec, T)
-    whole_windows = VarlenMetadata.of(torch.arange(T).expand(b, -1), mesh.device, mesh, window)
-    return gathered(whole_windows, (b, T // mesh.cp), group.group_name, core.spec)
+def gathering(cores: list[Any], mesh: Mesh, shape: tuple[int, int]) -> list[nn.Module]:
+    """Return what takes the places of these cores. shape: sequences of a microbatch, and tokens of
+    each. Cores of one window share their tables."""
+    b, T = shape
+    tables = {}
+    for window in {window_of(core.spec, T) for core in cores}:
+        tables[window] = VarlenMetadata.of(torch.arange(T).expand(b, -1), mesh.device, mesh, window)
+    return [GatheredKV(core, mesh, tables[window_of(core.spec, T)], shape) for core in cores]
 
 
 def window_of(spec: AttentionSpec, T: int) -> int:
     """The window of a spec in sequences of T tokens; 0: it hides nothing."""
     return 0 if spec.window is None or spec.window >= T else spec.window
-
-
-def documents_of(cores: list, mesh: Mesh) -> Callable:
-    """With "gather", what a model says about documents: positions of whole sequences within their
-    documents, int64 [b, T] on the CPU, and a device -> the pieces for each window of these cores."""
-    specs = {core.spec for core in cores}
-
-    def documents(positions: Tensor, device: torch.device) -> dict[int, VarlenMetadata]:
-        windows = {window_of(spec, positions.shape[1]) for spec in specs}
-        return {window: VarlenMetadata.of(positions, device, mesh, window) for window in windows}
-
-    return documents
 
 
 def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
@@ -166,29 +148,41 @@ def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> T
     return ((rank * b + row) * 2 + (part >= cp)) * length + offset
 
 
-def gathered(
-    whole_windows: VarlenMetadata, shape: tuple[int, int], group: str, spec: AttentionSpec = PLAIN
-) -> Callable:
-    """A forward for attention. whole_windows: for microbatches without documents, which must have
-    this shape (b, t); group: the name of the cp group."""
-    size = _resolve_process_group(group).size()
-    window = window_of(spec, shape[1] * size)
+class GatheredKV(CoreOfRanks):
+    """Attention of this rank's queries to the keys and values of all ranks."""
+
+    supports_spec = True
+
+    def __init__(
+        self, core: Any, mesh: Mesh, whole_windows: VarlenMetadata, shape: tuple[int, int]
+    ):
+        """whole_windows: for microbatches without documents, which must have this shape: sequences,
+        and tokens of each on all ranks."""
+        super().__init__(core)
+        b, T = shape
+        self.mesh = mesh
+        self.group = mesh.device_mesh.get_group("cp").group_name
+        self.whole_windows = whole_windows
+        self.shape = b, T // mesh.cp
+        self.window = window_of(core.spec, T)
 
     def forward(
+        self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         documents: dict[int, VarlenMetadata] | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if documents is None and q.shape[:2] != shape:
+        """As `models/layers.py::AttentionCore`, of this rank's tokens."""
+        if documents is None and q.shape[:2] != self.shape:
             given = tuple(q.shape[:2])
             raise ValueError(
-                f"attention to gathered keys was prepared for {shape} sequences and tokens, not "
-                f"{given}"
+                f"attention to gathered keys was prepared for {self.shape} sequences and tokens, "
+                f"not {given}"
             )
-        spec.check(sinks)
-        p = whole_windows if documents is None else documents[window]
+        self.spec.check(sinks)
+        p = self.whole_windows if documents is None else documents[self.window]
         out, _ = gathered_attention(
             q,
             k,
@@ -198,15 +192,22 @@ def gathered(
             p.key_starts,
             p.longest,
             p.longest_keys,
-            group,
+            self.group,
             sinks,
-            window,
-            spec.scale,
-            spec.soft_cap,
+            self.window,
+            self.spec.scale,
+            self.spec.soft_cap,
         )
         return out
 
-    return forward
+    @classmethod
+    def documents(
+        cls, cores: list[Any], positions: Tensor, device: torch.device
+    ) -> dict[int, VarlenMetadata]:
+        """Return the pieces for each window of these cores."""
+        mesh = cores[0].mesh
+        windows = {window_of(core.spec, positions.shape[1]) for core in cores}
+        return {window: VarlenMetadata.of(positions, device, mesh, window) for window in windows}
 
 
 def attend(
@@ -356,31 +357,42 @@ gathered_attention.register_autograd(_backward, setup_context=_keep_for_backward
 # Heads swapped for tokens -------------------------------------------------------------------------
 
 
-def swapped(attention: Callable, group: dist.ProcessGroup) -> Callable:
-    """A forward for attention. attention: that of one process; it gets some of the heads and their
-    sinks, and the tokens of all ranks."""
-    cp = group.size()
-    rank = group.rank()
+class Ulysses(CoreOfRanks):
+    """Attention of one process for some of the heads and the tokens of all ranks."""
+
+    supports_spec = True
+
+    def __init__(self, core: Any, group: dist.ProcessGroup):
+        super().__init__(core)
+        self.group = group
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, documents: Any, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, documents: Any, sinks: Tensor | None = None
     ) -> Tensor:
+        """As `models/layers.py::AttentionCore`, of this rank's tokens. documents: of all ranks'."""
+        cp = self.group.size()
         b, t = q.shape[:2]
         widths = [x.shape[2] // cp * x.shape[3] for x in (q, k, v)]
         # [b, t, ranks that get them, their heads]
         x = torch.cat([x.reshape(b, t, cp, -1) for x in (q, k, v)], -1)
         # [cp, b, t, .]
-        x = funcol.all_to_all_single_autograd(x.permute(2, 0, 1, 3).contiguous(), None, None, group)
+        x = funcol.all_to_all_single_autograd(
+            x.permute(2, 0, 1, 3).contiguous(), None, None, self.group
+        )
         x = x.transpose(0, 1).reshape(b, cp * t, -1)
         heads = [
             part.unflatten(-1, (-1, of.shape[3]))
             for part, of in zip(x.split(widths, -1), (q, k, v), strict=True)
         ]
-        own_sinks = [] if sinks is None else [sinks.unflatten(0, (cp, -1))[rank]]
-        out = attention(*heads, documents, *own_sinks)  # [b, T, H / cp, V]
+        own_sinks = [] if sinks is None else [sinks.unflatten(0, (cp, -1))[self.group.rank()]]
+        out = self.core(*heads, documents, *own_sinks)  # [b, T, H / cp, V]
         out = out.reshape(b, cp, t, -1).transpose(0, 1).contiguous()
         # [ranks whose heads, b, t, .]
-        out = funcol.all_to_all_single_autograd(out, None, None, group)
+        out = funcol.all_to_all_single_autograd(out, None, None, self.group)
         return out.permute(1, 2, 0, 3).reshape(b, t, q.shape[2], -1)
 
-    return forward
+    @classmethod
+    def documents(cls, cores: list[Any], positions: Tensor, device: torch.device) -> Any:
+        """Return what the cores need whose work this is."""
+        inner = [core.core for core in cores]
+        return inner[0].documents(inner, positions, device)

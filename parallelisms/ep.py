@@ -16,6 +16,7 @@ Shapes:  M rows of this rank   D = dim   X experts
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,73 +27,72 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from configs.schema import Parallelism
 from models.kernels.combine import inverse, weighted
-from parallelisms import async_all_to_all, ep_chunks, ep_hosts
+from parallelisms import async_all_to_all, ep_hosts
+from parallelisms.async_all_to_all import Pending
+from parallelisms.ep_chunks import ChunkedDispatcher, RemoteDispatcher
 from parallelisms.mesh import Mesh
 
 
 def apply(model: nn.Module, mesh: Mesh, cfg: Parallelism) -> nn.Module:
-    """Leave this rank its experts, in place, let the mixtures dispatch rows to those of others, and
-    let them count the tokens of whole sequences. The model is on `meta`."""
+    """Leave this rank its experts, in place, give the mixtures a dispatcher that sends rows to those
+    of other ranks, and a balance loss that counts the tokens of whole sequences. The model is on
+    `meta`."""
     sharing_dims = [dim for dim in ("cp", "tp") if mesh.sizes[dim] > 1]
     sharing_sequences = [mesh.device_mesh.get_group(dim) for dim in sharing_dims]
-    sum_over_ranks = partial(summed, groups=sharing_sequences)
     for mixture in model.mixtures().values():
         if sharing_sequences:
-            mixture.counts_of_whole_sequences = sum_over_ranks
+            mixture.balance = BalanceLossOverRanks(mixture.balance, sharing_sequences)
         if mesh.experts_mesh is not None:
             distribute(mixture.experts, mesh)
     if mesh.ep == 1:
         return model
-    exchange = partial(flat, group=mesh.experts_mesh["ep"].get_group())
-    if cfg.expert_exchange == "hierarchical":
-        peers, host = ep_hosts.open_groups(mesh)
-        exchange = partial(ep_hosts.by_host, peers=peers, host=host)
+    make = dispatchers(mesh, cfg)
     for mixture in model.mixtures().values():
-        mixture.dispatch = ep_chunks.in_chunks(exchange(mixture.experts), cfg.expert_chunks)
+        mixture.dispatcher = make()
     return model
 
 
-def summed(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
-    """The sum over the ranks of all these groups."""
-    for group in groups:
-        counts = funcol.all_reduce(counts, "sum", group)
-    return counts
+def dispatchers(mesh: Mesh, cfg: Parallelism) -> Callable[[], nn.Module]:
+    """Return what makes dispatchers of the kind that the options ask for. Every rank calls this for
+    each of its stages, also for one without mixtures: it may open groups."""
+    make: Callable[[], RemoteDispatcher]
+    if cfg.expert_exchange == "hierarchical":
+        make = partial(ep_hosts.HierarchicalDispatcher, *ep_hosts.open_groups(mesh))
+    else:
+        make = partial(AllToAllDispatcher, mesh.experts_mesh["ep"].get_group())
+    if cfg.expert_chunks == 1:
+        return make
+    return lambda: ChunkedDispatcher(make(), cfg.expert_chunks)
 
 
 def distribute(experts: nn.Module, mesh: Mesh) -> None:
-    """Leave this rank its part of the experts, a models/moe.py::Experts, in place."""
-    ep_mesh = mesh.experts_mesh["ep"]
-    for name, weight in list(experts.named_parameters()):
-        part = distribute_tensor(weight, ep_mesh, [Shard(0)], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(part))
-    experts.weights_for_forward = local_parts(experts.weights_for_forward, mesh.tp / mesh.ep)
-
-
-class ScaledGradient(torch.autograd.Function):
-    """The identity; backward multiplies the gradient by a number."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad * ctx.factor, None
-
-
-def local_parts(weights: Callable[[], list[Tensor]], factor: float) -> Callable[[], list[Tensor]]:
-    """A `weights_for_forward` for `Experts`, which returns this rank's part of each.
+    """Leave this rank its part of the experts, a models/moe.py::Experts, in place.
 
     An expert gets the rows of all ranks of its ep group, so its gradient is their sum already. FSDP
     then averages over edp = dp_shard * cp * tp / ep ranks. All other weights are averaged over
-    dp_shard * cp ranks, and the loss is scaled for that. factor = tp / ep makes the two alike.
+    dp_shard * cp ranks, and the loss is scaled for that. The factor tp / ep makes up for it.
     """
+    for name, weight in list(experts.named_parameters()):
+        part = distribute_tensor(weight, mesh.experts_mesh["ep"], [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(part))
+    experts.gradient_factor = mesh.tp / mesh.ep
 
-    def weights_for_forward() -> list[Tensor]:
-        return [ScaledGradient.apply(weight.to_local(), factor) for weight in weights()]
 
-    return weights_for_forward
+class BalanceLossOverRanks(nn.Module):
+    """The balance loss where ranks share a sequence: the choices of its tokens are summed over them.
+    Each rank has the term of its own tokens."""
+
+    def __init__(self, balance: nn.Module, groups: list[dist.ProcessGroup]):
+        """balance: a models/moe.py::BalanceLoss; groups: of the ranks that share a sequence."""
+        super().__init__()
+        self.balance = balance
+        self.groups = groups
+
+    def forward(self, affinities: Tensor, counts: Tensor) -> Tensor:
+        """counts int64 [B, X]: of this rank's tokens."""
+        for group in self.groups:
+            counts = funcol.all_reduce(counts, "sum", group)
+        return self.balance(affinities, counts)
 
 
 def rows_per_rank(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]]:
@@ -106,36 +106,72 @@ def rows_per_rank(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]
     return sent, received
 
 
-def flat(
-    experts: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup
-) -> ep_chunks.Prepare:
-    """The exchange by one all-to-all of rows, sorted by expert. experts: those of this rank, which
-    get the rows for them from all ranks."""
+@dataclass
+class RowsToSend:
+    """The state of `AllToAllDispatcher` before the rows leave."""
 
-    def prepare(x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> ep_chunks.Leave:
-        order = chosen.flatten().argsort(stable=True)  # [M], as in models/moe.py
-        leaving = counts.view(group.size(), -1)  # [ranks, X / ep]
-        # [ranks, X / ep]
-        coming = funcol.wait_tensor(funcol.all_to_all_single(leaving, None, None, group))
+    tokens: Tensor  # [N, D]
+    order: Tensor  # int64 [M]: which (token, choice) each row is of, as in models/moe.py
+    weights: Tensor  # [N, k]
+    coming: Tensor  # int64 [ranks, X / ep]: the rows that each rank sends to each expert here
+    sent: list[int]  # rows, by rank
+    received: list[int]
+
+
+@dataclass
+class RowsInFlight:
+    """The state of `AllToAllDispatcher` while rows are on their way."""
+
+    pending: Pending
+    sizes: RowsToSend
+
+
+@dataclass
+class ResultsInFlight:
+    """The state of `AllToAllDispatcher` while the results are on their way back."""
+
+    pending: Pending
+    order: Tensor  # those of `RowsToSend`
+    weights: Tensor
+
+
+class AllToAllDispatcher(RemoteDispatcher):
+    """Dispatch by one all-to-all of rows that are sorted by expert, and combine by another."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        """group: the ranks that share the experts."""
+        super().__init__()
+        self.group = group
+
+    def prepare(
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
+    ) -> RowsToSend:
+        order = chosen.flatten().argsort(stable=True)
+        leaving = counts.view(self.group.size(), -1)  # [ranks, X / ep]
+        coming = funcol.wait_tensor(funcol.all_to_all_single(leaving, None, None, self.group))
         sent, received = rows_per_rank(leaving, coming)
+        return RowsToSend(tokens, order, weights, coming, sent, received)
 
-        def leave() -> ep_chunks.Compute:
-            # Dispatch: rank after rank, each by expert.
-            pending = async_all_to_all.start(x[order // chosen.shape[1]], received, sent, group)
+    def send(self, state: RowsToSend) -> RowsInFlight:
+        """Dispatch: rank after rank, each by expert."""
+        per_token = state.weights.shape[1]
+        rows = state.tokens[state.order // per_token]
+        pending = async_all_to_all.start(rows, state.received, state.sent, self.group)
+        return RowsInFlight(pending, state)
 
-            def compute() -> ep_chunks.Combine:
-                arrived = async_all_to_all.wait(pending)
-                own = torch.arange(coming.shape[1], device=coming.device).repeat(group.size())
-                numbers = own.repeat_interleave(coming.flatten(), output_size=sum(received))
-                by_expert = numbers.argsort(stable=True)  # whatever the rank
-                results = experts(arrived[by_expert], coming.sum(0))
-                # Combine: back into the order of arrival, and to the ranks that sent the rows.
-                in_order = results[inverse(by_expert)]
-                returning = async_all_to_all.start(in_order, sent, received, group)
-                return lambda: weighted(async_all_to_all.wait(returning), order, weights)
+    def compute(self, state: RowsInFlight, experts: nn.Module) -> ResultsInFlight:
+        """Wait for the rows, run the experts, and let the results leave."""
+        sizes = state.sizes
+        coming = sizes.coming
+        arrived = async_all_to_all.wait(state.pending)
+        own = torch.arange(coming.shape[1], device=coming.device).repeat(self.group.size())
+        numbers = own.repeat_interleave(coming.flatten(), output_size=sum(sizes.received))
+        by_expert = numbers.argsort(stable=True)  # from all ranks
+        results = experts(arrived[by_expert], coming.sum(0))
+        # Combine: back into the order of arrival, and to the ranks that sent the rows.
+        in_order = results[inverse(by_expert)]
+        pending = async_all_to_all.start(in_order, sizes.sent, sizes.received, self.group)
+        return ResultsInFlight(pending, sizes.order, sizes.weights)
 
-            return compute
-
-        return leave
-
-    return prepare
+    def combine(self, state: ResultsInFlight) -> Tensor:
+        return weighted(async_all_to_all.wait(state.pending), state.order, state.weights)

@@ -5,49 +5,63 @@ All chunks leave at once, before the shared experts compute. So of dispatch only
 be waited for, and of combine only the last. Autograd retraces this in reverse order, so the backward
 pass hides as much. Each chunk is a smaller grouped GEMM of every expert, and an expert's gradient is
 the sum over the chunks, in the type of the weights.
-
-An exchange is four steps of one chunk, each of which gives the next.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
-
-Combine = Callable[[], Tensor]  # wait for the results -> [N, D], the weighted sums of the tokens
-Compute = Callable[[], Combine]  # wait for the rows, compute, and let the results leave
-Leave = Callable[[], Compute]  # the rows leave for their experts
-# (x [N, D], chosen int64 [N, k], weights [N, k], counts int64 [X] of the rows of each expert):
-# exchange how many rows there are, which is a host-device sync
-Prepare = Callable[[Tensor, Tensor, Tensor, Tensor], Leave]
+from torch import Tensor, nn
 
 
-def in_chunks(
-    prepare: Prepare, chunks: int
-) -> Callable[[Tensor, Tensor, Tensor, Tensor], Callable[[], Tensor]]:
-    """A `dispatch` for models/moe.py::MixtureOfExperts."""
+class RemoteDispatcher(nn.Module):
+    """Dispatch and combine between ranks, in the place of `models/moe.py::LocalDispatcher`.
+
+    `dispatch` is two methods here, because all host-device syncs must come before the first row
+    leaves: where one waits, it then waits for no rows. `compute` and `combine` are those of
+    `LocalDispatcher`. Each method takes the state that the one before it returned.
+    """
+
+    def prepare(self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Any:
+        """Exchange how many rows there are, which is a host-device sync. Arguments: those of
+        `LocalDispatcher.dispatch`."""
+        raise NotImplementedError
+
+    def send(self, state: Any) -> Any:
+        """Let the rows leave for their experts."""
+        raise NotImplementedError
+
+    def dispatch(self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> Any:
+        """As `LocalDispatcher.dispatch`: begin to send each token to its experts."""
+        return self.send(self.prepare(tokens, chosen, weights, counts))
+
+
+class ChunkedDispatcher(nn.Module):
+    """Another dispatcher, one chunk of the tokens after the other. Its state is a list of that
+    dispatcher's."""
+
+    def __init__(self, dispatcher: RemoteDispatcher, chunks: int):
+        super().__init__()
+        self.dispatcher = dispatcher
+        self.chunks = chunks
 
     def dispatch(
-        x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
-    ) -> Callable[[], Tensor]:
-        if chunks == 1:
-            compute = prepare(x, chosen, weights, counts)()
-            return lambda: compute()()
-        of_chunks = [tensor.tensor_split(chunks) for tensor in (x, chosen, weights)]
-        # every sync comes before the first row: none waits for rows
-        leaving = [
-            prepare(*part, rows_of_experts(part[1], len(counts)))
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
+    ) -> list[Any]:
+        """As `LocalDispatcher.dispatch`. Every sync comes before the first row leaves."""
+        of_chunks = [tensor.tensor_split(self.chunks) for tensor in (tokens, chosen, weights)]
+        prepared = [
+            self.dispatcher.prepare(*part, rows_of_experts(part[1], len(counts)))
             for part in zip(*of_chunks, strict=True)
         ]
-        arriving = [leave() for leave in leaving]
+        return [self.dispatcher.send(state) for state in prepared]
 
-        def combine() -> Tensor:
-            returning = [compute() for compute in arriving]
-            return torch.cat([wait() for wait in returning])
+    def compute(self, states: list[Any], experts: nn.Module) -> list[Any]:
+        """As `LocalDispatcher.compute`."""
+        return [self.dispatcher.compute(state, experts) for state in states]
 
-        return combine
-
-    return dispatch
+    def combine(self, states: list[Any]) -> Tensor:
+        """As `LocalDispatcher.combine`."""
+        return torch.cat([self.dispatcher.combine(state) for state in states])
 
 
 def rows_of_experts(chosen: Tensor, experts: int) -> Tensor:

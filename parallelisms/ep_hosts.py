@@ -16,8 +16,7 @@ Shapes:  N tokens of this rank   D = dim   X experts   k experts of a token   H 
          host   n tokens that have arrived at a step   m copies of them that are sent on
 """
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from torch.distributed import _functional_collectives as funcol
 from configs.schema import InputError
 from models.kernels.precision import wide, wide_type
 from parallelisms import async_all_to_all, ep_chunks
+from parallelisms.async_all_to_all import Pending
 from parallelisms.mesh import Mesh, world
 
 PEERS, HOST = "ep_peers", "ep_host"  # names of the two groups, in Mesh.more_groups
@@ -82,40 +82,90 @@ def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     return mesh.more_groups[PEERS], mesh.more_groups[HOST]
 
 
-def by_host(
-    experts: nn.Module, peers: dist.ProcessGroup, host: dist.ProcessGroup
-) -> ep_chunks.Prepare:
-    """The exchange by host. experts: those of this rank."""
+@dataclass
+class Visit:
+    """Copies of tokens on their way to the ranks of a group, and what the way back needs."""
 
-    def prepare(x: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor) -> ep_chunks.Leave:
-        sizes = exchange_sizes(chosen, counts, peers, host)
-        of_host = len(counts) // peers.size()  # experts of a host
-        of_rank = of_host // host.size()
-
-        def on_rank(tokens: Dispatched) -> Tensor:
-            return results_of(experts, tokens, of_rank, sizes.rows)
-
-        def on_host(tokens: Dispatched) -> Tensor:
-            return visit(host, tokens, of_rank, sizes.to_ranks, sizes.from_ranks, on_rank)()()
-
-        tokens = Dispatched(x, chosen, weights.to(x.dtype))
-        return partial(visit, peers, tokens, of_host, sizes.to_peers, sizes.from_peers, on_host)
-
-    return prepare
+    pending: Pending  # of rows [m, D + k]
+    experts: Tensor  # int64 [n of the next step, k]; it must be waited for
+    copies: Tensor  # int64 [m]: the token of each
+    tokens: int  # n
+    width: int  # D
+    sent: list[int]  # copies, by rank
+    received: list[int]
 
 
-def visit(
-    group: dist.ProcessGroup,
-    tokens: Dispatched,
-    size: int,
-    sent: list[int],
-    received: list[int],
-    work: Callable[[Dispatched], Tensor],
-) -> ep_chunks.Compute:
-    """Send a copy of each token to the ranks of the group where it has experts. What this returns
-    lets `work` turn what arrives [n, D] into results [n, D], and sends them back; what that returns
-    adds those of each token -> [n, D]. size: the experts of a rank, or of all ranks that it stands
-    for. sent, received: copies, by rank."""
+@dataclass
+class WayBack:
+    """The results of these copies, on their way back."""
+
+    pending: Pending  # of rows [m, D]
+    copies: Tensor
+    tokens: int
+
+
+@dataclass
+class VisitToPrepare:
+    """The state of `HierarchicalDispatcher` before the rows leave."""
+
+    tokens: Dispatched
+    sizes: Sizes
+    experts_of_host: int
+
+
+@dataclass
+class VisitOfHosts:
+    """The state of `HierarchicalDispatcher` while rows are between hosts."""
+
+    visit: Visit
+    sizes: Sizes
+    experts_of_host: int
+
+
+class HierarchicalDispatcher(ep_chunks.RemoteDispatcher):
+    """Dispatch and combine in two steps each, between hosts and inside of one."""
+
+    def __init__(self, peers: dist.ProcessGroup, host: dist.ProcessGroup):
+        """Those of `open_groups`."""
+        super().__init__()
+        self.peers = peers
+        self.host = host
+
+    def prepare(
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
+    ) -> VisitToPrepare:
+        sizes = exchange_sizes(chosen, counts, self.peers, self.host)
+        dispatched = Dispatched(tokens, chosen, weights.to(tokens.dtype))
+        return VisitToPrepare(dispatched, sizes, len(counts) // self.peers.size())
+
+    def send(self, state: VisitToPrepare) -> VisitOfHosts:
+        sizes = state.sizes
+        visit = leave(
+            self.peers, state.tokens, state.experts_of_host, sizes.to_peers, sizes.from_peers
+        )
+        return VisitOfHosts(visit, sizes, state.experts_of_host)
+
+    def compute(self, state: VisitOfHosts, experts: nn.Module) -> WayBack:
+        """Wait for the tokens of other hosts, let the ranks of this one compute, and let the sums of
+        their results leave."""
+        sizes = state.sizes
+        of_rank = state.experts_of_host // self.host.size()
+        here = arrive(self.peers, state.visit, state.experts_of_host)
+        inside = leave(self.host, here, of_rank, sizes.to_ranks, sizes.from_ranks)
+        own = arrive(self.host, inside, of_rank)
+        results = results_of(experts, own, of_rank, sizes.rows)
+        sums = collect(send_back(self.host, inside, results))
+        return send_back(self.peers, state.visit, sums)
+
+    def combine(self, state: WayBack) -> Tensor:
+        return collect(state)
+
+
+def leave(
+    group: dist.ProcessGroup, tokens: Dispatched, size: int, sent: list[int], received: list[int]
+) -> Visit:
+    """Send a copy of each token to the ranks of the group where it has experts. size: the experts of
+    a rank, or of all ranks that it stands for. sent, received: copies, by rank."""
     n, width = tokens.x.shape
     # [m]: rank after rank, each in the tokens' order
     copies = first_true(reached(tokens.experts, group.size(), size).T, sum(sent)) % n
@@ -123,15 +173,25 @@ def visit(
     experts = tokens.experts.index_select(0, copies)  # [m, k]
     experts = funcol.all_to_all_single(experts, received, sent, group)
     pending = async_all_to_all.start(rows, received, sent, group)
+    return Visit(pending, experts, copies, n, width, sent, received)
 
-    def compute() -> ep_chunks.Combine:
-        own = funcol.wait_tensor(experts) - group.rank() * size
-        arrived = async_all_to_all.wait(pending)  # [n of the next step, D + k]
-        results = work(Dispatched(arrived[:, :width], own, arrived[:, width:]))
-        returning = async_all_to_all.start(results, sent, received, group)  # [m, D]
-        return lambda: added(async_all_to_all.wait(returning), copies, n)
 
-    return compute
+def arrive(group: dist.ProcessGroup, visit: Visit, size: int) -> Dispatched:
+    """Wait for the copies that come to this rank. size: as that of `leave`."""
+    own = funcol.wait_tensor(visit.experts) - group.rank() * size
+    arrived = async_all_to_all.wait(visit.pending)  # [n of the next step, D + k]
+    return Dispatched(arrived[:, : visit.width], own, arrived[:, visit.width :])
+
+
+def send_back(group: dist.ProcessGroup, visit: Visit, results: Tensor) -> WayBack:
+    """Let the results [n of the next step, D] of the copies that came leave for their ranks."""
+    pending = async_all_to_all.start(results, visit.sent, visit.received, group)  # [m, D]
+    return WayBack(pending, visit.copies, visit.tokens)
+
+
+def collect(way: WayBack) -> Tensor:
+    """Wait for the results of the copies, and add those of each token -> [n, D]."""
+    return added(async_all_to_all.wait(way.pending), way.copies, way.tokens)
 
 
 def results_of(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:

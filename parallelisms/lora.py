@@ -28,9 +28,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from configs.schema import Config, Lora
 from models import lora as adapters
-from parallelisms import dp, ep
+from models.local import local
+from parallelisms import dp
 from parallelisms.mesh import Mesh
-from parallelisms.tp_plain import for_forward
+from parallelisms.tp_plain import part_of
 
 
 class Split(NamedTuple):
@@ -63,9 +64,9 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, str]) ->
     keep_in(model, dp.param_dtype(cfg.training, mesh.device))
     if mesh.tp > 1:
         for name, module in model.named_modules():
-            if hasattr(module, "low_rank"):
+            if isinstance(module, adapters.AdaptedLinear):
                 style = next(style for row, style in tp_plan.items() if fnmatchcase(name, row))
-                split(module, SPLITS[style], mesh.tp_mesh, adapters.scale_of(cfg.lora))
+                split(module, SPLITS[style], mesh.tp_mesh)
     if mesh.experts_mesh is not None:
         for mixture in model.mixtures().values():
             distribute(mixture.experts, mesh)
@@ -80,20 +81,29 @@ def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
                 module.register_parameter(name, nn.Parameter(param.to(dtype)))
 
 
-def split(linear: nn.Module, row: Split, tp_mesh: DeviceMesh, scale: float) -> None:
-    """Leave this rank its part of a layer's adapters, in place."""
-    own_a = for_forward(linear, "lora_a", tp_mesh, row.a)
-    own_b = for_forward(linear, "lora_b", tp_mesh, row.b)
+class SplitLowRank(adapters.LowRank):
+    """What this rank's part of a layer's adapters adds to its output."""
 
-    def low_rank(x: Tensor) -> Tensor:
+    def __init__(self, scale: float, row: Split, mesh: DeviceMesh):
+        super().__init__(scale)
+        self.row = row
+        self.mesh = mesh
+
+    def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """As `LowRank`; a and b are DTensors, and x may be one."""
         if isinstance(x, DTensor):
-            x = x.to_local(grad_placements=[row.input_gradient])
-        out = adapters.low_rank(x, own_a(), own_b(), scale)
-        if row.output is None:
+            x = x.to_local(grad_placements=[self.row.input_gradient])
+        out = super().forward(x, local(a), local(b))
+        if self.row.output is None:
             return out
-        return DTensor.from_local(out, tp_mesh, [row.output], run_check=False)
+        return DTensor.from_local(out, self.mesh, [self.row.output], run_check=False)
 
-    linear.low_rank = low_rank
+
+def split(linear: nn.Module, row: Split, tp_mesh: DeviceMesh) -> None:
+    """Leave this rank its part of a layer's adapters, in place."""
+    linear.register_parameter("lora_a", part_of(linear.lora_a, tp_mesh, row.a))
+    linear.register_parameter("lora_b", part_of(linear.lora_b, tp_mesh, row.b))
+    linear.low_rank = SplitLowRank(linear.low_rank.scale, row, tp_mesh)
 
 
 def distribute(experts: nn.Module, mesh: Mesh) -> None:
@@ -103,7 +113,6 @@ def distribute(experts: nn.Module, mesh: Mesh) -> None:
         if adapters.is_adapter(name):
             part = distribute_tensor(param, mesh.experts_mesh["ep"], [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, nn.Parameter(part))
-    experts.adapters_for_forward = ep.local_parts(experts.adapters_for_forward, mesh.tp / mesh.ep)
 
 
 def freeze(model: nn.Module, lora: Lora) -> None:

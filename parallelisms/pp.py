@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from configs.schema import Config, Parallelism
-from parallelisms import cp, dp, fsdp_details, schedules
+from parallelisms import dp, fsdp_details, schedules
 from parallelisms.mesh import Mesh
 from parallelisms.schedules import (
     BACKWARD,
@@ -117,9 +117,6 @@ class PipelineStages(nn.Module):
                 if name != "layers" and not (name == "tok_embeddings" and not stage.first):
                     self.add_module(name, child)
         any_stage = next(iter(stages.values()))
-        self.documents = any_stage.documents
-        if mesh.cp > 1 and mesh.zigzag:
-            self.documents = cp.documents_of(self.cores(), mesh)
         self.args = any_stage.args
         # the tied weight and its copy, if they are here
         self.tied: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -162,6 +159,11 @@ class PipelineStages(nn.Module):
 
     def cores(self) -> list[nn.Module]:
         return [core for stage in self.stages.values() for core in stage.cores()]
+
+    def documents(self, positions: Tensor, device: torch.device) -> Any:
+        """As that of `models/layers.py::Decoder`, for the cores of all these stages."""
+        cores: Any = self.cores()
+        return cores[0].documents(cores, positions, device)
 
     def latents(self) -> list[nn.Module]:
         return [module for stage in self.stages.values() for module in stage.latents()]

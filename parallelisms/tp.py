@@ -53,8 +53,8 @@ from torch.distributed.tensor.parallel import (
 
 from parallelisms.tp_plain import (
     GatherPlain,
+    LinearOfPart,
     NormOfColumns,
-    PlainLinear,
     RouterOfSlice,
     SequenceSlice,
     SplitSinks,
@@ -106,7 +106,7 @@ STYLES = {
     "gather_sequence_split_sinks": GatherSequenceSplitSinks,
     "gather_plain": GatherPlain,
     "slice": SequenceSlice,
-    "slice_linear": lambda: PlainLinear(Replicate()),
+    "slice_linear": lambda: LinearOfPart(Replicate()),
     "router": RouterOfSlice,
     # A norm of each head of [B, T, heads, E], which are split over the ranks, with one gain for
     # all: the style keeps the gain whole and sums its gradient, as for a sequence that is split.
@@ -116,7 +116,7 @@ STYLES = {
     "norm_of_columns": NormOfColumns,
     # gathers its input by itself
     "gather_columns": lambda: ColwiseParallel(input_layouts=Shard(1)),
-    "columns_plain": lambda: PlainLinear(Shard(0)),
+    "columns_plain": lambda: LinearOfPart(Shard(0)),
     "rows": lambda: RowwiseParallel(output_layouts=Shard(1)),
 }
 
@@ -131,7 +131,9 @@ def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Mod
     for name, module in list(model.named_modules()):
         for pattern, style in plan.items():
             if fnmatch.fnmatchcase(name, pattern):
-                parallelize_module(module, tp_mesh, STYLES[style]())
+                part = parallelize_module(module, tp_mesh, STYLES[style]())
+                if part is not module:
+                    model.set_submodule(name, part)
                 break
     plain = [
         name

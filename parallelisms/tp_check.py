@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError
+from models.moe import Router
 from parallelisms import tp
 
 # Which tokens a rank has, which features of these, and as what kind of tensor.
@@ -186,7 +187,7 @@ def kind_of(module: nn.Module) -> str:
         return EMBEDDING
     if isinstance(module, nn.Linear):
         return LINEAR
-    if hasattr(module, "weight_for_forward"):
+    if isinstance(module, Router):
         return ROUTER
     if not own:
         return CONTAINER

@@ -2,7 +2,6 @@
 attention (models/deepseek_v3.py), mixtures of experts, norms over all heads (models/olmo2.py) and
 attention sinks (models/gpt_oss.py)."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from models.kernels.precision import wide as as_wide
+from models.local import local
 
 
 class SequenceSlice(ParallelStyle):
@@ -43,9 +43,9 @@ class GatherPlain(ParallelStyle):
         return module
 
 
-class VocabEmbedding(ParallelStyle):
-    """Splits the vocabulary rows of an embedding. A rank looks up the tokens whose rows it has, of
-    the whole sequence, and all ranks' results are reduce-scattered over the sequence.
+class SplitEmbedding(nn.Embedding):
+    """An embedding of which this rank has some rows of the vocabulary. It looks up the tokens whose
+    rows it has, of the whole sequence, and all ranks' results are reduce-scattered over the sequence.
 
     The gradient of a rank's rows comes from the gathered gradient of the output. PyTorch's
     RowwiseParallel computes on every rank a gradient of the whole vocabulary from its slice, and
@@ -55,24 +55,31 @@ class VocabEmbedding(ParallelStyle):
     when the block that gets it is compiled: the embedding would silently not be trained.
     """
 
+    def __init__(self, whole: nn.Embedding, mesh: DeviceMesh):
+        super().__init__(whole.num_embeddings, whole.embedding_dim, device="meta")
+        self.weight = part_of(whole.weight, mesh, Shard(0))
+        self.mesh = mesh
+        rows = -(-whole.num_embeddings // mesh.size())  # of a rank; the last may have fewer
+        self.first = rows * mesh.get_local_rank()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x int64 [B, T] -> [B, this rank's slice of T, D]."""
+        weight = local(self.weight)
+        own = x - self.first  # [B, T]
+        is_own = (own >= 0) & (own < len(weight))
+        embedded = F.embedding(own.where(is_own, 0), weight)  # [B, T, D]
+        part = DTensor.from_local(embedded * is_own[..., None], self.mesh, [Partial()])
+        return part.redistribute(placements=[Shard(1)], async_op=False).to_local()
+
+
+class VocabEmbedding(ParallelStyle):
+    """Splits the vocabulary rows of an embedding."""
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        rows = -(-module.num_embeddings // device_mesh.size())  # of a rank; the last may have fewer
-        first = rows * device_mesh.get_local_rank()
-        weight_for_forward = for_forward(module, "weight", device_mesh, Shard(0))
-
-        def forward(x: Tensor) -> Tensor:
-            weight = weight_for_forward()
-            own = x - first  # [B, T]
-            is_own = (own >= 0) & (own < len(weight))
-            embedded = F.embedding(own.where(is_own, 0), weight)  # [B, T, D]
-            part = DTensor.from_local(embedded * is_own[..., None], device_mesh, [Partial()])
-            return part.redistribute(placements=[Shard(1)], async_op=False).to_local()
-
-        module.forward = forward
-        return module
+        return SplitEmbedding(module, device_mesh)
 
 
-class PlainLinear(ParallelStyle):
+class PlainLinear(nn.Linear):
     """A linear layer whose input and output are plain tensors.
 
     Shard(0): the layer's rows are split. Its input is whole, and the gradient of that is this
@@ -81,32 +88,37 @@ class PlainLinear(ParallelStyle):
     takes once per reduction.
     """
 
+    def __init__(self, whole: nn.Linear, mesh: DeviceMesh, placement: Shard | Replicate):
+        super().__init__(whole.in_features, whole.out_features, bias=False, device="meta")
+        self.weight = part_of(whole.weight, mesh, placement)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input [..., in_features] -> [..., this rank's of out_features]."""
+        return F.linear(_plain(input), local(self.weight))
+
+
+class LinearOfPart(ParallelStyle):
+    """Puts a `PlainLinear` in the place of a linear layer."""
+
     def __init__(self, placement: Shard | Replicate):
         self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight_for_forward = for_forward(module, "weight", device_mesh, self.placement)
-
-        def forward(x: Tensor) -> Tensor:
-            return F.linear(_plain(x), weight_for_forward())
-
-        module.forward = forward
-        return module
+        return PlainLinear(module, device_mesh, self.placement)
 
 
 class RouterOfSlice(ParallelStyle):
-    """Lets a router (models/moe.py) work on this rank's slice of the sequence, as PlainLinear with
+    """Lets a router (models/moe.py) work on this rank's slice of the sequence, as `PlainLinear` with
     Replicate(): its weight, and a bias if that is trained."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters()):
             if parameter.requires_grad:
-                part = for_forward(module, name, device_mesh, Replicate())
-                setattr(module, f"{name}_for_forward", part)
+                module.register_parameter(name, part_of(parameter, device_mesh, Replicate()))
         return module
 
 
-class NormOfColumns(ParallelStyle):
+class SplitRMSNorm(nn.RMSNorm):
     """An RMSNorm over all columns of a projection whose columns the ranks share, float [B, T, columns
     of this rank] in and out (OLMo 2's QK-norm, models/olmo2.py).
 
@@ -115,20 +127,25 @@ class NormOfColumns(ParallelStyle):
     whole sequence, so their gradient is whole too.
     """
 
+    def __init__(self, whole: nn.RMSNorm, mesh: DeviceMesh):
+        super().__init__(whole.normalized_shape, eps=whole.eps, device="meta")
+        self.columns = whole.weight.numel()  # of all ranks
+        self.weight = part_of(whole.weight, mesh, Shard(0))
+        self.group = mesh.get_group()
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = as_wide(x)
+        own_squares = wide.square().sum(-1, keepdim=True)  # [B, T, 1]
+        mean_square = SumOverRanks.apply(own_squares, self.group) / self.columns
+        normalised = wide * torch.rsqrt(mean_square + self.eps)
+        return (normalised * local(self.weight)).type_as(x)
+
+
+class NormOfColumns(ParallelStyle):
+    """Puts a `SplitRMSNorm` in the place of a norm."""
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        columns = module.weight.numel()  # of all ranks
-        gain_for_forward = for_forward(module, "weight", device_mesh, Shard(0))
-        group = device_mesh.get_group()
-
-        def forward(x: Tensor) -> Tensor:
-            wide = as_wide(x)
-            own_squares = wide.square().sum(-1, keepdim=True)  # [B, T, 1]
-            mean_square = SumOverRanks.apply(own_squares, group) / columns
-            normalised = wide * torch.rsqrt(mean_square + module.eps)
-            return (normalised * gain_for_forward()).type_as(x)
-
-        module.forward = forward
-        return module
+        return SplitRMSNorm(module, device_mesh)
 
 
 class SumOverRanks(torch.autograd.Function):
@@ -146,29 +163,19 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class SplitSinks(ParallelStyle):
-    """Splits `sinks` [H], a number for each head of an attention module, as its heads are split, and
-    gives the attention core this rank's part as a plain tensor."""
+    """Splits `sinks` [H], a number for each head of an attention module, as its heads are split."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        sinks_for_forward = for_forward(module, "sinks", device_mesh, Shard(0))
-
-        def unwrap(_: nn.Module, inputs: tuple) -> tuple:
-            *others, _ = inputs
-            return *others, sinks_for_forward()
-
-        module.core.register_forward_pre_hook(unwrap)
+        module.register_parameter("sinks", part_of(module.sinks, device_mesh, Shard(0)))
         return module
 
 
-def for_forward(
-    module: nn.Module, name: str, device_mesh: DeviceMesh, placement: Shard | Replicate
-) -> Callable[[], Tensor]:
-    """Distributes this parameter of the module. Returns a function that returns this rank's part of
-    it."""
-    part = distribute_tensor(getattr(module, name), device_mesh, [placement], src_data_rank=None)
-    module.register_parameter(name, nn.Parameter(part))
-    gradient = [Partial()] if placement.is_replicate() else [placement]
-    return lambda: getattr(module, name).to_local(grad_placements=gradient)
+def part_of(
+    parameter: nn.Parameter, device_mesh: DeviceMesh, placement: Shard | Replicate
+) -> nn.Parameter:
+    """Return this rank's part of a parameter, a DTensor (models/local.py::local unwraps it)."""
+    part = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
+    return nn.Parameter(part)
 
 
 def _plain(x: Tensor) -> Tensor:

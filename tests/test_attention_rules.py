@@ -179,29 +179,31 @@ def test_scores_exist_for_one_block_at_a_time():
 # On a mesh ----------------------------------------------------------------------------------------
 
 
-def of_first_layer(core, mesh, cfg):
+def of_first_layer(cores, mesh, shape):
     """As if the first layer's spec were that of all."""
-    core.spec = SPECS_OF_LAYERS[True]
-    return forward_of(core, mesh, cfg)
+    for core in cores:
+        core.spec = SPECS_OF_LAYERS[True]
+    return gathering(cores, mesh, shape)
 
 
-def without_window(core, mesh, cfg):
-    core.spec = dataclasses.replace(core.spec, window=None)
-    return forward_of(core, mesh, cfg)
+def without_window(cores, mesh, shape):
+    for core in cores:
+        core.spec = dataclasses.replace(core.spec, window=None)
+    return gathering(cores, mesh, shape)
 
 
-def without_sinks(core, mesh, cfg):
-    own = core.spec
-    attend = forward_of(core, mesh, cfg)
+def without_sinks(cores, mesh, shape):
+    def drop(_, inputs):
+        *others, sinks = inputs
+        return *others, sinks * 0 - 1e9
 
-    def forward(q, k, v, documents, sinks):
-        return attend(q, k, v, documents, sinks * 0 - 1e9)
+    modules = gathering(cores, mesh, shape)
+    for module in modules:
+        module.register_forward_pre_hook(drop)
+    return modules
 
-    core.spec = own
-    return forward
 
-
-forward_of = cp._forward_of
+gathering = cp.gathering
 MISTAKES = {f.__name__: f for f in (of_first_layer, without_window, without_sinks)}
 
 
@@ -210,7 +212,7 @@ def on_ranks(runs: list[list[str]], dp_size: int, mistakes: Sequence[str] = ()) 
     use()
     seen = [parity.trajectory(run, dp_size) for run in runs]
     for mistake in mistakes:
-        with mock.patch.object(cp, "_forward_of", MISTAKES[mistake]):
+        with mock.patch.object(cp, "gathering", MISTAKES[mistake]):
             seen.append(parity.trajectory(runs[0], dp_size))
     return seen
 

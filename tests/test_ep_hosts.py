@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs.load import load_config
 from configs.schema import InputError
 from lab.bench.async_all_to_all import wait_at_once
-from models.moe import Experts, MixtureOfExperts
+from models.moe import Experts, LocalDispatcher, MixtureOfExperts
 from parallelisms import async_all_to_all, ep, ep_chunks, ep_hosts
 from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
@@ -115,8 +115,18 @@ def part_of(experts: Experts, rank: int) -> Experts:
 
 def plainly(experts: Experts, *inputs: Tensor) -> Tensor:
     """As one process computes it."""
+    return by_dispatcher(LocalDispatcher(), experts, *inputs)
+
+
+def by_dispatcher(dispatcher: nn.Module, experts: Experts, *inputs: Tensor) -> Tensor:
+    """Dispatch, compute and combine."""
     counts = inputs[1].flatten().bincount(minlength=X)
-    return MixtureOfExperts.dispatch(SimpleNamespace(experts=experts), *inputs, counts)()
+    state = dispatcher.compute(dispatcher.dispatch(*inputs, counts), experts)
+    return dispatcher.combine(state)
+
+
+def in_chunks(dispatcher: nn.Module, chunks: int) -> nn.Module:
+    return dispatcher if chunks == 1 else ep_chunks.ChunkedDispatcher(dispatcher, chunks)
 
 
 def exchange_errors(
@@ -137,16 +147,15 @@ def exchange_errors(
     right_grads = torch.autograd.grad(right, [*all_inputs, *experts.parameters()], grad)
 
     part = part_of(experts, rank)
-    dispatch = ep_chunks.in_chunks(ep_hosts.by_host(part, *groups), chunks)
+    dispatcher = in_chunks(ep_hosts.HierarchicalDispatcher(*groups), chunks)
     own = [tensor.detach()[mine].requires_grad_() for tensor in (x, weights)]
-    counts = chosen[mine].flatten().bincount(minlength=X)
     with CountRows() as by_host:
-        out = dispatch(own[0], chosen[mine], own[1], counts)()
+        out = by_dispatcher(dispatcher, part, own[0], chosen[mine], own[1])
         grads = torch.autograd.grad(out, [*own, *part.parameters()], grad[mine])
     flat = part_of(experts, rank)
-    flat_dispatch = ep_chunks.in_chunks(ep.flat(flat, dist.group.WORLD), chunks)
+    flat_dispatcher = in_chunks(ep.AllToAllDispatcher(dist.group.WORLD), chunks)
     with CountRows() as of_flat:
-        out_flat = flat_dispatch(own[0], chosen[mine], own[1], counts)()
+        out_flat = by_dispatcher(flat_dispatcher, flat, own[0], chosen[mine], own[1])
         grads_flat = torch.autograd.grad(out_flat, [*own, *flat.parameters()], grad[mine])
 
     of_rank = slice(rank * OF_RANK, (rank + 1) * OF_RANK)
@@ -205,29 +214,13 @@ def fanned_out_twice() -> object:
 
 def combined_early() -> object:
     """The mistake: results are added when those of the first rank have come."""
-    real = ep_hosts.visit
 
-    def early(
-        group: dist.ProcessGroup, tokens: Dispatched, size: int, sent: list[int], *rest: object
-    ) -> ep_chunks.Compute:
-        def added(rows: Tensor, places: Tensor, n: int) -> Tensor:
-            return add(rows[: sent[0]], places[: sent[0]], n)
+    def early(way: ep_hosts.WayBack) -> Tensor:
+        first = way.pending.route.received[0]
+        rows = async_all_to_all.wait(way.pending)
+        return ep_hosts.added(rows[:first], way.copies[:first], way.tokens)
 
-        add = ep_hosts.added
-        compute = real(group, tokens, size, sent, *rest)
-
-        def compute_all() -> ep_chunks.Combine:
-            combine = compute()
-
-            def combine_early() -> Tensor:
-                with mock.patch.object(ep_hosts, "added", added):
-                    return combine()
-
-            return combine_early
-
-        return compute_all
-
-    return mock.patch.object(ep_hosts, "visit", early)
+    return mock.patch.object(ep_hosts, "collect", early)
 
 
 def swapped_chunks() -> object:
@@ -485,10 +478,10 @@ def orders(exchange: str, chunks: int) -> tuple[list[str], list[str]]:
         for weight in mixture.parameters():
             nn.init.normal_(weight, std=0.1)
         mixture.experts = part_of(layer(), dist.get_rank()).float()
-        prepare = ep.flat(mixture.experts, dist.group.WORLD)
+        dispatcher = ep.AllToAllDispatcher(dist.group.WORLD)
         if exchange == "hierarchical":
-            prepare = ep_hosts.by_host(mixture.experts, *groups)
-        mixture.dispatch = ep_chunks.in_chunks(prepare, chunks)
+            dispatcher = ep_hosts.HierarchicalDispatcher(*groups)
+        mixture.dispatcher = in_chunks(dispatcher, chunks)
         if at_once:
             wait_at_once(mixture)
         order = Order()

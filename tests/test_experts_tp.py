@@ -1,6 +1,8 @@
 """Tensor parallelism of MoE layers and of latent attention: every mesh computes what one
 process computes."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ import train
 from checkpoint.storage import box_of, local
 from configs.load import load_config
 from parallelisms import ep
-from parallelisms.mesh import world
+from parallelisms.mesh import Mesh, world
 from reliability.health import mismatching_replicas
 from tests.parity import (
     CONTEXT,
@@ -143,9 +145,14 @@ def test_checkpoints_take_the_right_boxes_and_replicas_are_alike():
 def without_factor(options: list[str], dp_size: int) -> dict:
     """The mistake: the gradient of experts is scaled for expert parallelism alone, and not for
     tensor parallelism."""
-    real = ep.local_parts
-    ep.local_parts = lambda weights, factor: real(weights, factor / 2)
-    return trajectory(options, dp_size)
+    real = ep.distribute
+
+    def halved(experts: torch.nn.Module, mesh: Mesh) -> None:
+        real(experts, mesh)
+        experts.gradient_factor /= 2
+
+    with mock.patch.object(ep, "distribute", halved):
+        return trajectory(options, dp_size)
 
 
 def test_negative_control_experts_averaged_over_too_many_ranks():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
@@ -222,13 +221,10 @@ def test_in_float64_a_mesh_and_one_process_train_the_same_adapters():
 def without_reduction(options: list[str], dp_size: int) -> dict:
     """A side of an adapter that is whole on every rank, whose gradient each takes for the sum."""
 
-    def for_forward(module, name, device_mesh, placement):
-        whole = getattr(module, name)
-        part = distribute_tensor(whole, device_mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, torch.nn.Parameter(part))
-        return lambda: getattr(module, name).to_local(grad_placements=[placement])
+    def local(weight):
+        return weight.to_local()  # its gradient has the placements of the weight
 
-    on_a_mesh.for_forward = for_forward
+    on_a_mesh.local = local
     return trajectory(options, dp_size)
 
 

@@ -19,7 +19,7 @@ import parallelisms
 import train
 from configs.load import load_config
 from configs.schema import Compile, InputError, Training
-from models import MODELS, layers, llama
+from models import MODELS, layers, llama, lora
 from models.yarn import mscale, yarn
 from parallelisms import blocks, dp, progress
 from tests.ranks import run_ranks
@@ -269,6 +269,54 @@ def gathers_of_each_option() -> list[tuple[int, int]]:
 
 def test_weights_that_are_freed_after_forward_are_gathered_again():
     assert run_ranks(1, gathers_of_each_option)[0] == list(GATHERS.values())
+
+
+DEBUG = "--data.tokenizer=bytes --model.vocab_size=263 --training.local_batch_size=1".split()
+SEEN = {  # options of two ranks -> classes that print(model) shows
+    ("--parallelism.context_parallel=2",): {"GatheredKV"},
+    (
+        "--parallelism.context_parallel=2",
+        "--parallelism.context_parallel_method=ulysses",
+    ): {"Ulysses"},
+    ("--model.family=gpt_oss", "--parallelism.expert_parallel=2"): {"AllToAllDispatcher"},
+    (
+        "--model.family=deepseek_v3",
+        "--parallelism.expert_parallel=2",
+        "--parallelism.tensor_parallel=2",
+        "--parallelism.expert_chunks=2",
+    ): {"ChunkedDispatcher", "BalanceLossOverRanks", "PlainLinear", "SplitEmbedding"},
+    (
+        "--model.family=olmo2",
+        "--parallelism.tensor_parallel=2",
+        "--lora.rank=2",
+        "--lora.alpha=2",
+        '--lora.targets=["wq"]',
+        "--checkpoint.load_hf=nowhere",
+    ): {"SplitRMSNorm", "AdaptedLinear", "SplitLowRank"},
+}
+
+
+def classes_and_names(options: tuple[str, ...]) -> tuple[set[str], list[str], list[str]]:
+    """The classes of a model's modules on this rank, the names of what a checkpoint holds, and those
+    of one device."""
+    cfg = load_config([*DEBUG, *options], 2, 2)
+    job = train.build(cfg)
+    classes = {type(module).__name__ for module in job.model.modules()}
+    plain = MODELS[cfg.model.family].build(job.args)
+    if cfg.lora.rank:
+        lora.add(plain, cfg.lora)
+    return classes, list(job.model.state_dict()), list(plain.state_dict())
+
+
+def every_model() -> list[tuple]:
+    return [classes_and_names(options) for options in SEEN]
+
+
+def test_what_computes_is_seen_in_the_model_and_no_name_changes():
+    for options, seen in zip(SEEN, run_ranks(2, every_model)[0], strict=True):
+        classes, names, plain = seen
+        assert SEEN[options] <= classes, options
+        assert names == plain, options
 
 
 def gathers_of_a_second_microbatch() -> list[int]:

@@ -24,6 +24,7 @@ from configs.load import load_config
 from configs.schema import InputError
 from data import loader
 from models.kernels.ruled_attention import AttentionSpec
+from models.moe import Experts
 from parallelisms import dp, pp
 from parallelisms.mesh import world
 from tests.checkpoints import open_manager
@@ -210,22 +211,21 @@ def wrong_message(patch: Patch) -> str:
     return "forward   layers.2"
 
 
+class ScaledExperts(Experts):
+    def weights(self) -> list[torch.Tensor]:
+        *others, last = super().weights()
+        scales = torch.ones(len(last), 1, 1)
+        scales[3] = 1.01
+        return [*others, last * scales]
+
+
 def wrong_scale(patch: Patch) -> str:
     """The third expert of a layer is multiplied by 1.01."""
     real = train.build
 
     def build(cfg: Any) -> train.Job:
         job = real(cfg)
-        experts = job.model.layers["2"].feed_forward.experts
-        weights = experts.weights_for_forward
-
-        def scaled() -> list[torch.Tensor]:
-            *others, last = weights()
-            scales = torch.ones(len(last), 1, 1)
-            scales[3] = 1.01
-            return [*others, last * scales]
-
-        experts.weights_for_forward = scaled
+        job.model.layers["2"].feed_forward.experts.__class__ = ScaledExperts
         return job
 
     patch.setattr(train, "build", build)

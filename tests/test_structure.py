@@ -51,7 +51,9 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.kernels.document_attention",
         "models.kernels.precision",
         "models.kernels.ruled_attention",
+        "models.local",  # this rank's part of a weight
         "models.lora",  # adds adapters to modules
+        "models.moe",  # which modules are routers
         "models",
         "training.optimizers",  # the contract compares its table with the optimizer
     },
@@ -164,6 +166,7 @@ def test_models_import_torch_and_models_alone():
                     "math",
                     "collections",
                     "dataclasses",
+                    "functools",
                     "typing",
                     "models",
                 }, f"{path.name} imports {name}"
@@ -322,6 +325,64 @@ def test_negative_control_a_family_name_outside_models_is_seen():
     }
     assert names_of_a_family("layer.attention.wq.weight") == {"wq"}
     assert not names_of_a_family('"""The gradient of wq."""\nheads = 3')
+
+
+# `block.forward`: recomputed and compiled, as PyTorch does it
+REPLACED = {"parallelisms/blocks.py": {"forward"}}
+
+
+def methods_of(*packages: str) -> set[str]:
+    """The names of the methods of all classes in these packages."""
+    names = set()
+    for package in packages:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    names |= {
+                        child.name for child in node.body if isinstance(child, ast.FunctionDef)
+                    }
+    return names
+
+
+def replaced_methods(source: str, methods: set[str]) -> set[str]:
+    """The methods that code assigns to objects other than `self`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        for target in getattr(node, "targets", []):
+            is_self = getattr(getattr(target, "value", None), "id", "") == "self"
+            if isinstance(target, ast.Attribute) and target.attr in methods and not is_self:
+                found.add(target.attr)
+    return found
+
+
+def test_no_method_is_replaced_on_an_instance():
+    """A parallelism that computes something else puts another module in the place, which
+    `print(model)` shows and one grep finds (parallelisms/__init__.py)."""
+    packages = "models", "parallelisms", "training"
+    methods = methods_of(*packages)
+    for package in packages:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            found = replaced_methods(path.read_text(encoding="utf-8"), methods)
+            assert found <= REPLACED.get(name, set()), f"{name} replaces {found}"
+
+
+def test_negative_control_a_replaced_method_is_seen():
+    methods = methods_of("models")
+    assert replaced_methods("core.forward = compute", methods) == {"forward"}
+    assert replaced_methods("mixture.experts.weights = partial(f)", methods) == {"weights"}
+    assert not replaced_methods("attention.core = GatheredKV(core)\nself.weights = 3", methods)
+
+
+def test_the_modules_in_the_places_of_others_exist():
+    """Those of the table in parallelisms/__init__.py; tests/test_parallelisms.py prints models that
+    have them."""
+    table = (ROOT / "parallelisms" / "__init__.py").read_text(encoding="utf-8")
+    classes = re.findall(r"\| ([\w/]+\.py)::(\w+) \|", table)
+    assert len(classes) > 10
+    for file, name in classes:
+        path = ROOT / (file if "/" in file else f"parallelisms/{file}")
+        assert name in symbols(path), f"{file} has no {name}"
 
 
 def symbols(path: Path) -> set[str]:

@@ -31,8 +31,8 @@ class KeyValueCache:
     this rank's share; or, in a model that computes them from narrow vectors (`Decoder.latents`),
     these vectors, float [B, S, width].
 
-    `forward` runs the model with these parameter-free modules replaced: the model knows nothing of
-    it. Keys and values of all cached positions are recomputed from the latents for every token.
+    `forward` puts other modules in the places of these parameter-free ones: the model knows nothing
+    of it. Keys and values of all cached positions are recomputed from the latents for every token.
     """
 
     def __init__(self, model: nn.Module, capacity: int):
@@ -53,21 +53,19 @@ class KeyValueCache:
         attention = self.model.cores()
         latents = self.model.latents()
         keep = self._begin
-        attends = [core.forward for core in attention]
+        attends: list[Callable] = list(attention)
         if self.kept:
             length = int(positions.max()) + 1
             keep = partial(self._go_on, positions, length)
             by_spec = {core.spec: to_all_before(positions, length, core.spec) for core in attention}
             attends = [by_spec[core.spec] for core in attention]
+        cached: list[nn.Module] = []
         for i, core in enumerate(attention):
-            core.forward = attending(keep, i, attends[i], keeps=not latents)
+            cached.append(CachedAttention(core, attends[i], None if latents else partial(keep, i)))
         for i, module in enumerate(latents):
-            module.forward = keeping(keep, i, module.forward)
-        try:
+            cached.append(CachedLatents(module, partial(keep, i)))
+        with cores.instead(self.model, [*attention, *latents], cached):
             return self.model(tokens, positions, loss_head)
-        finally:
-            for module in [*attention, *latents]:
-                del module.forward  # the class's again
 
     def _begin(self, number: int, *first: Tensor) -> tuple[Tensor, ...]:
         """Keep what attention `number` needs of the first tokens, [B, T, ...] each, and return it."""
@@ -90,25 +88,38 @@ class KeyValueCache:
         return tuple(kept[:, :length] for kept in self.kept[number])
 
 
-def attending(keep: Callable, number: int, attend: Callable, keeps: bool) -> Callable:
-    """A forward for the core of attention `number`: `attend` to keys and values, which it keeps if
-    `keeps`."""
+class CachedAttention(nn.Module):
+    """Attention of a few new tokens to all that are kept, in the place of a core."""
+
+    def __init__(self, core: Any, attend: Callable, keep: Callable | None):
+        """attend: what computes, with the arguments of the core. keep: takes keys and values of the
+        new tokens, and returns all; None where these are computed from narrow vectors that are
+        kept."""
+        super().__init__()
+        self.core = core
+        self.attend = attend
+        self.keep = keep
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, documents: None, sinks: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, documents: None, sinks: Tensor | None = None
     ) -> Tensor:
-        if keeps:
-            k, v = keep(number, k, v)
+        if self.keep is not None:
+            k, v = self.keep(k, v)
         own_sinks = [] if sinks is None else [sinks]
-        return attend(q, k, v, documents, *own_sinks)
-
-    return forward
+        return self.attend(q, k, v, documents, *own_sinks)
 
 
-def keeping(keep: Callable, number: int, compute: Callable) -> Callable:
-    """A forward for the module of narrow vectors of attention `number`: it returns those that are
-    kept besides new ones."""
-    return lambda *inputs: keep(number, compute(*inputs))[0]
+class CachedLatents(nn.Module):
+    """The narrow vectors of all tokens that are kept, in the place of what computes those of new
+    ones."""
+
+    def __init__(self, latents: nn.Module, keep: Callable):
+        super().__init__()
+        self.latents = latents
+        self.keep = keep
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.keep(self.latents(*inputs))[0]
 
 
 def to_all_before(positions: Tensor, length: int, spec: AttentionSpec = PLAIN) -> Callable:
@@ -143,14 +154,9 @@ def to_all_before(positions: Tensor, length: int, spec: AttentionSpec = PLAIN) -
 def whole_sequences(model: nn.Module) -> Iterator[None]:
     """Inside, attention is that of the model itself, without what context parallelism has put in
     its place: there every rank has a part of a sequence, and here each has all of it."""
-    replaced = {
-        core: vars(core).pop("forward") for core in model.cores() if "forward" in vars(core)
-    }
-    try:
+    shared = [core for core in model.cores() if isinstance(core, cores.CoreOfRanks)]
+    with cores.instead(model, shared, [core.core for core in shared]):
         yield
-    finally:
-        for core, forward in replaced.items():
-            core.forward = forward
 
 
 def _whole(x: Tensor) -> Tensor:

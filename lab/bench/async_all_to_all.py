@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -80,21 +80,36 @@ def layer(chunks: int, waits_at_once: bool) -> MixtureOfExperts:
     for name, weight in list(mixture.experts.named_parameters()):
         half = weight.detach().chunk(2)[dist.get_rank()].clone()
         setattr(mixture.experts, name, nn.Parameter(half))
-    mixture.dispatch = ep_chunks.in_chunks(ep.flat(mixture.experts, dist.group.WORLD), chunks)
+    mixture.dispatcher = ep.AllToAllDispatcher(dist.group.WORLD)
+    if chunks > 1:
+        mixture.dispatcher = ep_chunks.ChunkedDispatcher(mixture.dispatcher, chunks)
     if waits_at_once:
         wait_at_once(mixture)
     return mixture
 
 
+class DispatcherAtOnce(nn.Module):
+    """Another dispatcher that does all of its work in `dispatch`."""
+
+    def __init__(self, dispatcher: nn.Module, experts: nn.Module):
+        super().__init__()
+        self.dispatcher = dispatcher
+        self.experts = experts
+
+    def dispatch(self, *inputs: Tensor) -> Tensor:
+        state = self.dispatcher.dispatch(*inputs)
+        return self.dispatcher.combine(self.dispatcher.compute(state, self.experts))
+
+    def compute(self, results: Tensor, experts: nn.Module) -> Tensor:
+        return results
+
+    def combine(self, results: Tensor) -> Tensor:
+        return results
+
+
 def wait_at_once(mixture: MixtureOfExperts) -> None:
     """Compute nothing while rows are on their way."""
-    dispatch = mixture.dispatch
-
-    def at_once(*inputs: Tensor) -> Callable[[], Tensor]:
-        results = dispatch(*inputs)()
-        return lambda: results
-
-    mixture.dispatch = at_once
+    mixture.dispatcher = DispatcherAtOnce(mixture.dispatcher, mixture.experts)
 
 
 def measure(rounds: int) -> None:

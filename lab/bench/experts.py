@@ -27,7 +27,7 @@ from configs import program
 from lab.bench import harness
 from models.layers import FeedForward
 from models.moe import Experts, MixtureOfExperts
-from parallelisms import ep, ep_chunks
+from parallelisms import ep
 from parallelisms import mesh as meshes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -135,7 +135,7 @@ def measure(args: argparse.Namespace) -> None:
     for name, weight in list(dealt.experts.named_parameters()):
         part = weight.detach().chunk(here.size)[here.rank].clone()
         setattr(dealt.experts, name, nn.Parameter(part))
-    dealt.dispatch = ep_chunks.in_chunks(ep.flat(dealt.experts, dist.group.WORLD), 1)
+    dealt.dispatcher = ep.AllToAllDispatcher(dist.group.WORLD)
     seconds = harness.alternate(
         {"local": work(local, tokens), "dealt": work(dealt, tokens.clone())},
         args.rounds,
