@@ -109,7 +109,7 @@ def other_base(saved: dict, here: dict) -> list[str]:
     if own["hash"] == there["hash"]:
         return []
     return [
-        f"its adapters were trained beside the weights of {there['folder']} ({there['dtype']}, hash "
+        f"its adapters were trained on the weights of {there['folder']} ({there['dtype']}, hash "
         f"{there['hash']}), and those of {own['folder']} ({own['dtype']}, hash {own['hash']}) are "
         "others"
     ]

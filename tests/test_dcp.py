@@ -813,7 +813,7 @@ def transformed(metadata: Any) -> None:
         (half, "the chunks of model.norm.weight do not have the elements of its shape [42]"),
         (twice, "model.norm.weight has another shape there"),
         (transformed, "it is transformed by ['zstd']"),
-        (place_of("step", "../../evil"), "names '../../evil', which is no file beside it"),
+        (place_of("step", "../../evil"), "names '../../evil', which is not a file in its folder"),
         (place_of("model.norm.weight", "gone.distcp"), "gone.distcp cannot be read: No such file"),
         (place_of("model.norm.weight", "__0_0.distcp"), "model.norm.weight is damaged: "),
         (emptied, ".metadata is not DCP's: "),

@@ -54,15 +54,15 @@ EXPECTED = {
     ),
     "sleeps in data": (
         [3],
-        "rank 3 .*: data, step 4, at tests/hangs.py:.* hold, waits for nobody .*; 3 wait in its",
+        "rank 3 .*: data, step 4, at tests/hangs.py:.* hold, waits for no rank .*; 3 wait in its",
     ),
     "sleeps in a save": (
         [0],
-        "rank 0 .*: save, step 5, at tests/hangs.py:.* hold, waits for nobody .*; 3 wait in its",
+        "rank 0 .*: save, step 5, at tests/hangs.py:.* hold, waits for no rank .*; 3 wait in its",
     ),
     "stopped": (
         [1],
-        "rank 1 .*: forward, step 7, waits for nobody .its process does not answer: it is stopped "
+        "rank 1 .*: forward, step 7, waits for no rank .its process does not answer: it is stopped "
         ".*; 3 wait in its all_reduce #",
     ),
     "a data worker loops": (
@@ -71,7 +71,7 @@ EXPECTED = {
     ),
     "a disk that blocks": (
         [2],
-        "rank 2 .*: save, step 12, at tests/hangs.py:.* fill, waits for nobody .*; . waits? in its",
+        "rank 2 .*: save, step 12, at tests/hangs.py:.* fill, waits for no rank .*; . waits? in its",
     ),
     "leaves_one_out": (
         [2],
@@ -374,9 +374,9 @@ def test_the_launcher_says_where_everyone_was(way: str, tmp_path: Path) -> None:
 
 SAID = {
     "backward": "rank 1 .*: backward of layers.0, microbatch 2 of step 3, at tests/hangs.py:.*, "
-    "waits for nobody .*; 1 waits in its",
+    "waits for no rank .*; 1 waits in its",
     "left out": "ranks 0, 1 run another collective than the rest as #",
-    "stopped": "rank 1 .*: forward, step 3, .*waits for nobody .its process does not answer",
+    "stopped": "rank 1 .*: forward, step 3, .*waits for no rank .its process does not answer",
 }
 
 
@@ -407,10 +407,10 @@ def test_a_run_that_moves_or_is_over_hangs_nowhere(
     here.open()
     here.begin("data")
     assert hang.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "no rank stands still: step 1\n"
+    assert capsys.readouterr().out == "no rank is stuck: step 1\n"
     here.close(failed=True)
     assert hang.main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == "no rank stood still before the end: step 1\n"
+    assert capsys.readouterr().out == "no rank was stuck before the end: step 1\n"
     here.close(failed=False)
     assert hang.main([str(tmp_path)]) == 0
     assert "all have come to the end" in capsys.readouterr().out

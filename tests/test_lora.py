@@ -412,7 +412,7 @@ def test_another_base_is_refused_by_name(runs, tmp_path):
     [(code, said)] = run_ranks(1, run_beside_another_base, runs["options"], folder, other)
     assert code == 2
     base = manifest_of(runs["adapters"])["facts"]["base"]
-    assert f"were trained beside the weights of {base['folder']} (F32, hash {base['hash']})" in said
+    assert f"were trained on the weights of {base['folder']} (F32, hash {base['hash']})" in said
     assert f"and those of {verify.newest(other)} (F32, hash " in said
 
 

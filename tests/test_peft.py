@@ -254,7 +254,7 @@ def test_a_base_that_was_moved_is_found_and_another_one_is_refused(trained, tmp_
     capsys.readouterr()
     assert convert.main([*merge, str(tmp_path / "again"), "--base", str(moved)]) == 2
     said = capsys.readouterr().err
-    assert f"were trained beside the weights of {trained['base']} (hash " in said, said
+    assert f"were trained on the weights of {trained['base']} (hash " in said, said
     assert f"and those of {moved} are others (hash " in said, said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged", "moved"]
 

@@ -220,7 +220,7 @@ def test_a_store_of_checkpoints_alone_asks_for_the_tokenizer(store, trained, tmp
     words = ["--prompt", "de", "--tokens", "5"]
     assert generate.main([URL, *words]) == 2
     said = capsys.readouterr().err
-    assert f"{URL} has no tokenizer.json beside its checkpoints" in said and "--tokenizer" in said
+    assert f"{URL} has no tokenizer.json next to its checkpoints" in said and "--tokenizer" in said
     assert generate.main([URL, *words, "--tokenizer", str(trained / "tokenizer.json")]) == 0
     assert capsys.readouterr().out.startswith("de")
     assert convert.main(["to-hf", URL, str(tmp_path / "hf")]) == 0

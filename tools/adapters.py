@@ -1,4 +1,5 @@
-"""The adapters of a run beside their base, for tools: one process, one tensor in memory at a time.
+"""Load the adapters of a run together with their base, for tools: one process, one tensor in memory
+at a time.
 
 A base with its adapters is one model: W + alpha / rank * B A for every adapted weight W, computed in
 float32. `python -m tools.convert lora-merge` writes it for Hugging Face in the types of the base, and
@@ -28,16 +29,18 @@ COPIED = (".json", ".jinja", ".model", ".txt")
 
 
 class Adapter(NamedTuple):
-    """Of one parameter W: what is computed with is W + alpha / rank * B A."""
+    """Adapter of one parameter W: the model computes with W + alpha / rank * B A."""
 
     a: Tensor  # [rank, in], of experts [X, rank, in]
     b: Tensor  # [out, rank], of experts [X, out, rank]
 
 
 def by_parameter(tensors: dict[str, Tensor]) -> dict[str, Adapter]:
-    """The adapters by the name of the parameter that they adapt. tensors: `N.lora_a` and `N.lora_b`
-    of a linear layer N, whose parameter is `N.weight`; `N_lora_a` and `N_lora_b` of a parameter N of
-    experts (models/lora.py)."""
+    """Return the adapters by the name of the parameter that they adapt.
+
+    tensors: `N.lora_a` and `N.lora_b` of a linear layer N, whose parameter is `N.weight`;
+    `N_lora_a` and `N_lora_b` of a parameter N of experts (models/lora.py).
+    """
     found = {}
     for name, tensor in tensors.items():
         if not name.endswith("lora_a"):
@@ -58,36 +61,37 @@ def add(weight: Tensor, adapter: Adapter, scale: float) -> Tensor:
 
 
 def has_adapters(manifest: dict) -> bool:
-    """Whether a checkpoint holds adapters and no model."""
+    """Return True for a checkpoint that holds adapters and no model."""
     return "base" in manifest["facts"]
 
 
 @dataclass(frozen=True)
 class AdaptedRun:
-    """What a checkpoint of adapters says."""
+    """Facts that a checkpoint of adapters records about itself and its base."""
 
     path: Path | Key
     family: Any  # a models/family.py::Family
     args: Any
     rank: int
     alpha: float
-    base: dict[str, str]  # folder, dtype and hash of the weights beside which they were trained
+    base: dict[str, str]  # folder, dtype and hash of the base that they were trained on
     tensors: dict[str, Tensor]  # by our names
 
     @property
     def formats(self) -> Any:
-        """The family's words for Hugging Face. Raises InputError."""
+        """Return the model family's mapping to Hugging Face names. Raises InputError."""
         return hf.formats_of(FORMATS, self.family.name)
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """Of the base, on `meta`."""
+        """Return the parameters of the base, on `meta`."""
         with torch.device("meta"):
             return dict(self.family.build(self.args).named_parameters())
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type in which the run has had this parameter of the base: one that is trained
-        elsewhere in the run's, a router's bias in its own (parallelisms/lora.py::keep_in)."""
+        """Return the dtype in which the run kept this parameter of the base: a parameter that is
+        trained elsewhere has the run's dtype, a router's bias its own
+        (parallelisms/lora.py::keep_in)."""
         parameter = self.parameters[name]
         return DTYPES[self.base["dtype"]] if parameter.requires_grad else parameter.dtype
 
@@ -102,8 +106,10 @@ class AdaptedRun:
         return total
 
     def merged(self, folder: Path | Key) -> hf.TensorSource:
-        """The whole model. folder: that of the base, wherever it is now. Raises InputError, also
-        while it is read."""
+        """Return the whole model, base and adapters merged, as tensors that are read one at a time.
+
+        folder: the base, wherever it is now. Raises InputError, also later, while it is read.
+        """
         if places.is_hugging_face(folder):
             source = self.of_hugging_face(folder)
         else:
@@ -131,14 +137,14 @@ class AdaptedRun:
         found = f"{digest % 2**64:016x}"
         if found != self.base["hash"]:
             raise InputError(
-                f"the adapters of {self.path} were trained beside the weights of "
+                f"the adapters of {self.path} were trained on the weights of "
                 f"{self.base['folder']} (hash {self.base['hash']}), and those of {folder} are others "
                 f"(hash {found})"
             )
 
     def of_hugging_face(self, folder: Path) -> hf.TensorSource:
-        """The weights of a folder, each in its own type, one that is quantised in bfloat16. Raises
-        InputError."""
+        """Read the weights of a folder, each in its stored dtype; quantised ones as bfloat16.
+        Raises InputError."""
         hf.check_model(folder, FORMATS, self.family.name, asdict(self.args))
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         files = hf.weights(folder, self.formats, self.args, shapes)
@@ -155,8 +161,8 @@ class AdaptedRun:
 
 
 def files_of_base(folder: Path) -> tuple[dict[str, Any], dict[str, dict | Path]]:
-    """config.json of a Hugging Face folder, for weights that are not quantised, and what else is in
-    the folder beside the weights, for `hf.write_model`. Raises InputError."""
+    """Return config.json of an unquantised Hugging Face folder and its other files except the
+    weights, for `hf.write_model`. Raises InputError."""
     config = hf.read_json(folder / "config.json")
     config.pop("quantization_config", None)
     files: dict[str, dict | Path] = {}
@@ -170,8 +176,8 @@ def files_of_base(folder: Path) -> tuple[dict[str, Any], dict[str, dict | Path]]
 
 
 def of_checkpoint(folder: Path | Key, parameters: dict[str, Tensor]) -> hf.TensorSource:
-    """The weights of a checkpoint, the newest of a run's, in the types that it has. Raises
-    InputError."""
+    """Return the weights of a checkpoint (of a run: its newest) in the dtypes that it stores.
+    Raises InputError."""
     path, manifest = verified(folder)
     adapters.check_whole(path, manifest)
     wanted = {f"model.{name}": parameter for name, parameter in parameters.items()}
@@ -183,7 +189,8 @@ def of_checkpoint(folder: Path | Key, parameters: dict[str, Tensor]) -> hf.Tenso
 
 
 def verified(folder: Path | Key) -> tuple[Path | Key, dict]:
-    """The checkpoint that a person means by a folder, and its manifest. Raises InputError."""
+    """Return the checkpoint that a folder given by the user refers to, verified, and its manifest.
+    Raises InputError."""
     path = verify.newest(folder)
     try:
         return path, verify.read_manifest(path)
@@ -192,7 +199,7 @@ def verified(folder: Path | Key) -> tuple[Path | Key, dict]:
 
 
 def open_run(folder: Path | Key) -> AdaptedRun:
-    """The adapters of a run's newest checkpoint, or of one checkpoint. Raises InputError."""
+    """Open the adapters of a run's newest checkpoint, or of one checkpoint. Raises InputError."""
     path, manifest = verified(folder)
     tensors = adapters.read(path)
     family, args = state.model_of(path, manifest, MODELS)

@@ -41,7 +41,7 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         if isinstance(location(url), Key) and (problem := missing_package(url)):
             yield f"checkpoint.{option}: {problem}"
     folder = location(cfg.checkpoint.store or Path(cfg.run.folder, "checkpoints"))
-    # what a store holds is asked by the run, not by each node
+    # the run itself lists the store, not every node
     fresh = isinstance(folder, Path) and not any(folder.glob("step-*"))
     for option in ("load_path", "load_hf"):
         place = getattr(cfg.checkpoint, option)
@@ -60,12 +60,12 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
 
 
 def without_files(cfg: Config, argv: list[str]) -> str:
-    """The command that tries a preset without its corpus and its tokenizer, on what every machine
-    has; "" where it would not help: the files are there, or the person has named others.
+    """Return a command that tries the preset without its corpus and tokenizer, on what every
+    machine has; "" where that would not help: the files exist, or the user named others.
 
-    argv: the configuration's arguments. No validation: the preset's small share of Python's library
-    is shorter than one of its sequences. A folder of its own: the run that the preset is for has
-    another tokenizer.
+    argv: the configuration's arguments. Validation is off, because the preset's small share of
+    Python's library is shorter than one of its sequences. The command uses another folder, because
+    the run that the preset is for has another tokenizer.
     """
     _, given = as_given(argv)
     if cfg.data.mixture or cfg.validation.sets or {"data.source", "data.tokenizer"} & given.keys():
@@ -84,8 +84,8 @@ def without_files(cfg: Config, argv: list[str]) -> str:
 
 
 def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
-    """Whether a folder of Hugging Face's describes the model of the run. What a rank asks when it
-    loads the folder."""
+    """Check that a folder of Hugging Face's describes the run's model, as a rank does when it loads
+    it."""
     from checkpoint import hf  # here, because it imports torch, as the families do
     from models import FORMATS
 
@@ -96,8 +96,7 @@ def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
 
 
 def export_problems(cfg: Config) -> Iterator[str]:
-    """Whether the model can be written for Hugging Face, which would be found out only when it is
-    trained."""
+    """Check before training that the model can be exported for Hugging Face at the end."""
     from checkpoint import hf  # here, because it imports torch, as the families do
     from models import FORMATS
 
@@ -109,8 +108,8 @@ def export_problems(cfg: Config) -> Iterator[str]:
 
 
 def torch_problems(cfg: Config) -> Iterator[str]:
-    """What the installed version of torch cannot do. The newest one can do everything, so it is not
-    imported."""
+    """List options that the installed version of torch does not support. The newest version
+    supports all of them, so then nothing is imported."""
     numbers = tuple(int(number) for number in version("torch").split(".")[:2])
     if numbers >= (2, 13):
         return
@@ -128,8 +127,8 @@ def torch_problems(cfg: Config) -> Iterator[str]:
 
 
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """The same for options that need a GPU. They are checked by the code that a rank will run, so
-    the sentences are its own."""
+    """List options that need a GPU this machine lacks, by the same code (and the same messages) as
+    a rank."""
     kernel = cfg.training.attention
     recipe = cfg.training.float8
     overlapped = cfg.parallelism.async_tensor_parallel

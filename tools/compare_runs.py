@@ -4,9 +4,9 @@
 
 compares every metric of two run folders at the steps that both have logged (floats in metrics.jsonl
 are exact, so equal is bitwise equal), the newest checkpoint of a step that both have, and whatever
-could explain a difference: options, data, code, versions, mesh, devices. What only measures time
-and memory is left out. Exit code 0: bitwise equal (or, with --tolerance, equal to that); 1: they
-differ; 2: there is nothing to compare.
+could explain a difference: options, data, code, versions, mesh, devices. Metrics of time and memory
+are left out. Exit code 0: bitwise equal (or, with --tolerance, equal to that); 1: they differ; 2:
+there is nothing to compare.
 
 Rounding shows within a few steps and then grows, as training amplifies it: two meshes agree to 1e-7
 at first. A change of meaning shows at once at 1e-3 and more, in the loss of the first step if it is
@@ -65,7 +65,7 @@ Metrics = dict[str, dict[int, float]]  # metric -> step -> value
 
 @dataclass(frozen=True)
 class MetricRow:
-    """How one metric compares. Differences are relative: |a - b| / max(|a|, |b|)."""
+    """Comparison of one metric. Differences are relative: |a - b| / max(|a|, |b|)."""
 
     metric: str
     steps: int  # that both runs have
@@ -147,9 +147,12 @@ def compare(a: Path | Key, b: Path | Key, tolerance: float | None = None) -> Com
 
 
 def like_rounding(a: Metrics, b: Metrics, differs: list[MetricRow]) -> bool:
-    """Whether the differences began as small as rounding, in every metric that was among the first
-    to differ, and then grew by no jump in loss and norm. `differs`: the rows that are not bitwise
-    equal, the earliest first."""
+    """Return True if the differences look like rounding: every metric among the first to differ
+    began with a difference as small as rounding, and loss and gradient norm then grew without a
+    jump.
+
+    differs: the rows that are not bitwise equal, the earliest first.
+    """
     earliest = differs[0].first_difference
     begins = [row.first_size for row in differs if row.first_difference == earliest]
     if max(begins) > FIRST_ROUNDING:
@@ -279,8 +282,8 @@ def _saved_steps(run: Path | Key) -> dict[int, Path | Key]:
 
 
 def explanations(a: Path, b: Path) -> tuple[dict[str, list], dict[str, list]]:
-    """What differs between the two runs: the options; and the code, data, versions, mesh and
-    devices of the last start."""
+    """List the differences that could explain diverging metrics: options; and code, data, versions,
+    mesh and devices of each run's last start."""
     return _unlike(_options(a), _options(b)), _unlike(_about(a), _about(b))
 
 
@@ -343,7 +346,7 @@ def _unlike(a: dict, b: dict) -> dict[str, list]:
 
 
 def table(a: Path | Key, b: Path | Key, comparison: Comparison, tolerance: float) -> str:
-    """For a person: the verdict first."""
+    """Format the comparison as text, the verdict first."""
     lines = [f"A {a}", f"B {b}", comparison.verdict, ""]
     width = max(len(row.metric) for row in comparison.rows)
     limit = f"by > {tolerance:g}"
@@ -382,7 +385,7 @@ def _shown(value: object) -> str:
 
 
 def plot(a: Path, b: Path, comparison: Comparison, limit: float, path: Path) -> None:
-    """The losses of both runs, and below, the relative difference of each metric that differs.
+    """Plot the losses of both runs and, below, the relative difference of each metric that differs.
     Needs matplotlib."""
     try:
         import matplotlib

@@ -61,7 +61,7 @@ from tools import lora_to_peft as peft
 from tools.new_checkpoint import newest, progress_bar, shapes
 
 META = "llama"  # the family whose weights Meta published in a format of its own
-# bytes read from mapped files before they are mapped anew: mapped pages count as this process's
+# bytes read from mapped files before they are mapped again: mapped pages count as this process's
 # memory
 REMAP = 1 << 28
 
@@ -128,7 +128,7 @@ def from_meta(source: Path, out: Path) -> str:
 
 
 def tokenizer_of(read: Callable, source: Path | Key | str) -> Tokenizer | None:
-    """The source's tokenizer. A model is useful without one, so a problem with it is only
+    """Return the source's tokenizer. A model is useful without one, so a problem with it is only
     printed."""
     try:
         return read(source)
@@ -145,8 +145,8 @@ def publish(
     read: Callable[[str], Tensor],
     tokenizer: Tokenizer | None,
 ) -> str:
-    """A checkpoint of step 0 with the tensors that `read` returns by name, widened to float32, and
-    the tokenizer."""
+    """Write a checkpoint of step 0: the tensors that `read` returns by name, widened to float32,
+    and the tokenizer."""
 
     def widened(name: str) -> Tensor:
         return read(name.removeprefix("model.")).float()
@@ -164,7 +164,7 @@ def publish(
 
 
 class MetaFolder:
-    """A model as Meta published it: params.json and consolidated.00.pth, .01.pth ..., one per
+    """Model as Meta published it: params.json and consolidated.00.pth, .01.pth ..., one per
     tensor-parallel rank.
 
     Column-parallel matrices are cut along their rows, row-parallel ones along their columns, the
@@ -218,8 +218,8 @@ class MetaFolder:
             self.pieces.append(piece)
 
     def cut(self, name: str) -> int | None:
-        """The dimension along which a tensor is sharded over the files; None when each has all of
-        it."""
+        """Return the dimension along which a tensor is sharded over the files; None when each has
+        all of it."""
         n = len(self.files)
         if n == 1:
             return None
@@ -331,7 +331,7 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
 
 
 def saved_tokenizer(path: Path | Key) -> Tokenizer | None:
-    """Of the run of a checkpoint."""
+    """Return the tokenizer of a checkpoint's run."""
 
     def read(checkpoint: Path | Key) -> Tokenizer:
         return load_saved(places.tokenizer_of(checkpoint))
@@ -340,7 +340,7 @@ def saved_tokenizer(path: Path | Key) -> Tokenizer | None:
 
 
 def files_of_run(path: Path | Key, longest: int) -> Mapping[str, dict | Path]:
-    """The tokenizer's files for a checkpoint of a run, none without a tokenizer."""
+    """Return the tokenizer's files for a checkpoint of a run, none without a tokenizer."""
     saved = saved_tokenizer(path)
     return turns.files(places.run_of(path), saved, longest) if saved else {}
 
@@ -348,8 +348,8 @@ def files_of_run(path: Path | Key, longest: int) -> Mapping[str, dict | Path]:
 def beside_template(
     of_base: Mapping[str, dict | Path], of_run: Mapping[str, dict | Path], path: Path | Key
 ) -> Mapping[str, dict | Path]:
-    """The files of a base of Hugging Face's, with the chat template of the run of a checkpoint. The
-    tokenizer is the base's, if its files say what it is."""
+    """Return the files of a Hugging Face base plus the chat template of the checkpoint's run. The
+    tokenizer is the base's if it can be identified from its files."""
     files = of_base if turns.CONFIG in of_base else {**of_run, **of_base}
     saved = saved_tokenizer(path)
     asked = turns.of_run(places.run_of(path), saved) if saved else None

@@ -1,7 +1,7 @@
-"""Folders of torch.distributed.checkpoint (DCP): read without running what is in them, written so that
-PyTorch alone reads them (`torch.distributed.checkpoint.load`, `format_utils`).
+"""Read and write folders of torch.distributed.checkpoint (DCP): read without running code in them,
+written so that PyTorch alone reads them (`torch.distributed.checkpoint.load`, `format_utils`).
 
-    .metadata       a pickle: the shape and type of each tensor, its chunks, and where each chunk lies
+    .metadata       a pickle: the shape and type of each tensor, its chunks, and the place of each chunk
     __0_0.distcp    of each rank: chunks and plain values, one archive of torch.save after the other
 
 A pickle can run any program. So .metadata is read by an unpickler that knows DCP's own classes by
@@ -49,8 +49,8 @@ Key = tuple[str, ...]
 
 
 class Pickled:
-    """Stands for an object of DCP's: what was pickled of it, and no code. The classes of one file are
-    its own, so nothing in it can change anything outside."""
+    """Stand-in for a pickled object of DCP's: its pickled fields and no code. The stand-in classes
+    are created per file, so a file cannot change anything outside of itself."""
 
     state: Any = None
 
@@ -77,11 +77,11 @@ RECORDS |= {(f"{DCP}.filesystem", "_StorageInfo"), (f"{DCP}.filesystem", "_Stora
 # until torch 2.3 these two stood elsewhere
 SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
 RECORDS |= {(SHARDED, "TensorProperties"), (SHARDED, "MEM_FORMAT_ENCODING")}
-# the path to which it was saved, which nobody reads
+# the path to which it was saved, which is never read
 RECORDS |= {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 RECORDS |= {("pathlib", "WindowsPath"), ("pathlib._local", "WindowsPath")}
 RECORDS |= {("torch.serialization", "_get_layout")}  # with the name of a layout
-# Python 3.11 pickles a member of an enumeration with it. A record stands for this, too
+# Python 3.11 pickles a member of an enumeration with it. A record replaces this, too
 RECORDS |= {("builtins", "getattr")}
 VALUES: dict[tuple[str, str], Any] = {("torch", "Size"): tuple}
 for _dtype in CODES:
@@ -93,7 +93,7 @@ SLOTS = ("PUT", "BINPUT", "LONG_BINPUT")  # opcodes for which an unpickler grows
 
 
 class Refused(Exception):
-    """A pickle names what DCP does not have."""
+    """Raised for a pickle that names a class outside DCP's list."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
@@ -127,7 +127,7 @@ def check_sizes(content: bytes) -> None:
 
 
 def unpickled(path: Path) -> dict[str, Any]:
-    """The fields of DCP's Metadata. Raises InputError."""
+    """Return the fields of DCP's Metadata. Raises InputError."""
     try:
         with open_regular(path) as stream:
             content = stream.read(LARGEST + 1)
@@ -149,7 +149,7 @@ def unpickled(path: Path) -> dict[str, Any]:
 
 
 class Archive(NamedTuple):
-    """Where an archive lies."""
+    """Location of one archive: file, offset and length."""
 
     file: str
     start: int
@@ -169,8 +169,8 @@ class StoredTensor(NamedTuple):
 
 
 class Folder:
-    """What a folder of DCP's holds: tensors and plain values by their keys, and where they lie.
-    Raises InputError for what is no such folder."""
+    """Contents of a DCP folder: tensors and plain values by key, with their locations in the files.
+    Raises InputError for a folder that is not one."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -216,11 +216,11 @@ class Folder:
             raise ValueError(f"it is transformed by {info['transform_descriptors']}")
         place = Archive(info["relative_path"], info["offset"], info["length"])
         if not re.fullmatch(r"\w[\w.-]*", place.file) or not is_counts(list(place[1:])):
-            raise ValueError(f"it names {place.file!r}, which is no file beside it")
+            raise ValueError(f"it names {place.file!r}, which is not a file in its folder")
         return place
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor, put together from its chunks. Raises InputError."""
+        """Return a whole tensor, put together from its chunks. Raises InputError."""
         stored = self.tensors[name]
         # a gap between chunks would stay NaN, and what is not finite is not published
         empty = math.nan if stored.dtype.is_floating_point else 0
@@ -238,7 +238,7 @@ class Folder:
         return whole
 
     def value(self, name: str) -> Any:
-        """A plain value, or a tensor of one number as a number. Raises InputError."""
+        """Return a plain value, or a one-element tensor as a number. Raises InputError."""
         if name in self.values:
             return self._load(name, self.values[name])
         if name in self.tensors and self.tensors[name].shape == []:

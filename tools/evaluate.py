@@ -35,8 +35,8 @@ CHUNK_TOKENS = 1024  # logits in memory, as training.loss_chunk_tokens
 
 
 def wanted(folder: Path | Key, files: list[str], delimiter: str) -> list[EvaluationTask]:
-    """The tasks of these files, or of the run. What is wrong with a file is found here, before the
-    weights are loaded. Raises InputError."""
+    """Return the tasks of these files, or those of the run. Reads the files before the weights are
+    loaded, so a mistake in one shows at once. Raises InputError."""
     chosen = [_task(file, delimiter) for file in files] if files else _of_run(folder)
     for task in chosen:
         tasks.read(task)
@@ -62,14 +62,14 @@ def _of_run(folder: Path | Key) -> list[EvaluationTask]:
     for config in (each / "config.toml" for each in folders):
         if config.is_file() and (found := load_config([str(config)]).evaluation.tasks):
             return list(found)
-    raise InputError(f"{folder} has no tasks of its own: name a file with --task")
+    raise InputError(f"{folder} has no tasks: name a file with --task")
 
 
 def evaluate(
     loaded: Loaded, mesh: Mesh, task: tasks.EncodedTask, file: str, window: int, batch_tokens: int
 ) -> dict:
-    """The scores of one task, and of each of its rows the log-likelihoods, and how many of the
-    tokens are not the likeliest."""
+    """Score one task. Returns its scores; for each row the log-likelihoods, and the number of
+    tokens that are not the likeliest."""
     print(task.describe(window), file=sys.stderr)
     model = loaded.model.to(mesh.device)
     found = score_requests(model, mesh, task.requests, batch_tokens, CHUNK_TOKENS)
@@ -103,7 +103,7 @@ def table(results: list[dict]) -> str:
 
 
 def _lines(name: str, values: dict[str, float]) -> Iterator[tuple[str, ...]]:
-    """A line for each score of a task; those of a group are named TASK/GROUP."""
+    """Format the scores of a task, one line each; scores of a group are named TASK/GROUP."""
     for key, value in values.items():
         group, _, score = key.rpartition("/")
         if score == CHANCE or score.endswith(ERROR):

@@ -45,7 +45,7 @@ def _shown(names: list[str]) -> list[str]:
 
 
 def from_hub(benchmark: Benchmark, split: str) -> Sequence[Row]:
-    """The rows of a split, from the hub. Raises InputError."""
+    """Download the rows of a split from the hub. Raises InputError."""
     datasets = saved_datasets.library()
     try:
         return datasets.load_dataset(benchmark.path, benchmark.config, split=split)
@@ -61,8 +61,8 @@ def lines(
     seed: int,
     where: str,
 ) -> Iterator[Row]:
-    """The lines of a task's file. pool: the rows that examples are taken from; where: names the
-    rows in an error. Raises InputError for a row that is not as it is published."""
+    """Return the lines of a task's file. pool: the rows that few-shot examples come from; where:
+    names the rows in an error. Raises InputError for a row without the published fields."""
     generator = random.Random(seed)
     for number, row in enumerate(rows):
         found = line(benchmark, row, f"row {number} of {where}")
@@ -106,8 +106,8 @@ def _unlike(where: str, error: Exception) -> InputError:
 def drawn(
     benchmark: Benchmark, row: Row, pool: Sequence[Row], count: int, generator: random.Random
 ) -> Sequence[Row]:
-    """The examples before a question, as the harness draws them (lm_eval/api/samplers.py): never
-    the question itself where both may come from one split."""
+    """Draw the few-shot examples before a question as the harness does (lm_eval/api/samplers.py):
+    never the question itself where both may come from one split."""
     if benchmark.in_order or not count:
         return pool[:count]
     if not benchmark.also_drawn:
@@ -119,7 +119,8 @@ def drawn(
 
 
 def with_answer(found: Row) -> str:
-    """An example: its question, the right answer, and what stands before the next one."""
+    """Format a few-shot example: its question, the right answer, and the separator before the next
+    one."""
     if "choices" not in found:  # the harness has the text begin with a space, behind the delimiter
         return f"{found['context']}  {found['text']}{BETWEEN}"
     context = found["context"]
@@ -149,7 +150,7 @@ def checked(benchmark: Benchmark, rows: Sequence[Row], where: str) -> Sequence[R
 
 
 def part(benchmark: Benchmark, args: argparse.Namespace) -> list[Row]:
-    """The lines of a benchmark, or of one subject. Raises InputError."""
+    """Return the lines of a benchmark, or of one subject. Raises InputError."""
     split = args.split or benchmark.split
 
     def rows_of(name: str, instead: str) -> tuple[Sequence[Row], str]:
@@ -174,7 +175,7 @@ def part(benchmark: Benchmark, args: argparse.Namespace) -> list[Row]:
 
 
 def fetch(args: argparse.Namespace) -> list[Row]:
-    """The lines of all parts of a benchmark. Raises InputError."""
+    """Return the lines of all parts of a benchmark. Raises InputError."""
     parts = parts_of(known(args.name))
     if args.shots < 0 or args.limit < 0:
         raise InputError("--shots and --limit are numbers from 0 on")
@@ -184,7 +185,7 @@ def fetch(args: argparse.Namespace) -> list[Row]:
 
 
 def _present(parts: list[Benchmark], folder: Path) -> list[Benchmark]:
-    """The subjects that a folder has; those that it lacks are named."""
+    """Return the subjects that a folder has, and name those that it lacks."""
     there = [each for each in parts if saved_datasets.has(each, folder)]
     if not there:
         saved_datasets.place_of(parts[0], folder)  # which raises

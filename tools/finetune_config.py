@@ -45,7 +45,7 @@ def write(folder: Path, out: Path) -> str:
         partial.rename(out)
     finally:
         partial.unlink(missing_ok=True)
-    template = "its own chat template" if has_template else "no chat template of its own: chatml"
+    template = "its own chat template" if has_template else "no chat template: chatml"
     return (
         f"{out}: adapters for {folder} ({family}, {args.n_layers} layers of width {args.dim}; "
         f"{template}). Start: ./run_train.sh {out} --data.source=YOUR.jsonl"

@@ -1,4 +1,4 @@
-"""Text from a checkpoint, whatever mesh it was saved on, or from a folder of Hugging Face's.
+"""Generate text from a checkpoint, whatever mesh saved it, or from a folder of Hugging Face's.
 
     python -m tools.generate runs/llama_debug --prompt "def "
     python -m tools.generate runs/hf --prompt "def " --prompt "class "
@@ -6,14 +6,14 @@
 
 The first argument is a run's folder (its newest checkpoint is taken), one checkpoint in it, the URL
 of either in an object store (places.py), or a folder with config.json, safetensors and
-tokenizer.json. Adapters are sampled from with their base, where the run has read it. A checkpoint
-has the model's numbers, and `tokenizer.json` is in the run's folder. Several prompts are
-continued side by side, each as it would be alone. On a terminal the text of a single prompt appears
-token by token.
+tokenizer.json. A checkpoint of adapters is loaded with its base, from where the run read it. The
+checkpoint describes the model, and `tokenizer.json` is in the run's folder. Several prompts are
+continued as one batch, each with the text that it would get alone. On a terminal the text of a
+single prompt appears token by token.
 
 `--chat` asks a question, or goes on with messages, `[{"role": ..., "content": ...}, ...]`. They are
-rendered by the chat template of the run, or of the folder's tokenizer, as in training (data/turns.py).
-The answer is shown, and ends where an answer ended there.
+rendered by the chat template of the run, or of the folder's tokenizer, as in training
+(data/turns.py). Only the answer is shown; it ends at the token that ended answers in training.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from tools import places
 
 
 def messages_of(argument: str) -> list:
-    """A question, or messages as JSON. Raises InputError."""
+    """Parse the argument of --chat: a question, or messages as JSON. Raises InputError."""
     if not argument.lstrip().startswith("["):
         return [{"role": "user", "content": argument}]
     try:
@@ -62,7 +62,8 @@ def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
 
 
 def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
-    """How many texts the command line asks for, and these as they come. Raises InputError."""
+    """Return the number of texts that the command line asks for, and an iterator over them. Raises
+    InputError."""
     options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     if args.chat and args.prompt:
         raise InputError("--chat asks and --prompt continues a text: give one of them")
@@ -78,8 +79,8 @@ def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
     if not conversations:
         prompts = args.prompt or ["def "]
         return len(prompts), sampling.texts_as_they_come(loaded, prompts, args.tokens, **options)
-    beside = folder if places.is_hugging_face(folder) else places.run_of(verify.newest(folder))
-    chat = turns.find(beside, loaded.tokenizer, args.chat_template)
+    holder = folder if places.is_hugging_face(folder) else places.run_of(verify.newest(folder))
+    chat = turns.find(holder, loaded.tokenizer, args.chat_template)
     texts = sampling.answers_as_they_come(loaded, chat, conversations, args.tokens, **options)
     return len(conversations), texts
 

@@ -1,12 +1,12 @@
-"""Where the time of a run went, over all its starts, and what its interruptions cost.
+"""Show where the time of a run went, over all its starts, and what its interruptions cost.
 
     python -m tools.goodput runs/llama_8b
     python -m tools.goodput --simulate --mtbf-hours=3 --stall=1 --detect=35 --restart=150
-    python -m tools.goodput runs/llama_8b --simulate --mtbf-hours=3       with the times that this run has measured
+    python -m tools.goodput runs/llama_8b --simulate --mtbf-hours=3       with the times that this run measured
 
-The first reads what each start of the run wrote (reliability/record.py). The second tells which
-goodput to expect where failures come at random (exponential gaps, as Young and Daly assume), and
-which interval between saves is best.
+The first reads what each start of the run wrote (reliability/record.py). The second predicts the
+goodput where failures come at random (exponential gaps, as Young and Daly assume), and the best
+interval between saves.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MEASURED = {  # by `Account.per_event`: what else to assume
 
 
 def table(result: Account) -> str:
-    """The page for a person: seconds by kind, the interruptions, and the means per interruption."""
+    """Format seconds by kind, the interruptions, and the means per interruption as text."""
     counted = result.total - result.seconds["paused"]
     lines = [f"goodput {result.goodput:.2%}", ""]
     for kind, meaning in KINDS.items():
@@ -115,8 +115,8 @@ def simulate(
     interruptions: int,
     seed: int,
 ) -> dict[str, float]:
-    """A run until it has been interrupted so often: where its seconds went, by the names of
-    reliability/goodput.py::KINDS."""
+    """Simulate a run until it has been interrupted a given number of times. Returns its seconds by
+    the kinds of reliability/goodput.py::KINDS."""
     draw = random.Random(seed)
     seconds = dict.fromkeys(("productive", "save", "redone", "detecting", "starting"), 0.0)
     fails = draw.expovariate(1 / mtbf)  # seconds from now to the next failure

@@ -1,14 +1,14 @@
-"""Where was everyone? Says which rank the others wait for, on a run that hangs or has hung.
+"""Find the rank that the others wait for, on a run that hangs or has hung.
 
     python -m tools.hang RUN
 
-It puts together what each rank has left in RUN/logs (reliability/position.py): its step, phase,
+Combines the files that each rank leaves in RUN/logs (reliability/position.py): its step, phase,
 microbatch and layer, the collectives that it has begun and those that have not ended, its stacks,
-and what NCCL's flight recorder has dumped there. Run it while the run hangs, or after its end and
-before its next start.
+and the dump of NCCL's flight recorder. Run it while the run hangs, or after its end and before its
+next start.
 
-Exit code 0: no rank stands still. 1: ranks stand still, and these lines say where. 2: a folder
-without positions.
+Exit code 0: no rank is stuck. 1: ranks are stuck, and the lines name them. 2: a folder without
+positions.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from reliability import position
 from reliability.position import PHASES, QUIET
 from tools.places import run_folder
 
-# Each rank gives and gets a size of its own, so only the kind is compared.
+# Sizes differ between ranks, so only the kind is compared.
 UNEVEN = ("all_to_all", "alltoall", "gather", "scatter", "barrier")
-# Files of Python in which a thread waits for another thread or process of its own
+# Files of Python in which a thread waits for another thread or a child process
 IDLE = (
     "threading.py",
     "queue.py",
@@ -49,7 +49,7 @@ SHOWN = 8  # ranks in a sentence
 
 
 class BegunCall(NamedTuple):
-    """A collective that a rank has begun."""
+    """Collective that a rank has begun."""
 
     group: str
     number: int  # the same on all ranks of the group
@@ -68,7 +68,7 @@ class BegunCall(NamedTuple):
         return self.kind.partition(":")[2] or self.kind
 
     def call(self) -> str:
-        """What must be the same on all ranks."""
+        """Return the part of a call that must be equal on all ranks."""
         if self.name.startswith(UNEVEN) and not self.name.startswith("reduce_scatter"):
             return self.name
         shapes = [f"{kind.lower()}{size}" for kind, size in zip(self.types, self.sizes)]
@@ -76,8 +76,8 @@ class BegunCall(NamedTuple):
 
 
 @dataclass
-class Whereabouts:
-    """What one rank has left."""
+class RankState:
+    """Last known state of one rank, read from the files that it left."""
 
     rank: int
     ranks: int  # of the run
@@ -93,7 +93,7 @@ class Whereabouts:
     layer: str
     host: str
     standing: dict[str, Any]
-    line: str = ""  # of this repository, where it stands
+    line: str = ""  # of this repository, which it executes
     flights: list[BegunCall] = field(default_factory=list)
     groups: dict[str, tuple[str, list[int], int]] = field(default_factory=dict)
     silent: bool = False  # its process does not answer: stopped, or C code that holds the GIL
@@ -101,7 +101,7 @@ class Whereabouts:
 
     @property
     def waiting(self) -> list[BegunCall]:
-        """The collectives that have not ended, of each group the first."""
+        """Return the collectives that have not ended, of each group the first."""
         first: dict[tuple[str, str], BegunCall] = {}
         for flight in self.flights:
             if not flight.ended:
@@ -109,7 +109,7 @@ class Whereabouts:
         return list(first.values())
 
     def begun(self, group: str, backend: str) -> int:
-        """The number of the last collective that it has begun there."""
+        """Return the number of the last collective that the rank has begun in a group."""
         numbers = [f.number for f in self.flights if f.key[:2] == (group, backend)]
         if numbers:
             return max(numbers)
@@ -125,8 +125,8 @@ class Whereabouts:
         return f"{words}{' of' if self.microbatch else ','} step {self.step}"
 
 
-def read(folder: Path) -> list[Whereabouts]:
-    """The ranks of the newest start in RUN/logs. Raises InputError for a folder without any."""
+def read(folder: Path) -> list[RankState]:
+    """Read the ranks of the newest start in RUN/logs. Raises InputError for a folder without any."""
     logs = folder / "logs"
     ranks = [rank for path in sorted(logs.glob("rank-*.position")) if (rank := read_rank(path))]
     if not ranks:
@@ -149,7 +149,7 @@ def read(folder: Path) -> list[Whereabouts]:
     return ranks
 
 
-def read_rank(path: Path) -> Whereabouts | None:
+def read_rank(path: Path) -> RankState | None:
     """None where the file is not a whole one (a rank has just made it)."""
     data = path.read_bytes()
     if len(data) < position.SIZE or not data.startswith(position.MAGIC):
@@ -159,7 +159,7 @@ def read_rank(path: Path) -> Whereabouts | None:
     looked, moved, over, *gap = position.SEEN.unpack_from(data, position.SEEN_AT)
     about = text(data, position.ABOUT_AT)
     layers = about.get("layers", [])
-    return Whereabouts(
+    return RankState(
         number,
         ranks,
         process,
@@ -178,7 +178,7 @@ def read_rank(path: Path) -> Whereabouts | None:
 
 
 def text(data: bytes, at: int) -> dict[str, Any]:
-    """The JSON at that place; {} where there is none, or half of one."""
+    """Return the JSON at that path; {} where there is none, or half of one."""
     (length,) = position.LENGTH.unpack_from(data, at)
     start = at + position.LENGTH.size
     try:
@@ -187,8 +187,8 @@ def text(data: bytes, at: int) -> dict[str, Any]:
         return {}
 
 
-def understand(rank: Whereabouts, logs: Path) -> None:
-    """Fill in what follows from the heartbeat's text, the stacks and the dump."""
+def understand(rank: RankState, logs: Path) -> None:
+    """Fill in what follows from the heartbeat's record, the stacks and the dump."""
     standing = rank.standing
     for name, description, ranks, begun in standing.get("groups", []):
         members = list(range(*ranks.values())) if isinstance(ranks, dict) else ranks
@@ -207,8 +207,8 @@ def understand(rank: Whereabouts, logs: Path) -> None:
 
 
 def thread_that_counts(threads: list[dict[str, Any]]) -> dict[str, Any]:
-    """The main thread; where that waits for a thread of its own, such as the one that saves: one
-    that does something else than wait."""
+    """Return the main thread; where that waits for another thread of its process, such as the one
+    that saves, return a thread that is not waiting."""
     main, *others = threads
     if not is_idle(main):
         return main
@@ -218,7 +218,7 @@ def thread_that_counts(threads: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_idle(thread: dict[str, Any]) -> bool:
-    """Whether it waits for another thread or process of its own."""
+    """Return True if the thread waits for another thread or a child process."""
     return Path(thread["inner"]).name in IDLE
 
 
@@ -228,14 +228,14 @@ def is_of_torch(path: str) -> bool:
 
 
 class Plain(pickle.Unpickler):
-    """Reads dictionaries, lists, texts and numbers, which is all that a dump has."""
+    """Unpickler of dictionaries, lists, texts and numbers alone, which is all that a dump has."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"a dump of flights does not need {module}.{name}")
 
 
 def read_dump(path: Path) -> list[BegunCall]:
-    """What NCCL's flight recorder has left. [] for half a file."""
+    """Read the dump of NCCL's flight recorder. [] for half a file."""
     try:
         entries = Plain(io.BytesIO(path.read_bytes())).load()["entries"]
     except (pickle.UnpicklingError, EOFError, KeyError):
@@ -244,8 +244,8 @@ def read_dump(path: Path) -> list[BegunCall]:
 
 
 def line_of_stacks(path: Path, started: float) -> str:
-    """The innermost line of this repository of the thread that was current, if the stacks are of
-    this start."""
+    """Return the innermost line of this repository in the current thread, if the stacks are of this
+    start."""
     if not path.exists() or path.stat().st_mtime < started:
         return ""
     stack = path.read_text(errors="replace").rpartition("Current thread")[2]
@@ -264,7 +264,7 @@ class Verdict:
 
     culprits: list[int]
     lines: list[str]
-    stands: bool = True
+    stuck: bool = True
 
 
 class Wait(NamedTuple):
@@ -273,40 +273,42 @@ class Wait(NamedTuple):
     for_whom: list[int]
 
 
-def judge(ranks: list[Whereabouts]) -> Verdict:
-    """What a person wants to know, the most certain first."""
+def judge(ranks: list[RankState]) -> Verdict:
+    """Return the verdict for the user, the most certain explanation first."""
     standing = [rank for rank in ranks if rank.standing or rank.silent]
     if all(rank.phase == "end" for rank in ranks):
         return Verdict([], ["no rank hangs: all have come to the end of the run"], False)
     if not standing:
         furthest = max(rank.step for rank in ranks)
         ended = any(rank.over for rank in ranks) or time.time() - ranks[0].looked > QUIET
-        verb = "stood still before the end" if ended else "stands still"
+        verb = "was stuck before the end" if ended else "is stuck"
         return Verdict([], [f"no rank {verb}: step {furthest}"], False)
     by_number = {rank.rank: rank for rank in ranks}
     waits = [wait for rank in ranks for wait in waits_of(rank, by_number)]
     for verdict in (
         other_calls(by_number),
-        who_waits_for_nobody(by_number, waits, unless_wanted=False),
+        blocking_ranks(by_number, waits, also_unwanted=False),
         circle(by_number, waits),
         # messages of a pipeline are in no flight recorder of gloo
-        who_waits_for_nobody(by_number, waits, unless_wanted=True),
-        who_is_behind(by_number, waits),
+        blocking_ranks(by_number, waits, also_unwanted=True),
+        ranks_behind(by_number, waits),
     ):
         if verdict:
             break
     else:
-        verdict = nobody_is_behind(by_number, waits)
+        verdict = all_inside(by_number, waits)
     verdict.lines += everyone_else(ranks, verdict.culprits)
     if missing := ranks[0].ranks - len(ranks):
         verdict.lines.append(f"{missing} of {ranks[0].ranks} ranks have left no position here")
     return verdict
 
 
-def waits_of(rank: Whereabouts, by_number: dict[int, Whereabouts]) -> list[Wait]:
-    """For each collective that it is inside: which ranks of the group have not begun it.
+def waits_of(rank: RankState, by_number: dict[int, RankState]) -> list[Wait]:
+    """List, for each collective that a rank is inside, the ranks of the group that have not begun
+    it.
 
-    A process that does something else is inside none, but its GPU may be: the host is ahead of it.
+    A process that is doing something else is inside none, but its GPU may be: the host runs ahead
+    of it.
     """
     if rank.silent:
         return []
@@ -325,7 +327,7 @@ def waits_of(rank: Whereabouts, by_number: dict[int, Whereabouts]) -> list[Wait]
     return rows
 
 
-def other_calls(by_number: dict[int, Whereabouts]) -> Verdict | None:
+def other_calls(by_number: dict[int, RankState]) -> Verdict | None:
     """Ranks that have come to the same place of a group with different calls."""
     inside = {flight.key for rank in by_number.values() for flight in rank.waiting}
     for key in sorted(inside, key=lambda key: key[2]):
@@ -351,11 +353,13 @@ def other_calls(by_number: dict[int, Whereabouts]) -> Verdict | None:
     return None
 
 
-def who_waits_for_nobody(
-    by_number: dict[int, Whereabouts], waits: list[Wait], unless_wanted: bool
+def blocking_ranks(
+    by_number: dict[int, RankState], waits: list[Wait], also_unwanted: bool
 ) -> Verdict | None:
-    """Ranks that do something else, or nothing, while others wait for them. unless_wanted: also
-    where no other is known to wait for them."""
+    """Find ranks that are busy or silent while others wait for them.
+
+    also_unwanted: also where no other rank is known to wait for them.
+    """
     waiting = {wait.rank for wait in waits if wait.for_whom}
     free = [
         rank
@@ -363,17 +367,17 @@ def who_waits_for_nobody(
         if rank.silent or (rank.busy and rank.standing and rank.rank not in waiting)
     ]
     wanted = Counter(n for wait in waits for n in wait.for_whom)
-    asked = [rank for rank in free if wanted[rank.rank] or unless_wanted]
+    asked = [rank for rank in free if wanted[rank.rank] or also_unwanted]
     if not asked:
         return None
     lines = []
     for rank in asked:
         own = [wait for wait in waits if rank.rank in wait.for_whom]
-        lines.append(f"{describe(rank)}, waits for nobody ({how(rank)}){others(by_number, own)}")
+        lines.append(f"{describe(rank)}, waits for no rank ({how(rank)}){others(by_number, own)}")
     return Verdict([rank.rank for rank in asked], lines)
 
 
-def circle(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdict | None:
+def circle(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict | None:
     """Ranks that wait for each other in different collectives."""
     edges = {n: {m for wait in waits if wait.rank == n for m in wait.for_whom} for n in by_number}
     members = sorted(n for n in by_number if n in reached(edges, n))
@@ -396,9 +400,9 @@ def reached(edges: dict[int, set[int]], start: int) -> set[int]:
     return found
 
 
-def who_is_behind(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdict | None:
-    """Ranks that others wait for and that wait for nobody, as far as one knows: a device computes,
-    or a message between two ranks does not come."""
+def ranks_behind(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict | None:
+    """Find ranks that others wait for and that wait for no rank themselves, as far as the files
+    show: a device is still computing, or a message between two ranks does not arrive."""
     wanted = {n for wait in waits for n in wait.for_whom}
     last = sorted(wanted - {wait.rank for wait in waits})
     if not last:
@@ -410,8 +414,9 @@ def who_is_behind(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdi
     return Verdict(last, lines)
 
 
-def nobody_is_behind(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Verdict:
-    """Ranks are inside a collective to which all have come: what is between them does not answer."""
+def all_inside(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict:
+    """Report a collective that all ranks have entered and that does not end: the device or network
+    is at fault."""
     complete = {wait.flight.key: wait for wait in waits if not wait.for_whom}
     calls = []
     for wait in complete.values():
@@ -431,17 +436,17 @@ def nobody_is_behind(by_number: dict[int, Whereabouts], waits: list[Wait]) -> Ve
 # Sentences -------------------------------------------------------------------------------------------
 
 
-def describe(rank: Whereabouts) -> str:
+def describe(rank: RankState) -> str:
     line = f", at {rank.line}" if rank.line else ""
     return f"rank {rank.rank} on {rank.host} (process {rank.process}): {rank.where()}{line}"
 
 
-def how(rank: Whereabouts) -> str:
-    """What its own process does."""
+def how(rank: RankState) -> str:
+    """Describe what the rank's own process is doing."""
     if rank.silent:
         return "its process does not answer: it is stopped (SIGSTOP), or C code holds the GIL"
     names = {"R": "computes", "S": "sleeps", "D": "waits for a disk", "T": "is stopped"}
-    words = f"its own process {names.get(rank.standing.get('state', ''), 'stands')} in {rank.phase}"
+    words = f"its own process {names.get(rank.standing.get('state', ''), 'is')} in {rank.phase}"
     if rank.phase == "data":
         for process, state, share in rank.standing.get("children", []):
             does = "computes" if share >= LOOPS else names.get(state, state)
@@ -449,8 +454,8 @@ def how(rank: Whereabouts) -> str:
     return words
 
 
-def others(by_number: dict[int, Whereabouts], waits: list[Wait]) -> str:
-    """Who waits for a rank, and in which collective."""
+def others(by_number: dict[int, RankState], waits: list[Wait]) -> str:
+    """Describe which ranks wait for this rank, and in which collective."""
     by_flight: dict[tuple, list[Wait]] = {}
     for wait in waits:
         by_flight.setdefault(wait.flight.key, []).append(wait)
@@ -464,13 +469,13 @@ def others(by_number: dict[int, Whereabouts], waits: list[Wait]) -> str:
     return "; " + ", ".join(words) if words else ""
 
 
-def inside(by_number: dict[int, Whereabouts], wait: Wait) -> str:
+def inside(by_number: dict[int, RankState], wait: Wait) -> str:
     place = in_group(by_number[wait.rank], wait.flight.group)
     words = f"inside {wait.flight.name} #{wait.flight.number}{place}"
     return f"{words}, waits for {ranks_of(wait.for_whom)}" if wait.for_whom else words
 
 
-def in_group(rank: Whereabouts, group: str) -> str:
+def in_group(rank: RankState, group: str) -> str:
     if group not in rank.groups:
         return ""
     description, ranks, _ = rank.groups[group]
@@ -478,8 +483,8 @@ def in_group(rank: Whereabouts, group: str) -> str:
     return f" of group{named} ({ranks_of(ranks)})"
 
 
-def everyone_else(ranks: list[Whereabouts], named: list[int]) -> list[str]:
-    """One line for all ranks that stand in the same place."""
+def everyone_else(ranks: list[RankState], named: list[int]) -> list[str]:
+    """Return one line for all other ranks that are stuck in the same place."""
     places: dict[str, list[int]] = {}
     for rank in ranks:
         if rank.rank in named:
@@ -496,7 +501,7 @@ def everyone_else(ranks: list[Whereabouts], named: list[int]) -> list[str]:
 
 
 def ranks_of(numbers: Iterable[int]) -> str:
-    """Such as: ranks 0, 1, 3."""
+    """Format rank numbers, for example "ranks 0, 1, 3"."""
     some = sorted(numbers)
     shown = ", ".join(map(str, some[:SHOWN]))
     more = f" and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
@@ -516,7 +521,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(verdict.lines))
-    return int(verdict.stands)
+    return int(verdict.stuck)
 
 
 if __name__ == "__main__":

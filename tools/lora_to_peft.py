@@ -1,11 +1,11 @@
-"""Adapters in the terms of the library `peft`: `adapter_model.safetensors` and
-`adapter_config.json`, which `peft.PeftModel.from_pretrained` loads beside a model of transformers 5.
+"""Translate adapters to the format of the library `peft`: `adapter_model.safetensors` and
+`adapter_config.json`, which `peft.PeftModel.from_pretrained` loads onto a model of transformers 5.
 
 An adapter of a linear layer is the same two matrices there. The weights of all experts are one
 parameter in transformers, and w1 and w3 are one with each other. `peft` adapts such a parameter by
 `target_parameters`: the adapters of w1 and w3 become one of twice the rank, whose B has the two as
 blocks, and alpha is doubled with the rank. It computes the same, but if it is trained further with
-`peft`, the zeros beside the blocks are trained too.
+`peft`, the zeros around the blocks are trained too.
 
 Shapes:  X experts   r = rank   I inputs   O outputs   k parameters of ours in one of theirs
 """
@@ -37,15 +37,15 @@ LAYERS = "model.layers."
 
 @dataclass(frozen=True)
 class PeftTarget:
-    """Where a parameter of ours is in transformers' model."""
+    """Location of one of our parameters in transformers' model."""
 
     parameter: str  # of theirs
     turn: int = 0  # ours is this one of the n in it
     n: int = 1
-    interleaved: bool = False  # the n take turns row by row; else one stands behind the other
+    interleaved: bool = False  # the n take turns row by row; else one follows the other
 
     def rows(self, outputs: int) -> slice:
-        """Its outputs among the n * outputs of their parameter."""
+        """Return the rows of this parameter among the n * outputs of transformers' parameter."""
         if self.interleaved:
             return slice(self.turn, None, self.n)
         return slice(self.turn * outputs, (self.turn + 1) * outputs)
@@ -62,7 +62,7 @@ STACKED = {
 
 
 def places(family: Any, args: Any) -> dict[str, PeftTarget]:
-    """The place of each parameter of ours, by name. family: a models/family.py::Formats."""
+    """Return the location of each of our parameters, by name. family: a models/family.py::Formats."""
     layouts = family.hf_layouts(args, ())
     found = {}
     for ours, theirs in family.hf_names(args).items():
@@ -96,18 +96,18 @@ def fuse(adapters: list[Adapter], its_places: list[PeftTarget]) -> Adapter:
 
 
 def flatten(adapter: Adapter) -> Adapter:
-    """The adapter of a stack of experts as `peft` keeps it: A [X k r, I], expert by expert; B [O,
-    k r X], where the experts take turns (its class ParamWrapper, as of 0.21)."""
+    """Flatten the adapter of a stack of experts as `peft` keeps it: A [X k r, I], expert by expert;
+    B [O, k r X], where the experts take turns (its class ParamWrapper, as of 0.21)."""
     return Adapter(adapter.a.flatten(0, 1), adapter.b.permute(1, 2, 0).flatten(1, 2))
 
 
 def translate(
     adapters: dict[str, Tensor], family: Any, args: Any, rank: int, alpha: float
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of `adapter_model.safetensors`, and the fields of `adapter_config.json` that
-    depend on them. adapters: by our names, as `by_parameter` gets them.
+    """Return the tensors of `adapter_model.safetensors`, and the fields of `adapter_config.json`
+    that depend on them. adapters: by our names, as `by_parameter` gets them.
 
-    Raises InputError for an adapter that `peft` has no words for.
+    Raises InputError for an adapter that `peft` cannot express.
     """
     place_of = places(family, args)
     of_theirs: dict[str, list[tuple[Adapter, PeftTarget]]] = {}
@@ -178,7 +178,7 @@ def pattern(target: str) -> str:
 
 
 def whole(number: float) -> float:
-    """An integer where it is one: `peft` writes alpha so."""
+    """Return an int where the value is whole: `peft` writes alpha so."""
     return int(number) if float(number).is_integer() else number
 
 

@@ -1,21 +1,23 @@
-"""Run a command, and keep a copy of its run's folder in an object store meanwhile: logs, metrics,
-TensorBoard, all but checkpoints, for which `checkpoint.store` is made.
+"""Run a command and copy its run's folder to an object store meanwhile: logs, metrics, TensorBoard;
+not checkpoints, which `checkpoint.store` handles.
 
     ./run_train.sh configs/llama_debug.toml --run.folder=s3://bucket/debug      # runs this
     python -m tools.mirror s3://bucket/debug FOLDER COMMAND ...
 
-Before the command starts, what the store has and this machine lacks, or has in an older version, is
-fetched. So a run goes on with its metrics on a new machine. What has changed is sent every
+Files that the store has and this machine lacks, or has in an older version, are fetched before the
+command starts, so a run continues its metrics on a new machine. Changed files are uploaded every
 --seconds, when a checkpoint has been published, and when the command has ended. A machine that is
-lost loses what was written since.
+lost loses what was written since the last upload.
 
-No clock says which version is older. `.mirror-sent-0` in the folder has, of each file, the ETag of
-its object when both were the same. An object with another ETag was written later, by somebody else.
+Versions are compared without clocks: `.mirror-sent-0` in the folder records, for each file, the
+ETag of its object when both were equal. An object with another ETag was written later by another
+machine.
 
-Several nodes give the same command: each sends the files that change on it, and a rank's files have
-its number. A second start with the same --node waits until the first has sent its last lines, and
-gives up after HANDOVER seconds. The exit code is the command's, whatever the store does; a copy that
-fails is said, and tried again. If this process is killed, the command gets SIGTERM.
+Several nodes run the same command: each uploads the files that change on it, and a rank's files
+have its number. A second start with the same --node waits until the first has uploaded its last
+lines, and gives up after HANDOVER seconds. The exit code is the command's, whether or not the
+copies succeed; a failed copy is reported and tried again. If this process is killed, the command
+gets SIGTERM.
 """
 
 import argparse
@@ -55,7 +57,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Sent(NamedTuple):
-    """A file, and the object of its name, when both were the same."""
+    """File and object of the same name, at a time when both were equal."""
 
     size: int
     mtime_ns: int
@@ -63,7 +65,7 @@ class Sent(NamedTuple):
 
 
 class Mirror:
-    """A folder and its copy below a key. node: the number of this machine."""
+    """Folder and its copy below a key. node: the number of this machine."""
 
     def __init__(self, folder: Path, key: Key, node: int = 0) -> None:
         self.folder, self.key = folder, key
@@ -96,7 +98,7 @@ class Mirror:
         return count
 
     def _is_newest(self, name: str, found: Stat) -> bool:
-        """Whether the file here is the object, or that and what was written since."""
+        """Return True if the local file is the object, or the object plus lines written since."""
         path = self.folder / name
         if not path.is_file():
             return False
@@ -154,14 +156,14 @@ class Mirror:
         return problems[0] + more if problems else ""
 
     def _was(self, name: str, then: tuple[int, int]) -> bool:
-        """Whether a file still has at least the bytes that it had."""
+        """Return True if a file still begins with the bytes that it had."""
         try:
             return version(self.folder / name)[0] >= then[0]
         except OSError:
             return False
 
     def files(self, problems: list[str]) -> Iterator[str]:
-        """The names of all files that are copied. What a store cannot hold is added to `problems`."""
+        """List the files to copy. Names that a store cannot hold are added to `problems`."""
 
         def unreadable(error: OSError) -> None:
             if not isinstance(error, FileNotFoundError):  # it was removed meanwhile
@@ -188,7 +190,7 @@ class Mirror:
                     problems.append(f"{self.folder}: {name!r} is no name for an object: rename it")
 
     def _upload(self, name: str, size: int) -> Stat:
-        """The first `size` bytes: a log may grow meanwhile."""
+        """Upload the first `size` bytes: a log may grow meanwhile."""
 
         def chunks() -> Iterator[memoryview]:
             left = size
@@ -200,7 +202,7 @@ class Mirror:
         return (self.key / name).upload(chunks, size)
 
     def times_asked(self) -> int:
-        """How often the command has asked for a round."""
+        """Return how often the command has requested a round of copies."""
         try:
             return self.asked.stat().st_size
         except OSError:
@@ -225,7 +227,7 @@ class Mirror:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether it is a file, and still there."""
+    """Return True for a regular file that still exists."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -233,7 +235,7 @@ def is_regular(path: Path) -> bool:
 
 
 def is_storable(name: str) -> bool:
-    """Whether an object may have this name."""
+    """Return True if an object may have this name."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -251,8 +253,8 @@ def log(sentence: str) -> None:
 
 
 def take_over(key: Key, node: int) -> StoreLease:
-    """Wait until nobody else sends from this node's place. Raises InputError where somebody still
-    does after HANDOVER seconds."""
+    """Wait until no other process uploads for this node. Raises InputError where one still does
+    after HANDOVER seconds."""
     deadline = time.monotonic() + HANDOVER
     while True:
         try:
@@ -277,8 +279,8 @@ def still_ours(lease: StoreLease) -> bool:
 
 
 def send_once(mirror: Mirror, lease: StoreLease) -> str:
-    """As `Mirror.send`. Whatever goes wrong is said and no more: the next round tries again, and the
-    command's exit code stays its own."""
+    """Call `Mirror.send` and report any error instead of raising it: the next round tries again,
+    and the command's exit code stays its own."""
     try:
         if not still_ours(lease):
             return f"another run writes to {mirror.key} by now, so nothing more is sent"
@@ -302,14 +304,14 @@ def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threa
 
 
 def end_with_this_process() -> None:
-    """In the command's process: it gets SIGTERM when the one that started it has ended."""
+    """Make this process (the command's) get SIGTERM when the process that started it ends."""
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -> int:
     """Returns the exit code of the command, 128 + n if signal n has killed it."""
     known = {MIRRORED: str(mirror.key), ASKED: str(mirror.asked)}
-    # a run that nobody copies any more ends, with a checkpoint: it would lose what it writes
+    # a run without its mirror stops with a checkpoint: later files would never be copied
     ends = end_with_this_process if sys.platform == "linux" else None
     process = subprocess.Popen(command, env=os.environ | known, preexec_fn=ends)
 
@@ -378,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def give_back(lease: StoreLease) -> None:
-    """The exit code is the command's, whatever the store does now."""
+    """Release this node's claim, and only report an error: the exit code is the command's."""
     try:
         lease.release()
     except Exception as error:

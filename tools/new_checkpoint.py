@@ -27,12 +27,12 @@ from reliability.objects import Key
 
 
 def newest(source: Path | Key) -> tuple[Path | Key, dict]:
-    """The checkpoint that a person means by a folder, and its manifest."""
+    """Return the checkpoint that a folder given by the user refers to, and its manifest."""
     return opened(verify.newest(source))
 
 
 def of_step(source: Path | Key, step: int) -> tuple[Path | Key, dict]:
-    """The same, of this step; of its newest attempt. Raises InputError."""
+    """Return the newest attempt at this step, and its manifest. Raises InputError."""
     found = verify.find(source)
     for path in found:
         name = verify.parse_name(path.name)
@@ -51,14 +51,14 @@ def opened(path: Path | Key) -> tuple[Path | Key, dict]:
 
 
 def shapes(family: str, args: Any) -> dict[str, list[int]]:
-    """Of every parameter of a model, by our names."""
+    """Return the shape of every parameter of a model, by our names."""
     with torch.device("meta"):
         model = MODELS[family].build(args)
     return {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
 
 
 def trained(family: str, args: Any) -> list[str]:
-    """The names of the parameters that are trained: an optimizer keeps something of each."""
+    """Return the names of the trained parameters: those for which an optimizer keeps state."""
     with torch.device("meta"):
         model = MODELS[family].build(args)
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -123,7 +123,7 @@ def write(
 
 
 class ConvertedParts(storage.OneByOne):
-    """The tensors of the source. Each is read when it is written, and then freed."""
+    """Tensors of the source. Each is read when it is written, and then freed."""
 
     def __init__(
         self,
@@ -143,5 +143,5 @@ class ConvertedParts(storage.OneByOne):
 
 
 def progress_bar(size: int, name: str) -> tqdm:
-    """A progress bar over bytes; on a terminal only."""
+    """Return a progress bar over bytes; on a terminal only."""
     return tqdm(total=size, unit="B", unit_scale=True, desc=name, leave=False, disable=None)

@@ -1,11 +1,11 @@
-"""Makes a task of multiple choice from source code: which line comes next?
+"""Make a multiple-choice task from source code: which line comes next?
 
     python -m tools.next_line data/examples/next_line.jsonl
 
-That file is made so from the standard library of CPython 3.11. The documents are those that a run
-with the same Python holds out (data.validation_fraction). A question is an indented line of code and
-some of what stands before it; the wrong choices are lines of the same file. Equal text and numbers
-make the same file.
+The file in data/examples was made so from the standard library of CPython 3.11. The documents are
+those that a run with the same Python holds out (data.validation_fraction). A question is an
+indented line of code and some lines before it; the wrong choices are lines of the same file. Equal
+text and numbers make the same file.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def held_out(source: str, fraction: float) -> Iterator[tuple[str, str]]:
 
 
 def candidates(text: str) -> list[int]:
-    """The numbers of the lines that may be a choice: code of a middle length, each once."""
+    """Return the numbers of the lines that may be a choice: code of medium length, no duplicates."""
     seen: dict[str, int] = {}
     for number, line in enumerate(text.splitlines()):
         code = line.strip()
@@ -47,9 +47,12 @@ def candidates(text: str) -> list[int]:
 
 
 def question(name: str, text: str, number: int, others: list[int], most: int) -> dict:
-    """The question for line `number`. `others` are the wrong choices; most: characters of the
-    context. The delimiter of a task is the last space of the line's indentation, so that all choices
-    are indented alike."""
+    """Return the question for line `number`. others: the wrong choices; most: characters of the
+    context.
+
+    The delimiter of a task is the last space of the line's indentation, so all choices have the
+    same indentation.
+    """
     lines = text.splitlines()
     indentation = lines[number][: -len(lines[number].lstrip())]
     begin = number
@@ -61,7 +64,8 @@ def question(name: str, text: str, number: int, others: list[int], most: int) ->
 
 
 def questions(source: str, fraction: float, count: int, most: int, seed: int) -> list[dict]:
-    """As many questions, equally many of each document as far as it has them, in a random order."""
+    """Return the questions, the same number from each document as far as it has them, in random
+    order."""
     generator = random.Random(seed)
     piles = []
     for name, text in held_out(source, fraction):

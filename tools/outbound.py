@@ -1,7 +1,7 @@
-"""What a tool makes, put into a store: `python -m tools.convert to-hf RUN s3://bucket/hf`.
+"""Put the output of a tool into a store: `python -m tools.convert to-hf RUN s3://bucket/hf`.
 
-It is made on this machine, in a temporary folder (TMPDIR), and then uploaded. The file without which
-nobody takes the rest for a model comes last, so what has it is whole.
+The output is made on this machine, in a temporary folder (TMPDIR), and then uploaded. The file
+without which no program accepts the rest as a model comes last, so a folder that has it is whole.
 """
 
 import tempfile
@@ -34,7 +34,7 @@ def made(out: Path | Key, make: Callable[[Path], str]) -> str:
 
 
 def in_order(place: Path) -> list[Path]:
-    """The files of a folder, those of LAST behind the others; or the file itself."""
+    """Return the files of a folder, those of LAST at the end; or the file itself."""
     if place.is_file():
         return [place]
     files = [path for path in sorted(place.rglob("*")) if path.is_file()]

@@ -1,11 +1,11 @@
-"""What the argument of a tool names: a folder, or the URL of checkpoints in an object store, of which
-only the ranges are fetched that are needed.
+"""Resolve the argument of a tool: a folder, or the URL of checkpoints in an object store, from
+which only the needed byte ranges are fetched.
 
     python -m tools.generate s3://bucket/debug --tokenizer runs/llama_debug/tokenizer.json
     python -m tools.convert to-hf s3://bucket/debug/step-00000240 runs/hf
 
-A checkpoint has the model's numbers, but its tokenizer and chat template are files of the run. They
-are looked for beside the checkpoints: `checkpoint.store` holds checkpoints alone, a copy of a run's
+A checkpoint describes the model, but its tokenizer and chat template are files of the run. They are
+looked for next to the checkpoints: `checkpoint.store` holds checkpoints alone, a copy of a run's
 folder has them.
 """
 
@@ -26,8 +26,8 @@ OF_RUN = ("tokenizer.json", "data.json", "config.toml")
 
 
 def folder_here(text: str | Path, what: str) -> Path:
-    """A folder or file on this machine. `what`: the argument, for the message. Raises InputError for
-    a URL."""
+    """Return a folder or file on this machine. what: the argument, for the message. Raises
+    InputError for a URL."""
     found = location(text)
     if isinstance(found, Key):
         raise InputError(
@@ -37,7 +37,7 @@ def folder_here(text: str | Path, what: str) -> Path:
 
 
 def run_folder(text: str) -> Path:
-    """The folder of a run that a tool reads. Of a URL it is a copy. For argparse: raises
+    """Return the folder of a run that a tool reads; for a URL, a local copy. For argparse: raises
     ArgumentTypeError."""
     found = place(text)
     if isinstance(found, Path):
@@ -49,7 +49,7 @@ def run_folder(text: str) -> Path:
 
 
 def place(text: str) -> Path | Key:
-    """A folder or a URL that a tool reads with its checkpoints. For argparse: raises
+    """Return a folder or URL that a tool reads with its checkpoints. For argparse: raises
     ArgumentTypeError."""
     try:
         return location(text)
@@ -58,13 +58,13 @@ def place(text: str) -> Path | Key:
 
 
 def files_of(run: Path | Key) -> Path:
-    """A folder with what a run has written, but its checkpoints. Raises InputError."""
+    """Return a folder with the files of a run except its checkpoints. Raises InputError."""
     return copy_of(run) if isinstance(run, Key) else run
 
 
 def copy_of(run: Key) -> Path:
-    """A folder with what a run has written below this URL, but checkpoints and exported models. It
-    goes with this process. Raises InputError."""
+    """Download the files of a run below this URL, except checkpoints and exported models, into a
+    folder that is deleted when the process ends. Raises InputError."""
     return Path(_copied(str(run)).name, run.name or run.bucket)
 
 
@@ -79,13 +79,13 @@ def _copied(url: str) -> tempfile.TemporaryDirectory:
 
 
 def is_hugging_face(place: Path | Key) -> TypeGuard[Path]:
-    """Whether this is a folder of Hugging Face's. One in a store is not looked for."""
+    """Return True for a local folder in Hugging Face's layout; stores are not searched."""
     return isinstance(place, Path) and (place / "config.json").is_file()
 
 
 def run_of(checkpoint: Path | Key) -> Path:
-    """The folder with the files of a checkpoint's run, as far as they are there. Those of a store
-    are fetched. Raises InputError if the store cannot be read."""
+    """Return the folder with the files of a checkpoint's run, as far as they exist. Those of a
+    store are fetched. Raises InputError if the store cannot be read."""
     if isinstance(checkpoint, Path):
         return checkpoint.resolve().parent.parent
     prefix = checkpoint.parent
@@ -96,7 +96,7 @@ def run_of(checkpoint: Path | Key) -> Path:
 
 @functools.cache
 def _fetched(url: str) -> tempfile.TemporaryDirectory:
-    """A folder with the files of a run below this URL. It goes with this process."""
+    """Fetch the files of a run below this URL into a folder that is deleted when the process ends."""
     folder = tempfile.TemporaryDirectory()
     prefix = location(url)
     assert isinstance(prefix, Key)
@@ -110,7 +110,7 @@ def _fetched(url: str) -> tempfile.TemporaryDirectory:
 
 
 def tokenizer_named(name: str) -> Tokenizer:
-    """The tokenizer of an option --tokenizer, which names it as data.tokenizer does. Raises
+    """Return the tokenizer of an option --tokenizer, which names it as data.tokenizer does. Raises
     InputError."""
     if name == "bpe":
         raise InputError(
@@ -126,12 +126,12 @@ def _temporary() -> tempfile.TemporaryDirectory:
 
 
 def tokenizer_of(checkpoint: Path | Key) -> str:
-    """The path of the tokenizer of a checkpoint's run, whether or not a folder has one. Raises
-    InputError if a store has none."""
+    """Return the path of the tokenizer of a checkpoint's run, whether or not a folder has one.
+    Raises InputError if a store has none."""
     path = run_of(checkpoint) / "tokenizer.json"
     if isinstance(checkpoint, Key) and not path.is_file():
         raise InputError(
-            f"{checkpoint.parent} has no tokenizer.json beside its checkpoints: name the one in the "
+            f"{checkpoint.parent} has no tokenizer.json next to its checkpoints: name the one in the "
             "run's folder with --tokenizer, or copy it there"
         )
     return str(path)

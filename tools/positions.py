@@ -1,5 +1,5 @@
-"""How many positions a tool lets a model see for which no run has recorded a training length: those
-that the model is made for, as far as this machine has memory for them."""
+"""Choose the number of positions for a model without a recorded training length: the positions that
+it is made for, as far as this machine has memory for them."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ LEAST = 1024  # positions, which every machine that holds the weights is taken t
 
 class Positions(NamedTuple):
     count: int
-    reason: str  # for a person: why so many
+    reason: str  # printed: why so many
 
 
 def of_training(seq_len: int) -> Positions:
@@ -46,7 +46,7 @@ def bytes_per_position(args: Any) -> int:
 
 
 def _free_bytes(model: nn.Module) -> int | None:
-    """Of the device that the model will compute on; None where nothing says."""
+    """Return the free bytes of the device that the model will compute on; None where unknown."""
     if not torch.cuda.is_available():
         return state.free_host_memory()
     weights = sum(parameter.nbytes for parameter in model.parameters())

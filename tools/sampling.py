@@ -27,14 +27,15 @@ class Loaded(NamedTuple):
     model: nn.Module
     tokenizer: Tokenizer
     context: int  # positions that the model sees at most
-    reason: str = ""  # why so many, for a person
+    reason: str = ""  # printed: why so many
 
 
 def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
-    """What `folder` holds, as the first lines of tools/generate.py say.
+    """Load the model in `folder`, which may be all that the first lines of tools/generate.py list.
 
-    tokenizer: one to take instead, as data.tokenizer names it. Raises InputError for a folder that
-    has no model or no tokenizer, and for a damaged one."""
+    tokenizer: one to use instead, as data.tokenizer names it. Raises InputError for a folder that
+    has no model or no tokenizer, and for a damaged one.
+    """
     if places.is_hugging_face(folder):
         return _load_hugging_face(folder, tokenizer)
     path = verify.newest(folder)
@@ -87,7 +88,7 @@ def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
 def texts_as_they_come(
     loaded: Loaded, prompts: Sequence[str], new_tokens: int, **options: Any
 ) -> Iterator[list[str]]:
-    """The texts of all prompts after each token."""
+    """Yield the texts of all prompts after each token."""
     words = loaded.tokenizer
     ids = [words.encode(prompt).tolist() or [words.eot_id] for prompt in prompts]
     shown = [0] * len(ids)
@@ -95,7 +96,8 @@ def texts_as_they_come(
 
 
 def stops_of(words: Tokenizer) -> list[int]:
-    """The ids that end a text: the tokenizer's, and those of the model's generation_config.json."""
+    """Return the ids that end a text: the tokenizer's, and those of the model's
+    generation_config.json."""
     named = words.beside.get(turns.GENERATION, {}).get("eos_token_id") or []
     return [words.eot_id, *(named if isinstance(named, list) else [named])]
 
@@ -103,8 +105,8 @@ def stops_of(words: Tokenizer) -> list[int]:
 def answers_as_they_come(
     loaded: Loaded, chat: Chat, conversations: Sequence[list], new_tokens: int, **options: Any
 ) -> Iterator[list[str]]:
-    """The answers to all conversations after each token. conversations: a list of messages each.
-    Raises InputError for one that could not be trained on either."""
+    """Yield the answers to all conversations after each token. conversations: a list of messages
+    each. Raises InputError for one that could not be trained on either."""
     ids = []
     for number, messages in enumerate(conversations, 1):
         try:

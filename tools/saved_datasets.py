@@ -1,6 +1,6 @@
-"""Finds and reads what the package `datasets` saved to disk.
+"""Find and read data that the package `datasets` saved to disk.
 
-A saved split is a folder with state.json. Those of one dataset stand in one folder, which may stand
+A saved split is a folder with state.json. The splits of one dataset are in one folder, which may be
 in a folder of its configurations, in a folder of the hub's names: PATH/CONFIG/SPLIT. A path may
 also name any of these folders itself.
 """
@@ -19,7 +19,7 @@ NO_CONFIG = ("none", "default", "plain_text")  # names of the one configuration 
 
 
 def library() -> ModuleType:
-    """The package datasets. Raises InputError where it is not installed."""
+    """Return the package datasets. Raises InputError where it is not installed."""
     try:
         import datasets
     except ImportError:
@@ -30,8 +30,8 @@ def library() -> ModuleType:
 
 
 def splits(folder: Path) -> dict[str, Path]:
-    """The saved splits in a folder, or the one that it is. The name of this one is what was saved
-    with it, else the folder's."""
+    """Return the saved splits in a folder, or the one that it is, which has the name saved with it
+    or else the folder's."""
     if (folder / STATE).is_file():
         return {_told(folder / STATE, "_split") or folder.name: folder}
     if not folder.is_dir():
@@ -45,7 +45,7 @@ def has(benchmark: Benchmark, folder: Path) -> bool:
 
 
 def place_of(benchmark: Benchmark, folder: Path) -> Path:
-    """The folder of a benchmark's splits. Raises InputError where there is none."""
+    """Return the folder of a benchmark's splits. Raises InputError where there is none."""
     place = next(_places(benchmark, folder), None)
     if place is not None:
         return place
@@ -68,7 +68,8 @@ def _places(benchmark: Benchmark, folder: Path) -> Iterator[Path]:
 
 
 def _names(benchmark: Benchmark) -> list[str]:
-    """What the folder of a dataset may be called: its path on the hub, or the last part of it."""
+    """Return the names that a dataset's folder may have: its path on the hub, or the last part of
+    it."""
     paths = [benchmark.path, *benchmark.other_paths]
     return list(dict.fromkeys([*paths, *(path.rpartition("/")[2] for path in paths)]))
 
@@ -97,7 +98,8 @@ def _told(file: Path, key: str) -> str | None:
 
 
 def split_of(place: Path, name: str, advice: str) -> Path:
-    """The folder of a split. Raises InputError, with what is there, where it is not."""
+    """Return the folder of a split. Raises InputError, listing the splits there, where it is
+    missing."""
     found = splits(place)
     if name not in found:
         raise InputError(f"{place} has no split {name}, it has {', '.join(found)}: {advice}")
@@ -105,7 +107,7 @@ def split_of(place: Path, name: str, advice: str) -> Path:
 
 
 def read(split: Path) -> Sequence[dict[str, Any]]:
-    """The rows of a saved split. Raises InputError for a damaged one."""
+    """Return the rows of a saved split. Raises InputError for a damaged one."""
     datasets = library()
     try:
         return datasets.load_from_disk(str(split))

@@ -52,7 +52,7 @@ LEFT_OUT = ("optimizer.param_groups.", "lr_scheduler.", "dataloader.", "train_st
 
 
 class FolderTensor(NamedTuple):
-    """A tensor of a folder."""
+    """Tensor of a folder."""
 
     keys: list[Key]  # where it goes
     parts: list[str]  # tensors of the checkpoint that are in it
@@ -61,7 +61,7 @@ class FolderTensor(NamedTuple):
 
 @dataclass
 class Written:
-    """What a folder gets of a checkpoint."""
+    """Parts of a checkpoint as they are written into a folder."""
 
     items: list[FolderTensor]
     values: dict[Key, Any]
@@ -100,7 +100,7 @@ def to_dcp(source: Path | objects.Key, out: Path, names: str, step: int | None) 
 def tensors(
     path: Path, manifest: dict, written: Written, progress: Callable[[int], object]
 ) -> Iterator[tuple[Key, Tensor]]:
-    """The tensors of a folder with their keys. Those of one item are in memory at a time."""
+    """Yield the tensors of a folder with their keys. Those of one item are in memory at a time."""
     whole = hf.read_whole(path, manifest, written.parts)
     for item in written.items:
         parts = [next(whole) for _ in item.parts]
@@ -185,7 +185,7 @@ def check_family(where: str, name: str) -> None:
 
 
 def progress_of(manifest: dict) -> dict[Key, Any]:
-    """How far the run is. TorchTitan counts its tokens, too."""
+    """Return the progress of the run. TorchTitan counts its tokens, too."""
     step = manifest["step"]
     seen = manifest["progress"].get("samples", 0) * manifest["facts"].get("seq_len", 0)
     return {
@@ -235,7 +235,7 @@ def param_groups(
 
 @dataclass
 class Arriving:
-    """What a checkpoint of ours gets of a folder."""
+    """Parts of a folder as they enter a checkpoint of ours."""
 
     live: dict[str, Tensor]  # on `meta`, by the names of a checkpoint
     read: Callable[[str], Tensor]
@@ -305,7 +305,7 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
                 places |= {f"optimizer.{ours}.{kept}": (key, group) for ours in group}
                 of_group = [shapes[ours] for ours in group]
                 wanted[key] = [] if kept == "step" else torchtitan.joined_shape(of_group)
-    # what may be there, and has no parameter of its own here
+    # keys that may exist, and have no parameter here
     copies = {}
     for key, original in torchtitan.copies(args, release).items():
         if key in folder.tensors:
@@ -334,7 +334,7 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
     for name in places:
         parameter = parameter_of(name)
         is_step = name.endswith(".step") and name.startswith("optimizer.")
-        # torch.optim counts in float32, whatever the weights are
+        # torch.optim counts steps in float32 for weights of every dtype
         its_dtype = torch.float32 if is_step else dtype
         if name.endswith(AVERAGES):
             its_dtype = of_averages
@@ -365,13 +365,14 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
 
 
 def parameter_of(name: str) -> str:
-    """Of a tensor of a checkpoint: `model.<parameter>` or `optimizer.<parameter>.<key>`."""
+    """Return the parameter that a tensor of a checkpoint belongs to: `model.<parameter>` or
+    `optimizer.<parameter>.<key>`."""
     kind, _, rest = name.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0]
 
 
 def release_of(folder: dcp.Folder, parameters: Iterable[str], args: Any) -> str:
-    """The release of TorchTitan's whose names the folder has, or most of them."""
+    """Return the release of TorchTitan's whose names the folder has, or most of them."""
     shared = {}
     for release in torchtitan.RENAMED:
         names = torchtitan.names(parameters, args, release).values()
@@ -380,8 +381,8 @@ def release_of(folder: dcp.Folder, parameters: Iterable[str], args: Any) -> str:
 
 
 def check_further(folder: dcp.Folder, copies: dict[str, str], biases: list[str]) -> None:
-    """Raises InputError if a tensor that has no parameter of its own here says something: a copy that
-    is none, or a bias that is not 0. copies: by key, the key of the original."""
+    """Raise InputError if a tensor without a parameter here carries information: a copy that
+    differs from its original, or a bias that is not 0. copies: by key, the key of the original."""
     for key, original in copies.items():
         if not torch.equal(folder.read(key), folder.read(original)):
             raise InputError(

@@ -168,8 +168,8 @@ FLOAT8 = {None: "tensorwise", "tensorwise": "tensorwise", "rowwise": "rowwise"}
 
 
 class Translation:
-    """The options of one file. `theirs` has TorchTitan's names, with defaults; `ours` and `lost`,
-    sentences about what has no counterpart, are filled step by step."""
+    """Options of one file. `theirs` has TorchTitan's names, with defaults; `ours` and `lost`,
+    sentences about options without a counterpart, are filled step by step."""
 
     def __init__(self, source: Path, theirs: Theirs, gpus: int) -> None:
         self.source = source
@@ -194,8 +194,8 @@ class Translation:
         self.lost.append(f"{option} = {json.dumps(self.theirs.get(option))}: {instead}")
 
     def choose(self, option: str, table: dict, instead: str) -> Any:
-        """What stands in the table for the option's value; None, and a sentence, where it does not
-        stand there."""
+        """Look up the option's value in the table; if it is missing there, record a sentence and
+        return None."""
         value = self.theirs[option]
         if value not in table:
             self.lose(option, instead)
@@ -227,7 +227,7 @@ class Translation:
             self.ours["training.expert_bias_speed"] = self.numbers["expert_bias_speed"]
 
     def model_numbers(self, flavor: dict[str, Any], options: dict[str, Any]) -> None:
-        """The numbers that differ from the flavor's are set where [model] has them."""
+        """Set the numbers that differ from the flavor's where [model] has them."""
         ours = {**flavor, "rope_factor": (flavor.get("rope_scaling") or {}).get("factor")}
         for name, value in self.numbers.items():
             if name not in ours or value == ours[name]:
@@ -272,8 +272,8 @@ class Translation:
         self.ours["parallelism.accumulate_gradients"] = "sharded"
 
     def data_parallel(self) -> int:
-        """Ranks with different rows. Raises InputError if that depends on the number of GPUs, and
-        nobody has named it."""
+        """Translate data parallelism: the ranks with different rows. Raises InputError if their
+        number depends on the number of GPUs and --gpus is not given."""
         replicas = self.theirs["parallelism.data_parallel_replicate_degree"]
         if self.has_fixed_ranks():
             return replicas * self.theirs["parallelism.data_parallel_shard_degree"]
@@ -378,7 +378,7 @@ class Translation:
             self.ours["checkpoint.export_hf"] = dtype
 
     def rest(self) -> None:
-        """The seed, and every option of the file that nothing above has read."""
+        """Translate the seed, and list every option of the file that no step above has read."""
         self.ours["run.seed"] = self.theirs["debug.seed"] or 0
         without_effect = WITHOUT_EFFECT | torchtitan_json.NEW
         for option, value in self.given.items():
@@ -412,16 +412,16 @@ def translate(source: Path, out: Path, gpus: int) -> str:
     translation = Translation(source, theirs, gpus)
     text = as_toml(source, translation)
     out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.with_name(f".{out.name}.partial")
-    beside.write_text(text, encoding="utf-8")
+    partial = out.with_name(f".{out.name}.partial")
+    partial.write_text(text, encoding="utf-8")
     try:
-        load_config([str(beside)], gpus or None, min(gpus, 8) or None)
-        beside.rename(out)
+        load_config([str(partial)], gpus or None, min(gpus, 8) or None)
+        partial.rename(out)
     except InputError as error:
-        said = str(error).replace(str(beside), str(out))
+        said = str(error).replace(str(partial), str(out))
         raise InputError(f"{source} was translated, and nothing written:\n{said}") from None
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     said = [f"{source} -> {out}"]
     said += [f"no counterpart: {lost}" for lost in translation.lost]
     return "\n".join(said)

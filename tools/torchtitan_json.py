@@ -114,8 +114,8 @@ def moved(option: str) -> str:
 
 
 def adamw(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """The options of the group of all other parameters. Groups with a pattern of their own are
-    listed as lost."""
+    """Translate the options of the group of all other parameters. Groups with a pattern of their
+    own are listed as lost."""
     lost = [
         f"optimizer.param_groups: {group['optimizer_name']} for {group['pattern']} has no counterpart"
         for group in groups[:-1]
@@ -131,7 +131,7 @@ def adamw(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
 
 
 def recomputation(table: dict[str, Any] | None) -> dict[str, Any]:
-    """The file has the options of a class of theirs, but not its name."""
+    """Translate recomputation. The file has the options of a class of theirs, but not its name."""
     if table is None:
         return {"activation_checkpoint.mode": "none"}
     if "memory_budget" in table:
@@ -145,7 +145,7 @@ def recomputation(table: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def numbers(model: dict[str, Any]) -> dict[str, Any]:
-    """The numbers of the model by our names, as far as [model] or a flavor has them."""
+    """Return the numbers of the model by our names, as far as [model] or a flavor has them."""
     layers = model["layers"]
     attention = layers[0]["attention"]
     result = {
@@ -194,14 +194,14 @@ def numbers_of_experts(experts: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_factor(rope: dict[str, Any]) -> float | None:
-    """How much longer rotary positions are made, or None."""
+    """Return the factor by which rotary positions are stretched, or None."""
     names = {"none": None, "llama": "scaling_factor", "yarn": "rope_factor"}
     name = names[rope["scaling"]]
     return name and float(rope[name])
 
 
 def unlike_ours(model: dict[str, Any], family: str) -> list[str]:
-    """What the model has that no number of ours says."""
+    """List the parts of the model that our options cannot express."""
     lost = []
     if model.get("mtp_layers"):
         lost.append("the model's mtp_layers: left out here")
