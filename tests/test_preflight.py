@@ -262,7 +262,7 @@ FAULTS = {
         lambda patch, place: patch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1"),
         "host",
         1,
-        r"the name of the host of rank 2 \(host b\) stands for 127.0.1.1 there",
+        r"the host name of rank 2 \(host b\) resolves to 127.0.1.1 there",
     ),
     "little memory": Fault(
         (0, 1),

@@ -81,15 +81,15 @@ LAST_LINES = 20  # of a rank's log, shown when it died without a Python tracebac
 
 
 class Rendezvous(RendezvousHandler):
-    """Where the nodes of a job meet for one start: a key-value store that node 0 serves until the
-    next, and its ranks use too.
+    """Rendezvous of a job's nodes for one start: a key-value store that node 0 serves until the
+    next start, and that its ranks use too.
 
-    The store has no password, so it listens where it must and nowhere else: for one node on the
-    loopback, on any free port; for several on the address that master_addr stands for, when that is
-    one of this host's own. Where it is not (a name that this host resolves to itself, an address
-    behind a translator) it listens on every interface, as torchrun's does always. In it: node/N
-    says that node N is there, `members` the nodes of this start, `over/N` that all ranks of node N
-    have ended, `end` how the start ended.
+    The store has no password, so it listens on as few addresses as possible: for one node on the
+    loopback, on any free port; for several on the address of master_addr, when this host has that
+    address. When it does not (a name that this host resolves to itself, an address behind a
+    translator) it listens on every interface, as torchrun's store always does. Keys: node/N, node N
+    has come; `members`, the nodes of this start; `over/N`, all ranks of node N have ended; `end`,
+    how the start ended.
     """
 
     use_agent_store = True  # the ranks use this store instead of opening their own
@@ -101,8 +101,9 @@ class Rendezvous(RendezvousHandler):
         self.where: tuple[str, int] | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Raises RendezvousError when fewer than the least number of nodes come within
-        --join-timeout seconds, SpareIsDone when the job has ended without this one."""
+        """Wait for the nodes of the next start. Raises RendezvousError when fewer than the least
+        number come within --join-timeout seconds, SpareIsDone when the job has ended without this
+        one."""
         o = self.options
         least, most = o.nnodes
         address, port = ("127.0.0.1", 0) if most == 1 else (o.master_addr, o.master_port)
@@ -126,8 +127,8 @@ class Rendezvous(RendezvousHandler):
         )
 
     def _collect(self, least: int, most: int, deadline: float) -> list[int]:
-        """On node 0: until all are there, or the least number is and no more have come for
-        --last-call seconds."""
+        """Collect nodes, on node 0, until all have come, or until the least number have and no more
+        came for --last-call seconds."""
         came = [0]
         since = time.monotonic()
         while len(came) < most:
@@ -152,8 +153,8 @@ class Rendezvous(RendezvousHandler):
         return came
 
     def _fit(self, came: int, least: int) -> int:
-        """The largest number of nodes, of those that came, on which the configuration can run: 3
-        may not divide the batch, where 2 do."""
+        """Return the largest number of nodes, of those that came, on which the configuration can
+        run: 3 may not divide the batch, where 2 do."""
         each = self.options.nproc_per_node
         for nodes in range(came, least - 1, -1):
             if _config(self.script, nodes * each, each):
@@ -161,8 +162,8 @@ class Rendezvous(RendezvousHandler):
         return came
 
     def _join(self, address: str, port: int, deadline: float) -> list[int]:
-        """On the other nodes. A store that already has its members belongs to a start that is over,
-        or that goes on without this node: wait for the next."""
+        """Join, on the other nodes. A store that already has its members belongs to a start that is
+        over, or that continues without this node: then wait for the next."""
         node = self.options.node_rank
         waits = False
         searched = time.monotonic()
@@ -198,13 +199,12 @@ class Rendezvous(RendezvousHandler):
                     log(f"node {node} waits for node 0 at {address}:{port}{why}")
             if time.monotonic() > deadline:
                 raise RendezvousError(
-                    "nobody answers, or not enough nodes came within "
-                    f"{self.options.join_timeout} s{why}"
+                    f"no answer, or not enough nodes came within {self.options.join_timeout} s{why}"
                 )
             time.sleep(0.2)
 
     def close(self) -> None:
-        """So that the next start can listen on the same port."""
+        """Close the store, so that the next start can listen on the same port."""
         self.store = None
         gc.collect()
 
@@ -228,7 +228,7 @@ class Rendezvous(RendezvousHandler):
 
 
 class SpareIsDone(RendezvousError):
-    """The nodes that this one was left out of have come to an end."""
+    """Raised on a spare node when the nodes of the running start have ended."""
 
     def __init__(self, code: int) -> None:
         super().__init__()
@@ -253,8 +253,8 @@ def wait_for_name(address: str, deadline: float) -> None:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """A listening socket on that address of this host; on all its interfaces where others might not
-    reach that one.
+    """Open a listening socket on that address of this host; on all its interfaces where others
+    might not reach that one.
 
     Raises RendezvousConnectionError when the port is taken.
     """
@@ -308,19 +308,19 @@ class Agent(LocalElasticAgent):
                 signal.alarm(self.grace_seconds)
             self._send(number)
 
-        # torch has set handlers of its own, also for what was ignored
+        # torch has set its own handlers, also for signals that were ignored
         for number in (*PASSED_ON, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN if number in ignored else pass_on)
         return ranks
 
     def _send(self, number: int) -> None:
-        for pid in self._pcontext.pids().values():  # each the leader of its own group
+        for pid in self._pcontext.pids().values():  # each one leads its process group
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, number)
 
     def _hear(self, address: str, port: int) -> None:
-        """A thread with a connection of its own: a network that is cut without a word must not stop
-        the watch."""
+        """Watch the other nodes in a thread with its own connection: a network that is cut silently
+        must not block the main thread."""
         try:
             store = TCPStore(address, port, is_master=False, wait_for_workers=False)
             while not self.heard:
@@ -333,9 +333,10 @@ class Agent(LocalElasticAgent):
             self.heard = time.monotonic()
 
     def tell(self, code: int) -> None:
-        """Tell the other nodes how the ranks of this one ended, and hear how theirs did. A rank
+        """Tell the other nodes how the ranks of this one ended, and learn how theirs did. A rank
         that ended on request counts more than ranks that failed afterwards because it was missing,
-        so who failed waits for the others: the process that was asked to end may be the slower."""
+        so a node whose ranks failed waits for the others: the process that was asked to end may be
+        the slower one."""
         if self.rendezvous.where:
             teller = threading.Thread(target=self._tell, args=(str(code),), daemon=True)
             teller.start()
@@ -399,7 +400,7 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
 
 
 def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
-    """One start: the exit code, and whether another may do better."""
+    """Run one start. Returns its exit code, and whether another start may succeed."""
     before = {number: signal.getsignal(number) for number in (*PASSED_ON, signal.SIGALRM)}
     if before[signal.SIGINT] == signal.default_int_handler:
         # it does not run while this waits for other nodes; that of configs/program.py does
@@ -482,7 +483,7 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
 
 def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[int]) -> int:
     """Name the ranks that failed (at most eight), then tell all about the first to fail; returns
-    the exit code it stands for.
+    the job's exit code.
 
     Ranks that got a stop signal before they had installed their handlers die of it. That is 75 too:
     there was nothing to save yet.
@@ -522,13 +523,13 @@ def say_stopped(number: int) -> None:
 
 
 def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """How many collectives each rank had begun, without ranks that had begun none."""
+    """Return the number of collectives that each rank had begun, without ranks that had begun none."""
     counts = {rank: getattr(failure, "begun", 0) for rank, failure in failures.items()}
     return {rank: count for rank, count in counts.items() if count}
 
 
 def _read_begun(path: str) -> int:
-    """The progress counter that a rank has left in this file
+    """Read the progress counter that a rank has left in this file
     (parallelisms/progress.py::ProgressCounter); 0 if it had not opened it yet."""
     with contextlib.suppress(OSError, struct.error):
         return struct.unpack("<q", Path(path).read_bytes())[0]
@@ -536,11 +537,11 @@ def _read_begun(path: str) -> int:
 
 
 def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int) -> None:
-    """After a hang: name the ranks of all nodes that had begun fewer collectives than others, which
-    waited for them.
+    """Name, after a hang, the ranks of all nodes that had begun fewer collectives than others,
+    which waited for them.
 
     counts: collectives begun, by rank of this node. store: shared by several nodes; None for one.
-    Says nothing if all ranks had begun equally many: then a device hangs and not a process, or
+    Prints nothing if all ranks had begun equally many: then a device hangs and not a process, or
     ranks hang inside forward or backward.
     """
     host = socket.gethostname()
@@ -578,8 +579,8 @@ def _compare(store: TCPStore, node: int, everyone: dict[int, tuple[int, str]]) -
 
 
 def say_where_everyone_was(failures: dict[int, ProcessFailure], script: list[str]) -> None:
-    """After a hang: what the positions say (tools/hang.py), which the ranks left in the run's
-    folder. Ranks of other nodes are among them where the folder is shared."""
+    """Print, after a hang, the report of tools/hang.py on the positions that the ranks left in the
+    run's folder. Ranks of other nodes are included where the folder is shared."""
     errors = messages(failures).values()
     timed_out = any("imed out" in error.get("message", "") for error in errors)
     if not timed_out and -signal.SIGALRM not in codes(failures).values():
@@ -599,8 +600,8 @@ def say_where_everyone_was(failures: dict[int, ProcessFailure], script: list[str
 
 
 def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
-    """What tools/launch/rank.py wrote about the exception that ended a rank; {} where there was no
-    exception."""
+    """Return the record that tools/launch/rank.py wrote of the exception that ended a rank; {}
+    where there was none."""
     texts = {}
     for rank, failure in failures.items():
         texts[rank] = failure.message if isinstance(failure.message, dict) else {}
@@ -608,8 +609,8 @@ def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
 
 
 def codes(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """The exit codes by rank. A rank with an exception counts as 1, even if it took so long to end
-    that a signal of the launcher ended it."""
+    """Return the exit codes by rank. A rank with an exception counts as 1, even if it took so long
+    to end that a signal of the launcher ended it."""
     errors = messages(failures)
     by_rank = {}
     for rank, failure in failures.items():
@@ -633,7 +634,7 @@ def blame(failures: dict[int, ProcessFailure], rank: int) -> tuple[int, int, flo
 
 
 def by_blame(failures: dict[int, ProcessFailure]) -> list[int]:
-    """The ranks that failed, the first to fail first."""
+    """Return the ranks that failed, the first to fail first."""
     return sorted(failures, key=partial(blame, failures))
 
 
@@ -653,15 +654,15 @@ def _clock(moment: float) -> str:
 
 
 def _log_of(rank: int, script: list[str]) -> Path | None:
-    """Where the rank wrote its log, when the script is one of ours and got as far as that."""
+    """Return the path of the rank's log, when the script is one of ours and has opened it."""
     cfg = _config(script)
     path = cfg and Path(cfg.run.folder) / "logs" / f"rank-{rank:05d}.log"
     return path if path and path.exists() else None
 
 
 def _config(script: list[str], *sizes: int) -> Config | None:
-    """The run's configuration; none if it cannot run (on so many ranks, on so many of a node), or
-    the script is not ours."""
+    """Return the run's configuration; None if it cannot run on so many ranks and ranks per node, or
+    if the script is not ours."""
     try:
         return load_config(script[1:], *sizes)
     except InputError:

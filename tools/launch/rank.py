@@ -1,8 +1,8 @@
-"""What a rank is before it becomes the script:  python -m tools.launch.rank LAUNCHER_PID [-m] SCRIPT [ARGUMENT ...]
+"""Start one rank's script under the launcher:  python -m tools.launch.rank LAUNCHER_PID [-m] SCRIPT [ARGUMENT ...]
 
-It sets a parent-death signal, so that the rank dies with the launcher. If an exception ends the
-script, it leaves the traceback and the time for the launcher, which shows the traceback of the
-first rank to fail at the end.
+Sets a parent-death signal, so that the rank dies with the launcher. If an exception ends the
+script, leaves the traceback and the time for the launcher, which shows the traceback of the first
+rank to fail at the end.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def main(launcher: int, script: str) -> None:
 
 
 def _file_of(module: str) -> str:
-    """What `python -m` would run: of a package its __main__."""
+    """Return the file that `python -m` would run: of a package its __main__."""
     spec = importlib.util.find_spec(module)
     if spec.submodule_search_locations:
         spec = importlib.util.find_spec(f"{module}.__main__")
@@ -45,9 +45,9 @@ def _file_of(module: str) -> str:
 
 
 def _leave(traceback_text: str, failed_at: float) -> None:
-    """In the file and form in which torchrun's engine looks for it, which takes whole seconds only;
-    `time` is ours. failed_at: when the exception was raised (reliability/health.py::FailureTime),
-    in seconds since 1970."""
+    """Write the exception's record in the file and format of torchrun's engine, which reads whole
+    seconds only; `time` is our addition. failed_at: when the exception was raised
+    (reliability/health.py::FailureTime), in seconds since 1970."""
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     extra = {"timestamp": int(failed_at), "py_callstack": traceback_text}
     report = {"message": traceback_text, "time": failed_at, "extraInfo": extra}
@@ -56,7 +56,7 @@ def _leave(traceback_text: str, failed_at: float) -> None:
 
 
 def _from_script_on(error: Exception, script: str) -> str:
-    """The traceback as Python prints it for a script that was started without us."""
+    """Return the traceback as Python prints it for a script that was started directly."""
     frame = error.__traceback__
     while frame.tb_next and frame.tb_frame.f_code.co_filename != script:
         frame = frame.tb_next

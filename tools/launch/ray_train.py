@@ -3,9 +3,9 @@
     python -m tools.launch.ray_train --nodes 4 --gpus 8 configs/llama_70b.toml [--table.key=value]
 
 Ray Train finds the nodes and starts one worker on each; the worker runs run_train.sh there, as one
-would by hand, so a rank here is what it is everywhere else: a process of its own, with its own
-signals, log and exit code. When a worker or its node fails, Ray starts all of them again, at most
---max-failures times, and the run resumes from its newest checkpoint.
+would by hand. So a rank under Ray is a separate process too, with its own signals, log and exit
+code. When a worker or its node fails, Ray starts all of them again, at most --max-failures times,
+and the run resumes from its newest checkpoint.
 
 SIGTERM to this command stops the run with a checkpoint. run.folder must be on storage that all
 nodes share. Exit code: 0 done; 2 wrong configuration; 75 stopped with a checkpoint; 76 one step
@@ -35,8 +35,8 @@ CRASH_LOOP = 76  # exit codes of train.py
 
 
 def node(job: dict) -> None:
-    """One worker: its node's share of the run. Raises RuntimeError for an end that is worth another
-    try."""
+    """Run one worker: its node's share of the run. Raises RuntimeError for an end that Ray should
+    retry."""
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 

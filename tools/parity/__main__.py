@@ -57,7 +57,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (3)")
     parser.add_argument("--seconds", type=float, default=600, help="for one mesh (600)")
     flags, rest = parser.parse_known_args(argv)
-    # a configuration that stands after the names of meshes
+    # a configuration given after the names of meshes
     configs = [name for name in flags.meshes if name.endswith(".toml")]
     flags.meshes = [name for name in flags.meshes if name not in configs]
     if flags.steps < 1 or flags.ranks < 2:
@@ -66,7 +66,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def refuse(cfg: Config) -> None:
-    """Raises InputError for a model that is too large for this machine."""
+    """Raise InputError for a model that is too large for this machine."""
     family, args = train.architecture(cfg)
     size = family.parameters(args)
     if size > MOST_PARAMETERS:
@@ -87,7 +87,7 @@ def parity(argv: list[str]) -> int:
     """Print the table, and return the exit code."""
     flags, rest = arguments(argv)
     rest = with_options(rest, QUIET | {"training.param_dtype": flags.dtype})
-    # what the configuration says of its own mesh needs as many ranks as it has
+    # checking the configuration's own mesh needs as many ranks as it has
     given = load_config(rest, None, None)
     if given.optimizer.kind == "muon":  # in bfloat16 its iteration would enlarge rounding
         rest = with_options(rest, {"optimizer.ns_dtype": flags.dtype})

@@ -1,5 +1,5 @@
-"""What ranks of a mesh have noted (tools/parity/trajectory.py), put together and compared with the
-plain model.
+"""Join the values that the ranks of a mesh noted (tools/parity/trajectory.py), and compare them
+with the plain model's.
 
 Shapes:  S sequences of the global batch   T tokens of a sequence   F features
 """
@@ -13,7 +13,7 @@ from tools.parity.trajectory import Notes
 
 @dataclass(frozen=True)
 class Difference:
-    """The first place at which a mesh and the plain model are apart by more than rounding."""
+    """First place at which a mesh and the plain model differ by more than rounding."""
 
     step: int  # from 1
     where: str
@@ -40,7 +40,7 @@ class Parity:
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Distance by 2-norms; infinite where numbers are missing or not finite."""
+    """Return the distance relative to the 2-norm; infinite where numbers are missing or not finite."""
     if got.shape != want.shape:
         return float("inf")
     apart = np.linalg.norm((got - want).astype(np.float64).ravel())
@@ -53,9 +53,11 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
 
 
 def by_token(ranks: list[Notes], name: str, features: int | None, T: int) -> np.ndarray | None:
-    """A module's output on all ranks, [S, T, F]; None if no rank has it. features: F of the plain
-    model, by which ranks of tensor parallelism that have columns are told from those that have
-    tokens."""
+    """Join a module's output over all ranks, [S, T, F]; None if no rank has it.
+
+    features: F of the plain model. It tells ranks of tensor parallelism that hold columns from
+    those that hold tokens.
+    """
     having = [seen for seen in ranks if seen.outputs.get(name)]
     if not having:
         return None
@@ -86,7 +88,7 @@ def windows(ranks: list[Notes]) -> np.ndarray:
 
 
 def joined(parts: list[np.ndarray], t: int, features: int | None) -> np.ndarray:
-    """The parts of the ranks of a tp group, each [b, t or fewer, F or fewer] -> [b, t, F]."""
+    """Join the parts of the ranks of a tp group, each [b, t or fewer, F or fewer] -> [b, t, F]."""
     first = parts[0]
     if len(parts) == 1 or (first.shape[1] == t and first.shape[2] == features):
         return first  # every rank has all of it
@@ -94,7 +96,7 @@ def joined(parts: list[np.ndarray], t: int, features: int | None) -> np.ndarray:
 
 
 def merged(ranks: list[Notes], kind: str, step: int | None = None) -> dict[str, np.ndarray]:
-    """Gradients or weights by name: in a pipeline each rank has others."""
+    """Merge gradients or weights by name: in a pipeline each rank holds others."""
     result: dict[str, np.ndarray] = {}
     for seen in ranks:
         values = getattr(seen, kind)
@@ -155,7 +157,7 @@ def compare(
         gradients.append(judge(1, f"backward, gradient of {name}", error, limit))
     norm = relative(np.array(ranks[0].norm[:1]), np.array(plain.norm[:1]))
     judge(1, "norm of the gradient", norm, limit)
-    # An update by SGD is these times the learning rate; AdamW's forgets their scale.
+    # An update by SGD is these times the learning rate; AdamW's does not depend on their scale.
     got_clipped = merged(ranks, "clipped")
     for name, want in plain.clipped.items():
         error = relative(got_clipped.get(name, np.empty(0)), want)
@@ -185,7 +187,7 @@ def counts(ranks: list[Notes], step: int) -> dict[str, list[int]]:
 
 
 def in_order_of_backward(plain: Notes) -> list[str]:
-    """Weights, those of the modules first that forward ran last."""
+    """Sort weights so that those of modules whose forward ran last come first."""
     ran = {name: number for number, name in enumerate(plain.outputs)}
 
     def place(weight: str) -> int:

@@ -46,7 +46,7 @@ DIMENSION_OF = {
 
 @dataclass(frozen=True)
 class MeshOfRanks:
-    """A mesh: the size of each of its dimensions, among them "fsdp" (dp_shard) and "ddp"
+    """Mesh by the size of each of its dimensions, among them "fsdp" (dp_shard) and "ddp"
     (dp_replicate)."""
 
     name: str
@@ -54,17 +54,18 @@ class MeshOfRanks:
 
     @property
     def ranks(self) -> int:
-        """Experts are spread over ranks that also have other work."""
+        """Return the number of ranks. Expert parallelism adds none: it reuses the data-parallel
+        ones."""
         counted = {name: size for name, size in self.sizes.items() if name != "ep"}
         return max(math.prod(counted.values()), self.sizes.get("ep", 1))
 
     @property
     def data_parallel(self) -> int:
-        beside = [self.sizes.get(name, 1) for name in ("tp", "pp", "cp")]
-        return self.ranks // math.prod(beside)
+        others = [self.sizes.get(name, 1) for name in ("tp", "pp", "cp")]
+        return self.ranks // math.prod(others)
 
     def options(self, given: Config) -> dict[str, str]:
-        """The options of this mesh, and what is kept of a configuration's own."""
+        """Return the options of this mesh, including those kept from the configuration."""
         options = dict(PLAIN)
         options["activation_checkpoint.mode"] = given.activation_checkpoint.mode
         for option, row in ranks.OF_RANKS.items():
@@ -78,13 +79,13 @@ class MeshOfRanks:
 
 
 def value_of(cfg: Config, option: str) -> object:
-    """The value of "table.key"."""
+    """Return the value of "table.key"."""
     table, _, key = option.partition(".")
     return getattr(getattr(cfg, table), key)
 
 
 def dropped(given: Config) -> list[str]:
-    """What a configuration says and no mesh of one host computes with: a line for each."""
+    """List the options of a configuration that no mesh of one host computes with, one line each."""
     lines = []
     for option in sorted(NOT_KEPT):
         value = value_of(given, option)
@@ -95,7 +96,8 @@ def dropped(given: Config) -> list[str]:
 
 
 def parse(name: str, option: str = "--meshes") -> MeshOfRanks:
-    """Raises InputError for a name that says no mesh. option: where it stood, for the message."""
+    """Parse the name of a mesh. Raises InputError for an unknown one. option: its source, for the
+    message."""
     sizes: dict[str, int] = {}
     rest = name
     while rest:
@@ -111,14 +113,14 @@ def parse(name: str, option: str = "--meshes") -> MeshOfRanks:
         found = {dimension: size} if dimension else {"ddp": replicate, "fsdp": shard}
         for key, number in found.items():
             if key in sizes or int(number) < 2:
-                raise InputError(f"{option} {name}: {key}{number} is 1 rank, or stands there twice")
+                raise InputError(f"{option} {name}: {key}{number} is 1 rank, or is given twice")
             sizes[key] = int(number)
         rest = following[1:]
     return MeshOfRanks(name, sizes)
 
 
 def small(argv: list[str], meshes: list[MeshOfRanks], seq_len: int) -> dict[str, str]:
-    """A batch and sequences that all of these meshes can split, unless argv says otherwise."""
+    """Return a batch and sequence length that all of these meshes can split, unless argv sets them."""
     copies = math.lcm(*(mesh.data_parallel for mesh in meshes))
     unit = math.lcm(*(2 * mesh.sizes.get("cp", 1) * mesh.sizes.get("tp", 1) for mesh in meshes))
     stages = max((mesh.sizes.get("pp", 1) for mesh in meshes), default=1)
@@ -131,8 +133,8 @@ def small(argv: list[str], meshes: list[MeshOfRanks], seq_len: int) -> dict[str,
 
 
 def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
-    """The command line of this configuration on a mesh, with several microbatches. Raises ConfigError for one that the
-    rules refuse."""
+    """Return the command line of this configuration on a mesh, with several microbatches. Raises
+    ConfigError for one that the rules refuse."""
     argv = with_options(argv, mesh.options(given))
     whole = load_config(argv, mesh.ranks, mesh.ranks)
     local = whole.training.global_batch_size // mesh.data_parallel
@@ -146,8 +148,8 @@ def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
 def those_that_fit(
     argv: list[str], given: Config, names: list[str], most_ranks: int
 ) -> tuple[list[MeshOfRanks], dict[str, str]]:
-    """The meshes to be tried, and why others are not. Raises InputError for a name that is none, and
-    if no mesh is left."""
+    """Return the meshes to try, and the reasons against the others. Raises InputError for an
+    unknown name, and if no mesh is left."""
     tried = [parse(name) for name in names or USUAL]
     refused: dict[str, str] = {}
     fitting = []

@@ -24,15 +24,15 @@ from tools.parity.trajectory import Notes, record
 
 
 class Failed(RuntimeError):
-    """A rank raised, died or hung."""
+    """Raised when a rank raised, died or hung."""
 
 
 def be_rank(folder: Path, rank: int, ranks: int, work: Callable, args: tuple) -> None:
-    """One rank, in a process of its own."""
+    """Run one rank, in its own process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     torch.set_num_threads(1)
-    # it warns of gathers that are slow; nobody waits for these
+    # it warns of slow gathers; these are few
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
         store = f"file://{folder}/store"
@@ -51,9 +51,10 @@ def be_rank(folder: Path, rank: int, ranks: int, work: Callable, args: tuple) ->
 
 
 def on_ranks(ranks: int, seconds: float, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What work(*args) returns on each of these ranks. All of it is pickled.
+    """Run work(*args) on each of these ranks, and return the results by rank. All of it is pickled.
 
-    Raises Failed if one fails, or if `seconds` pass, and InputError if one raises that."""
+    Raises Failed if one fails, or if `seconds` pass, and InputError if one raises that.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tools.parity.ranks"])
     with deaf_children():
@@ -91,5 +92,5 @@ def on_ranks(ranks: int, seconds: float, work: Callable[..., Any], *args: Any) -
 
 
 def train_on(ranks: int, argv: list[str], steps: int, seconds: float) -> list[Notes]:
-    """The notes of all ranks (tools/parity/trajectory.py)."""
+    """Train on these ranks and return the notes of all (tools/parity/trajectory.py)."""
     return on_ranks(ranks, seconds, record, argv, steps)

@@ -1,4 +1,4 @@
-"""What one rank notes of a few steps: the output of every module, loss, norm, gradients, weights.
+"""Note on one rank, for a few steps, the output of every module, loss, norm, gradients and weights.
 
 Values are noted as the rank has them. `tools/parity/compare.py` puts the parts of all ranks
 together.
@@ -30,7 +30,7 @@ DOCUMENTS = 7  # tokens that the longest document of a window has, with data.mas
 
 @dataclass
 class Notes:
-    """A rank's notes."""
+    """Notes of one rank."""
 
     samples: np.ndarray  # int64 [A, b]: which sequences of the global batch it has in step 1
     positions: np.ndarray  # int64 [t]: which tokens of these
@@ -49,15 +49,15 @@ class Notes:
 
 
 def whole(x: Tensor) -> np.ndarray:
-    """All of a tensor, gathered where it is a DTensor (a collective). numpy has no bfloat16: it
-    becomes float32."""
+    """Return the whole tensor, gathered where it is a DTensor (a collective). numpy has no
+    bfloat16, so it becomes float32."""
     full = x.full_tensor() if isinstance(x, DTensor) else x
     copy = full.detach().to("cpu", copy=True)
     return (copy.float() if copy.dtype == torch.bfloat16 else copy).numpy()
 
 
 def is_recomputing() -> bool:
-    """Whether a backward runs: a forward inside of it repeats one that was noted."""
+    """Return True during backward: a forward inside of it repeats one that was noted."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -81,15 +81,15 @@ def note_outputs(model: nn.Module, seen: Notes) -> list[Any]:
 
 
 def plain_name(name: str) -> str:
-    """A module's name without what wraps it: stages of a pipeline, checkpointing, compile."""
+    """Return a module's name without wrappers: stages of a pipeline, checkpointing, compile."""
     for wrapper in "_checkpoint_wrapped_module.", "_orig_mod.":
         name = name.replace(wrapper, "")
     return name.removesuffix("._checkpoint_wrapped_module").removesuffix("._orig_mod")
 
 
 def prepare(batch: dict[str, Tensor], positions: Tensor, cfg: Any) -> None:
-    """Labels that do not count, unevenly over ranks and microbatches, and documents of several
-    lengths, in place."""
+    """Mask labels, unevenly over ranks and microbatches, and cut documents of several lengths, in
+    place."""
     sample = batch["window"].view(*batch["labels"].shape[:2], 1)  # [A, b, 1]
     masked = (sample * 7 + positions) % 11 < sample % 5
     batch["labels"] = batch["labels"].masked_fill(masked, IGNORE)
@@ -114,7 +114,7 @@ def parameters(job: train.Job) -> dict[str, np.ndarray]:
 
 
 def whole_gradients(job: train.Job) -> dict[str, np.ndarray]:
-    """Those of all weights that are trained: 0 where there is none."""
+    """Return the gradients of all trained weights; zeros for a weight without one."""
     trained = {name: w for name, w in job.model.named_parameters() if w.requires_grad}
     missing = torch.zeros_like
     grads = {name: missing(w) if w.grad is None else w.grad for name, w in trained.items()}

@@ -1,18 +1,18 @@
-"""Is this cluster fit for this run? Minutes before the queue slot is spent, on the machines and
-ranks of the run itself:
+"""Check in minutes, before the queue slot is spent, that this cluster can do this run, on the
+machines and ranks of the run itself:
 
     ./run_train.sh --preflight configs/llama_8b.toml [--table.key=value ...]      on every host, as the run is started
     torchrun ... -m tools.preflight configs/llama_8b.toml [--only=bandwidth,step] [--skip=save] [--json=out.json]
 
 Each row of CHECKS measures something on every rank; rank 0 judges all answers together and prints
-one line each, with the ranks and hosts that it means and what to do. Exit code 0: all well; 1:
+one line each, with the ranks and hosts concerned and what to do. Exit code 0: all well; 1:
 something failed; 2: wrong config or input. docs/preflight.md lists what is checked, with its
-limits. The run's own folder is neither made nor changed.
+limits. The run's folder is neither created nor changed.
 
 Answers and verdicts go through the launcher's key-value store, which lives outside the ranks: so a
-rank that died, hangs or never came is a name on the page, not a page that never comes. Each check
-runs in a thread of its own, so a rank that hangs says where. A check that
-needs another that failed is left out, and says so.
+rank that died, hangs or never came is named on the page and does not block it. Each check runs in
+its own thread, so a rank that hangs can report where. A check that depends on a failed one is
+skipped, with a line that says so.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def expected(text: str) -> dict[str, float]:
 
 
 def promised(name: str) -> Device | None:
-    """What --device names. Raises InputError."""
+    """Return the device that --device names. Raises InputError."""
     if name == "cpu":
         raise InputError(
             "--device=cpu: would be measured on this very machine; name what the machines should be"
@@ -99,15 +99,15 @@ def promised(name: str) -> Device | None:
 
 
 def chosen(only: str, skip: str) -> list[str]:
-    """Names of the checks to run: `only` and what these need, or all; without `skip` and what needs
-    those."""
+    """Return the names of the checks to run: `only` and their dependencies, or all; without `skip`
+    and the checks that depend on those."""
     for option, names in ("--only", only), ("--skip", skip):
         for name in filter(None, names.split(",")):
             if name not in CHECKS:
                 raise InputError(f"{option}={name}: no such check; there are {', '.join(CHECKS)}")
     wanted = set(filter(None, only.split(","))) or set(CHECKS)
     without = set(filter(None, skip.split(",")))
-    for name in reversed(CHECKS):  # a check stands after those that it needs
+    for name in reversed(CHECKS):  # a check comes after those that it needs
         if name in wanted:
             wanted |= set(CHECKS[name].needs)
     for name, check in CHECKS.items():
@@ -122,7 +122,7 @@ def severity(row: ProbeRow) -> int:
 
 
 class Page:
-    """What rank 0 prints, a row as soon as it is known."""
+    """Page of rank 0. Each row is printed as soon as it is known."""
 
     def __init__(self, title: str) -> None:
         self.rows: list[ProbeRow] = []
@@ -171,7 +171,7 @@ class Page:
 
 
 def run_checks(probe: Probe, results: ResultStore, names: list[str], page: Page | None) -> int:
-    """Every check in its turn, on this rank; `page` on rank 0. Returns the exit code."""
+    """Run every check in turn on this rank; `page` on rank 0. Returns the exit code."""
     worker = Worker()
     blocked: dict[str, str] = {}  # check -> the failed check that it depends on
     code = FAILED
@@ -227,7 +227,7 @@ def run_checks(probe: Probe, results: ResultStore, names: list[str], page: Page 
 
 
 def _judge(probe: Probe, results: ResultStore, page: Page, name: str, seconds: float) -> dict:
-    """On rank 0: the rows of a check, and what all ranks make of it, which they are told."""
+    """Judge a check on rank 0. Returns its rows and the verdict, which all ranks receive."""
     answers = page.answers[name] = results.collect(name, seconds)
     if name == "ranks":
         there = {r: a["value"] for r, a in enumerate(answers) if "value" in a}
@@ -263,8 +263,8 @@ def clean(probe: Probe) -> None:
 
 
 def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None = None) -> int:
-    """The preflight of this rank. store: reaches all ranks; without one that of the launcher.
-    Raises InputError."""
+    """Run the preflight of this rank. store: reaches all ranks; without one, the launcher's is
+    used. Raises InputError."""
     names = chosen(options.only, options.skip)
     world = meshes.world()
     host = socket.gethostname()
@@ -320,7 +320,7 @@ def launcher_store(world: meshes.World, seconds: int) -> dist.Store:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line in this file's first lines. Returns the exit code."""
+    """Run the command line in this file's first lines. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.preflight",
         allow_abbrev=False,

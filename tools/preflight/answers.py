@@ -1,4 +1,4 @@
-"""How ranks answer rank 0, and what is made of those that do not."""
+"""Collect the answers of all ranks on rank 0, and explain missing ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.preflight.probe import Probe, ProbeRow, short
 
 
 class Stopped(BaseException):
-    """A signal: the launcher's, because another rank has ended, or a person's."""
+    """Raised by a signal: the launcher's, because another rank has ended, or the user's."""
 
 
 class ResultStore:
@@ -39,7 +39,7 @@ class ResultStore:
         self.store.add(f"{check}/answers", 1)
 
     def collect(self, check: str, seconds: float) -> list[dict]:
-        """What each rank answered; {} of those that have not within that time."""
+        """Return the answer of each rank; {} for those that have not answered within that time."""
         deadline = time.monotonic() + seconds
         while self.store.add(f"{check}/answers", 0) < self.size and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -54,8 +54,8 @@ class ResultStore:
         self.store.set(f"{check}/verdict", json.dumps(verdict))
 
     def verdict(self, check: str, seconds: float) -> dict | None:
-        """Rank 0's; None if it does not come. Polled with growing pauses, so that thousands of
-        ranks do not overload the store."""
+        """Return rank 0's verdict; None if it does not come. Polls with growing pauses, so that
+        thousands of ranks do not overload the store."""
         deadline = time.monotonic() + seconds
         pause = 0.005
         while time.monotonic() < deadline:
@@ -67,8 +67,7 @@ class ResultStore:
 
 
 class Worker:
-    """The thread in which all checks of this rank run, so that the main thread can see that one
-    hangs."""
+    """Thread in which all checks of this rank run, so that the main thread can see that one hangs."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -117,7 +116,7 @@ def _described(error: Exception) -> dict:
 
 
 def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
-    """The innermost line of ours in a stack."""
+    """Return the innermost line of ours in a stack."""
     ours = [f for f in stack if f.filename.startswith(f"{ROOT}{os.sep}")]
     ours = [f for f in ours if f.name not in ("_work", "call")]
     if not ours:
@@ -126,8 +125,8 @@ def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[ProbeRow]:
-    """Rows about the ranks without a value: first those for which the others may only have
-    waited."""
+    """Return rows about the ranks without a value: first those that the others may only have waited
+    for."""
     troubles: dict[str, list[int]] = {}
     waits: dict[str, list[int]] = {}
     for r, a in enumerate(answers):
@@ -141,7 +140,7 @@ def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[ProbeRo
             troubles.setdefault(a["error"], []).append(r)
         elif "error" in a or "stopped" in a:
             waits.setdefault(a.get("error", a.get("stopped")), []).append(r)
-    # the troubles of the fewest ranks first: the odd ones, where many hang in the same place
+    # the troubles of the fewest ranks first: many may hang in one place because of a few
     rows = []
     for text in sorted(troubles, key=lambda text: len(troubles[text])):
         rows.append(ProbeRow("FAIL", f"{probe.named(troubles[text])}: {text}"))

@@ -12,7 +12,7 @@ LEASE = "lease"  # what all ranks try to create
 
 
 def prefix(cfg: Config, name: str) -> Key | None:
-    """A prefix for a preflight, beside the checkpoints; None where these are in a folder."""
+    """Return a prefix for a preflight next to the checkpoints; None where these are in a folder."""
     where = location(cfg.checkpoint.store) if cfg.checkpoint.store else None
     return where.parent / f".preflight-{name}" if isinstance(where, Key) else None
 

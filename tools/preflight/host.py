@@ -1,5 +1,5 @@
-"""The check of what a host gives its ranks besides devices: open files, memory, and an address that
-other hosts can reach."""
+"""Check the resources of a host besides devices: open files, memory, and an address that other
+hosts can reach."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def measure_host(probe: Probe) -> dict:
 
 
 def own_address() -> str:
-    """The address that this host's name stands for; "" where it has none, or where the network card
-    is given by name."""
+    """Return the address that this host's name resolves to; "" where it has none, or where the
+    network card is given by name."""
     if not os.environ.get("GLOO_SOCKET_IFNAME"):
         with suppress(OSError):
             return socket.gethostbyname(socket.gethostname())
@@ -41,8 +41,8 @@ def own_address() -> str:
 
 
 def free_memory() -> int:
-    """Bytes that processes of this host may still take. The limit of the container counts if there
-    is one (cgroup v2)."""
+    """Return the bytes that processes of this host may still take. The limit of the container
+    counts if there is one (cgroup v2)."""
     free = device_table(torch.device("cpu"))["free"]
     with suppress(OSError, ValueError):  # no such files, or "max": no limit
         limit, used = (int((CGROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
@@ -54,9 +54,9 @@ def free_memory() -> int:
 
 
 def memory_of_a_rank(probe: Probe) -> int:
-    """Bytes of host memory that a rank's part of the state takes: as the copy that a save is
+    """Return the bytes of host memory for a rank's part of the state: the copy that a save is
     written from, which CUDA rounds up to at most twice as much when it pins it; with cpu_offload
-    also as the state itself."""
+    also the state itself."""
     part = checkpoint_bytes(probe.cfg, probe.args) // probe.world.size
     pinned = 2 if probe.device.type == "cuda" else 1
     return part * (pinned * probe.cfg.checkpoint.async_save + probe.cfg.parallelism.cpu_offload)
@@ -87,7 +87,7 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
         rows.append(
             ProbeRow(
                 "FAIL",
-                f"the name of the host of {probe.named(ranks)} stands for "
+                f"the host name of {probe.named(ranks)} resolves to "
                 f"{answers[ranks[0]]['address']} there, so "
                 "the other hosts would look for its ranks on themselves: set GLOO_SOCKET_IFNAME "
                 "and NCCL_SOCKET_IFNAME "

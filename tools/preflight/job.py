@@ -61,7 +61,7 @@ def measure_data(probe: Probe) -> dict:
     digests = []
     seconds = []
     count = 0
-    # what all ranks read alike, then this rank's own
+    # facts equal on all ranks, then this rank's own
     for dp_rank in (0, probe.world.rank // shared % dp_size):
         mesh = SimpleNamespace(
             dp_rank=dp_rank, dp_size=dp_size, token_ranges=lambda seq_len: [range(seq_len)]
@@ -99,7 +99,7 @@ def measure_data(probe: Probe) -> dict:
 
 
 def not_tokenised(cfg: Config) -> tuple[list[str], float]:
-    """Sources that this host would have to tokenise first, and their bytes."""
+    """Return the sources that this host would have to tokenise first, and their bytes."""
     trained = [row.source for row in cfg.data.mixture] or [cfg.data.source]
     fractions = [(source, cfg.data.validation_fraction) for source in trained]
     fractions += [(row.source, 0.0) for row in cfg.validation.sets]
@@ -118,7 +118,7 @@ def judge_data(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     if lacking := [r for r, a in enumerate(answers) if "absent" in a]:
         a = answers[lacking[0]]
-        much = in_bytes(a["size"]) if math.isfinite(a["size"]) else "nobody knows how large"
+        much = in_bytes(a["size"]) if math.isfinite(a["size"]) else "of unknown size"
         return [
             ProbeRow(
                 "FAIL",
@@ -193,7 +193,7 @@ def judge_build(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_step(probe: Probe) -> dict:
-    """Steps of the run on its own batches: the first, and three more to be timed."""
+    """Run steps of the run on its own batches: the first, and three more that are timed."""
     cfg = probe.cfg
     job = probe.job
     limit_collectives(probe, probe.limit("step"))
@@ -228,8 +228,8 @@ def measure_step(probe: Probe) -> dict:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Bytes: of the device, of tensors at the peak, reserved by this process at the peak, left on
-    the device."""
+    """Return bytes: of the device, of tensors at the peak, reserved by this process at the peak,
+    left on the device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats(device)
@@ -252,7 +252,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def numbers_text(values: list[str]) -> str:
-    """Hexadecimal floats as a person reads them."""
+    """Format hexadecimal floats in decimal for the page."""
     return " ".join(f"{float.fromhex(value):.9g}" for value in values)
 
 
@@ -324,8 +324,8 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_save(probe: Probe) -> dict:
-    """A checkpoint of the job, as the run writes it, into the temporary folder; read back into the
-    emptied weights."""
+    """Save a checkpoint of the job into the temporary folder, as the run writes it, and read it
+    back into the emptied weights."""
     job = probe.job
     limit_collectives(probe, probe.limit("save"))
     fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}
@@ -362,7 +362,7 @@ def measure_save(probe: Probe) -> dict:
 
 
 def fingerprints(job: train.Job) -> dict[str, int]:
-    """A number for each of this rank's shards that changes with any bit of it."""
+    """Return a number for each of this rank's shards that changes with any bit of it."""
     hashes = {}
     for name, tensor in state.tensors(job.model, job.optimizer).items():
         shard = state.local(tensor)

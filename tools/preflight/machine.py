@@ -63,8 +63,8 @@ def measure_ranks(probe: Probe) -> dict:
 
 
 def host_names(answers: dict[int, dict]) -> dict[int, str]:
-    """By rank; where several hosts have one name (containers often do), with their number in the
-    run."""
+    """Return the host names by rank; where several hosts share a name (containers often do), with
+    their number in the run."""
     nodes: dict[str, set] = {}
     for a in answers.values():
         nodes.setdefault(a["host"], set()).add(a["node"])
@@ -103,11 +103,11 @@ def judge_ranks(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     return [ProbeRow("ok", f"{len(answers)}, {each} on each of {hosts}")]
 
 
-# config: alike on all ranks -----------------------------------------------------------------------
+# config: equal on all ranks -----------------------------------------------------------------------
 
 
 def measure_config(probe: Probe) -> dict:
-    """Raises InputError for a configuration that the run would refuse."""
+    """Check the configuration. Raises InputError for one that the run would refuse."""
     probe.cfg = load_config(probe.argv, probe.world.size, probe.world.local_size)
     _, probe.args = train.architecture(probe.cfg)
     values = {}
@@ -132,14 +132,14 @@ def judge_config(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_devices(probe: Probe) -> dict:
-    """Raises InputError where this rank has no device."""
+    """Report this rank's device. Raises InputError where it has none."""
     probe.device = meshes.pick_device(probe.cfg.run, probe.world.local_rank)
     probe.dtype = dp.param_dtype(probe.cfg.training, probe.device)
     return device_table(probe.device)
 
 
 def device_table(device: torch.device) -> dict:
-    """The facts of a device; sizes in bytes, "" for what is unknown."""
+    """Return the facts of a device; sizes in bytes, "" for unknown ones."""
     if device.type == "cpu":
         memory = dict(re.findall(r"(\w+):\s+(\d+) kB", _text("/proc/meminfo")))
         total, free = (int(memory.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
@@ -176,8 +176,8 @@ def _text(path: str) -> str:
 
 
 def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
-    """One value for each field of `nvidia-smi --help-query-gpu`; "" for all where it cannot be
-    run."""
+    """Query nvidia-smi: one value for each field of `--help-query-gpu`; "" for all where it cannot
+    be run."""
     uuid = torch.cuda.get_device_properties(device).uuid
     command = [
         "nvidia-smi",
@@ -225,7 +225,7 @@ def judge_devices(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                 ProbeRow(
                     "FAIL",
                     f"the GPUs of {probe.named(ranks)} are permuted (PCI {', '.join(buses)}): "
-                    "ranks then meet the wrong network card and neighbour; list "
+                    "ranks then use the wrong network card and peer; list "
                     "CUDA_VISIBLE_DEVICES in ascending "
                     "order, with CUDA_DEVICE_ORDER=PCI_BUS_ID",
                     blocks=False,
@@ -285,7 +285,7 @@ def versions(probe: Probe) -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that git names; "none" where git is missing or this is no repository."""
+    """Return the commit of the checkout; "none" where git is missing or this is no repository."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
@@ -294,8 +294,8 @@ def commit() -> str:
 
 
 def files() -> str:
-    """A hash of the code that runs, committed or not: changed and new files count, as they do for
-    Python."""
+    """Return a hash of the code that runs, committed or not: changed and new files count, as they
+    do for Python."""
     digest = hashlib.sha256()
     packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
     paths = [ROOT / "train.py"]
@@ -318,7 +318,7 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     for what, remedy in (
         ("versions", "install the same everywhere"),
-        ("settings", "set it alike for all ranks"),
+        ("settings", "set it to one value on all ranks"),
     ):
         for name in sorted({name for a in answers for name in a[what]}):
             if text := differences(probe, [a[what].get(name) for a in answers]):
@@ -330,7 +330,7 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     )
     return rows or [
         ProbeRow(
-            "ok", f"{versions}; {len(answers[0]['settings'])} settings of the environment alike"
+            "ok", f"{versions}; {len(answers[0]['settings'])} settings of the environment equal"
         )
     ]
 
@@ -339,8 +339,8 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_compute(probe: Probe) -> dict:
-    """The model's largest matmul in its own type and shapes, and a large copy in memory; on all
-    ranks at once."""
+    """Time the model's largest matmul in its own dtype and shapes, and a large copy in memory, on
+    all ranks at once."""
     cuda = probe.device.type == "cuda"
     cfg = probe.cfg
     most_tokens = 8192 if cuda else 512
@@ -379,7 +379,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def best(fn: Callable[[], object], device: torch.device, rounds: int = 8) -> float:
-    """Least seconds of a call: what the device can do, not what disturbed it. A GPU is warmed up by
+    """Return the least seconds of a call, so that disturbances do not count. A GPU is warmed up by
     20 calls."""
     for _ in range(20 if device.type == "cuda" else 1):
         fn()
@@ -496,8 +496,8 @@ def measure_folder(probe: Probe) -> dict:
 
 
 def temporary_place(run_folder: Path, name: str) -> Path:
-    """On the file system of the checkpoints: next to the run's folder, unless that is a mount
-    point."""
+    """Return a temporary folder on the file system of the checkpoints: next to the run's folder,
+    unless that is a mount point."""
     checkpoints = (run_folder / "checkpoints").resolve()
     there = [p for p in (checkpoints, *checkpoints.parents) if p.exists()]
     outside = [p for p in there if p not in (checkpoints, checkpoints.parent)]
@@ -513,8 +513,7 @@ def write(path: Path, data: bytes) -> None:
 
 
 def _lock(probe: Probe) -> str:
-    """On the last rank, which is on another host than rank 0 if there is one: what came of trying
-    to take its lease."""
+    """Try to take rank 0's lease, on the last rank, which is on another host if there is one."""
     if probe.world.rank == 0 or probe.world.rank < probe.world.size - 1:
         return ""
     try:
@@ -525,8 +524,8 @@ def _lock(probe: Probe) -> str:
 
 
 def checkpoint_bytes(cfg: Config, args: Any) -> int:
-    """Of one checkpoint: weights and optimizer state, from the model and optimizer as the run
-    builds them, on meta."""
+    """Return the bytes of one checkpoint: weights and optimizer state, from the model and optimizer
+    as the run builds them, on meta."""
     family = MODELS[cfg.model.family]
     with torch.device("meta"):
         model = family.build(args)
@@ -537,7 +536,7 @@ def checkpoint_bytes(cfg: Config, args: Any) -> int:
 
 
 def checkpoints_kept(cfg: Config) -> int:
-    """At most, with the one that is being written."""
+    """Return the number of checkpoints that exist at most, including the one being written."""
     c = cfg.checkpoint
     steps = cfg.training.steps
     saves = -(-steps // c.interval) if c.interval else 1

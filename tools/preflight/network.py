@@ -24,8 +24,8 @@ LEAST_LINKS = 3  # of one kind: among fewer no link can be called slow
 # that clocks may differ: logs of several hosts can be read together, certificates hold, `make`
 # works
 CLOCK_SECONDS = 1.0
-LINK_BYTES = 64 << 20  # of a message between neighbours, at most
-# seconds by which NCCL's own limit, which aborts the process, lies beyond that of a check
+LINK_BYTES = 64 << 20  # of a message between two ranks, at most
+# seconds by which NCCL's own limit, which aborts the process, exceeds that of a check
 NCCL_MARGIN = 60
 # torch 2.13 renamed it
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -51,7 +51,8 @@ def measure_connect(probe: Probe) -> dict:
 
 
 def limit_collectives(probe: Probe, seconds: int) -> None:
-    """So that a rank that waits in vain can say so before its check's time is over."""
+    """Set the time limit of collectives, so that a rank that waits in vain can report it before its
+    check's time is over."""
     seconds += NCCL_MARGIN if probe.device.type == "cuda" else 0
     if probe.job:
         probe.job.mesh.set_timeout(seconds)
@@ -71,9 +72,9 @@ def judge_connect(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_clock(probe: Probe) -> dict:
-    """Offsets of the hosts' clocks from rank 0's: the reply's time against the middle between
-    request and reply, of the fastest of ten round trips; wrong by at most half that round trip
-    (Cristian's estimate, doi:10.1007/BF01784024)."""
+    """Measure the offsets of the hosts' clocks from rank 0's: the reply's time against the middle
+    between request and reply, of the fastest of ten round trips; wrong by at most half that round
+    trip (Cristian's estimate, doi:10.1007/BF01784024)."""
     offsets = {}
     leaders = probe.leaders if probe.world.rank == 0 else [probe.world.rank]
     if probe.world.rank and probe.world.local_rank:
@@ -129,8 +130,8 @@ def judge_clock(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
-    """By mesh dimension: bytes (at most 1 GiB, where any link is at its full rate) and type of its
-    typical message.
+    """Return the typical message of each mesh dimension: bytes (at most 1 GiB, where any link is at
+    its full rate) and dtype.
 
     - FSDP's dimension (dp_shard, or with context parallelism dp_shard_cp): all-gather of a block's
       weights, of which tensor parallelism leaves a share.
@@ -170,9 +171,9 @@ def messages(probe: Probe) -> dict[str, tuple[int, torch.dtype]]:
 
 
 def measure_bandwidth(probe: Probe) -> dict:
-    """Rates of collectives by dimension, and of links between neighbours. Stages of a pipeline send
-    each other messages and have no collectives that matter: of `pp` there are links alone, and the
-    bytes of a message."""
+    """Measure rates of collectives by dimension, and of the links between adjacent ranks. Stages of
+    a pipeline send each other messages and have no collectives that matter: for `pp` only links are
+    measured, and the bytes of a message."""
     mesh = probe.job.mesh
     by_dimension = {}
     links = []
@@ -225,7 +226,8 @@ def measure_bandwidth(probe: Probe) -> dict:
 def collective_seconds(
     fn: Callable[[], None], device: torch.device, group: dist.ProcessGroup
 ) -> float:
-    """Median of five calls that the ranks begin together, after one that opens the connections."""
+    """Return the median of five calls that the ranks begin together, after one that opens the
+    connections."""
     seconds = []
     for i in range(6):
         dist.barrier(group)
@@ -241,9 +243,9 @@ def collective_seconds(
 def ring_links(
     probe: Probe, dim: str, group: dist.ProcessGroup, ranks: list[int], data: torch.Tensor
 ) -> list[list]:
-    """The links between neighbours of a group's ring, pair by pair: [dim, from, to, bytes per
-    second, seconds of latency], reported by the first of the pair. The latency is that of a message
-    of one element, the best of four.
+    """Measure the links of a group's ring, pair by pair: [dim, from, to, bytes per second, seconds
+    of latency], reported by the first of the pair. The latency is that of a message of one element,
+    the best of four.
 
     A small message goes there and back before each measurement, so that both ranks are ready.
     """
@@ -274,8 +276,8 @@ def ring_links(
 
 
 def phase(pair: tuple[int, int], n: int) -> int:
-    """When a pair of a ring of n is measured, so that no rank is in two pairs at once: even pairs,
-    odd pairs, and last the pair that closes a ring of odd length."""
+    """Return the phase in which a pair of a ring of n is measured, so that no rank is in two pairs
+    at once: even pairs, odd pairs, and last the pair that closes a ring of odd length."""
     first, second = pair
     if n % 2 and second == 0:
         return 2
@@ -338,7 +340,7 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 class NetworkLink(NamedTuple):
-    """A row of `ring_links`."""
+    """Row of `ring_links`."""
 
     dim: str
     first: int  # rank

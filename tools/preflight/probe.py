@@ -1,5 +1,5 @@
-"""What the checks of one rank know and share, the lines of the page, and how ranks and numbers are
-written there."""
+"""Shared state of the checks of one rank, lines of the page, and the format of ranks and numbers in
+them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG = ("build", "step", "save")
 
 @dataclass
 class ProbeRow:
-    """A line of the page. result: ok, warn, FAIL or left out. After a failure that `blocks`, the
+    """Line of the page. result: ok, warn, FAIL or left out. After a failure that `blocks`, the
     checks that need this one are left out."""
 
     result: str
@@ -45,7 +45,7 @@ class ProbeRow:
 
 @dataclass
 class Probe:
-    """One rank's preflight: what it was told, and what its checks have found out and built so far."""
+    """Preflight of one rank: its arguments, and the results of its checks so far."""
 
     argv: list[str]
     world: World
@@ -69,7 +69,7 @@ class Probe:
     job: train.Job | None = None
 
     def limit(self, check: str) -> int:
-        """Seconds that a check may take on a rank."""
+        """Return the seconds that a check may take on a rank."""
         usual = self.cfg.run.init_timeout_seconds if self.cfg and check in LONG else TIMEOUT
         return self.seconds or usual
 
@@ -92,8 +92,8 @@ class Probe:
 
     @property
     def slow(self) -> str:
-        """The result of a slow rank. Where the ranks of a host share its cores, a rate tells as
-        much about what else runs there."""
+        """Return the result for a slow rank. Where the ranks of a host share its cores, a low rate
+        may come from other processes, so it only warns."""
         return "FAIL" if self.device.type == "cuda" else "warn"
 
     def named(self, ranks: Iterable[int]) -> str:
@@ -110,7 +110,7 @@ class Probe:
 
 
 def spans(ranks: Sequence[int]) -> str:
-    """Ascending numbers as "rank 5" or "ranks 0-3, 6"."""
+    """Format ascending numbers as "rank 5" or "ranks 0-3, 6"."""
     runs: list[list[int]] = []
     for r in ranks:
         if runs and r == runs[-1][-1] + 1:
@@ -124,8 +124,8 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def differences(probe: Probe, values: Sequence[object]) -> str:
-    """A sentence about the ranks whose value differs from that of most; "" if none does. values: by
-    rank, None: not set."""
+    """Describe the ranks whose value differs from that of most; "" if none does. values: by rank,
+    None: not set."""
     counts = Counter(values)
     if len(counts) == 1:
         return ""
@@ -139,20 +139,20 @@ def differences(probe: Probe, values: Sequence[object]) -> str:
 
 
 def least(values: Iterable[float]) -> int:
-    """The rank with the smallest value. values: by rank."""
+    """Return the rank with the smallest value. values: by rank."""
     values = list(values)
     return values.index(min(values))
 
 
 def most(values: Iterable[float]) -> int:
-    """The rank with the largest value. values: by rank."""
+    """Return the rank with the largest value. values: by rank."""
     values = list(values)
     return values.index(max(values))
 
 
 def judge_writing(probe: Probe, rates: list[float], size: int, does: str) -> tuple[str, list[int]]:
-    """A sentence about the bytes/s at which ranks write a checkpoint of `size` bytes, and the ranks
-    that are slow. does: what a rank does, as "uploads"."""
+    """Describe the bytes/s at which ranks write a checkpoint of `size` bytes, and name the slow
+    ranks. does: the action, as "uploads"."""
     middle = statistics.median(rates)
     low = least(rates)
     slow = [rank for rank, rate in enumerate(rates) if rate < SLOW["write"] * middle]

@@ -6,14 +6,14 @@
 
 Begins at the newest checkpoint before these steps, on the CPU, in one process, and compares loss
 and norm with RUN's metrics.jsonl, gradients with its gradients.jsonl (metrics.gradient_interval),
-and weights and moments with each checkpoint that RUN has saved after one of these steps. With --mesh
-(named as in tools.parity) the steps are recomputed on a mesh and in one process, and with --against
-by OTHER too, which is another run's folder, or a checkpoint: then the state before the step, the
-batch, the output of every module, and all gradients are compared; and the first step that begins
-alike and ends differently is computed once more, to find the operator or collective that is wrong.
-RUN is only read. Prints a table: step, what differs, the first module or parameter where it does,
-and by how much relative to the value. Exit code 0: equal; 1: it differs; 2: a mistake in the call.
-docs/reliability.md says more.
+and weights and moments with each checkpoint that RUN has saved after one of these steps. With
+--mesh (named as in tools.parity) the steps are recomputed on a mesh and in one process, and with
+--against by OTHER too, which is another run's folder, or a checkpoint: then the state before the
+step, the batch, the output of every module, and all gradients are compared; and the first step that
+begins with equal state and ends with different state is computed once more, to find the operator or
+collective that is wrong. RUN is only read. Prints a table: step, what differs, the first module or
+parameter where it does, and by how much relative to the value. Exit code 0: equal; 1: it differs;
+2: a mistake in the call. docs/reliability.md says more.
 """
 
 import argparse
@@ -67,7 +67,7 @@ ONE = MeshOfRanks("one process", {})
 
 @dataclass(frozen=True)
 class Side:
-    """What computes the steps: a run's options, and a mesh."""
+    """One side of the comparison: a run's options, and a mesh."""
 
     label: str
     task: Recomputation
@@ -116,8 +116,8 @@ def steps_of(text: str) -> range:
 
 
 def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
-    """The command line on this mesh: the same batches, in microbatches that are no larger. Raises
-    ConfigError."""
+    """Return the command line on this mesh: the same batches, in microbatches that are no larger.
+    Raises ConfigError."""
     argv = with_options(argv, mesh.options(given))
     rows = max(1, given.training.global_batch_size // mesh.data_parallel)
     largest = min(given.training.local_batch_size or rows, rows)
@@ -130,7 +130,7 @@ def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
 
 
 def check_comparable(run: Recorded, other: Recorded, more: list[str]) -> None:
-    """Raises InputError for runs whose steps cannot be laid side by side."""
+    """Raise InputError for runs whose steps cannot be compared."""
     lengths = []
     for each in run, other:
         lengths.append(load_config([str(each.options), *more], None, None).training.seq_len)
@@ -142,7 +142,7 @@ def check_comparable(run: Recorded, other: Recorded, more: list[str]) -> None:
 
 
 def begins_at(run: Recorded, other: Recorded, steps: range) -> int:
-    """The newest step before these after which both have a state."""
+    """Return the newest step before these after which both have a state."""
     common = [step for step in run.before(steps.start) if step in other.before(steps.start)]
     return common[0]
 
@@ -150,8 +150,8 @@ def begins_at(run: Recorded, other: Recorded, steps: range) -> int:
 def side(
     label: str, run: Recorded, mesh: MeshOfRanks, begins: int, steps: range, more: list
 ) -> Side:
-    """Raises InputError for options that this mesh refuses, and for a run whose initial state is
-    not to be had."""
+    """Build a side. Raises InputError for options that this mesh refuses, and for a run whose
+    initial state is missing."""
     given = load_config([str(run.options), *more], None, None)
     if steps.stop - 1 > given.training.steps:
         raise InputError(f"--steps {steps.stop - 1}: {run.place} has {given.training.steps} steps")
@@ -170,7 +170,7 @@ def side(
 
 
 def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Replay:
-    """Raises InputError for a mistake in the call."""
+    """Plan the recomputation. Raises InputError for a mistake in the call."""
     steps = steps_of(flags.steps)
     run = open_run(flags.run, temporary)
     other = run if flags.against is None else open_run(flags.against, temporary)
@@ -199,7 +199,7 @@ def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Repl
 
 
 def judge(plan: Replay, first: list, second: list | None) -> list[Row]:
-    """What differs. first, second: what each rank of a side has noted, a list of steps."""
+    """List the differences. first, second: the notes of each rank of a side, a list of steps."""
     metrics = plan.run.metrics()
     gradients = plan.run.gradients()
     rows = []
@@ -222,8 +222,8 @@ BEFORE = ("weights before", "moments before", "data", "microbatches")
 
 
 def step_to_search(plan: Replay, rows: list[Row]) -> tuple[int, str] | None:
-    """The first step that two sides begin alike and compute differently, and the module to look
-    into; None if there is none."""
+    """Return the first step that two sides begin with equal state and compute differently, and the
+    module to look into; None if there is none."""
     if plan.second is None:
         return None
     for step in plan.first.task.asked:
@@ -243,8 +243,8 @@ def step_to_search(plan: Replay, rows: list[Row]) -> tuple[int, str] | None:
 
 
 def operators_of(plan: Replay, step: int, scope: str, compute: Callable, seconds: float) -> list:
-    """What the ranks of both sides note of the operators of this step, which is computed once more.
-    scope: the module to look into, if one of the sides is a mesh."""
+    """Compute this step once more and return both sides' notes of its operators, by rank. scope:
+    the module to look into, if one of the sides is a mesh."""
     noted = []
     inside = None if plan.first.ranks == plan.second.ranks == 1 else scope
     for each in plan.first, plan.second:
@@ -268,7 +268,7 @@ def table(rows: list[Row]) -> str:
 
 
 def begin(plan: Replay) -> str:
-    """What is compared with what."""
+    """Describe the comparison that begins."""
     steps = plan.first.task.asked
     logged = [step for step in steps if step in plan.run.metrics()]
     gradients = [step for step in steps if step in plan.run.gradients()]

@@ -1,4 +1,4 @@
-"""Where a recomputed step differs: from what the run has recorded, and from a second computation.
+"""Find where a recomputed step differs from the run's records, and from a second computation.
 
 Shapes:  S sequences of the global batch   T tokens of a sequence
 """
@@ -27,7 +27,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Row:
-    """What differs, and where first."""
+    """Difference, and the first place where it occurs."""
 
     step: int
     against: str
@@ -38,7 +38,8 @@ class Row:
 
 
 def place(got: np.ndarray, want: np.ndarray) -> str:
-    """The smallest box of a tensor that holds what differs, as indices; "" if that is all of it."""
+    """Return the smallest box of a tensor that contains all differences, as indices; "" if that is
+    all of it."""
     if got.shape != want.shape or got.ndim == 0:
         return ""
     apart = np.abs(got.astype(np.float64) - want)
@@ -56,7 +57,7 @@ def place(got: np.ndarray, want: np.ndarray) -> str:
 
 
 def of_state(step: int, against: str, what: str, got: Values, want: Values, limit: float) -> list:
-    """At most one row: the first tensor that differs, in the order of the model."""
+    """Return at most one row: the first tensor that differs, in the order of the model."""
     found = []
     for name in [*want, *(name for name in got if name not in want)]:
         a, b = got.get(name, np.empty(0)), want.get(name, np.empty(0))
@@ -70,7 +71,7 @@ def of_state(step: int, against: str, what: str, got: Values, want: Values, limi
 
 
 def merged(ranks: list[StepNotes], kind: str, when: int) -> Values:
-    """The weights or the moments of all ranks."""
+    """Merge the weights or the moments of all ranks."""
     return compare.merged(ranks, kind, when)
 
 
@@ -82,7 +83,8 @@ def from_record(
     limits: Limits,
     is_first: bool,
 ) -> list[Row]:
-    """What the run wrote of this step, and what it saved after it. Each may be None."""
+    """Compare with the records that the run wrote of this step, and the checkpoint after it. Each
+    may be None."""
     step, rows = ranks[0].step, []
     limit = limits.values if is_first else limits.state
     got = {"loss": ranks[0].loss[0], "grad_norm": ranks[0].norm[0]}
@@ -108,8 +110,8 @@ def from_record(
 def of_gradients(
     ranks: list[StepNotes], recorded: dict[str, list[float]], limit: float
 ) -> list[Row]:
-    """At most one row: the first parameter whose gradient has another norm or digest than the run
-    wrote (training/digests.py)."""
+    """Return at most one row: the first parameter whose gradient has another norm or digest than
+    the run wrote (training/digests.py)."""
     whole = compare.merged(ranks, "gradients")
     every = replace(ranks[0], outputs={}, gradients=whole)
     for seen in ranks:
@@ -133,7 +135,7 @@ def of_kind(saved: Values, prefix: str) -> Values:
 
 
 def by_token(ranks: list[StepNotes], kind: str, T: int) -> np.ndarray:
-    """Tokens or labels of all ranks, [S, T]."""
+    """Join tokens or labels of all ranks, [S, T]."""
     every = compare.windows(ranks)
     result = np.full((len(every), T), -1, np.int64)
     for seen in ranks:
@@ -144,7 +146,7 @@ def by_token(ranks: list[StepNotes], kind: str, T: int) -> np.ndarray:
 
 
 def of_data(ranks: list[StepNotes], other: StepNotes, against: str) -> list[Row]:
-    """At most one row: the first sequence or token that is not the same."""
+    """Return at most one row: the first sequence or token that is not the same."""
     step, T = other.step, len(other.positions)
     windows, wanted = compare.windows(ranks), compare.windows([other])
     if not np.array_equal(windows, wanted):
@@ -161,7 +163,7 @@ def of_data(ranks: list[StepNotes], other: StepNotes, against: str) -> list[Row]
 
 
 def of_microbatches(ranks: list[StepNotes], other: StepNotes, against: str) -> list[Row]:
-    """At most one row: a rank that has not run all of its microbatches."""
+    """Return at most one row: a rank that has not run all of its microbatches."""
     for rank, seen in enumerate(ranks):
         expected = len(seen.samples)
         ran = min(map(len, seen.outputs.values()), default=expected)
@@ -172,7 +174,7 @@ def of_microbatches(ranks: list[StepNotes], other: StepNotes, against: str) -> l
 
 
 def computed_by(ranks: list[StepNotes], other: StepNotes, module: str) -> str:
-    """The ranks whose tokens are not the same after this module; "" if all ranks are among them."""
+    """Name the ranks whose tokens differ after this module; "" if all ranks are among them."""
     T = len(other.positions)
     want = compare.by_token([other], module, None, T)  # [S, T, F]
     got = compare.by_token(ranks, module, want.shape[-1], T)
@@ -196,7 +198,7 @@ def from_other(
     is_first: bool,
     same_run: bool,
 ) -> list[Row]:
-    """The same step computed again, by one process: of the same run, or of another one."""
+    """Compare with the same step computed by one process: of the same run, or of another one."""
     step = other.step
     before = limits.state if not is_first else (0.0 if same_run else limits.values)
     mine, theirs = merged(ranks, "moments", 0), other.moments[0]
@@ -207,7 +209,7 @@ def from_other(
     data = of_data(ranks, other, against)
     rows += data
     if data and data[0].where.startswith("window"):
-        return rows  # there is nothing to lay side by side
+        return rows  # there is nothing to compare
     lost = of_microbatches(ranks, other, against)
     rows += lost
     limit = limits.values if is_first else limits.state

@@ -26,7 +26,8 @@ DOUBLE = 1e-14  # how far sums in float64 are apart, as a part of the norm: 1e-1
 def located(
     ranks: list[StepNotes], other: StepNotes, against: str, limits: Limits, is_first: bool
 ) -> list[Row]:
-    """Rows for a step of which a mesh, or one process, and `other` began with the same state."""
+    """Locate the operator or collective at fault in a step that a mesh, or one process, and `other`
+    began with the same state."""
     limit = limits.values if is_first else limits.state
     rows = of_collectives(ranks, other.step) + of_messages(ranks, other.step)
     if rows:
@@ -40,7 +41,7 @@ def located(
 
 
 def error_of(got: Summary, wanted: list[Summary], factor: float = 1.0) -> float:
-    """How far a part is from the sum of these, as a part of their norms."""
+    """Return the distance of a part from the sum of these, relative to their norms."""
     want = sum(part.digest for part in wanted) * factor
     size = sum(part.norm for part in wanted) * factor
     apart = abs(got.digest - want)
@@ -78,8 +79,8 @@ DEFINITIONS: dict[str, Callable] = {
 
 
 def of_collectives(ranks: list[StepNotes], step: int) -> list[Row]:
-    """At most two rows: the first collective whose result is not what its definition says, and the
-    modules whose gradient no collective has reduced."""
+    """Return at most two rows: the first collective whose result contradicts its definition, and
+    the modules whose gradient no collective has reduced."""
     rows = []
     wrong: list[tuple[int, CheckedCollective, list[int], float]] = []
     for group, calls_of in calls_by_group(ranks).items():
@@ -125,7 +126,7 @@ def usual_reduction(ranks: list[StepNotes]) -> str:
 
 
 def calls_by_group(ranks: list[StepNotes]) -> dict[tuple[int, ...], list[list[CheckedCollective]]]:
-    """The ranks of a group -> the calls of each in that group."""
+    """Return the ranks of a group -> the calls of each in that group."""
     groups: dict[tuple[int, ...], list[list[CheckedCollective]]] = {}
     for rank, seen in enumerate(ranks):
         for call in seen.operators.collectives:
@@ -135,8 +136,8 @@ def calls_by_group(ranks: list[StepNotes]) -> dict[tuple[int, ...], list[list[Ch
 
 
 def error_of_call(calls: list[CheckedCollective], i: int) -> float:
-    """The largest error of what the rank number i of the group got. 0 for what is not compared: a
-    maximum, and calls that are not the same on all ranks."""
+    """Return the largest error in the result of rank number i of the group. 0 for calls that are
+    not compared: a maximum, and calls that are not the same on all ranks."""
     if len({(call.name, call.reduction) for call in calls}) > 1:
         return 0.0
     if calls[i].reduction not in ("", "sum", "avg"):
@@ -150,8 +151,8 @@ def error_of_call(calls: list[CheckedCollective], i: int) -> float:
 
 
 def of_messages(ranks: list[StepNotes], step: int) -> list[Row]:
-    """At most one row: the first message that did not arrive as it was sent, in the order of the
-    first rank that got a wrong one."""
+    """Return at most one row: the first message that did not arrive as it was sent, in the order of
+    the first rank that got a wrong one."""
     wrong: list[tuple[str, float]] = []
     for receiver, seen in enumerate(ranks):
         for (sender, name), parts in seen.messages.got.items():
@@ -170,7 +171,7 @@ def of_messages(ranks: list[StepNotes], step: int) -> list[Row]:
 
 
 def apart(got: Summary, want: Summary) -> float:
-    """The relative difference of two tensors, by their numbers."""
+    """Return the relative difference of two tensors, from their noted numbers."""
     if got.shape != want.shape or got.strange != want.strange:
         return float("inf")
     error = max(abs(got.norm - want.norm), abs(got.digest - want.digest))
@@ -178,7 +179,7 @@ def apart(got: Summary, want: Summary) -> float:
 
 
 def in_order(seen: StepNotes, other: StepNotes, against: str, limit: float) -> list[Row]:
-    """At most one row: the first operator of two processes that gives something else."""
+    """Return at most one row: the first operator of two processes with a different result."""
     mine, theirs = seen.operators.operations, other.operators.operations
     for got, want in zip(mine, theirs, strict=False):
         same = (got.name, len(got.outputs)) == (want.name, len(want.outputs))
@@ -200,7 +201,7 @@ def in_order(seen: StepNotes, other: StepNotes, against: str, limit: float) -> l
 
 
 def because(got: Operation, want: Operation, limit: float) -> str:
-    """What the two were given that is not the same, where nothing before was wrong."""
+    """Describe differing inputs of the two, where nothing before was wrong."""
     for mine, theirs in zip(got.constants, want.constants, strict=False):
         if mine != theirs:
             return f" ({mine} in place of {theirs})"
@@ -211,8 +212,8 @@ def because(got: Operation, want: Operation, limit: float) -> str:
 
 
 def by_token(ranks: list[StepNotes], other: StepNotes, against: str, limit: float) -> list[Row]:
-    """At most one row: the first operator, in the order of one process, after which the tokens of a
-    mesh are not the same, or a weight's gradient is not."""
+    """Return at most one row: the first operator, in the order of one process, after which the
+    tokens of a mesh, or a weight's gradient, differ."""
     mine = [replace(seen, outputs=seen.operators.by_token) for seen in ranks]
     plain = replace(other, outputs=other.operators.by_token)
     passed: list[
@@ -241,7 +242,7 @@ def by_token(ranks: list[StepNotes], other: StepNotes, against: str, limit: floa
 
 
 def ranks_that_run(ranks: list[StepNotes], key: str) -> list[int]:
-    """Those that run anything in the module of this key, in the same phase."""
+    """Return the ranks that run anything in the module of this key, in the same phase."""
     prefix = key.split("\t")[:2]
     return [
         rank
@@ -256,7 +257,8 @@ def ranks_without(ranks: list[StepNotes], key: str) -> list[int]:
 
 
 def added(seen: StepNotes, other: StepNotes, key: str) -> str:
-    """The first operator that this rank runs in the module of this key and one process does not."""
+    """Return the first operator that this rank runs in the module of this key and one process does
+    not."""
     prefix = key.split("\t")[:2]
     for own in seen.operators.keys:
         if own.split("\t")[:2] == prefix and own not in other.operators.keys:
@@ -265,7 +267,7 @@ def added(seen: StepNotes, other: StepNotes, key: str) -> str:
 
 
 def in_place(seen: StepNotes, other: StepNotes, passed: list[str], key: str) -> str:
-    """What else has changed since the last operator that is equal, as the beginning of a sentence."""
+    """Describe other changes since the last equal operator, as the beginning of a sentence."""
     prefix = key.split("\t")[:2]
     of_module = [name for name in passed if name.split("\t")[:2] == prefix]
     instead = added(seen, other, key)
@@ -276,7 +278,8 @@ def in_place(seen: StepNotes, other: StepNotes, passed: list[str], key: str) -> 
 
 
 def error_at(ranks: list[StepNotes], other: StepNotes, key: str) -> tuple[float | None, str]:
-    """How far a mesh is off after this operator, and which ranks are; None if it cannot be compared."""
+    """Return the error of a mesh after this operator, and the ranks with it; None if it cannot be
+    compared."""
     if key in other.outputs:
         return error_of_tokens(ranks, other, key)
     want = other.operators.summed.get(key)
@@ -308,8 +311,8 @@ def error_of_tokens(ranks: list[StepNotes], other: StepNotes, key: str) -> tuple
 
 
 def summed_over_tp(ranks: list[StepNotes], key: str) -> list[StepNotes]:
-    """What the ranks of each tp group have together, if every one has a part of each sum; [] without
-    tensor parallelism, and where their outputs are not alike."""
+    """Sum over each tp group, if every rank has a part of each sum; [] without tensor parallelism,
+    and where their outputs differ in shape."""
     groups: dict[bytes, dict[int, StepNotes]] = {}
     for seen in ranks:
         if key in seen.outputs:

@@ -16,7 +16,7 @@ from tools.replay.operators import Summary, summary
 
 @dataclass
 class MessageNotes:
-    """A rank's notes. Keys: the number of the other rank in the job, and what the message is."""
+    """Notes of one rank. Keys: the number of the other rank in the job, and the kind of message."""
 
     sent: dict[tuple[int, str], list[Summary]] = field(default_factory=lambda: defaultdict(list))
     got: dict[tuple[int, str], list[Summary]] = field(default_factory=lambda: defaultdict(list))
@@ -39,7 +39,7 @@ class NotedLink:
 
 
 class NotedMessage:
-    """A message that is noted when a rank has waited for it. Like a dist.Work."""
+    """Message that is noted when a rank has waited for it. Has the interface of a dist.Work."""
 
     def __init__(self, work: Any, tensor: Tensor, notes: list[Summary]) -> None:
         self.work, self.tensor, self.notes = work, tensor, notes
@@ -50,7 +50,7 @@ class NotedMessage:
 
 
 def content(tensor: Tensor) -> Summary:
-    """Its three numbers, which are no operators of the step."""
+    """Return its three numbers, computed outside of the step's noted operators."""
     with _disable_current_modes():
         return summary(tensor)
 

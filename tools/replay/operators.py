@@ -1,10 +1,10 @@
-"""What every operator and every collective of one step gives, noted on one rank while the step is
-computed again. tools/replay/locate.py finds the first of them that is wrong.
+"""Note the results of every operator and every collective of one step on one rank, while the step
+is computed again. tools/replay/locate.py finds the first of them that is wrong.
 
-Of an operator in one process three numbers of each input and output are noted, forward, backward and
-optimizer alike. On a mesh its outputs are noted by token, in forward and backward of the modules that
-are asked for: those can be laid beside one process's. Of a collective three numbers of each part are
-noted that was sent, and that arrived: so it can be checked by its definition.
+In one process, three numbers of each operator's inputs and outputs are noted, in forward, backward
+and optimizer. On a mesh, outputs are noted by token, in forward and backward of the requested
+modules, for comparison with one process. Of a collective, three numbers of each sent and received
+part are noted, so that it can be checked against its definition.
 
 Shapes:  b sequences of a microbatch   t this rank's tokens of a sequence
 """
@@ -38,7 +38,7 @@ from training import digests
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OURS = Path("tools/replay"), Path("tools/parity")  # lines of these explain nothing
-# Their results are whatever the memory held.
+# Their results are uninitialised memory.
 WITHOUT_VALUES = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "resize_")
 
 
@@ -52,7 +52,7 @@ class Summary(NamedTuple):
 
 
 class TensorForm(NamedTuple):
-    """How to read a collective's operator. Arguments by their place."""
+    """Positions of the arguments of a collective's operator."""
 
     sent: int
     got: int | None  # None: the result
@@ -99,8 +99,8 @@ class CheckedCollective:
 
 @dataclass
 class OperatorNotes:
-    """A rank's notes. A key says phase, module, operator, line, and the how manieth of this line in a
-    call of the module."""
+    """Notes of one rank. A key is phase, module, operator, line, and the count of this line within
+    one call of the module."""
 
     operations: list[Operation] = field(default_factory=list)
     collectives: list[CheckedCollective] = field(default_factory=list)
@@ -146,7 +146,8 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def outputs_of(func: Any, args: tuple, result: Any) -> list[Tensor]:
-    """What an operator has computed: its result, or the arguments that it writes to. [] of a view."""
+    """Return the tensors that an operator has computed: its result, or the arguments that it writes
+    to. [] of a view."""
     if func.overloadpacket.__name__ in WITHOUT_VALUES:
         return []
     aliases = [value.alias_info for value in func._schema.returns if value.alias_info is not None]
@@ -232,7 +233,7 @@ class Operators(TorchDispatchMode):
         return result
 
     def place(self) -> tuple[str, str, int, str]:
-        """Phase, module, microbatch and line of the operator that runs."""
+        """Return phase, module, microbatch and line of the operator that runs."""
         line = line_of(sys._getframe(2))
         module = self.stack[-1] if self.stack else ""
         if not is_recomputing():
@@ -261,7 +262,7 @@ class Operators(TorchDispatchMode):
         inside = f"{module}.".startswith(f"{self.scope}.") or not self.scope
         if phase == "recomputed" or not inside or not module:
             return
-        # by line, since DTensor adds operators of its own between ours
+        # by line, since DTensor inserts its own operators between ours
         place = phase, module, name, line
         count = self.seen_of[(*place, microbatch)]
         self.seen_of[(*place, microbatch)] += 1
@@ -333,7 +334,8 @@ class Operators(TorchDispatchMode):
         return result
 
     def unreduced(self) -> list[str]:
-        """Modules that FSDP shards or replicates, whose gradient has been reduced over no ranks."""
+        """Return the modules that FSDP shards or replicates and whose gradient no collective has
+        reduced."""
         found = []
         for stage in pp.stages_of(self.model):
             for module in stage.modules():
@@ -355,7 +357,7 @@ def mixtures_of(stage: Any) -> list[nn.Module]:
 
 
 def is_sum_over_tokens(args: tuple) -> bool:
-    """Whether a product in backward is a weight's gradient: its first factor is transposed."""
+    """Return True for a weight's gradient: a product in backward whose first factor is transposed."""
     first = args[0] if args else None
     return isinstance(first, Tensor) and first.ndim == 2 and first.stride(0) < first.stride(1)
 
@@ -371,7 +373,8 @@ def finish(result: Any) -> None:
 
 
 def reduction_of(args: tuple) -> str:
-    """As sum; of c10d's operators, whose argument is opaque, as the caller has named it."""
+    """Return the reduction, such as sum; for c10d's operators, whose argument is opaque, as the
+    caller has named it."""
     for value in args:
         if isinstance(value, str) and value in ("sum", "avg", "max", "min", "product"):
             return value
@@ -384,8 +387,8 @@ def reduction_of(args: tuple) -> str:
 
 
 def of_fsdp(frame: FrameType | None) -> str | None:
-    """The module whose weights FSDP gathers here, or whose gradient it reduces; None if it is not
-    FSDP that calls."""
+    """Return the module whose weights FSDP gathers here, or whose gradient it reduces; None if the
+    caller is not FSDP."""
     while frame:
         caller = frame.f_locals.get("self")
         if type(caller).__name__ == "FSDPParamGroup":
@@ -395,7 +398,7 @@ def of_fsdp(frame: FrameType | None) -> str | None:
 
 
 def line_of(frame: FrameType | None) -> str:
-    """The innermost calling line of this repository, but for the tools that note it."""
+    """Return the innermost calling line of this repository, excluding the tools that note it."""
     while frame:
         path = Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT):

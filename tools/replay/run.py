@@ -1,4 +1,4 @@
-"""What a run has left behind: its options, its checkpoints, and what it wrote of its steps.
+"""Read a run's options, its checkpoints, and its records of the steps.
 
 All of it is read. Nothing is written into a run's folder.
 """
@@ -27,13 +27,13 @@ COMPUTED = ("model", "training", "optimizer", "lr_schedule", "data", "lora")
 
 
 def computed(cfg: Config) -> list:
-    """The tables that say what a step computes, wherever it does."""
+    """Return the tables of options that determine the result of a step on any machine."""
     return [getattr(cfg, table) for table in COMPUTED]
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run, or a checkpoint of it, on a disk or in a store."""
+    """Run, or a checkpoint of it, on a disk or in a store."""
 
     place: Path | Key
     files: Path  # a folder with its metrics and gradients, if it has any
@@ -41,19 +41,19 @@ class Recorded:
     checkpoints: dict[int, Path | Key]  # by step; of the newest attempt
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """What the run wrote of each step: the last word, where a step was trained again."""
+        """Return the run's metrics by step; of a step that was trained again, the last record."""
         path = self.files / "metrics.jsonl"
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         rows = [json.loads(line) for line in lines if line.strip()]
         return {row["step"]: row for row in rows if "loss" in row and "grad_norm" in row}
 
     def gradients(self) -> dict[int, dict[str, list[float]]]:
-        """Two numbers of every gradient, by step (training/digests.py). Raises InputError."""
+        """Return two numbers of every gradient, by step (training/digests.py). Raises InputError."""
         return digests.recorded(self.files)
 
     def trained_by(self, steps: range) -> dict[int, list[int]]:
-        """The steps of these that each start has trained, by its number: of a step that was trained
-        again, the last start's."""
+        """Return the steps of these that each start has trained, by its number; a step that was
+        trained again belongs to the last start."""
         newest: dict[int, int] = {}
         if not goodput.folders(self.files):
             return {}
@@ -68,8 +68,8 @@ class Recorded:
         return by_start
 
     def as_trained(self, steps: range) -> "Recorded":
-        """The run with the options of the start that trained these steps: a run's folder has those
-        of its newest. Raises InputError for steps of starts that computed something else."""
+        """Return the run with the options of the start that trained these steps: a run's folder has
+        those of its newest. Raises InputError for steps of starts that computed something else."""
         by_start = self.trained_by(steps)
         files = {
             number: self.files / "starts" / f"{number:04d}" / "config.toml" for number in by_start
@@ -87,8 +87,8 @@ class Recorded:
         )
 
     def before(self, step: int) -> list[int]:
-        """The steps after which there is a state to begin from, newest first. 0 is that of the
-        initial values."""
+        """Return the steps after which there is a state to begin from, newest first. 0 is that of
+        the initial values."""
         saved = [number for number in self.checkpoints if number < step]
         return sorted({*saved, 0}, reverse=True)
 
@@ -110,7 +110,7 @@ def open_run(place: Path | Key, temporary: Path) -> Recorded:
 
 
 def write_options(path: Path | Key, manifest: dict, temporary: Path) -> Path:
-    """The options with which a checkpoint was saved, as a file."""
+    """Write the options with which a checkpoint was saved to a file."""
     text = manifest["facts"].get("config")
     if not text:
         raise InputError(f"{path} does not say with which options its run was trained")
@@ -127,7 +127,7 @@ def manifest_of(path: Path | Key) -> dict:
 
 
 def state_in(path: Path | Key) -> dict[str, torch.Tensor]:
-    """The whole tensors of a checkpoint, every block verified. Raises InputError."""
+    """Return the whole tensors of a checkpoint, every block verified. Raises InputError."""
     manifest = manifest_of(path)
     state.model_of(path, manifest, MODELS)
     names = [name for name in manifest["tensors"] if not name.startswith(GENERATOR)]

@@ -32,7 +32,7 @@ from training.optimizers import materialise
 
 @dataclass(frozen=True)
 class Recomputation:
-    """What a rank recomputes."""
+    """Task of a rank: the steps to recompute."""
 
     argv: list[str]
     checkpoint: Path | Key | None  # None: the initial values
@@ -44,7 +44,7 @@ class Recomputation:
 
 @dataclass
 class StepNotes(Notes):
-    """A rank's notes of one step."""
+    """Notes of one rank on one step."""
 
     step: int = 0
     tokens: np.ndarray | None = None  # int64 [A, b, t]: what the model reads
@@ -58,7 +58,7 @@ class StepNotes(Notes):
 
 
 def recompute(task: Recomputation) -> list[StepNotes]:
-    """The notes of the steps that were asked for, on this rank. Raises InputError."""
+    """Recompute, and return this rank's notes of the requested steps. Raises InputError."""
     warnings.simplefilter("ignore")
     cfg = load_config(task.argv, world().size, world().local_size)
     corpora = open_corpora(cfg, lambda line: None, verifies=False)
@@ -121,7 +121,7 @@ def moments(job: train.Job) -> dict[str, np.ndarray]:
 
 
 def load_base(job: train.Job) -> None:
-    """Fill the weights beside which adapters are trained, from where the run has them. Raises
+    """Load the frozen weights of the base of an adapter run, from where the run has them. Raises
     InputError."""
     cfg = job.cfg
     base = hf.base_of(job.model)
@@ -141,7 +141,7 @@ def load_base(job: train.Job) -> None:
 @torch.no_grad()
 def check_base(job: train.Job, path: Path | Key, facts: dict) -> None:
     """Round the frozen weights as the run has rounded them. Raises InputError if they are not those
-    that the adapters of a checkpoint were trained beside. facts: of its manifest."""
+    that the adapters of a checkpoint were trained on. facts: of its manifest."""
     stored = DTYPES[facts["dtype"]]
     base = hf.base_of(job.model)
     if any(torch.finfo(tensor.dtype).eps > torch.finfo(stored).eps for tensor in base.values()):

@@ -1,6 +1,6 @@
-"""The charts over steps: one per metric, all runs in each.
+"""Draw the charts over steps: one per metric, all runs in each.
 
-A chart is an SVG that stretches to any width, with labels in HTML beside it, so text has the same
+A chart is an SVG that stretches to any width, with labels in HTML around it, so text has the same
 size on a phone. `data` holds the numbers that page.js shows under the cursor.
 """
 
@@ -20,7 +20,7 @@ MOST_BUCKETS = 18_000  # of all series of a page together: about 70 bytes each
 FEWEST_BUCKETS = 30
 SCALE = 1000  # the size of an SVG's own coordinates
 DOTS = 12  # a series of so few points shows each of them
-LARGEST = 1e280  # what is larger, or smaller than its inverse, stands at the edge of a chart
+LARGEST = 1e280  # values above it, or below its inverse, are drawn at the edge of a chart
 SAME = 1e-9  # relative: what differs by less is one value to an axis
 LOG_FROM = 50  # "auto": logarithmic if the largest value is so many times the smallest
 
@@ -67,7 +67,7 @@ Chosen = tuple[Panel, list[Points | None]]
 
 
 def panels_of(runs: list[LoadedRun]) -> tuple[list[Chosen], list[Chosen]]:
-    """The charts of PANELS that any run has numbers for, and those of all other metrics."""
+    """Return the charts of PANELS that any run has numbers for, and those of all other metrics."""
     tables = [_fold_layers(_with_errors(run.metrics)) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     known = [panel for panel in PANELS if panel.key in keys]
@@ -104,8 +104,8 @@ def chance_of(key: str, metrics: dict[str, Points]) -> str:
 
 
 def _with_errors(metrics: dict[str, Points]) -> dict[str, Points]:
-    """Metrics with standard errors put to what they are of: the value stays the line, and the band
-    reaches one standard error up and down."""
+    """Attach standard errors to their metrics: the value stays the line, and the band reaches one
+    standard error up and down."""
     table = dict(metrics)
     for key, errors in metrics.items():
         of = key.removesuffix(ERROR)
@@ -121,7 +121,7 @@ def _with_errors(metrics: dict[str, Points]) -> dict[str, Points]:
 
 
 def _fold_layers(metrics: dict[str, Points]) -> dict[str, Points]:
-    """Metrics with those of layers put together: their mean becomes a line, their range a band."""
+    """Combine the metrics of single layers: their mean becomes a line, their range a band."""
     groups: dict[str, list[Points]] = {}
     for key, points in metrics.items():
         layer = LAYER.fullmatch(key)
@@ -130,7 +130,7 @@ def _fold_layers(metrics: dict[str, Points]) -> dict[str, Points]:
 
 
 def buckets_for(count: int) -> int:
-    """Buckets of each of so many series."""
+    """Return the number of buckets for each of so many series."""
     return max(FEWEST_BUCKETS, min(PIXELS, MOST_BUCKETS // max(1, count)))
 
 
@@ -162,7 +162,7 @@ class Axis:
 
 
 def value_axis(panel: Panel, drawn: list[Series]) -> Axis:
-    """The vertical axis for all series of a chart."""
+    """Return the vertical axis for all series of a chart."""
     lows = np.concatenate([series.low for series in drawn])
     highs = np.concatenate([series.high for series in drawn])
     if not len(lows):
@@ -180,7 +180,7 @@ def value_axis(panel: Panel, drawn: list[Series]) -> Axis:
         return Axis(0.0, high * 1.05 if high > 1 / LARGEST else 1.0)
     size = max(abs(low), abs(high))
     margin = 0.08 * (high - low)
-    if high - low <= SAME * size:  # one value: it stands in the middle
+    if high - low <= SAME * size:  # one value: drawn in the middle
         margin = 0.1 * size
     margin = max(margin, 1 / LARGEST) if size > 1 / LARGEST else 1.0
     return Axis(low - margin, high + margin)
@@ -225,7 +225,7 @@ def _svg(grid: str, inside: str) -> str:
 
 
 def _y(share: float) -> int:
-    """SVG counts from the top."""
+    """Convert to SVG's y, which counts from the top."""
     return round(SCALE - share * SCALE)
 
 
@@ -244,7 +244,7 @@ def x_labels(across: Axis) -> str:
 
 
 def _drawing(run: int, series: Series, across: Axis, axis: Axis) -> str:
-    """The band, the line and, where there are few, the dots of one run."""
+    """Draw the band, the line and, where there are few, the dots of one run."""
     shown = np.isfinite(series.mean) & ((series.mean > 0) | (not axis.log))
     x = _whole(across.place(series.steps[shown]))
     line = _corners(x, axis, series.mean[shown])
@@ -269,7 +269,7 @@ def _whole(places: np.ndarray) -> list[int]:
 
 
 def _corners(x: list[int], axis: Axis, values: np.ndarray) -> list[tuple[int, int]]:
-    """SVG counts y from the top."""
+    """Convert corners to SVG, whose y counts from the top."""
     y = _whole(SCALE - axis.place(values))
     return list(zip(x, y, strict=True))
 
@@ -279,7 +279,7 @@ def _path(corners: list[tuple[int, int]]) -> str:
 
 
 def _reading(run: int, series: Series, name: str, panel: Panel) -> str:
-    """The run's name and its last value; page.js replaces the value while a pointer is on a
+    """Return the run's name and its last value; page.js replaces the value while a pointer is on a
     chart."""
     if series.last is None:
         value = "not finite"
@@ -290,7 +290,7 @@ def _reading(run: int, series: Series, name: str, panel: Panel) -> str:
 
 
 def _notes(series: Series, name: str, axis: Axis) -> list[str]:
-    """What a reader must know to trust the picture."""
+    """Return the notes that a reader needs to interpret the picture."""
     prefix = f"{name}: " if name else ""
     notes = []
     if count := len(series.not_finite):
@@ -307,8 +307,8 @@ def _notes(series: Series, name: str, axis: Axis) -> list[str]:
 
 
 def _numbers(run: int, series: Series) -> dict:
-    """For page.js and for whoever reads the page with a program: 7 digits, which is float32; 5 of a
-    thinned series."""
+    """Return the numbers for page.js and for programs that read the page: 7 digits, which is
+    float32; 5 of a thinned series."""
     digits = 7 if series.width == 1 else 5
     numbers_of_run = {
         "run": run,

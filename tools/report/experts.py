@@ -20,7 +20,7 @@ MOST_CELLS = 20_000  # of all runs together: about 15 bytes each
 
 
 def section(runs: list[LoadedRun]) -> str:
-    """HTML; "" if no run has experts."""
+    """Return the section as HTML; "" if no run has experts."""
     shown = [(number, run) for number, run in enumerate(runs) if run.experts]
     if not shown:
         return ""
@@ -35,7 +35,7 @@ def section(runs: list[LoadedRun]) -> str:
 
 
 def level_of(load: float) -> int:
-    """The class of LEVELS."""
+    """Return the class of LEVELS for a value."""
     ends = [end for end, _ in LEVELS[:-1]]
     return bisect.bisect_right(ends, load)
 
@@ -86,7 +86,7 @@ def _loads(counts: list[int]) -> list[float]:
 
 
 def _runs_of(levels: list[int]) -> list[tuple[int, int, int]]:
-    """(first column, how many, level) of neighbours that have the same level."""
+    """Group adjacent columns of the same level: (first column, how many, level)."""
     found: list[tuple[int, int, int]] = []
     for column, level in enumerate(levels):
         if found and found[-1][2] == level:

@@ -1,4 +1,4 @@
-"""Numbers, durations and ticks as a person reads them."""
+"""Format numbers, durations and ticks for reading."""
 
 import math
 
@@ -7,7 +7,7 @@ MOST_TICKS = 5
 
 
 def short(value: float) -> str:
-    """About four digits: 4.735, 12.3k, 3.2e-05. `page.js` writes numbers by the same rule."""
+    """Format a number in about four digits: 4.735, 12.3k, 3.2e-05. `page.js` follows the same rule."""
     size = abs(value)
     if not math.isfinite(value):
         return str(value)
@@ -22,13 +22,13 @@ def short(value: float) -> str:
 
 
 def _digits(value: float, digits: int) -> str:
-    """So many significant digits, and all digits of a whole number."""
+    """Format with so many significant digits, and all digits of a whole number."""
     before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
     return f"{value:.{max(0, digits - before)}f}"
 
 
 def _exponent(value: float, digits: int) -> str:
-    """As 1.50e-4, without Python's zeros and its plus."""
+    """Format as 1.50e-4, without Python's zeros and its plus."""
     mantissa, _, exponent = f"{value:.{digits}e}".partition("e")
     return f"{mantissa}e{int(exponent)}"
 
@@ -50,8 +50,8 @@ def duration(seconds: float) -> str:
 
 
 def tick_step(span: float, most: int = MOST_TICKS) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that divides the span into at most `most`
-    parts."""
+    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that divides the span into at most
+    `most` parts."""
     power = 10.0 ** math.floor(math.log10(span / most))
     for factor in (1, 2, 2.5, 5):
         if span / (factor * power) <= most:
@@ -78,7 +78,7 @@ def ticks(low: float, high: float, most: int = MOST_TICKS) -> list[tuple[float, 
 
 
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Powers of ten, or 1, 2, 5 times these where less than two decades are shown."""
+    """Return powers of ten, or 1, 2, 5 times these where less than two decades are shown."""
     first = math.floor(math.log10(low))
     last = math.ceil(math.log10(high))
     factors = (1,) if math.log10(high / low) >= 2 else (1, 2, 5)

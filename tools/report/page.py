@@ -9,7 +9,7 @@ from tools.report import charts, experts, tables, timeline
 from tools.report.run import LoadedRun
 
 HERE = Path(__file__).resolve().parent
-# The browser itself refuses whatever would be loaded from elsewhere.
+# The browser itself refuses to load anything from elsewhere.
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 FEWEST_STEPS = 5  # of the axis of steps, so that its labels are whole numbers
 MOST_NAMES = 4  # of more runs, a chart shows the colors only
@@ -28,7 +28,7 @@ COLORS = (
 
 
 def build(runs: list[LoadedRun]) -> str:
-    """The whole page as HTML."""
+    """Build the whole page as HTML."""
     names = [run.name for run in runs]
     known, others = charts.panels_of(runs)
     count = sum(points is not None for _, table in known + others for points in table)
@@ -53,7 +53,7 @@ def build(runs: list[LoadedRun]) -> str:
 
 
 def _charts(chosen: list, names: list[str], across: charts.Axis, buckets: int, data: dict) -> str:
-    """HTML of these charts; their numbers are added to `data`."""
+    """Return these charts as HTML; their numbers are added to `data`."""
     html = ""
     for panel_and_points in chosen:
         figure, carried = charts.chart(panel_and_points, names, across, buckets)
@@ -90,7 +90,7 @@ def _document(names: list[str], body: str, data: dict) -> str:
 
 
 def _run_colors(count: int) -> str:
-    """The color of each run, and how it is hidden. Beyond eight runs lines are
+    """Return the CSS for the color of each run and for hiding it. Beyond eight runs lines are
     dashed, and squares are hollow."""
     light = dark = rules = ""
     for run in range(count):

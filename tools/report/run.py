@@ -1,4 +1,4 @@
-"""What a report needs of a run's folder, read once."""
+"""Read a run's folder once, for a report."""
 
 from array import array
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SAMPLE_BEGINS = "a sample from the final weights:"
 
 @dataclass(frozen=True)
 class Points:
-    """One logged metric. Steps need not be in order, and values need not be finite."""
+    """Points of one logged metric. Steps need not be in order, and values need not be finite."""
 
     steps: np.ndarray  # [N] int64
     values: np.ndarray  # [N] float64
@@ -42,7 +42,8 @@ class LoadedRun:
 
 
 def read_runs(folders: list[Path]) -> list[LoadedRun]:
-    """Every run, in this order. Raises InputError where a folder is no run's or is given twice."""
+    """Read every run, in this order. Raises InputError where a folder is no run's or is given
+    twice."""
     resolved = [folder.resolve() for folder in folders]
     for folder in folders:
         if resolved.count(folder.resolve()) > 1:
@@ -51,7 +52,7 @@ def read_runs(folders: list[Path]) -> list[LoadedRun]:
 
 
 def names(folders: list[Path]) -> list[str]:
-    """The last parts of each path: as many as make all of them different."""
+    """Return the last parts of each path: as many as make all of them different."""
     for count in range(1, max(len(folder.parts) for folder in folders)):
         short = ["/".join(folder.parts[-count:]) for folder in folders]
         if len(set(short)) == len(folders):
@@ -80,7 +81,7 @@ def read_run(folder: Path, name: str) -> LoadedRun:
 
 
 def _text(path: Path) -> str:
-    """The content of a file, "" if it cannot be read."""
+    """Return the content of a file, "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -88,7 +89,7 @@ def _text(path: Path) -> str:
 
 
 def _metrics(folder: Path) -> dict[str, Points]:
-    """Every metric of metrics.jsonl; {} for a run that has not opened it yet."""
+    """Return every metric of metrics.jsonl; {} for a run that has not opened it yet."""
     if not (folder / "metrics.jsonl").exists():
         return {}
     # Lines with the same keys form a table: one append and one extend a line, as there are millions.
@@ -109,7 +110,7 @@ def _metrics(folder: Path) -> dict[str, Points]:
 
 
 def joined(group: list[Points]) -> Points:
-    """All points in one, in no order."""
+    """Join all points in one, in no order."""
     return Points(
         np.concatenate([points.steps for points in group]),
         np.concatenate([points.values for points in group]),
@@ -117,8 +118,8 @@ def joined(group: list[Points]) -> Points:
 
 
 def _experts(folder: Path) -> list[dict]:
-    """The experts' record; [] for a dense model. Only a run with experts needs this import: it
-    loads torch."""
+    """Return the experts' record; [] for a dense model. Only a run with experts needs this import,
+    which loads torch."""
     if not (folder / "experts.jsonl").exists():
         return []
     from training.experts import recorded
@@ -127,7 +128,7 @@ def _experts(folder: Path) -> list[dict]:
 
 
 def _sample(folder: Path) -> str:
-    """The text that the run sampled at its end, "" if it did not."""
+    """Return the text that the run sampled at its end, "" if it did not."""
     try:
         with (folder / "logs" / "rank-00000.log").open("rb") as file:
             size = file.seek(0, 2)

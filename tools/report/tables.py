@@ -1,4 +1,4 @@
-"""What is said in words and numbers: a summary of each run, and how their configurations differ."""
+"""Write the tables of a report: a summary of each run, and how their configurations differ."""
 
 import json
 from html import escape
@@ -15,7 +15,7 @@ LONGEST = 120  # characters of a value in the table
 
 
 def summary(runs: list[LoadedRun]) -> str:
-    """A column per run, a row per fact that at least one run has."""
+    """Return a table with a column per run and a row per fact that at least one run has."""
     facts = [_facts(run) for run in runs]
     rows = ""
     for name in dict.fromkeys(name for table in facts for name in table):
@@ -34,7 +34,7 @@ def _heads(runs: list[LoadedRun]) -> str:
 
 
 def _facts(run: LoadedRun) -> dict[str, str]:
-    """HTML of each fact."""
+    """Return the HTML of each fact."""
     kind, mark, text = ENDS[how_it_ended(run.starts[-1], newest=True)]
     if kind == "open":
         text = "running, or killed"
@@ -65,7 +65,7 @@ def _facts(run: LoadedRun) -> dict[str, str]:
 
 
 def _scores(run: LoadedRun) -> dict[str, str]:
-    """The last score of each task, with its standard error."""
+    """Return the last score of each task, with its standard error."""
     facts = {}
     for key, points in run.metrics.items():
         task, _, score = key.removeprefix(charts.EVALUATION).rpartition("/")
@@ -83,7 +83,7 @@ def _scores(run: LoadedRun) -> dict[str, str]:
 
 
 def _devices(run: LoadedRun) -> str:
-    """As "8 x NVIDIA H100 80GB HBM3" of the newest start that knew."""
+    """Return the devices of the newest start that recorded them, as "8 x NVIDIA H100 80GB HBM3"."""
     counts: dict[str, int] = {}
     for start in reversed(run.starts):
         for host in start.about.get("hosts", []):
@@ -127,8 +127,8 @@ def _best(points: Points) -> str:
 
 
 def differences(runs: list[LoadedRun]) -> tuple[dict[str, list], dict[str, list]]:
-    """Option -> its value in each run, and the same of code, versions, mesh and devices: what is
-    not the same in all runs."""
+    """Return option -> its value in each run, where not all runs agree, and the same for code,
+    versions, mesh and devices."""
     options: dict[str, list] = {}
     surroundings: dict[str, list] = {}
     for number, run in enumerate(runs[1:], 1):
@@ -140,7 +140,7 @@ def differences(runs: list[LoadedRun]) -> tuple[dict[str, list], dict[str, list]
 
 
 def configuration(runs: list[LoadedRun]) -> str:
-    """The differences as a table, and each whole configuration folded away."""
+    """Return the differences as a table, and each whole configuration folded away."""
     options, surroundings = differences(runs)
     code = sorted(key for key in surroundings if key.startswith(CODE) and key.endswith(".py"))
     parts = []
@@ -184,7 +184,7 @@ def _shown(value: object) -> str:
 
 
 def samples(runs: list[LoadedRun]) -> str:
-    """The text that each run sampled at its end; "" if none did."""
+    """Return the text that each run sampled at its end; "" if none did."""
     shown = [(i, run) for i, run in enumerate(runs) if run.sample]
     if not shown:
         return ""

@@ -13,7 +13,8 @@ from tools.report.run import Points
 
 @dataclass(frozen=True)
 class Series:
-    """What a chart draws of a metric. Arrays are [B]: a point per step, or per bucket of steps."""
+    """Series of a metric as a chart draws it. Arrays are [B]: a point per step, or per bucket of
+    steps."""
 
     steps: np.ndarray
     mean: np.ndarray
@@ -25,12 +26,12 @@ class Series:
 
     @property
     def spread(self) -> bool:
-        """Whether a point stands for several values."""
+        """Return True if a point stands for several values."""
         return bool((self.low < self.high).any())
 
 
 def thin(points: Points, buckets: int) -> Series:
-    """At most 2 x buckets points. Steps that fit into these are kept one by one."""
+    """Thin to at most 2 x buckets points. Steps that fit into these are kept one by one."""
     order = np.argsort(points.steps, kind="stable")
     steps = points.steps[order]
     values = points.values[order]
@@ -61,5 +62,5 @@ def thin(points: Points, buckets: int) -> Series:
 
 
 def _begins(ascending: np.ndarray) -> np.ndarray:
-    """Where each new value begins."""
+    """Return the indices at which a new value begins."""
     return np.flatnonzero(np.diff(ascending, prepend=ascending[0] - 1))

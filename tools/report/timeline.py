@@ -9,7 +9,7 @@ from tools.report import numbers
 from tools.report.charts import Axis
 from tools.report.run import LoadedRun
 
-# How a start ended: class of its mark, the mark, and what a reader is told.
+# How a start ended: class of its mark, the mark, and its explanation.
 ENDS = {
     "done": ("ok", "✓", "done"),
     "stopped": ("stop", "■", "stopped on request"),
@@ -25,7 +25,7 @@ LONGEST_REASON = 400  # characters
 
 @dataclass(frozen=True)
 class Span:
-    """One start on the clock, in seconds since 1970."""
+    """Span of one start, in seconds since 1970."""
 
     start: Past
     begin: float
@@ -35,7 +35,7 @@ class Span:
 
 
 def spans(starts: list[Past]) -> list[Span]:
-    """The starts that left a time, oldest first."""
+    """Return the starts that recorded a time, oldest first."""
     found = []
     for start in starts:
         times = [line["time"] for line in start.lines]
@@ -67,7 +67,7 @@ def how_it_ended(start: Past, newest: bool) -> str:
 
 
 def section(runs: list[LoadedRun]) -> str:
-    """The time line, the bars of goodput, and the tables of both."""
+    """Return the time line, the bars of goodput, and the tables of both."""
     lanes = [spans(run.starts) for run in runs]
     lengths = [lane[-1].end - lane[0].begin for lane in lanes if lane]
     longest = max([*lengths, 1.0])
@@ -136,7 +136,7 @@ def _bar(kind: str, origin: float, begin: float, end: float, longest: float) -> 
 
 
 def _saves(start: Past) -> list[float]:
-    """When the start's checkpoints began."""
+    """Return the times at which the start's checkpoints began."""
     return [
         line["time"]
         for before, line in zip(start.lines, start.lines[1:], strict=False)
@@ -187,7 +187,7 @@ def _row(number: int, name: str, span: Span, redone: int) -> str:
 
 
 def goodput_section(runs: list[LoadedRun]) -> str:
-    """A bar of shares per run, and the seconds by kind."""
+    """Return a bar of shares per run, and the seconds by kind."""
     kinds = [kind for kind in KINDS if any(run.account.seconds[kind] > 0 for run in runs)]
     bars = "".join(_share_bar(number, run) for number, run in enumerate(runs))
     heads = "".join(f'<th class="run r{i}"><i></i>{escape(run.name)}' for i, run in enumerate(runs))
