@@ -99,7 +99,7 @@ EXPECTED = {
 def names(way: str, verdict: hang.Verdict) -> bool:
     culprits, words = EXPECTED[way]
     said = "\n".join(verdict.lines)
-    return verdict.stands and verdict.culprits == culprits and re.match(words, said) is not None
+    return verdict.stuck and verdict.culprits == culprits and re.match(words, said) is not None
 
 
 class Hung:
@@ -181,7 +181,7 @@ def test_the_culprit_is_named_among_eight(tmp_path: Path) -> None:
     found = {}
 
     def right(way: str, verdict: hang.Verdict) -> bool:
-        return verdict.stands and verdict.culprits == EXPECTED[way][0]
+        return verdict.stuck and verdict.culprits == EXPECTED[way][0]
 
     for way in ALONE:
         hung = Hung(tmp_path / way, hangs.light_rank, getattr(hangs, way), size=8)
@@ -368,7 +368,7 @@ def test_the_launcher_says_where_everyone_was(way: str, tmp_path: Path) -> None:
     where = said.partition("launch: where everyone was:\n")[2]
     assert re.match(SAID[way], where), said
     verdict = hang.judge(hang.read(folder))
-    assert verdict.stands and where.startswith("\n".join(verdict.lines)), verdict
+    assert verdict.stuck and where.startswith("\n".join(verdict.lines)), verdict
     assert hang.main([str(folder)]) == 1
 
 

@@ -97,7 +97,7 @@ class AdaptedRun:
 
     @property
     def size(self) -> int:
-        """Bytes of all the tensors that `merged` reads."""
+        """Return the bytes of all the tensors that `merged` reads."""
         adapted = by_parameter(self.tensors)
         total = 0
         for name, parameter in self.parameters.items():
@@ -133,7 +133,7 @@ class AdaptedRun:
         return hf.TensorSource(source.shapes, source.dtypes, read)
 
     def check_base(self, folder: Path | Key, digest: int) -> None:
-        """Raises InputError unless the hashes of all weights add up to that of the run's base."""
+        """Raise InputError unless the hashes of all weights add up to that of the run's base."""
         found = f"{digest % 2**64:016x}"
         if found != self.base["hash"]:
             raise InputError(

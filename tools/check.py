@@ -27,8 +27,8 @@ from reliability.objects import Key, location, missing_package
 
 
 def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """One sentence for each thing that this machine lacks. local_world_size: ranks that will run on
-    it."""
+    """Yield one sentence for each thing that this machine lacks. local_world_size: ranks that will
+    run on it."""
     if cfg.metrics.wandb_project and importlib.util.find_spec("wandb") is None:
         yield (
             f'metrics.wandb_project = "{cfg.metrics.wandb_project}" needs the package wandb: pip '

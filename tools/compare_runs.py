@@ -1,4 +1,5 @@
-"""Did my change alter the numbers? From which step, and by how much?
+"""Find whether a change altered the numbers of a run, from which step on, and by how much. From
+which step, and by how much?
 
     python -m tools.compare_runs runs/before runs/after --png difference.png
 
@@ -89,7 +90,8 @@ class Comparison:
 
 
 def compare(a: Path | Key, b: Path | Key, tolerance: float | None = None) -> Comparison:
-    """Raises InputError where a place is no run's, or the two have no step in common."""
+    """Compare two runs. Raises InputError where a place is no run's, or the two have no step in
+    common."""
     files_a = files_of(a)
     files_b = files_of(b)
     metrics_a = series(files_a)

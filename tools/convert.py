@@ -60,7 +60,7 @@ from tools import (
 from tools import lora_to_peft as peft
 from tools.new_checkpoint import newest, progress_bar, shapes
 
-META = "llama"  # the family whose weights Meta published in a format of its own
+META = "llama"  # the family whose weights Meta published in its own format
 # bytes read from mapped files before they are mapped again: mapped pages count as this process's
 # memory
 REMAP = 1 << 28
@@ -445,7 +445,7 @@ def storages(path: Path) -> list[tuple[int, int]]:
 
 
 def byte_size(text: str) -> int:
-    """Bytes of "5GB", "500MB", as save_pretrained's max_shard_size counts them."""
+    """Return the bytes of "5GB", "500MB", as save_pretrained's max_shard_size counts them."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])B", text.upper())
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 500MB")

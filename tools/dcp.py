@@ -117,7 +117,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def check_sizes(content: bytes) -> None:
-    """Raises Refused or ValueError for a pickle that would take more memory than its bytes account for:
+    """Raise Refused or ValueError for a pickle that would take more memory than its bytes account for:
     an opcode may say that so many bytes follow, or that a value is kept in a slot of any number."""
     if len(content) > LARGEST:
         raise Refused(f"it has more than {LARGEST:,} bytes")
@@ -211,7 +211,7 @@ class Folder:
             check_chunks(name, shape, chunks)
 
     def _place(self, info: dict[str, Any]) -> Archive:
-        """Raises ValueError for a name that leads out of the folder."""
+        """Raise ValueError for a name that leads out of the folder."""
         if info.get("transform_descriptors"):
             raise ValueError(f"it is transformed by {info['transform_descriptors']}")
         place = Archive(info["relative_path"], info["offset"], info["length"])
@@ -259,7 +259,7 @@ class Folder:
 
 
 def check_chunks(name: str, shape: list[int], chunks: list[Chunk]) -> None:
-    """Raises ValueError unless the chunks lie inside a tensor of this shape and have as many elements
+    """Raise ValueError unless the chunks lie inside a tensor of this shape and have as many elements
     as it."""
     total = 0
     for offset, sizes, _ in chunks:
@@ -274,7 +274,7 @@ def check_chunks(name: str, shape: list[int], chunks: list[Chunk]) -> None:
 
 
 def check(path: Path, found: Mapping[str, StoredTensor], wanted: Mapping[str, list[int]]) -> None:
-    """Raises InputError, naming some of the differences, unless these tensors have the shapes wanted,
+    """Raise InputError, naming some of the differences, unless these tensors have the shapes wanted,
     and there are no others."""
     lines = []
     for name, shape in wanted.items():

@@ -54,7 +54,7 @@ def _task(file: str, delimiter: str) -> EvaluationTask:
 
 
 def _of_run(folder: Path | Key) -> list[EvaluationTask]:
-    """Those of a run, whose folder or checkpoint this is."""
+    """Return the tasks of a run, given its folder or its checkpoint."""
     if isinstance(folder, Key):
         folders = [places.run_of(verify.newest(folder))]
     else:

@@ -82,7 +82,7 @@ def lines(
 
 
 def line(benchmark: Benchmark, row: Row, where: str) -> Row:
-    """One row, put as a question without examples. Raises InputError."""
+    """Return one row as a question without examples. Raises InputError."""
     answer = row[_column(benchmark.answer, row)] if benchmark.answer else None
     if str(answer).strip() in HIDDEN and benchmark.answer:
         raise InputError(
@@ -134,7 +134,7 @@ def _column(columns: str, row: Row) -> str:
 
 
 def checked(benchmark: Benchmark, rows: Sequence[Row], where: str) -> Sequence[Row]:
-    """Rows whose columns are those of the benchmark. Raises InputError."""
+    """Return the rows, whose columns must be those of the benchmark. Raises InputError."""
     if not len(rows):
         raise InputError(f"{where} has no row")
     has = list(rows[0])

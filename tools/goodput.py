@@ -90,8 +90,8 @@ def expected(
 
 
 def best_interval(mtbf: float, stall: float) -> float:
-    """Seconds of work between saves that make `expected` largest: where the derivative is 0, by
-    bisection.
+    """Return the seconds of work between saves that make `expected` largest: where the derivative
+    is 0, by bisection.
 
     Young (1974) gives sqrt(2 stall mtbf), which this approaches for a stall that is short against
     mtbf.

@@ -60,7 +60,7 @@ class BegunCall(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Two backends of one group count apart."""
+        """Return the identity of the call in its group. Each backend counts its own calls."""
         return self.group, self.kind.partition(":")[0], self.number
 
     @property
@@ -116,7 +116,7 @@ class RankState:
         return self.groups[group][2] if group in self.groups else 0
 
     def where(self) -> str:
-        """Such as: backward of layers.18, microbatch 3 of step 7."""
+        """Return, for example, "backward of layers.18, microbatch 3 of step 7"."""
         words = self.phase
         if self.phase in ("forward", "backward", "validate") and self.layer:
             words += f" of {self.layer}"
@@ -150,7 +150,7 @@ def read(folder: Path) -> list[RankState]:
 
 
 def read_rank(path: Path) -> RankState | None:
-    """None where the file is not a whole one (a rank has just made it)."""
+    """Read one rank's file. None where it is incomplete (a rank has just made it)."""
     data = path.read_bytes()
     if len(data) < position.SIZE or not data.startswith(position.MAGIC):
         return None
@@ -223,7 +223,7 @@ def is_idle(thread: dict[str, Any]) -> bool:
 
 
 def is_of_torch(path: str) -> bool:
-    """Also what inductor has made."""
+    """Return True for files of torch, and for code that inductor generated."""
     return Path(path).is_relative_to(position.TORCH) or "torchinductor" in path
 
 
@@ -260,7 +260,7 @@ def line_of_stacks(path: Path, started: float) -> str:
 
 @dataclass
 class Verdict:
-    """culprits: the ranks for which the others wait; [] where that cannot be said."""
+    """Lines to print. culprits: the ranks that the others wait for; [] where unknown."""
 
     culprits: list[int]
     lines: list[str]
@@ -328,7 +328,7 @@ def waits_of(rank: RankState, by_number: dict[int, RankState]) -> list[Wait]:
 
 
 def other_calls(by_number: dict[int, RankState]) -> Verdict | None:
-    """Ranks that have come to the same place of a group with different calls."""
+    """Find ranks that run different collectives at the same position of a group."""
     inside = {flight.key for rank in by_number.values() for flight in rank.waiting}
     for key in sorted(inside, key=lambda key: key[2]):
         calls = {}
@@ -378,7 +378,7 @@ def blocking_ranks(
 
 
 def circle(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict | None:
-    """Ranks that wait for each other in different collectives."""
+    """Find ranks that wait for each other in different collectives: a deadlock."""
     edges = {n: {m for wait in waits if wait.rank == n for m in wait.for_whom} for n in by_number}
     members = sorted(n for n in by_number if n in reached(edges, n))
     if not members:
@@ -391,7 +391,7 @@ def circle(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict | None
 
 
 def reached(edges: dict[int, set[int]], start: int) -> set[int]:
-    """All that can be reached from there; itself only by a circle."""
+    """Return the ranks reachable from `start` along edges; `start` itself only by a circle."""
     found: set[int] = set()
     new = set(edges[start])
     while new:

@@ -83,8 +83,8 @@ def places(family: Any, args: Any) -> dict[str, PeftTarget]:
 
 
 def fuse(adapters: list[Adapter], its_places: list[PeftTarget]) -> Adapter:
-    """One adapter of rank k r for a parameter of theirs, from those of ours that are in it: A has
-    theirs one below the other, B has theirs in blocks, and zeros."""
+    """Return one adapter of rank k r for a parameter of theirs, from those of ours that are in it:
+    A has theirs one below the other, B has theirs in blocks, and zeros."""
     outputs, rank = adapters[0].b.shape[-2:]
     leading = adapters[0].b.shape[:-2]
     a = torch.cat([adapter.a for adapter in adapters], -2)  # [..., k r, I]

@@ -209,8 +209,8 @@ class Mirror:
             return 0
 
     def _read_record(self) -> dict[str, Sent]:
-        """Nothing, if it is not there, is damaged, or is of another place in a store. Then contents
-        are compared."""
+        """Read the record; {} if it is missing, damaged, or of another place in a store. Then
+        contents are compared."""
         try:
             url, rows = json.loads(self.record.read_text(encoding="utf-8"))
             return {name: Sent(*row) for name, row in rows.items()} if url == str(self.key) else {}
@@ -290,8 +290,8 @@ def send_once(mirror: Mirror, lease: StoreLease) -> str:
 
 
 def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threading.Event) -> None:
-    """Every `seconds`, and when the command asks for it, until that has ended. The last round is the
-    caller's."""
+    """Upload every `seconds`, and when the command requests it, until the command has ended. The
+    last round is the caller's."""
     due = time.monotonic() + seconds
     asked = mirror.times_asked()
     while not ended.wait(min(WATCH, max(due - time.monotonic(), 0))):

@@ -161,7 +161,7 @@ def generate(
     seed: int,
     tokenizer: str = "",
 ) -> str:
-    """One prompt and what the model makes of it. Raises InputError as `load` does."""
+    """Return one prompt with the model's continuation. Raises InputError as `load` does."""
     options = {"temperature": temperature, "top_k": top_k, "seed": seed}
     *_, [text] = texts_as_they_come(load(folder, tokenizer), [prompt], new_tokens, **options)
     return text

@@ -397,7 +397,7 @@ def check_further(folder: dcp.Folder, copies: dict[str, str], biases: list[str])
 
 
 def check_averages(folder: dcp.Folder, keys: Iterable[str]) -> None:
-    """Raises InputError for an average that bfloat16 would round."""
+    """Raise InputError for an average that bfloat16 would round."""
     for key in keys:
         code = CODES[folder.tensors[key].dtype]
         if key.endswith(AVERAGES) and code != "BF16":
@@ -408,7 +408,7 @@ def check_averages(folder: dcp.Folder, keys: Iterable[str]) -> None:
 
 
 def check_types(folder: dcp.Folder, keys: Iterable[str], dtype: torch.dtype) -> None:
-    """Raises InputError for a tensor that this type does not hold exactly."""
+    """Raise InputError for a tensor that this type does not hold exactly."""
     widened = [*hf.WIDENED, CODES[dtype]]
     for key in keys:
         code = CODES[folder.tensors[key].dtype]

@@ -256,7 +256,8 @@ class Translation:
             self.lose("validation.enable", "name held-out data as [[validation.sets]]")
 
     def batch(self) -> None:
-        """Their local batch is that of a rank in a forward; in a pipeline it is split once more."""
+        """Translate the batch. Their local batch is that of a rank in a forward; in a pipeline it
+        is split once more."""
         local = self.theirs["training.local_batch_size"]
         total = self.theirs["training.global_batch_size"]
         if total < 0:

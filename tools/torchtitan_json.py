@@ -66,7 +66,7 @@ class Theirs(NamedTuple):
 
 
 def read(source: Path) -> Theirs:
-    """Raises InputError unless the file is a configuration that TorchTitan 0.3 wrote."""
+    """Read a configuration that TorchTitan 0.3 wrote. Raises InputError for any other file."""
     try:
         tables = json.loads(source.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -94,7 +94,8 @@ def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def options(tables: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Every option that is set, under the name of 0.2.2, and what has no counterpart."""
+    """Return every option that is set, under the name of 0.2.2, and a list of those without a
+    counterpart."""
     given, lost = adamw(tables["optimizer"]["param_groups"])
     given["optimizer.implementation"] = tables["optimizer"].get("implementation", "fused")
     given |= recomputation(tables["activation_checkpoint"])

@@ -46,7 +46,7 @@ ONE_PROCESS = (
 
 
 def check_question(flags: argparse.Namespace) -> None:
-    """Raises InputError where --days or --usd ask how many GPUs, or --compare asks for two plans, and
+    """Raise InputError where --days or --usd ask how many GPUs, or --compare asks for two plans, and
     something else contradicts."""
     for name in ("search", "stages", "write"):
         if flags.compare and getattr(flags, name):
@@ -161,7 +161,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--compare",
         action="append",
         metavar="OTHER",
-        help="a second plan beside this one: a TOML file, or an option to add to this plan's, as "
+        help="a second plan to compare with: a TOML file, or an option to add to this plan's, as "
         "--parallelism.tensor_parallel=4; may be repeated",
     )
     flags, rest = parser.parse_known_args(with_values(argv))
@@ -185,7 +185,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def with_values(argv: list[str]) -> list[str]:
-    """The arguments with "--compare" and its value as one, since the value may begin with dashes."""
+    """Return the arguments with "--compare" and its value as one, since the value may begin with
+    dashes."""
     joined: list[str] = []
     for argument in argv:
         if joined and joined[-1] == "--compare":
@@ -196,7 +197,7 @@ def with_values(argv: list[str]) -> list[str]:
 
 
 def second(flags: argparse.Namespace, rest: list[str]) -> list[str]:
-    """What --compare asks for, as the arguments of a plan of its own."""
+    """Return the arguments of the second plan, that --compare asks for."""
     files = [value for value in flags.compare if not value.startswith("--")]
     if len(files) > 1:
         raise InputError(f"--compare takes one file, not {len(files)}: {', '.join(files)}")
@@ -219,7 +220,7 @@ def compared(cfg: Config, inputs: PlanInputs, flags: argparse.Namespace, rest: l
 
 
 def overridden(device: Device, flags: argparse.Namespace) -> Device:
-    """The device with the numbers of the command line. Raises InputError."""
+    """Return the device with the numbers of the command line. Raises InputError."""
     changes = {}
     shares = {
         "gemm_efficiency": "matmul_efficiency",
@@ -235,7 +236,7 @@ def overridden(device: Device, flags: argparse.Namespace) -> Device:
                 "than 0 and at most 1"
             )
         changes[field] = value
-    if "attention_efficiency" in changes:  # whatever training.attention chooses
+    if "attention_efficiency" in changes:  # overrides the choice of training.attention
         changes["fast_attention_efficiency"] = changes["attention_efficiency"]
     if flags.network_gb_per_s is not None:
         if flags.network_gb_per_s <= 0:
@@ -245,12 +246,13 @@ def overridden(device: Device, flags: argparse.Namespace) -> Device:
 
 
 def chosen_device(name: str, flags: argparse.Namespace) -> Device:
-    """The device as --stack uses it, with what the command line overrides. Raises InputError."""
+    """Return the device as --stack uses it, with the overrides of the command line. Raises
+    InputError."""
     return overridden(load_stack(flags.stack).on(load_device(name), name.lower()), flags)
 
 
 def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, PlanInputs]:
-    """The checked configuration and what else the plan depends on. Raises InputError, ConfigError
+    """Return the checked configuration and the plan's other inputs. Raises InputError, ConfigError
     with every rule that is broken."""
     per_host = min(flags.gpus, flags.gpus_per_node)
     stack = load_stack(flags.stack)
@@ -293,7 +295,7 @@ def to_stderr(line: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line in this file's first lines. Returns the exit code."""
+    """Run the command line in this file's first lines. Returns the exit code."""
     try:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
         if asks_how_many(flags):
@@ -308,7 +310,7 @@ def main(argv: list[str] | None = None) -> int:
             return compared(cfg, inputs, flags, rest)
         section = ""
         if flags.search:
-            # a command of its own has computed nothing yet, unless it has measured a CPU
+            # a separate command has computed nothing yet, unless it has measured a CPU
             fresh = argv is None and inputs.on_gpu
             found = search(cfg, inputs, log=to_stderr, fresh=fresh)
             print(table(found) + "\n\nThe first of these:\n")

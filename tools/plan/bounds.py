@@ -1,8 +1,8 @@
-"""The least time and memory that a choice can need, without tracing it.
+"""Bound the time and memory of a choice from below, without tracing it.
 
-A block computes the same whatever ranks FSDP spreads it over, whatever the pipeline, whatever the
+A block's computation does not depend on the ranks that FSDP spreads it over, on the pipeline, or on
 accumulation. So one trace for each mode of checkpointing and each degree of tensor, context and
-expert parallelism shows what all the others cannot be faster than. Bounds leave out what they do
+expert parallelism bounds the speed of all choices that share these. Bounds leave out what they do
 not know: they are never above the plan (`tests/test_plan_search.py`).
 """
 
@@ -40,7 +40,7 @@ MASTER = 4  # bytes of a master weight, and of its gradient
 
 
 class Layer(NamedTuple):
-    """The least that one block costs a rank, for a microbatch of one sequence."""
+    """Least cost of one block on a rank, for a microbatch of one sequence."""
 
     forward: float  # seconds
     backward: float
@@ -52,8 +52,8 @@ class Layer(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """What the trace of one choice says of all with the same mode and the same tensor, context
-    and expert parallelism."""
+    """Profile from the trace of one choice, valid for all with the same mode and the same tensor,
+    context and expert parallelism."""
 
     layers: tuple[Layer, ...]
     before: Layer  # what comes before the first block
@@ -122,7 +122,7 @@ def profile(plan: Plan) -> Profile:
 
 
 class Seconds(NamedTuple):
-    """Of one place in the step, without FSDP's operators."""
+    """Seconds of one place in the step, without FSDP's operators."""
 
     all: float = 0.0
     growing: float = 0.0  # that certainly grow with the tokens of a microbatch
@@ -163,7 +163,7 @@ def of_fsdp(op: Op) -> bool:
 
 
 def grows(op: Op, playback: Playback) -> float:
-    """Seconds of an operator that are twice as many for twice the tokens."""
+    """Return the seconds of an operator that double with the tokens."""
     device = playback.device
     if op.kind and op.flight and playback.stack.hidden_dispatch:
         return 0.0  # waiting_that_grows
@@ -179,14 +179,14 @@ def grows(op: Op, playback: Playback) -> float:
 
 
 def exchange_exposed(playback: Playback) -> float:
-    """Seconds in which compute has waited for rows of experts."""
+    """Return the seconds in which compute has waited for rows of experts."""
     lines = playback.result.lines
     return sum(lines[key].exposed for key in product(EXCHANGES, ["all-to-all"]) if key in lines)
 
 
 def waiting_that_grows(playback: Playback, before: float, rows: list[Op], times: int) -> float:
-    """The same for exchanges that something else may hide. For twice the tokens both are twice as
-    long, without the latency of a message. before: `exchange_exposed` before these rows."""
+    """Return the exchange's waiting that something else may hide. For twice the tokens both are
+    twice as long, without the latency of a message. before: `exchange_exposed` before these rows."""
     if not playback.stack.hidden_dispatch:
         return 0.0
     latency = sum(
@@ -198,7 +198,7 @@ def waiting_that_grows(playback: Playback, before: float, rows: list[Op], times:
 
 
 class Bounds:
-    """The bounds of a search, from the profiles that it has so far."""
+    """Bounds of a search, from the profiles that it has so far."""
 
     def __init__(self, cfg: Config, inputs: PlanInputs) -> None:
         self.cfg = cfg
@@ -208,7 +208,7 @@ class Bounds:
         self.narrow = DTYPES.get(cfg.training.param_dtype, DTYPES["bfloat16"]).itemsize
 
     def layout(self, choice: Choice) -> tuple[list[int], list[range]]:
-        """The rank of each stage, and its layers."""
+        """Return the rank of each stage, and its layers."""
         key = choice.schedule, choice.pipeline_parallel, choice.stages_per_rank
         if choice.pipeline_parallel == 1:
             key = "1f1b", 1, 0
@@ -227,7 +227,7 @@ class Bounds:
         return sequences // choice.local_batch_size
 
     def stages(self, choice: Choice, known: Profile) -> list[list[Layer]]:
-        """What each stage consists of."""
+        """Return the parts of each stage."""
         _, layers = self.layout(choice)
         stages = [[known.layers[i] for i in of_stage] for of_stage in layers]
         stages[0].insert(0, known.before)
@@ -237,7 +237,7 @@ class Bounds:
         return [[with_reduction(layer) for layer in stage] for stage in stages]
 
     def seconds(self, choice: Choice, known: Profile) -> float:
-        """The least seconds of a step."""
+        """Return the least seconds of a step."""
         microbatches = self.microbatches(choice)
         stages = self.stages(choice, known)
         if choice.pipeline_parallel == 1:
@@ -253,8 +253,9 @@ class Bounds:
         return busy * SLACK
 
     def pipelined(self, choice: Choice, stages: list[list[Layer]], microbatches: int) -> float:
-        """A rank begins when the first microbatch has come down to it. It is busy with all of
-        them. After its last backward the gradient goes up to the first stage."""
+        """Return the least seconds of a pipeline. A rank begins when the first microbatch has come
+        down to it. It is busy with all of them. After its last backward the gradient goes up to the
+        first stage."""
         placement, _ = self.layout(choice)
         most = 0.0
         for rank in range(choice.pipeline_parallel):
@@ -267,7 +268,7 @@ class Bounds:
         return most
 
     def link(self, choice: Choice, layers: list[Layer], microbatches: int) -> float:
-        """The least seconds of FSDP's collectives, without a pipeline."""
+        """Return the least seconds of FSDP's collectives, without a pipeline."""
         p = self.cfg.parallelism
         cfg = choice.applied_to(self.cfg)
         of_groups = groups(cfg, 0, self.data_parallel(choice), self.inputs.per_host)
@@ -290,8 +291,8 @@ class Bounds:
         return (len(ranks) - 1) / len(ranks) / ring.bandwidth(self.inputs.device)
 
     def needed(self, choice: Choice, known: Profile) -> float:
-        """The least bytes of the fullest rank: `Plan.needed` of what is certainly live at one
-        time."""
+        """Return the least bytes of the fullest rank: `Plan.needed`, counting only tensors that are
+        certainly live at one time."""
         placement, _ = self.layout(choice)
         stages = self.stages(choice, known)
         most = 0.0
@@ -326,18 +327,18 @@ class Bounds:
 
 
 def with_reduction(layer: Layer) -> Layer:
-    """What it costs where every microbatch reduces its gradients."""
+    """Return the cost where every microbatch reduces its gradients."""
     return layer._replace(backward=layer.backward + layer.reduction)
 
 
 def work(layers: list[Layer]) -> float:
-    """Seconds of a microbatch."""
+    """Return the seconds of a microbatch."""
     return sum(layer.forward + layer.backward for layer in layers)
 
 
 def held(choice: Choice, own: list[list[Layer]], rank: int, microbatches: int) -> int:
-    """Bytes of activations when a rank begins its first backward, which is of its last stage.
-    As many microbatches as there are ranks have then gone through its other stages."""
+    """Return the bytes of activations when a rank begins its first backward, which is of its last
+    stage. As many microbatches as there are ranks have then gone through its other stages."""
     sizes = [sum(layer.kept for layer in stage) for stage in own]
     several = min(microbatches, choice.pipeline_parallel)
     in_last = 1

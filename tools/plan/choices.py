@@ -1,4 +1,4 @@
-"""What a search chooses from: meshes, checkpointing modes, microbatches, pipelines."""
+"""Enumerate the choices of a search: meshes, checkpointing modes, microbatches, pipelines."""
 
 from dataclasses import dataclass
 from itertools import product
@@ -17,7 +17,7 @@ LEAST_TOKENS = 8192  # of a rank in a sequence: shorter sequences are not shared
 
 
 class Choice(NamedTuple):
-    """What the search varies."""
+    """Choice of one value for each quantity that the search varies."""
 
     tensor_parallel: int
     replicas: int  # parallelism.data_parallel_replicate
@@ -88,7 +88,7 @@ class Choice(NamedTuple):
 
     @property
     def base(self) -> "Choice":
-        """The choice that `bases` gave, from which this one was made."""
+        """Return the choice that `bases` gave, from which this one was made."""
         return Choice(
             self.tensor_parallel,
             1,
@@ -103,14 +103,14 @@ class Choice(NamedTuple):
 
     @property
     def whole(self) -> "Choice":
-        """The same with whole gradients. It is never slower, so sharded ones are worth a row only
-        where whole ones do not fit."""
+        """Return the same choice with whole gradients. It is never slower, so sharded ones are
+        worth a row only where whole ones do not fit."""
         return self._replace(accumulate="whole")
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the table shows of one choice; small enough to travel between processes."""
+    """Candidate: a choice with the figures of its row; small enough to travel between processes."""
 
     choice: Choice
     microbatches: int
@@ -128,14 +128,14 @@ def legal(cfg: Config, inputs: PlanInputs) -> bool:
 
 
 def with_batch(sequences: int, cfg: Config) -> Config:
-    """The configuration with another number of sequences in a step."""
+    """Return the configuration with another number of sequences in a step."""
     training = cfg.training.model_copy(update={"global_batch_size": sequences})
     return cfg.model_copy(update={"training": training})
 
 
 def bases(cfg: Config, inputs: PlanInputs) -> list[Choice]:
-    """Every degree of tensor parallelism, combined with every degree of context parallelism that
-    leaves a rank LEAST_TOKENS of a sequence. Models with experts get every degree of expert
+    """Return every degree of tensor parallelism, combined with every degree of context parallelism
+    that leaves a rank LEAST_TOKENS of a sequence. Models with experts get every degree of expert
     parallelism that divides the experts, but no tensor parallelism, which splits no expert."""
     degrees = []
     for tp in range(1, inputs.per_host + 1):
@@ -175,8 +175,8 @@ def modes_of(base: Choice) -> list[str]:
 
 
 def without_pipeline(base: Choice, cfg: Config, inputs: PlanInputs) -> list[Choice]:
-    """The choices with the tensor, context and expert parallelism of `base`: every mode, every
-    power of two as a microbatch, and the largest one. That needs no accumulation."""
+    """Return the choices with the tensor, context and expert parallelism of `base`: every mode,
+    every power of two as a microbatch, and the largest one, which needs no accumulation."""
     ranks_of_sequence = base.tensor_parallel * base.context_parallel
     largest = cfg.training.global_batch_size * ranks_of_sequence // inputs.gpus
     powers = [2**i for i in range(12) if 2**i < largest]
@@ -189,9 +189,9 @@ def without_pipeline(base: Choice, cfg: Config, inputs: PlanInputs) -> list[Choi
 
 
 def with_pipeline(base: Choice, inputs: PlanInputs) -> list[Choice]:
-    """The choices with pipelines of 2 to 16 ranks and every schedule. None on one host: pipelines
-    are for links that are too slow for everything else. Microbatches are small, since the bubble
-    is smaller the more there are."""
+    """Return the choices with pipelines of 2 to 16 ranks and every schedule. None on one host:
+    pipelines are for links that are too slow for everything else. Microbatches are small, since the
+    bubble is smaller the more there are."""
     if inputs.gpus == inputs.per_host or base.context_parallel > 1:
         return []
     per_rank = []
@@ -216,7 +216,7 @@ def with_pipeline(base: Choice, inputs: PlanInputs) -> list[Choice]:
 
 
 def every_choice(cfg: Config, inputs: PlanInputs) -> list[Choice]:
-    """All legal choices."""
+    """Return all legal choices."""
     choices = []
     for base in bases(cfg, inputs):
         choices += without_pipeline(base, cfg, inputs)

@@ -1,5 +1,6 @@
-"""How many GPUs: the question of a plan turned round. Given tokens and a limit, days or dollars, the
-smallest and the cheapest cluster of each device that keeps it.
+"""Find the smallest and the cheapest cluster of each device for given tokens and a limit in days or
+dollars: the inverse of a plan. Given tokens and a limit, days or dollars, the smallest and the
+cheapest cluster of each device that keeps it.
 
 The mesh is that of the configuration, whose data parallelism grows with the GPUs. A trace depends on
 their number and not on the device, so all devices share it.
@@ -22,7 +23,7 @@ COLUMNS = ("device", "cluster", "GPUs", "days", "GPU-hours", "cost", "needed GiB
 
 @dataclass(frozen=True)
 class Cluster:
-    """A run on so many GPUs of one device."""
+    """Cluster: a run on so many GPUs of one device."""
 
     device: str
     gpus: int
@@ -52,7 +53,7 @@ class Cluster:
 
 
 def sizes(options: list[str], per_node: int) -> list[int]:
-    """Numbers of GPUs, in doublings, on which the configuration is legal."""
+    """Return the numbers of GPUs, in doublings, on which the configuration is legal."""
     legal = []
     gpus = 1
     while gpus <= MOST:
@@ -68,7 +69,7 @@ def sizes(options: list[str], per_node: int) -> list[int]:
 def clusters(
     options: list[str], inputs: PlanInputs, per_node: int, devices: dict[str, Device]
 ) -> list[Cluster]:
-    """Every device with every number of GPUs on which the run fits."""
+    """Yield every device with every number of GPUs on which the run fits."""
     stages = Stages()
     found = []
     for gpus in sizes([*options, "--training.param_dtype=bfloat16"], per_node):
@@ -95,8 +96,8 @@ def cheapest(found: list[Cluster]) -> Cluster:
 
 
 def answer(found: list[Cluster], days: float, usd: float) -> str:
-    """The table: of each device the smallest and the cheapest cluster that keeps the limit; or how
-    near the nearest comes. Raises InputError where the run fits nowhere."""
+    """Return the table: of each device the smallest and the cheapest cluster within the limit; or
+    how near the nearest comes. Raises InputError where the run fits nowhere."""
     if not found:
         raise InputError(f"the run fits no device on up to {MOST:,} GPUs with this mesh")
     rows = [COLUMNS]

@@ -14,7 +14,8 @@ REST = "waiting for other stages, and rest"
 
 
 def changes(first: Config, second: Config) -> list[tuple[str, str, str]]:
-    """The options that differ: name, of the first, of the second. Raises InputError for none."""
+    """Return the options that differ: name, value in the first, value in the second. Raises
+    InputError for none."""
     found = []
     for table, options in vars(first).items():
         others = getattr(second, table).model_dump()
@@ -27,7 +28,7 @@ def changes(first: Config, second: Config) -> list[tuple[str, str, str]]:
 
 
 def parts_of_step(plan: Plan) -> dict[str, float]:
-    """What the seconds of a step go into. They add up to the step."""
+    """Split the seconds of a step into parts that add up to the step."""
     t = plan.time
     parts = {
         "matmuls": t.matmul,
@@ -41,7 +42,7 @@ def parts_of_step(plan: Plan) -> dict[str, float]:
 
 
 def differences(first: Plan, second: Plan) -> list[tuple[str, float, float]]:
-    """The parts of the steps, the largest difference first: name, seconds of both."""
+    """Return the parts of the steps, the largest difference first: name, seconds of both."""
     a = parts_of_step(first)
     b = parts_of_step(second)
     rows = [(name, a.get(name, 0.0), b.get(name, 0.0)) for name in a | b]
@@ -130,7 +131,7 @@ def every_block(first: Plan, second: Plan) -> dict[str, list[Row]]:
 
 
 def table(first: Plan, second: Plan) -> str:
-    """The comparison as text."""
+    """Format the comparison as text."""
     lines = []
     for title, rows in every_block(first, second).items():
         lines.append(f"{title:44}{'A':>18}{'B':>18}{'B - A':>16}")
@@ -141,7 +142,7 @@ def table(first: Plan, second: Plan) -> str:
 
 
 def section(first: Plan, second: Plan) -> str:
-    """The comparison as HTML."""
+    """Format the comparison as HTML."""
     parts = []
     for title, rows in every_block(first, second).items():
         heads = "".join(f"<th>{head}</th>" for head in (title, "A", "B", "B - A"))

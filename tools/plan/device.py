@@ -30,7 +30,7 @@ MEMORY_EFFICIENCY = 0.8
 
 
 class Device(BaseModel):
-    """A row of tools/plan/devices.toml, which explains the fields."""
+    """Device: a row of tools/plan/devices.toml, which explains the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,7 +58,7 @@ class Device(BaseModel):
     """Rate of attention's backward relative to its forward; 1 where attention_efficiency is of both
     together."""
     attention_row_ns: float = Field(0.0, ge=0)
-    """Overhead of attention's forward for each query, head and matmul, whatever the length; 0 on
+    """Overhead of attention's forward for each query, head and matmul, independent of the length; 0 on
     GPUs."""
     overhead_us: float = Field(0.0, ge=0)
     """Launch overhead of each operator (views are none); 0 where the device's queue hides it."""
@@ -77,8 +77,8 @@ known_peak = cache(peak_flops)  # a plan asks for each of its operators
 
 
 def load_device(name: str) -> Device:
-    """A row of the table, or the one table of a TOML file, or `cpu`: this machine, measured now.
-    Raises InputError."""
+    """Load a row of the table, or the one table of a TOML file, or `cpu`: this machine, measured
+    now. Raises InputError."""
     if name == "cpu":
         return measure_cpu()
     path = Path(name) if name.endswith(".toml") else TABLE
@@ -119,15 +119,15 @@ def load_device(name: str) -> Device:
 
 
 def known_device(name: str) -> Device | None:
-    """The row of the table for a GPU that calls itself so (torch.cuda.get_device_name()); None if
+    """Return the row of the table for a GPU with this name (torch.cuda.get_device_name()); None if
     there is none."""
     rows = tomli.loads(TABLE.read_text(encoding="utf-8")).values()
     return next((Device(**row) for row in rows if row["name"] == name), None)
 
 
 def measure_cpu(threads: int = 0) -> Device:
-    """This machine as a device, in about a second: rates of matmuls, attention and copies, and the
-    overhead of an operator.
+    """Measure this machine as a device, in about a second: rates of matmuls, attention and copies,
+    and the overhead of an operator.
 
     The rates are attained ones, so the efficiencies are 1. The links are guesses, for gloo within
     one machine.
@@ -170,8 +170,8 @@ def measure_cpu(threads: int = 0) -> Device:
 
 
 def _attention_costs(dtype: torch.dtype) -> tuple[float, float, float]:
-    """Seconds of forward per query and key, and per query whatever the length; and the rate of
-    backward relative to forward.
+    """Return the seconds of forward per query and key, and per query independent of the length; and
+    the rate of backward relative to forward.
 
     The same number of queries in short and in long sequences gives two equations.
     """
@@ -241,8 +241,8 @@ def _operator_overheads(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _seconds(run: Callable[[], object], rounds: int = 15) -> float:
-    """The fastest of `rounds` runs after three: a rate that the machine has, whatever else it does
-    at the time."""
+    """Return the fastest of `rounds` runs after three, so that other load on the machine counts
+    little."""
     times = []
     for _ in range(rounds + 3):
         began = time.perf_counter()

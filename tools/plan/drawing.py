@@ -36,12 +36,13 @@ MARKS = {
 
 
 def units(action: Action) -> float:
-    """The time of an action in the drawing."""
+    """Return the time of an action in the drawing."""
     return 2.0 if action.kind == BACKWARD else 1.0
 
 
 def drawing(schedule: str, ranks: int, microbatches: int) -> str:
-    """A title and a row for each rank. Microbatches have one digit each, so there are at most 9."""
+    """Draw a title and a row for each rank. Microbatches have one digit each, so there are at most
+    9."""
     if microbatches < (least := least_microbatches(schedule, ranks)):
         return f"{schedule}: needs at least {least} microbatches"
     stages = placement(schedule, ranks)

@@ -1,8 +1,8 @@
-"""How long a traced step takes on a device: a roofline for the operators, rings for the
+"""Estimate the time of a traced step on a device: a roofline for the operators, rings for the
 collectives, two streams for overlap.
 
-Every number that is not counted stands in `tools/plan/devices.toml` with its source, or here.
-Nothing is fitted to a configuration. `docs/planning.md` has the formulas and how far off they were.
+Numbers that are not counted are in `tools/plan/devices.toml` with their sources, or here. Nothing
+is fitted to a configuration. `docs/planning.md` has the formulas and their errors.
 """
 
 from dataclasses import dataclass, field
@@ -32,7 +32,7 @@ NCCL_BASE_US = 6.6  # of starting any collective: NCCL's cost model (src/graph/t
 
 @dataclass(frozen=True)
 class Ring:
-    """The size of one mesh dimension's group: its ranks, and the hosts that they are on."""
+    """Size of one mesh dimension's group: its ranks, and the hosts that they are on."""
 
     ranks: int
     hosts: int
@@ -42,8 +42,8 @@ class Ring:
         return cls(len(ranks), len({rank // per_host for rank in ranks}))
 
     def bandwidth(self, device: Device) -> float:
-        """Bytes per second that a ring moves. Between hosts each rank of the group has its own
-        network card, and a ring runs through all of them. Inside a host the links limit."""
+        """Return the bytes per second that a ring moves. Between hosts each rank of the group has
+        its own network card, and a ring runs through all of them. Inside a host the links limit."""
         link = device.link_gb_per_s
         if self.hosts > 1:
             link = min(link, device.fabric_gb_per_s * self.ranks / self.hosts)
@@ -76,8 +76,9 @@ class Ring:
         return device.fabric_latency_us if self.hosts > 1 else device.link_latency_us
 
     def all_to_all_seconds(self, message: int, device: Device, sent: tuple[float, float]) -> float:
-        """Every rank sends an equal part of its message to every other directly. Traffic to other
-        hosts goes through the rank's network card, at the same time as traffic inside the host."""
+        """Return the seconds of an all-to-all, in which every rank sends an equal part of its
+        message to every other directly. Traffic to other hosts goes through the rank's network
+        card, at the same time as traffic inside the host."""
         on_host = self.ranks / self.hosts
         part = message / self.ranks
         efficiency = 1e9 * device.link_efficiency
@@ -91,7 +92,7 @@ class Ring:
 
 @dataclass
 class Line:
-    """All collectives of one kind on one mesh dimension in a step."""
+    """Sum of all collectives of one kind on one mesh dimension in a step."""
 
     count: int = 0
     sent: int = 0  # bytes of all messages
@@ -103,7 +104,7 @@ class Line:
 
 @dataclass
 class Estimate:
-    """Seconds of a step, and what they go into."""
+    """Seconds of a step, by kind of work."""
 
     seconds: float = 0.0
     matmul: float = 0.0
@@ -129,7 +130,7 @@ class Estimate:
 
 
 def attention_seconds(op: Op, device: Device) -> float:
-    """Seconds of an operator in attention, in proportion to its FLOPs."""
+    """Return the seconds of an operator in attention, in proportion to its FLOPs."""
     if not op.attention_flops:
         return 0.0
     efficiency = device.attention_efficiency
@@ -150,9 +151,9 @@ def op_seconds(
     stack: Software = OURS,
     in_block: bool = False,
 ) -> tuple[float, float, float]:
-    """Seconds of an operator: in matmuls, in attention, and bound by memory. `Op` counts attention
-    without its causal mask, but causal kernels do half of that, and more inside a window. in_block:
-    of a layer, where float8 applies."""
+    """Return the seconds of an operator: in matmuls, in attention, and bound by memory. `Op` counts
+    attention without its causal mask, but causal kernels do half of that, and more inside a window.
+    in_block: of a layer, where float8 applies."""
     traffic = op.fused if (fused or stack.fused_kernels) and where.block >= 0 else op.traffic
     if stack.leaves_out(op, where):
         traffic = 0
@@ -182,22 +183,23 @@ def estimate(
     stack: Software = OURS,
     chosen: Chosen = NO_EXPERTS,
 ) -> Estimate:
-    """The time of a step. `compiled`: memory-bound operators are fused. `selective`: the overhead
-    of selective checkpointing's policy is added."""
+    """Return the time of a step. compiled: memory-bound operators are fused. selective: the
+    overhead of selective checkpointing's policy is added."""
     return Playback(step, device, per_host, compiled, selective, stack, chosen).play()
 
 
 class Playback:
-    """Simulates a step on two streams, compute and FSDP's communication. Each waits for the other
-    where it does in PyTorch.
+    """Simulation of a step on two streams, compute and FSDP's communication. Each waits for the
+    other where it does in PyTorch.
 
     - FSDP's all-gather starts when the previous one has been copied out
       (`FSDPParamGroup.wait_for_unshard`), so the next block is unsharded while this one is
       computed. Compute waits for the all-gather of its own weights.
     - FSDP's reduce-scatter (and HSDP's all-reduce) starts when the block's gradients are there.
       Clipping waits for the last.
-    - An exchange of experts starts when the one before of its group has ended. Compute waits for it where the
-      trainer does, after the shared experts, or at once if the stack has no `hidden_dispatch`.
+    - An exchange of experts starts when the one before of its group has ended. Compute
+      waits for it where the trainer does, after the shared experts, or at once if the stack has no
+      `hidden_dispatch`.
     - The collectives of tensor and context parallelism, and all small ones, block compute: the
       next operator needs their result.
     """
@@ -321,24 +323,24 @@ class Playback:
             self.now = self.bar_start = end
 
     def sent(self, op: Op) -> tuple[float, float]:
-        """As `Ring.seconds` asks: which part of an all-to-all's rows is sent."""
+        """Return the part of an all-to-all's rows that is sent, for `Ring.seconds`."""
         if op.dimension != "ep":
             return EVERY_ROW
         ring = self.rings["ep"]
         return self.stack.sent(ring.ranks, ring.hosts, self.chosen)
 
     def hidden(self, op: Op) -> float:
-        """The part of a collective that runs behind computation, though the next operator needs
-        its result. Sums of float8 GEMMs are not one GEMM (parallelisms/async_tp.py), so inductor
-        fuses no reduce-scatter with them."""
+        """Return the part of a collective that runs behind computation, though the next operator
+        needs its result. Sums of float8 GEMMs are not one GEMM (parallelisms/async_tp.py), so
+        inductor fuses no reduce-scatter with them."""
         if op.dimension == "tp" and self.rings["tp"].hosts == 1:
             apart = self.copied(op) and self.stack.float8 > 1
             return 0.0 if apart else self.stack.hidden_tensor
         return self.stack.hidden_exchange if op.dimension == "ep" else 0.0
 
     def copied(self, op: Op) -> int:
-        """Bytes of the weights that must lie side by side for one GEMM to make what a reduce-scatter
-        sends (parallelisms/async_tp.py::multiply_once). Fused kernels have them so."""
+        """Return the bytes of the weights that must be copied together for one GEMM to make what a
+        reduce-scatter sends (parallelisms/async_tp.py::multiply_once). Fused kernels need no copy."""
         return 0 if self.stack.fused_kernels else op.summed_weights
 
     def add_copies(self, size: int, times: int) -> None:
@@ -372,7 +374,7 @@ class Playback:
 
 
 def place(where: Where) -> str:
-    """Where in the step, as a bar of the page names it."""
+    """Name the place in the step, as a bar of the page does."""
     if where.phase in IN_BLOCKS:
         return f"{where.phase} {where.block}, {where.micro}"
     return where.phase

@@ -12,8 +12,8 @@ BOTTOM = 280
 
 
 def front(rows: Iterable[Candidate]) -> list[Candidate]:
-    """The rows that no other one beats: none is as fast or faster with as much memory or less. The
-    one that needs least memory comes first. Of equals one stands for all."""
+    """Return the Pareto front: rows for which no other is as fast or faster with as much memory or
+    less, the one with least memory first. Of equal rows only one is kept."""
     found: list[Candidate] = []
     for row in sorted(rows, key=by_memory_then_speed):
         if not found or row.tokens_per_second > found[-1].tokens_per_second:
@@ -26,12 +26,13 @@ def by_memory_then_speed(row: Candidate) -> tuple:
 
 
 def is_beaten(most_tokens: float, least_bytes: float, rows: list[Candidate]) -> bool:
-    """Whether some row is as good as a plan of at most so many tokens/s and at least so many bytes."""
+    """Return True if some row is as good as a plan of at most so many tokens/s and at least so many
+    bytes."""
     return any(row.tokens_per_second >= most_tokens and row.needed <= least_bytes for row in rows)
 
 
 def options_of(choice: Choice) -> str:
-    """The choice as options of the command line."""
+    """Format the choice as options of the command line."""
     given = {
         "parallelism.tensor_parallel": choice.tensor_parallel,
         "parallelism.data_parallel_replicate": choice.replicas,
@@ -52,7 +53,7 @@ def options_of(choice: Choice) -> str:
 
 
 def plot(rows: list[Candidate], best: list[Candidate]) -> str:
-    """Tokens/s over memory: the front numbered, all others light."""
+    """Draw tokens/s over memory: the front numbered, all others light."""
     right = 1.08 * max(row.needed for row in rows) / GIB
     top = 1.12 * max(row.tokens_per_second for row in rows)
 
@@ -89,8 +90,8 @@ def plot(rows: list[Candidate], best: list[Candidate]) -> str:
 
 
 def section(rows: list[Candidate], gpus: int, said: str) -> str:
-    """The front as HTML: a drawing and a table with options that can be copied. rows: what was
-    traced and fits. said: what the front covers."""
+    """Format the front as HTML: a drawing and a table with options that can be copied. rows:
+    choices that were traced and fit. said: what the front covers."""
     best = front(rows)
     lines = []
     for number, row in enumerate(best, 1):

@@ -59,7 +59,7 @@ pre{background:#22252b}figcaption{color:#aaa}}
 
 
 def page(plan: Plan, report: str, other: Plan | None = None, section: str = "") -> str:
-    """The page as HTML. section: HTML below the report. other: a plan beside this one, whose
+    """Build the page as HTML. section: HTML below the report. other: a plan to compare, whose
     figures follow."""
     title = title_of(plan)
     body = section + figures_of(plan)
@@ -78,7 +78,7 @@ def title_of(plan: Plan) -> str:
 
 
 def figures_of(plan: Plan) -> str:
-    """The drawings of a plan with their captions, as HTML."""
+    """Return the drawings of a plan with their captions, as HTML."""
     rank = plan.step.number if plan.pipeline else 0
     figures = (
         (
@@ -121,7 +121,7 @@ def figures_of(plan: Plan) -> str:
 
 
 class Samples(NamedTuple):
-    """The memory curve as the page draws it."""
+    """Samples of the memory curve, as the page draws it."""
 
     # (event, bytes by kind): the fullest moment of each of POINTS equal parts of the step
     points: list[tuple[int, dict[str, int]]]
@@ -229,8 +229,8 @@ def _merged(bars: list[Bar], gap: float) -> Iterator[Bar]:
 
 
 def _timeline(plan: Plan, begin: float, end: float) -> str:
-    """A row for computing and one for each kind of collective on each mesh dimension, from `begin`
-    to `end` seconds."""
+    """Draw a row for computing and one for each kind of collective on each mesh dimension, from
+    `begin` to `end` seconds."""
     rows: dict[str, list[Bar]] = {"compute": []}
     for stream, start, stop, where in plan.time.bars:
         if stop > start:
@@ -262,7 +262,7 @@ def _timeline(plan: Plan, begin: float, end: float) -> str:
 
 
 def timeline(plan: Plan) -> str:
-    """The whole traced step, then two blocks forward and two backward of its last microbatch."""
+    """Draw the whole traced step, then two blocks forward and two backward of its last microbatch."""
     bars = plan.time.bars
     micro = plan.step.microbatches - 1
     block = plan.step.layers // 2

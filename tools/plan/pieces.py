@@ -1,8 +1,8 @@
-"""The loss of a long sequence from four of its pieces.
+"""Trace the loss of a long sequence from four of its pieces.
 
 training/loss.py works through a sequence in pieces, and all between the first and the last do the
-same. The second and the third are traced and compared. If they are alike, copies of them stand for
-the pieces that are left out.
+same. The second and the third are traced and compared. If they are equal, copies of them replace
+the pieces that are not traced.
 """
 
 from collections.abc import Iterator
@@ -19,21 +19,21 @@ TRACED = 4  # the first, two from the middle, the last
 
 @dataclass
 class LossPiece:
-    """What happened in one piece."""
+    """Events of one piece."""
 
     rows: list  # as in `Stretch`
     born: list[int]  # storages, in the order of their births
 
     def storages(self) -> set[int]:
-        """All that it makes, frees, reads or writes."""
+        """Return all storages that it makes, frees, reads or writes."""
         found: set[int] = set()
         for row in self.rows:
             found |= row.inputs.union(row.writes) if isinstance(row, Op) else {row[1]}
         return found
 
     def outline(self, trace: "Trace") -> list:
-        """The events, with storages named so that two pieces can be compared: those of the piece by
-        the order of their births. What lives on keeps its number."""
+        """Return the events with storages named so that two pieces can be compared: those of the
+        piece by the order of their births. A storage that lives on keeps its number."""
         names: dict[int, tuple] = {}
         for number in self.storages() - trace.alive.keys():
             names[number] = "of an earlier piece", trace.memory[number].size
@@ -43,8 +43,8 @@ class LossPiece:
 
 
 def few(trace: "Trace", firsts: range) -> Iterator[int]:
-    """Those of `firsts` (training/loss.py::first_tokens) that are traced. The others are added to the
-    trace."""
+    """Yield those of `firsts` (training/loss.py::first_tokens) that are traced, and add the others
+    to the trace."""
     if len(firsts) <= TRACED:
         yield from firsts
         return
@@ -69,7 +69,8 @@ def piece_of(rows: list) -> LossPiece:
 
 
 def are_alike(trace: "Trace", second: LossPiece, third: LossPiece) -> bool:
-    """Whether both do the same, and the third frees all that the second left and nothing older."""
+    """Return True if both do the same, and the third frees all that the second left and nothing
+    older."""
     if second.outline(trace) != third.outline(trace):
         return False
     if trace.alive.keys() & second.born:
@@ -78,8 +79,9 @@ def are_alike(trace: "Trace", second: LossPiece, third: LossPiece) -> bool:
 
 
 def with_copies(trace: "Trace", second: LossPiece, third: LossPiece, copies: int) -> list:
-    """The rows of `copies` pieces between the second and the third, and then those of the third,
-    which frees what the last copy left. What lives on is the third's, so it keeps its storages."""
+    """Return the rows of `copies` pieces between the second and the third, and then those of the
+    third, which frees what the last copy left. Storages that live on are the third's, so it keeps
+    its own."""
     rows = []
     previous = second.born
     for _ in range(copies):
@@ -90,7 +92,7 @@ def with_copies(trace: "Trace", second: LossPiece, third: LossPiece, copies: int
 
 
 def copy_of(trace: "Trace", number: int) -> int:
-    """A storage like this one, of the same stretch."""
+    """Return a storage like this one, of the same stretch."""
     memory = trace.memory[number]
     trace.births[memory.born] += 1
     copy = next(trace.counter)
@@ -100,7 +102,7 @@ def copy_of(trace: "Trace", number: int) -> int:
 
 
 def moved(rows: list, names: dict) -> list:
-    """The rows with other names of storages. One that has none keeps its own."""
+    """Return the rows with renamed storages. Those without a new name keep theirs."""
     changed = []
     for row in rows:
         if isinstance(row, Op):

@@ -46,7 +46,7 @@ Sizes = dict[str, int]  # bytes by kind of memory
 
 @dataclass(frozen=True)
 class Machine:
-    """What the time of a step depends on, besides the step itself."""
+    """Inputs of a step's time other than the step: device, hosts, compiler and stack."""
 
     device: Device
     per_host: int
@@ -61,7 +61,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Part:
-    """One action of a stage, or one of the other phases of its step."""
+    """Part of a stage's step: one action, or one of the other phases."""
 
     time: Estimate
     tail: float  # seconds for which FSDP's collectives go on after its end
@@ -73,7 +73,7 @@ class Part:
 
 
 class Stage:
-    """A traced stage and the costs of its actions."""
+    """Stage that was traced, and the costs of its actions."""
 
     def __init__(self, step: Step, machine: Machine) -> None:
         self.step = step
@@ -116,7 +116,7 @@ class Stage:
     def action(self, action: Action, microbatches: int) -> Part:
         traced = self.step.microbatches
         micro = action.microbatch
-        if microbatches > traced:  # a middle one stands for all in between
+        if microbatches > traced:  # a middle one represents all in between
             micro = {0: 0, microbatches - 1: traced - 1}.get(micro, 1)
         # the first stage has no first half of a split backward
         return self.parts.get((action.kind, micro), NOTHING)
@@ -127,8 +127,8 @@ NOTHING = Part(Estimate(), 0.0, (0, 0), {}, {}, {})
 
 @dataclass
 class Rank(Curve):
-    """One rank of a pipeline: its stages, and its step as the schedule has it. Like a
-    `tools/plan/step.py::Step` for what reports it."""
+    """Rank of a pipeline: its stages, and its step in the order of the schedule. The report reads
+    it like a `tools/plan/step.py::Step`."""
 
     number: int
     stages: dict[int, Stage]  # by number, as for their layers
@@ -152,7 +152,7 @@ class Rank(Curve):
 
     @property
     def parameters(self) -> dict[int, Parameters]:
-        """By stage; of a tied weight the first stage's alone."""
+        """Return the parameters by stage; of a tied weight the first stage's alone."""
         totals = {}
         for number, stage in self.stages.items():
             blocks = stage.step.parameters.values()
@@ -221,8 +221,7 @@ class Rank(Curve):
         )
 
     def total(self) -> Estimate:
-        """What the seconds of its step go into, without those in which it waits for other
-        stages."""
+        """Return the seconds of its step by kind, without waiting for other stages."""
         total = Estimate()
         for _, part in self.parts():
             t = part.time
@@ -255,7 +254,7 @@ def add(total: Line, line: Line) -> None:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The step of all ranks of one pipeline."""
+    """Step of all ranks of one pipeline."""
 
     ranks: list[Rank]
     played: Timeline
@@ -267,17 +266,17 @@ class Pipeline:
 
     @property
     def worst(self) -> Rank:
-        """The rank that needs the most memory."""
+        """Return the rank that needs the most memory."""
         peaks = [rank.peak()[0] for rank in self.ranks]
         return self.ranks[peaks.index(max(peaks))]
 
     @property
     def slowest(self) -> Rank:
-        """The rank that works longest on microbatches: the others wait for it."""
+        """Return the rank that works longest on microbatches: the others wait for it."""
         return max(self.ranks, key=attrgetter("busy"))
 
     def time(self, rank: Rank) -> Estimate:
-        """The step as one rank sees it."""
+        """Return the step as one rank sees it."""
         estimate = rank.total()
         estimate.seconds = self.seconds
         for (_, kind), line in estimate.lines.items():
@@ -287,7 +286,7 @@ class Pipeline:
 
 
 class Alone(NamedTuple):
-    """What the trace of a stage depends on, besides the configuration."""
+    """Inputs of a stage's trace, besides the configuration."""
 
     position: int  # among ALONE stages
     layers: int
@@ -299,8 +298,8 @@ class Alone(NamedTuple):
     routing: Routing = BALANCED
 
     def trace(self, cfg: Config, shallow: "dict[Alone, Step] | None" = None) -> Step:
-        """The step of this stage. It is put together from a few layers where that is exact.
-        shallow: what was traced of the same configuration, which serves every depth."""
+        """Return the step of this stage, repeated from a few layers where that is exact. shallow:
+        traces of the same configuration, which serve every depth."""
         few, edge, period = few_layers(cfg, self.layers, self.dense)
         sharded = self.data_parallel * cfg.parallelism.context_parallel > 1
         # In the second half of a split backward no hook tells to which block an operator belongs.
@@ -352,7 +351,7 @@ class Stages:
     def whole(
         self, cfg: Config, gpus: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
     ) -> Step:
-        """The step without a pipeline: tools/plan/repeat.py::traced."""
+        """Return the step without a pipeline: tools/plan/repeat.py::traced."""
         key = (name_of(cfg), gpus, per_host, on_gpu, routing)
         if key not in self.wholes:
             self.wholes[key] = traced(cfg, gpus, per_host, on_gpu, routing)
@@ -387,7 +386,7 @@ def name_of(cfg: Config) -> str:
 
 
 def one_by_one(microbatches: int, split: bool) -> Table:
-    """A schedule without anything at the same time, so that the cost of each action shows."""
+    """Return a schedule without anything at the same time, so that the cost of each action shows."""
     kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
     table = []
     for stage in range(ALONE):
@@ -419,7 +418,8 @@ def make_pipeline(
     split = {(a.stage, a.microbatch) for a in every_action if a.kind == BACKWARD_INPUT}
 
     def variant(action: Action) -> tuple[int, bool]:
-        """The stage of an action, and whether the backward of its microbatch is in two halves."""
+        """Return the stage of an action, and whether the backward of its microbatch is in two
+        halves."""
         return action.stage, (action.stage, action.microbatch) in split
 
     last = len(placement) - 1
@@ -458,7 +458,7 @@ def make_pipeline(
 def played(
     ranks: list[Rank], table: Table, placement: list[int], machine: Machine, ranks_of_stage: int
 ) -> Pipeline:
-    """The pipeline's step in time, from the costs of its ranks' actions."""
+    """Play the pipeline's step in time, from the costs of its ranks' actions."""
     # the size of every send between stages: hidden states, or their gradients
     message = 0
     for rank in ranks:
@@ -503,7 +503,7 @@ def played(
 
 
 class Gathers:
-    """The all-gathers of a pipeline's weights that a rank begins at the start of the step, one after
+    """All-gathers of a pipeline's weights that a rank begins at the start of the step, one after
     another, in the order in which its stages come to their first forward."""
 
     def __init__(self, ranks: list[Rank]) -> None:
@@ -526,7 +526,7 @@ class Gathers:
 
 
 def largest_sent(part: Part) -> int:
-    """Bytes of the largest message that a part of the step sends to another stage; 0: it sends
+    """Return the bytes of the largest message that a part of the step sends to another stage; 0 for
     none."""
     sends = [line.largest for (_, kind), line in part.time.lines.items() if kind == "send"]
     return max(sends, default=0)

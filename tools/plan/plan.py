@@ -32,7 +32,7 @@ MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """What a plan depends on besides the configuration."""
+    """Inputs of a plan besides the configuration."""
 
     gpus: int
     per_host: int
@@ -58,20 +58,20 @@ class Plan:
 
     @property
     def ranks(self) -> list[Step] | list[Rank]:
-        """The ranks of one pipeline, or the only one. Of each tensor-parallel group one rank stands
-        for all."""
+        """Return the ranks of one pipeline, or the only one. One rank represents each
+        tensor-parallel group."""
         if self.pipeline:
             return self.pipeline.ranks
         return [self.step]
 
     @cached_property
     def parameters(self) -> int:
-        """Numbers that are trained."""
+        """Return the number of trained parameters."""
         return sum(p.elements for rank in self.ranks for p in rank.parameters.values())
 
     @cached_property
     def frozen(self) -> int:
-        """Numbers of the weights that only adapters are trained beside."""
+        """Return the number of frozen weights under adapters."""
         return sum(p.frozen for rank in self.ranks for p in rank.parameters.values())
 
     @cached_property
@@ -81,17 +81,19 @@ class Plan:
 
     @property
     def live(self) -> int:
-        """The most bytes that live at one time."""
+        """Return the most bytes that live at one time."""
         return self.peak[0]
 
     @property
     def needed(self) -> float:
-        """Bytes of the device that the run takes, including those of the allocator and the context."""
+        """Return the bytes of the device that the run takes, including the allocator's and the
+        context's."""
         return with_margin(self.live, self.inputs)
 
     @property
     def usable(self) -> float:
-        """Bytes of the device that may be live; the allocator and the context take the rest."""
+        """Return the bytes of the device that may be live; the allocator and the context take the
+        rest."""
         capacity = self.inputs.device.memory_gib * GIB
         if not self.inputs.on_gpu:
             return capacity
@@ -117,7 +119,7 @@ class Plan:
 
     @property
     def has_room_for_all(self) -> bool:
-        """Whether all gathered weights have room through the whole step, with more than one
+        """Return True if all gathered weights fit through the whole step, with more than one
         microbatch to use them (parallelism.reshard_after_backward)."""
         if self.microbatches == 1 or not self.room_for_gathered:
             return False
@@ -142,7 +144,7 @@ class Plan:
 
     @property
     def data_parallel(self) -> int:
-        """Ranks that share the sequences of a batch."""
+        """Return the number of ranks that share the sequences of a batch."""
         p = self.cfg.parallelism
         return self.inputs.gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
 
@@ -174,20 +176,20 @@ class Plan:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """What is trained of the whole model, and its optimizer state, float32. Each traced rank
-        has its shard of the state."""
+        """Return the bytes of the whole model's trained parameters and their optimizer state,
+        float32. Each traced rank has its shard of the state."""
         return round(self.parameters * 4 * (1 + self.moments))
 
     @property
     def moments(self) -> float:
-        """Bytes of optimizer state for each byte of a trained weight."""
+        """Return the bytes of optimizer state for each byte of a trained weight."""
         weights = sum(p.local_bytes for rank in self.ranks for p in rank.parameters.values())
         return sum(rank.before().get("optimizer state", 0) for rank in self.ranks) / weights
 
     @property
     def saved_by_freezing(self) -> float:
-        """Bytes that training the frozen weights too would take beyond what they take now, on each
-        rank on average: float32 masters, gradients and optimizer state of their numbers."""
+        """Return the bytes that training the frozen weights would take beyond what they take now,
+        on each rank on average: their float32 masters, gradients and optimizer state."""
         as_masters = 4 * (2 + self.moments)
         now = DTYPES.get(self.cfg.training.param_dtype, torch.bfloat16).itemsize
         copies = self.cfg.parallelism.data_parallel_replicate
@@ -195,21 +197,21 @@ class Plan:
 
     @property
     def saved_by_rank(self) -> int:
-        """Bytes of the rank's shards of weights and optimizer state."""
+        """Return the bytes of the rank's shards of weights and optimizer state."""
         sizes = self.step.before()
         return sizes.get("parameters", 0) + sizes.get("optimizer state", 0)
 
     @property
     def staging(self) -> int:
-        """Bytes of host memory for the copies that one rank writes while training goes on; 0
-        without async_save. Ranks that hold the same shard share the work."""
+        """Return the bytes of host memory for the copies that one rank writes while training goes
+        on; 0 without async_save. Ranks that hold the same shard share the work."""
         if not self.cfg.checkpoint.async_save:
             return 0
         return self.saved_by_rank // self.cfg.parallelism.data_parallel_replicate
 
     def saving(self) -> tuple[float, float, float]:
-        """Seconds of a save: to copy one rank's share to host memory, to write everything, and for
-        which training stalls."""
+        """Return the seconds of a save: to copy one rank's share to host memory, to write
+        everything, and for which training stalls."""
         copy = self.saved_by_rank / self.inputs.device.host_gb_per_s / 1e9
         write = self.checkpoint_bytes / self.inputs.storage_gb_per_s / 1e9
         stall = copy + write
@@ -219,7 +221,7 @@ class Plan:
 
     @property
     def mtbf(self) -> float:
-        """Seconds between interruptions of the whole job, on average."""
+        """Return the mean seconds between interruptions of the whole job."""
         return self.inputs.mtbf_gpu_hours * 3600 / self.inputs.gpus
 
     def goodput(self, interval: float) -> float:
@@ -229,16 +231,17 @@ class Plan:
 
     @property
     def best_interval(self) -> float:
-        """Seconds of work between saves that lose least. A save is written before the next begins."""
+        """Return the seconds of work between saves that lose least. A save is written before the
+        next begins."""
         _, write, stall = self.saving()
         return max(best_interval(self.mtbf, stall), write)
 
 
 def with_kernel(device: Device, cfg: Config, stack: Software = OURS) -> Device:
-    """The device with the efficiencies of the kernels that training.attention chooses. "auto" means
-    cuDNN where the device has a fast kernel, because PyTorch prefers cuDNN there. Documents,
-    windows and gathered keys always run FlashAttention: 3 with "flash3", otherwise 2. With "auto",
-    a stack other than ours keeps the efficiency that `Software.on` gave the device."""
+    """Return the device with the efficiencies of the kernels that training.attention chooses.
+    "auto" means cuDNN where the device has a fast kernel, because PyTorch prefers cuDNN there.
+    Documents, windows and gathered keys always run FlashAttention: 3 with "flash3", otherwise 2.
+    With "auto", a stack other than ours keeps the efficiency that `Software.on` gave the device."""
     fast = device.fast_attention_efficiency
     chosen = cfg.training.attention
     if not fast or chosen == "flash" or (chosen == "auto" and stack != OURS):
@@ -251,14 +254,14 @@ def with_kernel(device: Device, cfg: Config, stack: Software = OURS) -> Device:
 
 
 def with_margin(live: float, inputs: PlanInputs) -> float:
-    """Bytes of the device that so many live bytes take."""
+    """Return the bytes of the device that so many live bytes take."""
     if not inputs.on_gpu:
         return live
     return live * (1 + inputs.margin) + CONTEXT_GIB * GIB
 
 
 def machine(cfg: Config, inputs: PlanInputs) -> Machine:
-    """What the time of this configuration's step depends on."""
+    """Return what the time of this configuration's step depends on."""
     return Machine(
         with_kernel(inputs.device, cfg, inputs.stack),
         inputs.per_host,

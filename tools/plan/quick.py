@@ -61,8 +61,8 @@ IN_PLACE = {aten._fused_adam_.default, aten._fused_adamw_.default}
 def run(
     func, mode: FakeTensorMode | None, args: tuple, kwargs: dict, tensors: list[torch.Tensor]
 ) -> object:
-    """What the operator returns. mode: the one that is below; None: there is none, tensors are real.
-    tensors: those among the arguments."""
+    """Run the operator. mode: the one below; None: there is none, tensors are real. tensors: those
+    among the arguments."""
     if mode is None or not all(type(tensor) is FakeTensor for tensor in tensors):
         return func(*args, **kwargs)
     if func in IN_PLACE:
@@ -82,8 +82,8 @@ def run(
 
 
 class Shards:
-    """Stands for torch.distributed.fsdp's list of a parameter's shards, one for each of thousands of
-    ranks. Only the first and that of this rank are made."""
+    """List of a parameter's shards for torch.distributed.fsdp, one for each of thousands of ranks.
+    Only the first and that of this rank are made."""
 
     def __init__(self, tensor: torch.Tensor, count: int, dim: int) -> None:
         self.tensor = tensor
@@ -99,12 +99,13 @@ class Shards:
 
 
 def are_alike(tensors: list[torch.Tensor]) -> bool:
-    """Whether they have one shape and one floating-point type, with their numbers in that order."""
+    """Return True if they have one shape and one floating-point dtype, with their numbers in that
+    order."""
     first = tensors[0]
     if not first.is_floating_point():
         return False
     for tensor in tensors:
-        alike = tensor.shape == first.shape and tensor.dtype == first.dtype
-        if not alike or not tensor.is_contiguous():
+        same = tensor.shape == first.shape and tensor.dtype == first.dtype
+        if not same or not tensor.is_contiguous():
             return False
     return True

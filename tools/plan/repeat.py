@@ -22,9 +22,9 @@ from training.optimizers import OPTIMIZERS
 def traced(
     cfg: Config, world_size: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
 ) -> Step:
-    """The step of rank 0, which has the largest shards. It is put together from a few layers where
-    that is exact. An optimizer that works matrix by matrix is traced with all layers: which of its
-    matrices a rank gets does not follow from a part of them."""
+    """Return the step of rank 0, which has the largest shards, repeated from a few layers where
+    that is exact. An optimizer that works matrix by matrix is traced with all layers: a part of
+    them does not show which matrices a rank gets."""
     numbers = check.architecture(cfg.model)
     layers = numbers["n_layers"]
     few, edge, period = few_layers(cfg, layers, numbers.get("n_dense_layers", 0))
@@ -45,9 +45,9 @@ def traced(
 
 
 def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
-    """How many layers to trace for a model with `layers`, of which the first `dense` have no
-    experts where the others do. Also the arguments of `with_layers`: the number of blocks at the
-    front that are not repeated, and the period of those after them."""
+    """Return the number of layers to trace for a model with `layers`, of which the first `dense`
+    have no experts where the others do. Also the arguments of `with_layers`: the number of blocks
+    at the front that are not repeated, and the period of those after them."""
     period = period_of_attention(cfg, dense)
     if cfg.activation_checkpoint.mode == "every_n":
         period = math.lcm(period, cfg.activation_checkpoint.every_n)
@@ -61,8 +61,8 @@ def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
 
 
 def period_of_attention(cfg: Config, first: int) -> int:
-    """After how many blocks the rules of attention repeat, from block `first` on; 1 where all are
-    the same. Sliding windows alternate with whole attention, for example."""
+    """Return the number of blocks after which the masks of attention repeat, from block `first` on;
+    1 where all are the same. Sliding windows alternate with whole attention, for example."""
     family, args = train.architecture(cfg)
     with torch.device("meta"):
         cores = family.build(args).cores()
@@ -74,8 +74,8 @@ def period_of_attention(cfg: Config, first: int) -> int:
 
 
 def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
-    """The step of the same model with `layers` blocks, from one with fewer: blocks `edge` ... `edge
-    + period - 1` repeated.
+    """Return the step of the same model with `layers` blocks, from one with fewer: blocks `edge`
+    ... `edge + period - 1` repeated. `edge + period - 1` repeated.
 
     None where that would not be exact: those blocks and the next `period` ones differ in some
     event, or the optimizer does more than update each element by itself, which `_scale` would not
@@ -89,8 +89,8 @@ def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
 
 
 class Repetition:
-    """The blocks `unit` of a traced step, each of them there `copies` more times. Copy 0 is the
-    traced one."""
+    """Repetition of the blocks `unit` of a traced step, each of them there `copies` more times.
+    Copy 0 is the traced one."""
 
     def __init__(self, step: Step, layers: int, edge: int, period: int) -> None:
         self.traced = step
@@ -111,7 +111,8 @@ class Repetition:
         self.numbers: dict[tuple[int, int], int] = {}
 
     def is_exact(self) -> bool:
-        """Whether the unit is followed by blocks that do the same, so that it may be repeated."""
+        """Return True if the unit is followed by blocks that do the same, so that it may be
+        repeated."""
         if self.remainder or self.copies < 0 or len(self.stretches) < len(self.traced.stretches):
             return False
         for where, stretch in self.stretches.items():
@@ -122,7 +123,7 @@ class Repetition:
         return True
 
     def relative(self, stretch: Stretch) -> list:
-        """The events of a block, with blocks numbered from this one."""
+        """Return the events of a block, with blocks numbered from this one."""
         events = []
         for row in stretch.rows:
             if isinstance(row, Op):
@@ -137,7 +138,7 @@ class Repetition:
         return events
 
     def moved(self, where: Where, copy: int = 0) -> Where:
-        """The place in the new step that a traced place has in this copy."""
+        """Return the place in the new step of a traced place in this copy."""
         if (where, copy) not in self.places:
             self.places[where, copy] = self.new_place(where, copy)
         return self.places[where, copy]
@@ -155,8 +156,8 @@ class Repetition:
         return range(self.copies + 1 if block in self.unit else 1)
 
     def storages(self, number: int, where: Where, copy: int) -> list[int]:
-        """The storages of the new step that storage `number` stands for, seen from a copy of the
-        stretch `where`."""
+        """Return the storages of the new step that storage `number` represents, seen from a copy of
+        the stretch `where`."""
         memory = self.traced.memory[number]
         born = memory.born
         if not 0 <= born.block < self.traced.layers or born.phase == "build":
@@ -185,7 +186,7 @@ class Repetition:
         return Stretch(self.moved(stretch.where, copy), rows)
 
     def step(self) -> Step:
-        """The step with all layers."""
+        """Return the step with all layers."""
         memory: dict[int, Memory] = {}
         for n, m in self.traced.memory.items():
             for copy in self.copies_of(m.born.block):

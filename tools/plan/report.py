@@ -1,4 +1,4 @@
-"""A plan as text for a person."""
+"""Format a plan as text."""
 
 from collections import Counter
 
@@ -27,7 +27,7 @@ WORTH_A_LINE = 0.05  # of a step's time
 
 
 def size_text(count: float) -> str:
-    """Bytes in words."""
+    """Format bytes with a unit."""
     for unit, length, least in (
         ("GiB", GIB, GIB / 10),
         ("MiB", 2**20, 2**20),
@@ -63,8 +63,8 @@ def token_text(count: float) -> str:
 
 
 def report(plan: Plan, all_stages: bool = False) -> str:
-    """The whole plan. all_stages: with every rank of a pipeline, and not only the first, the last
-    and the fullest."""
+    """Format the whole plan. all_stages: with every rank of a pipeline, and not only the first, the
+    last and the fullest."""
     lines = [
         *heading(plan),
         "",
@@ -97,28 +97,28 @@ def model_name(cfg: Config) -> str:
 
 
 def unmodelled(plan: Plan) -> list[str]:
-    """The options that the plan does not model, if there are any."""
+    """List the options that the plan does not model, if there are any."""
     lines = not_modelled(plan.cfg, plan.inputs.device)
     return ["Not modelled", *(f"  {line}" for line in lines)] if lines else []
 
 
 def recomputes_often(cfg: Config) -> bool:
-    """Whether blocks are recomputed more than once for a backward (docs/parallelism.md, "Pipeline
-    parallelism")."""
+    """Return True if blocks are recomputed more than once for a backward (docs/parallelism.md,
+    "Pipeline parallelism")."""
     p = cfg.parallelism
     splits = p.pipeline_parallel > 1 and SCHEDULES[p.pipeline_schedule].splits_backward
     return splits and cfg.activation_checkpoint.mode != "none"
 
 
 def hosts(inputs: PlanInputs) -> str:
-    """The hosts in words; the last one may have fewer GPUs than the others."""
+    """Describe the hosts; the last one may have fewer GPUs than the others."""
     full, rest = divmod(inputs.gpus, inputs.per_host)
     words = f"{full:,} host{'s' * (full > 1)} of {inputs.per_host}"
     return f"{words} and one of {rest}" if rest else words
 
 
 def heading(plan: Plan) -> list[str]:
-    """The model, the machines, the mesh and the batch."""
+    """Describe the model, the machines, the mesh and the batch."""
     cfg = plan.cfg
     inputs = plan.inputs
     microbatches = plan.microbatches
@@ -146,7 +146,7 @@ def heading(plan: Plan) -> list[str]:
 
 
 def adapters(plan: Plan) -> list[str]:
-    """What is trained where the model is frozen, and what that saves."""
+    """Describe the trained part of a model that is otherwise frozen, and the savings."""
     lora = plan.cfg.lora
     if not lora.rank:
         return []
@@ -159,7 +159,8 @@ def adapters(plan: Plan) -> list[str]:
 
 
 def attention(plan: Plan) -> list[str]:
-    """The rules of attention (models/layers.py::AttentionCore), if they are not all plain."""
+    """Describe attention's masks and biases (models/layers.py::AttentionCore), if any are not
+    plain."""
     family, args = train.architecture(plan.cfg)
     with torch.device("meta"):
         cores = family.build(args).cores()
@@ -176,7 +177,7 @@ def attention(plan: Plan) -> list[str]:
 
 
 def context(plan: Plan) -> list[str]:
-    """Where the ranks that share a sequence are, and how attention sees all of it."""
+    """Describe the ranks that share a sequence, and how attention sees all of it."""
     p = plan.cfg.parallelism
     seq_len = plan.cfg.training.seq_len
     if p.context_parallel == 1:
@@ -191,7 +192,7 @@ def context(plan: Plan) -> list[str]:
 
 
 def experts(plan: Plan) -> list[str]:
-    """The active parameters of a token, and how its rows are dispatched to the experts."""
+    """Describe the active parameters of a token, and how its rows are dispatched to the experts."""
     family, args = train.architecture(plan.cfg)
     if not getattr(args, "n_experts", 0):
         return []
@@ -220,7 +221,7 @@ def experts(plan: Plan) -> list[str]:
 
 
 def sent_between_hosts(plan: Plan) -> float:
-    """Bytes of the experts' all-to-alls that a rank sends to other hosts in a step."""
+    """Return the bytes of the experts' all-to-alls that a rank sends to other hosts in a step."""
     total = 0.0
     for dim in "ep", ep_hosts.PEERS:
         if line := plan.time.lines.get((dim, "all-to-all")):
@@ -237,8 +238,8 @@ def sent_between_hosts(plan: Plan) -> float:
 
 
 def stages(plan: Plan, all_stages: bool) -> list[str]:
-    """The ranks of a pipeline, with the layers, the memory and the work of each; and what the
-    schedule costs."""
+    """Describe the ranks of a pipeline, with the layers, the memory and the work of each; and the
+    cost of the schedule."""
     pipeline = plan.pipeline
     if not pipeline:
         return []
@@ -273,8 +274,8 @@ def stages(plan: Plan, all_stages: bool) -> list[str]:
 
 
 def memory(plan: Plan) -> list[str]:
-    """Bytes by kind at the peak and at most, what they come to with the allocator's share, and
-    whether they fit."""
+    """Describe memory: bytes by kind at the peak and at most, their sum with the allocator's share,
+    and whether they fit."""
     inputs = plan.inputs
     step = plan.step
     live, place, at_peak = plan.peak
@@ -323,7 +324,7 @@ def memory(plan: Plan) -> list[str]:
 
 
 def communication(plan: Plan) -> list[str]:
-    """A line for each kind of collective on each mesh dimension."""
+    """Return a line for each kind of collective on each mesh dimension."""
     sizes = {dim: len(ranks) for dim, ranks in plan.step.groups.items()}
     of = f" of rank {plan.pipeline.slowest.number}" if plan.pipeline else ""
     title = f"Communication of a step{of}"
@@ -343,8 +344,8 @@ def communication(plan: Plan) -> list[str]:
 
 
 def less_exposed(plan: Plan) -> list[str]:
-    """What would hide the gathers of weights, or the exchange of experts, if a step waits for them
-    longer than WORTH_A_LINE of it."""
+    """Suggest how to hide the gathers of weights, or the exchange of experts, if a step waits for
+    them longer than WORTH_A_LINE of it."""
     gathers = exchange = 0.0
     for (dim, kind), line in plan.time.lines.items():
         if dim in EXCHANGES and kind == "all-to-all":
@@ -392,7 +393,7 @@ def speed(plan: Plan) -> list[str]:
     return [
         f"FLOPs per token  {derived:.4g} derived ({formula}), {counted:.4g} counted "
         f"({counted / derived - 1:+.2%}{fullest}); "
-        f"recomputed{' or padded' * latent} beside those {recomputed:.3g} "
+        f"recomputed{' or padded' * latent} on top of those {recomputed:.3g} "
         f"({recomputed / derived:.1%})",
         f"Time of a step   {time_text(t.seconds)}{whose}: matmuls {time_text(t.matmul)} "
         f"at {d.matmul_efficiency:.0%} of "
@@ -408,18 +409,18 @@ def speed(plan: Plan) -> list[str]:
 
 
 def scaling(plan: Plan) -> list[str]:
-    """What published runs lost as they grew, as a range: no plan has it in its figures."""
+    """Return the scaling loss of published runs, as a range: no plan has it in its figures."""
     least, most = scaling_loss(plan.inputs.gpus)
     if not most:
         return []
     return [
-        f"Scaling loss     {least:.0%} to {most:.0%} beside all figures here: what published runs "
+        f"Scaling loss     {least:.0%} to {most:.0%} not in any figure here: what published runs "
         f"lost from {SCALING_FROM} GPUs to {plan.inputs.gpus:,}"
     ]
 
 
 def run(plan: Plan) -> list[str]:
-    """The whole run: its time and cost, its checkpoints, its interruptions."""
+    """Describe the whole run: its time and cost, its checkpoints, its interruptions."""
     inputs = plan.inputs
     step_seconds = plan.time.seconds
     configured = plan.cfg.checkpoint.interval
@@ -459,7 +460,7 @@ def run(plan: Plan) -> list[str]:
 
 
 def host_memory(plan: Plan) -> str:
-    """What the copies of checkpoints take in the memory of a host. On GPUs they are pinned."""
+    """Describe the host memory for copies of checkpoints. On GPUs they are pinned."""
     size = plan.staging
     ranks = plan.inputs.per_host
     line = f"Host memory      for copies of checkpoints {size_text(size)} of each rank"
@@ -470,7 +471,7 @@ def host_memory(plan: Plan) -> str:
 
 
 def advice(plan: Plan) -> str:
-    """What to change, by what fills the memory."""
+    """Advise what to change, by what fills the memory."""
     hints = []
     _, _, at_peak = plan.peak
     if at_peak.get("whole gradients", 0) > plan.live / 4 and plan.microbatches > 1:

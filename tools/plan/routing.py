@@ -1,9 +1,9 @@
-"""How tokens are spread over experts, as a plan assumes it: evenly, with a stated imbalance, or as
-a run has recorded it.
+"""Model how tokens are spread over experts, as a plan assumes it: evenly, with a stated imbalance,
+or as a run has recorded it.
 
 Only the number of rows on each rank depends on the routing. With expert parallelism a rank computes
-the rows of its own experts, whoever sends them. So the rank whose experts get the most tokens needs
-the most memory, and all others wait for it. The plan is of that rank, in every MoE layer.
+the rows of its own experts, from all ranks. So the rank whose experts get the most tokens needs the
+most memory, and all others wait for it. The plan is of that rank, in every MoE layer.
 """
 
 from math import comb
@@ -16,16 +16,15 @@ from training.experts import recorded
 
 
 class Routing(NamedTuple):
-    """The share of the rows that each rank of an ep group gets. The fullest rank gets `factor`
-    times the mean, unless `loads` gives recorded counts: for each layer, the tokens of each
-    expert."""
+    """Share of the rows that each rank of an ep group gets. The fullest rank gets `factor` times
+    the mean, unless `loads` gives recorded counts: for each layer, the tokens of each expert."""
 
     factor: float = 1.0
     loads: tuple[tuple[int, ...], ...] = ()
 
     def shares(self, ep: int) -> list[float]:
-        """Each rank's share of all rows, the fullest rank first. Recorded shares are sorted within
-        each layer and then averaged over the layers. Raises InputError where the number of
+        """Return each rank's share of all rows, the fullest rank first. Recorded shares are sorted
+        within each layer and then averaged over the layers. Raises InputError where the number of
         recorded experts is no multiple of ep."""
         if not self.loads:
             most = min(self.factor, ep) / ep
@@ -45,8 +44,8 @@ class Routing(NamedTuple):
         return [sum(column) / len(ranked) for column in zip(*ranked)]
 
     def all_to_all_splits(self, rows: int, ep: int) -> tuple[list[int], list[int]]:
-        """What `parallelisms/ep.py::rows_per_rank` returns on the fullest rank: the split sizes of
-        the dispatch's all-to-all, if every rank has `rows` rows and routes them alike."""
+        """Return what `parallelisms/ep.py::rows_per_rank` returns on the fullest rank: the split
+        sizes of the dispatch's all-to-all, if every rank has `rows` rows with the same routing."""
         total = 0.0
         ends = [0]
         for share in self.shares(ep):
@@ -56,9 +55,9 @@ class Routing(NamedTuple):
         return sent, [max(sent)] * ep
 
     def hosts_and_ranks(self, tokens: int, args: Any, hosts: int, ranks: int) -> Sizes:
-        """What `parallelisms/ep_hosts.py::on_the_host` returns on the fullest rank, if every rank
-        has so many tokens and routes them alike. args: of the model. The fullest ranks are taken to
-        be those of one host."""
+        """Return what `parallelisms/ep_hosts.py::on_the_host` returns on the fullest rank, if every
+        rank has so many tokens with the same routing. args: of the model. The fullest ranks are
+        taken to be those of one host."""
         shares = self.shares(hosts * ranks)
         of_hosts = [sum(shares[host * ranks :][:ranks]) for host in range(hosts)]
         to_hosts = [round(tokens * reached(share, hosts, args)) for share in of_hosts]
@@ -83,7 +82,7 @@ class Routing(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """How many experts a token is sent to, and of how many groups of experts they are."""
+    """Choice of a token: its number of experts, and of groups of experts."""
 
     n_experts: int = 0
     experts_per_token: int = 0
@@ -96,11 +95,13 @@ class Chosen(NamedTuple):
         return cls(**{name: numbers[name] for name in cls._fields if name in numbers})
 
     def places(self, number: int) -> float:
-        """On how many of so many hosts, or ranks, the experts of a token are, for each of them."""
+        """Return on how many of so many hosts, or ranks, the experts of a token are, for each of
+        them."""
         return number * reached(1 / number, number, self) / self.experts_per_token
 
-    def places_of_neighbours(self, number: int) -> float:
-        """The same where the experts of a token follow each other, from a multiple of their number."""
+    def places_of_consecutive(self, number: int) -> float:
+        """Return the same where the experts of a token follow each other, from a multiple of their
+        number."""
         return max(1.0, number * self.experts_per_token / self.n_experts) / self.experts_per_token
 
 
@@ -108,9 +109,9 @@ NO_EXPERTS = Chosen()
 
 
 def reached(share: float, places: int, args: Any) -> float:
-    """The part of the tokens that have an expert on one of so many places, which gets this share of
-    all rows. The experts of a token are drawn independently, from its groups alone where the router
-    chooses groups (models/moe.py::Router.within_best_groups)."""
+    """Return the part of the tokens that have an expert on one of so many places, which gets this
+    share of all rows. The experts of a token are drawn independently, from its groups alone where
+    the router chooses groups (models/moe.py::Router.within_best_groups)."""
     of_place = max(1, args.expert_groups // places)  # groups
     result = 0.0
     for here in range(1, min(of_place, args.groups_per_token) + 1):
@@ -127,7 +128,7 @@ BALANCED = Routing()
 
 
 def load_routing(text: str) -> Routing:
-    """The value of --routing: `balanced`, a number, or the folder of a run. Raises InputError."""
+    """Parse --routing: `balanced`, a number, or the folder of a run. Raises InputError."""
     if text == "balanced":
         return BALANCED
     try:
@@ -148,7 +149,7 @@ def load_routing(text: str) -> Routing:
 
 
 def of_run(folder: Path) -> Routing:
-    """The newest record of a run. Raises InputError."""
+    """Return the newest record of a run. Raises InputError."""
     if not (lines := recorded(folder)) or not lines[-1]["counts"]:
         raise InputError(f"--routing {folder}: the run has recorded nothing yet")
     return Routing(loads=tuple(tuple(counts) for counts in lines[-1]["counts"].values()))

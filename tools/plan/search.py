@@ -82,8 +82,8 @@ def planned(
 def stand_in(
     choice: Choice, cfg: Config, inputs: PlanInputs
 ) -> tuple[list[Candidate], Profile | None]:
-    """The profile alone, of a choice that the batch does not allow. One microbatch is as good: no
-    other does less than the first. Called in a worker."""
+    """Return the profile alone, of a choice that the batch does not allow. One microbatch is as
+    good: no other does less than the first. Called in a worker."""
     cfg = with_batch(Bounds(cfg, inputs).data_parallel(choice), cfg)
     cfg = choice.applied_to(cfg)
     if not legal(cfg, inputs):
@@ -92,7 +92,7 @@ def stand_in(
 
 
 def of_profile(choice: Choice) -> Choice:
-    """The choice whose trace gives the profile for this one, up to its accumulation."""
+    """Return the choice whose trace gives the profile for this one, up to its accumulation."""
     return choice.base._replace(mode=choice.mode)
 
 
@@ -103,7 +103,7 @@ def together(choice: Choice) -> Choice:
 
 @dataclass
 class Found:
-    """The answer of a search."""
+    """Result of a search."""
 
     ranking: list[Candidate]  # the fastest that fit, as many as were asked for
     said: str  # what was left out
@@ -119,7 +119,7 @@ def by_speed(row: Candidate) -> tuple:
 
 @dataclass
 class Search:
-    """The state of a search: what is open, what is known."""
+    """State of a search: which choices are open, and which figures are known."""
 
     cfg: Config
     inputs: PlanInputs
@@ -148,8 +148,8 @@ class Search:
                 self.profiled[of_profile(choice)] = choice
 
     def bound(self, choice: Choice) -> tuple[float, float]:
-        """The least seconds and bytes of a choice. A mode that keeps more computes less, so its
-        profile gives a bound too; of bytes only the own one does."""
+        """Return the least seconds and bytes of a choice. A mode that keeps more computes less, so
+        its profile bounds the seconds of this one too; the bytes need this choice's own profile."""
         own = of_profile(choice)
         for mode in MODES[MODES.index(choice.mode) :]:
             known = self.profiles.get(own._replace(mode=mode))
@@ -164,12 +164,12 @@ class Search:
         return 0.0, 0.0
 
     def at_most(self, choice: Choice) -> float:
-        """Tokens per second that the choice cannot exceed."""
+        """Return the tokens per second that the choice cannot exceed."""
         seconds, _ = self.bound(choice)
         return self.tokens / seconds if seconds else inf
 
     def is_too_large(self, choice: Choice) -> bool:
-        """Whether it cannot fit: by its bound, or since one that needs no more does not."""
+        """Return True if it cannot fit: by its bound, or since one that needs no more does not."""
         _, needed = self.bound(choice)
         if needed > self.capacity:
             return True
@@ -203,13 +203,14 @@ class Search:
         return self.bounds.microbatches(choice) > 1
 
     def sizes(self, choice: Choice) -> list[int]:
-        """The microbatches that are tried with a mesh, the smallest first."""
+        """Return the microbatches to try with a mesh, the smallest first."""
         ranks = choice.tensor_parallel * choice.context_parallel
         largest = self.cfg.training.global_batch_size * ranks // self.inputs.gpus
         return [*(2**i for i in range(12) if 2**i < largest), largest]
 
     def best(self) -> list[Candidate]:
-        """The fastest of what fits; with sharded accumulation only where whole does not fit."""
+        """Return the fastest choice that fits; with sharded accumulation only where whole does not
+        fit."""
         rows = [row for row in self.known.values() if row.fits and self.counts(row.choice)]
         return sorted(rows, key=by_speed)[: self.shown]
 
@@ -219,7 +220,7 @@ class Search:
         return self.is_too_large(choice.whole)
 
     def may_count(self, choice: Choice) -> bool:
-        """Whether nothing says yet that whole gradients fit too."""
+        """Return True as long as whole gradients are not known to fit too."""
         if choice.accumulate == "whole" or choice.whole not in self.known:
             return True
         return not self.known[choice.whole].fits
@@ -238,8 +239,8 @@ class Search:
             del self.open[choice]
 
     def next(self) -> list[Choice]:
-        """What to trace next: the choice that may be fastest, with those that share its traces; or
-        first the one that bounds it. Empty: nothing before something that is traced now."""
+        """Return what to trace next: the choice that may be fastest, with those that share its
+        traces; or first the one that bounds it. Empty: wait for the traces that run now."""
         self.leave_out()
         order = sorted(self.open, key=self.promise)
         in_flight = {choice for choices in self.running.values() for choice in choices}
@@ -264,8 +265,8 @@ class Search:
         return -self.at_most(choice), -MODES.index(choice.mode), choice
 
     def next_smallest(self) -> list[Choice]:
-        """What to trace next where nothing fits: what may need the least memory, until all that is
-        left needs more than the nearest."""
+        """Return what to trace next where nothing fits: what may need the least memory, until all
+        that is left needs more than the nearest."""
         if self.running:
             return []
         nearest = min((row.needed for row in self.known.values()), default=inf)
@@ -329,7 +330,7 @@ class Search:
         )
 
     def may_be_on_front(self, rows: list[Candidate]) -> list[Choice]:
-        """The choices that were not traced and of which no bound says that a row is better."""
+        """Return the choices that were not traced and that no bound excludes from the front."""
         found = []
         for choice in self.choices:
             if choice in self.known or self.is_too_large(choice):
@@ -343,11 +344,11 @@ class Search:
         return found
 
     def covered(self, rows: list[Candidate], unknown: list[Choice]) -> str:
-        """What a front of these rows covers, in words."""
+        """Describe what a front of these rows covers."""
         others = len(self.choices) - len(self.known)
         return (
             f"Drawn are the {len(rows):,} plans that were traced and fit. Of {others:,} that were "
-            f"not traced, {others - len(unknown):,} do not fit or are beaten whatever a trace would say; "
+            f"not traced, {others - len(unknown):,} do not fit or are beaten by their bounds alone; "
             f"{len(unknown):,} may need less memory than those drawn, and cannot be among the fastest "
             f"{self.shown}."
         )
@@ -360,9 +361,9 @@ def search(
     log: Callable | None = None,
     fresh: bool = False,
 ) -> Found:
-    """The choices that fit, the fastest `shown` of them. log: called now and then with a line about
-    how far the search is. fresh: as for `workers`. Raises InputError where nothing fits; it names the
-    nearest."""
+    """Return the choices that fit, the fastest `shown` of them. log: called now and then with a
+    line about the progress. fresh: as for `workers`. Raises InputError, naming the nearest, where
+    nothing fits."""
     state = Search(cfg, inputs, shown, Bounds(cfg, inputs))
     if not state.choices:
         raise InputError(
@@ -402,8 +403,8 @@ def by_memory(row: Candidate) -> tuple:
 
 
 def what_would_do(cfg: Config, inputs: PlanInputs, nearest: Candidate) -> str:
-    """The fewest GPUs, in doublings, on which the nearest choice fits; and how much memory a device
-    would need."""
+    """Return the fewest GPUs, in doublings, on which the nearest choice fits; and the memory that a
+    device would need."""
     gpus = inputs.gpus
     remedies = []
     for _ in range(6):
@@ -425,7 +426,7 @@ def what_would_do(cfg: Config, inputs: PlanInputs, nearest: Candidate) -> str:
 
 
 def cells_of(c: Candidate) -> list[str]:
-    """The row of a candidate in the table, by COLUMNS."""
+    """Return the row of a candidate in the table, by COLUMNS."""
     choice = c.choice
     context = "-"
     if choice.context_parallel > 1:

@@ -1,9 +1,8 @@
-"""What a training stack makes of a device: ours, and those whose published runs
-`python -m lab.bench.plan published` puts beside our plans.
+"""Describe how well a training stack uses a device: ours, and those whose published runs
+`python -m lab.bench.plan published` compares with our plans.
 
 A row of `stacks.toml` has one number for each device, the share of the peak that wide matmuls
-reach, and says what the stack does otherwise than ours. Nothing else differs between stacks: the
-traced step is ours.
+reach, and lists the stack's differences from ours. The traced step is ours for every stack.
 """
 
 import math
@@ -39,14 +38,14 @@ LOST_BY_DOUBLING = (0.0, 0.05)
 
 
 def scaling_loss(gpus: int) -> tuple[float, float]:
-    """The share of the speed that is lost between SCALING_FROM and `gpus` GPUs: least, most."""
+    """Return the share of the speed that is lost between SCALING_FROM and `gpus` GPUs: least, most."""
     doublings = max(0.0, math.log2(gpus / SCALING_FROM))
     least, most = (1 - (1 - lost) ** doublings for lost in LOST_BY_DOUBLING)
     return least, most
 
 
 class Software(BaseModel):
-    """A row of tools/plan/stacks.toml, which explains the fields."""
+    """Software: a row of tools/plan/stacks.toml, which explains the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -65,14 +64,14 @@ class Software(BaseModel):
     source: str = ""
 
     def of_run(self, cfg: Config) -> "Software":
-        """This stack with what the options of a run change."""
+        """Return this stack as changed by the options of a run."""
         changes = {"float8": FLOAT8[cfg.training.float8]}
         if cfg.parallelism.async_tensor_parallel:
             changes["hidden_tensor"] = HIDDEN_TENSOR
         return self.model_copy(update=changes)
 
     def on(self, device: Device, name: str) -> Device:
-        """The device with the efficiencies that this stack reaches on it. name: of its row."""
+        """Return the device with the efficiencies that this stack reaches on it. name: of its row."""
         changes = {}
         if name in self.gemm:
             changes["matmul_efficiency"] = self.gemm[name]
@@ -83,25 +82,25 @@ class Software(BaseModel):
         return device.model_copy(update=changes)
 
     def leaves_out(self, op: Op, where: Where) -> bool:
-        """Whether this stack has no such operator: it adds a weight's gradient inside of its
-        matmul; and its kernels read what a collective or a cast would copy."""
+        """Return True if this stack has no such operator: it adds a weight's gradient inside of its
+        matmul; and its kernels read in place what a collective or a cast would copy."""
         if self.fused_accumulation and where.phase in IN_BLOCKS and "aten.add_" in op.name:
             return True
         is_copy = op.fused == op.traffic and op.name.startswith(COPIES)
         return self.fused_kernels and is_copy
 
     def sent(self, ranks: int, hosts: int, chosen: Chosen) -> tuple[float, float]:
-        """The part of an exchange's rows that is sent inside the host, and of those for other
-        hosts. A token is sent once to a rank, and once to a host: its experts are on fewer of them
-        than there are experts, if they are chosen at random."""
+        """Return the part of an exchange's rows that is sent inside the host, and the part for
+        other hosts. A token is sent once to a rank, and once to a host: its experts are on fewer of
+        them than there are experts, if they are chosen at random."""
         if not self.once_per_host or chosen.experts_per_token < 2:
             return 1.0, 1.0
-        places = chosen.places_of_neighbours if self.neighbouring_experts else chosen.places
+        places = chosen.places_of_consecutive if self.neighbouring_experts else chosen.places
         return places(ranks), places(hosts)
 
 
 def load_stack(name: str) -> Software:
-    """A row of the table. Raises InputError."""
+    """Load a row of the table. Raises InputError."""
     table = tomli.loads(TABLE.read_text(encoding="utf-8"))
     if name not in table:
         raise InputError(f"--stack {name}: unknown; known are {', '.join(table)}")

@@ -28,7 +28,7 @@ SAME = 1e-3  # of a period: by how much times may differ that count as equal
 
 
 class Window(NamedTuple):
-    """A part of the step that is drawn."""
+    """Part of the step that is drawn."""
 
     name: str
     begin: float  # seconds
@@ -36,7 +36,7 @@ class Window(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """An action as drawn: it may begin before its window, or end after it."""
+    """Action as drawn: it may begin before its window, or end after it."""
 
     action: Action
     begin: float  # seconds
@@ -46,9 +46,9 @@ class Bar(NamedTuple):
 
 
 def period(played: Timeline, microbatches: int) -> tuple[int, bool, float, float]:
-    """The fewest microbatches after which the middle of the step repeats, rank by rank and action by
-    action; whether it does so in time too; begin and end, in seconds. If it does not, as many
-    microbatches as there are ranks."""
+    """Return the fewest microbatches after which the middle of the step repeats, rank by rank and
+    action by action; whether it does so in time too; begin and end, in seconds. If it does not, as
+    many microbatches as there are ranks."""
     times = {}
     for actions in played:
         for action, begin, end in actions:
@@ -65,8 +65,8 @@ def period(played: Timeline, microbatches: int) -> tuple[int, bool, float, float
 
 
 def repeats(times: dict[Action, tuple[float, float]], count: int, begin: float, end: float) -> bool:
-    """Whether all that happens from `begin` to `end` happens again `end - begin` seconds later with
-    microbatches `count` higher."""
+    """Return True if all that happens from `begin` to `end` happens again `end - begin` seconds
+    later with microbatches `count` higher."""
     length = end - begin
     for action, (start, stop) in times.items():
         if stop <= begin or start >= end:
@@ -80,9 +80,9 @@ def repeats(times: dict[Action, tuple[float, float]], count: int, begin: float, 
 
 
 def windows(played: Timeline, microbatches: int) -> list[Window]:
-    """What of the step is drawn: all of it where that is readable. Else the beginning, until every
-    stage has done everything once; a period in the middle; and the end, from the first forward of
-    the last microbatch."""
+    """Return the windows of the step to draw: all of it where that is readable. Else the beginning,
+    until every stage has done everything once; a period in the middle; and the end, from the first
+    forward of the last microbatch."""
     entries = [entry for actions in played for entry in actions]
     finish = max(end for _, _, end in entries)
     whole = [Window("", 0.0, finish)]
@@ -105,7 +105,7 @@ def windows(played: Timeline, microbatches: int) -> list[Window]:
 
 
 def inside(actions: list[tuple[Action, float, float]], window: Window) -> Iterator[tuple]:
-    """The entries of a rank that the window shows, at least in part."""
+    """Return the entries of a rank that the window shows, at least in part."""
     for entry in actions:
         _, begin, end = entry
         if begin < window.end and end > window.begin:
@@ -113,7 +113,7 @@ def inside(actions: list[tuple[Action, float, float]], window: Window) -> Iterat
 
 
 class Sheet:
-    """The windows beside each other on one scale."""
+    """Windows next to each other on one scale."""
 
     def __init__(self, played: Timeline, microbatches: int) -> None:
         self.played = played
@@ -136,7 +136,7 @@ class Sheet:
         return self.lefts[number] + (window.end - window.begin) * self.scale
 
     def bars(self, rank: int) -> Iterator[Bar]:
-        """What is drawn of a rank, window after window. A bar ends where its window does."""
+        """Return the bars of a rank, window after window. A bar ends where its window does."""
         for left, window in zip(self.lefts, self.windows):
             for action, begin, end in inside(self.played[rank], window):
                 x = left + (max(begin, window.begin) - window.begin) * self.scale
@@ -144,7 +144,7 @@ class Sheet:
                 yield Bar(action, begin, end, x, width)
 
     def left_out(self) -> list[int]:
-        """Between two windows the number of microbatches of which nothing is drawn."""
+        """Return the number of microbatches between two windows of which nothing is drawn."""
         if len(self.windows) == 1:
             return []
         shown = []
@@ -179,7 +179,7 @@ class Sheet:
         return parts
 
     def breaks(self) -> list[str]:
-        """The names of the windows, and what is left out between them."""
+        """Return the names of the windows, and what is left out between them."""
         if len(self.windows) == 1:
             return []
         first, middle, last = self.windows
@@ -202,7 +202,7 @@ def line(x: float, top: float, bottom: float) -> str:
 
 
 def torn(left: float, right: float, top: float, bottom: float) -> list[str]:
-    """A break: a grey band with the two edges of torn paper."""
+    """Draw a break: a grey band with the two edges of torn paper."""
     parts = [rect(left + 4, top - 4, right - left - 8, bottom - top + 4, "#eee")]
     for edge in left + 4, right - 4:
         points = []
@@ -217,7 +217,7 @@ def torn(left: float, right: float, top: float, bottom: float) -> list[str]:
 
 
 def stages(plan: Plan) -> str:
-    """The time line of a pipeline: a row for each rank, a bar for each action of its schedule."""
+    """Draw the time line of a pipeline: a row for each rank, a bar for each action of its schedule."""
     pipeline = plan.pipeline
     sheet = Sheet(pipeline.played, plan.microbatches)
     parts = []

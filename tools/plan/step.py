@@ -15,7 +15,7 @@ GIB = 2**30
 # Phases that belong to blocks. A pipeline may split the backward (parallelisms/schedules.py).
 IN_BLOCKS = ("forward", "backward", "backward_input", "backward_weight")
 
-KINDS = {  # of memory, in the order in which a report lists them -> what a person reads
+KINDS = {  # of memory, in the order in which a report lists them -> their printed name
     "parameters": "parameters (float32 shards)",
     "frozen weights": "frozen weights (shards)",
     "optimizer state": "optimizer state",
@@ -34,8 +34,8 @@ KINDS = {  # of memory, in the order in which a report lists them -> what a pers
 
 
 class Where(NamedTuple):
-    """A stretch of the step. Blocks are numbered from 0; -1 stands for what comes before the first
-    block, `Step.layers` for what comes after the last."""
+    """Stretch of the step. Blocks are numbered from 0; -1 is everything before the first block,
+    `Step.layers` everything after the last."""
 
     micro: int  # number of the microbatch; -1 before the first
     phase: str  # build (before the step), start, one of IN_BLOCKS, clip, optimizer
@@ -44,7 +44,8 @@ class Where(NamedTuple):
 
 @dataclass(slots=True)
 class Memory:
-    """One storage. Some kinds follow from its lifetime, which is known only after the step."""
+    """Memory of one storage. Some kinds follow from its lifetime, which is known only after the
+    step."""
 
     size: int  # bytes
     born: Where
@@ -56,7 +57,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Op:
-    """What one operator costs."""
+    """Costs of one operator."""
 
     name: str
     matmul_flops: int = 0
@@ -88,7 +89,7 @@ class Op:
 
     @property
     def attended_flops(self) -> float:
-        """Those that attention's kernel computes: a causal mask leaves half."""
+        """Return the FLOPs that attention's kernel computes: a causal mask leaves half."""
         return self.attention_flops / 2 + self.attention_unmasked
 
 
@@ -110,12 +111,12 @@ class Parameters:
     elements: int = 0
     local_bytes: int = 0
     gathered: int = 0  # elements on a rank while FSDP has the block unsharded
-    frozen: int = 0  # elements of weights that only adapters are trained beside
+    frozen: int = 0  # elements of frozen weights under adapters
 
 
 def fsdp_dimension(groups: dict[str, list[int]]) -> str:
-    """The name of the group that FSDP shards over. With context parallelism it is dp_shard and cp
-    as one."""
+    """Return the name of the group that FSDP shards over. With context parallelism it is dp_shard
+    and cp as one."""
     return "dp_shard_cp" if "dp_shard_cp" in groups else "dp_shard"
 
 
@@ -123,7 +124,7 @@ STAGE = "stage"  # the ranks that have the same layers, as a dimension of collec
 
 
 def ranks_of_stage(groups: dict[str, list[int]]) -> list[int]:
-    """The ranks of STAGE: the mesh numbers them one after another."""
+    """Return the ranks of STAGE: the mesh numbers them one after another."""
     size = 1
     for dim in "dp_replicate", "dp_shard", "cp", "tp":
         size *= len(groups.get(dim, [0]))
@@ -136,7 +137,8 @@ class Curve:
     `curve`: (place, kind, bytes more or less) in order."""
 
     def peak(self) -> tuple[int, Where, dict[str, int]]:
-        """The most bytes that live at one time, where in the step that is, and those bytes by kind."""
+        """Return the most bytes that live at one time, where in the step that is, and those bytes
+        by kind."""
         live = self.before()
         total = highest = sum(live.values())
         place = Where(-1, "start", -1)
@@ -151,7 +153,8 @@ class Curve:
         return highest, place, {kind: size for kind, size in at_peak.items() if size}
 
     def highest_by_kind(self) -> dict[str, int]:
-        """The most bytes of each kind that live at one time. The times may differ between kinds."""
+        """Return the most bytes of each kind that live at one time. The times may differ between
+        kinds."""
         live = self.before()
         highest = dict(live)
         for _, kind, change in self.curve():
@@ -162,13 +165,13 @@ class Curve:
 
 @dataclass
 class Step(Curve):
-    """A whole step of one rank. `memory` also holds what existed before it, whose birth is in the
+    """Step of one rank, whole. `memory` also holds what existed before it, whose birth is in the
     phase "build"."""
 
     stretches: list[Stretch]
     memory: dict[int, Memory]
     layers: int
-    microbatches: int  # that were traced; the middle one of three stands for `repeats`
+    microbatches: int  # that were traced; the middle one of three represents `repeats`
     # mesh dimension -> ranks of this rank's group; with context parallelism also FSDP's
     groups: dict[str, list[int]]
     parameters: dict[int, Parameters]  # by block
@@ -176,11 +179,11 @@ class Step(Curve):
     moe_layers: int = 0  # in this rank's part of the model
 
     def times(self, where: Where) -> int:
-        """How often a stretch happens in the real step."""
+        """Return how often a stretch happens in the real step."""
         return self.repeats if where.micro == 1 and where.phase in IN_BLOCKS else 1
 
     def ops(self) -> Iterator[tuple[Where, int, Op]]:
-        """Every operator, with its place and how often it happens."""
+        """Yield every operator, with its place and how often it happens."""
         for stretch in self.stretches:
             times = self.times(stretch.where)
             for row in stretch.rows:
@@ -188,7 +191,7 @@ class Step(Curve):
                     yield stretch.where, times, row
 
     def before(self) -> dict[str, int]:
-        """Bytes by kind that live before the step: weights and optimizer state."""
+        """Return the bytes by kind that live before the step: weights and optimizer state."""
         sizes: dict[str, int] = {}
         for memory in self.memory.values():
             if memory.born.phase == "build":
@@ -214,7 +217,7 @@ class Step(Curve):
         return counted, recomputed
 
     def place(self, where: Where) -> str:
-        """Where in the step, for a person."""
+        """Name the place in the step for the report."""
         if where.phase not in IN_BLOCKS:
             return {
                 "start": "before the first forward",
@@ -259,8 +262,8 @@ def keep_what_backward_reads(step: Step) -> None:
 
 
 def read_in_backward(step: Step) -> set[int]:
-    """The storages that backward reads to compute something that is read in turn. Recomputation
-    without a compiler also repeats what nothing needs."""
+    """Return the storages that backward reads to compute something that is read in turn.
+    Recomputation without a compiler also repeats what nothing needs."""
     needed = {number for number, memory in step.memory.items() if memory.died is None}
     read: set[int] = set()
     for stretch in reversed(step.stretches):

@@ -1,6 +1,6 @@
-"""The pieces of an SVG drawing, as text: boxes, labels, an axis, a legend.
+"""Draw pieces of an SVG, as text: boxes, labels, an axis, a legend.
 
-A drawing is WIDTH units wide, and the page scales it. Whatever a label says is escaped.
+A drawing is WIDTH units wide, and the page scales it. Labels are escaped.
 """
 
 import math

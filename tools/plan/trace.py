@@ -106,7 +106,7 @@ SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.cat.default, aten.clone.default}
 
 
 def has_no_vector(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether both operands are proper matrices. A matrix-vector product, such as that of an
+    """Return True if both operands are proper matrices. A matrix-vector product, such as that of an
     expert's output with its routing weight, is memory-bound and involves no weight of the model, so
     its FLOPs do not count."""
     return min(*left.shape[-2:], right.shape[-1]) > 1
@@ -121,8 +121,8 @@ def attention_matmul_flops(q: torch.Tensor, k: torch.Tensor, causal: bool) -> in
 
 
 def piece_matmul_flops(q: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor) -> int:
-    """The same for q [n, H, E] of models/kernels/document_attention.py::piece_attention. The t
-    queries of a piece are the last of its m tokens, so a causal mask leaves t (m - t / 2) results
+    """Count the same for q [n, H, E] of models/kernels/document_attention.py::piece_attention. The
+    t queries of a piece are the last of its m tokens, so a causal mask leaves t (m - t / 2) results
     of each head, and twice as many are counted."""
     with unset_fake_temporarily():  # these tables are real
         queries = starts.diff().double()
@@ -138,9 +138,9 @@ def ruled_matmul_flops(
     longest: int,
     window: int,
 ) -> tuple[int, int]:
-    """The same for q [n, H, E] of models/kernels/ruled_attention.py::attend. With a window, every
-    query counts as many keys as that has. The second number is what kernels do beyond half of the
-    first: a query sees its whole window, unless it is among the first of a sequence."""
+    """Count the same for q [n, H, E] of models/kernels/ruled_attention.py::attend. With a window,
+    every query counts as many keys as that has. The second number is what kernels do beyond half of
+    the first: a query sees its whole window, unless it is among the first of a sequence."""
     n, heads, width = q.shape
     of_one = 2 * heads * width
     with unset_fake_temporarily():  # tables are real
@@ -233,8 +233,8 @@ GROUPED = {
 
 
 def tensors_in(tree: object) -> list[torch.Tensor]:
-    """The tensors among an operator's arguments or results. PyTorch's pytree finds the same, but took
-    a tenth of the time of a plan."""
+    """Return the tensors among an operator's arguments or results. PyTorch's pytree finds the same,
+    but took a tenth of the time of a plan."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     if isinstance(tree, dict):
@@ -276,7 +276,7 @@ class Trace(TorchDispatchMode):
         self.alive: dict[int, weakref.ref] = {}  # number -> the storage, whose end is reported
         self.births: dict[Where, int] = {}  # place -> order of the last birth there
         self.counter = count()
-        self.labels: list[str] = []  # labels that are open now, of whatever code
+        self.labels: list[str] = []  # labels that are open now, of any code
         self.phases: set[str] = set()  # labels that have been seen
         self.job: train.Job | None = None  # whose step is followed
         # phase of the running backward: in a pipeline it may be half of one
@@ -297,13 +297,13 @@ class Trace(TorchDispatchMode):
 
     # Memory.
     def rows(self) -> list:
-        """The events of the present stretch."""
+        """Return the events of the present stretch."""
         if not self.stretches or self.stretches[-1].where != self.where:
             self.stretches.append(Stretch(self.where, []))
         return self.stretches[-1].rows
 
     def number(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage. A storage that was not seen before is born now."""
+        """Return the number of a tensor's storage. A storage that was not seen before is born now."""
         storage = tensor.untyped_storage()
         address = storage._cdata
         if address in self.numbers:
@@ -366,7 +366,7 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is DEVICE_OF and isinstance(args[0], FakeTensor):
             # More than half of all calls, and they neither compute nor allocate. A kernel that is
-            # being run is told another device.
+            # being run reports another device.
             asked = args[0]
             return func(asked) if asked.fake_mode.in_kernel_invocation else asked.fake_device
         if any(issubclass(t, (DTensor, AsyncCollectiveTensor)) for t in types):
@@ -426,7 +426,7 @@ class Trace(TorchDispatchMode):
         elif func is aten.copy_.default:
             source = args[1]
         if isinstance(source, torch.Tensor) and source.untyped_storage()._cdata not in self.numbers:
-            # memory that no operator made: gloo's reduce-scatter works on a clone of its own
+            # memory that no operator made: gloo's reduce-scatter works on its own clone
             return
         if func is functional._wrap_tensor_autograd.default:
             return  # AsyncCollectiveTensor: a wrapper, which has no memory
@@ -501,8 +501,8 @@ class Trace(TorchDispatchMode):
         return op
 
     def end_flight(self, rows: torch.Tensor) -> None:
-        """Somebody waits for a collective. That matters for those of EXCHANGES, which go on while
-        something else is computed."""
+        """End the flight of a collective that the code waits for. That matters for those of
+        EXCHANGES, which continue while something else is computed."""
         number = self.numbers.get(rows.untyped_storage()._cdata)
         if flight := self.flights.pop(number, 0):
             self.rows().append(Op("wait", flight=flight))
@@ -551,7 +551,7 @@ class Trace(TorchDispatchMode):
         return op
 
     def moved(self, tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-        """Bytes by storage. What several views of a storage share is moved once."""
+        """Return moved bytes by storage. What several views of a storage share is moved once."""
         sizes: dict[int, int] = {}
         for tensor in tensors:
             number = self.number(tensor)
@@ -561,7 +561,7 @@ class Trace(TorchDispatchMode):
 
     @staticmethod
     def mutated(func, args: tuple, kwargs: dict) -> list:
-        """The arguments that an operator writes to."""
+        """Return the arguments that an operator writes to."""
         values = [*zip(func._schema.arguments, args)]
         values += [(a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs]
         return [value for a, value in values if a.alias_info is not None and a.alias_info.is_write]
@@ -579,7 +579,7 @@ class Trace(TorchDispatchMode):
             self.tag(kwargs["out"], "collective buffers")
 
     def is_state(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor lives between steps."""
+        """Return True if the tensor lives between steps."""
         return self.memory[self.number(local(tensor))].born.phase == "build"
 
     def dimension(self, group_name: str) -> str:
@@ -626,8 +626,8 @@ class Trace(TorchDispatchMode):
 
     # The place in the step.
     def label(self, func, args: tuple) -> None:
-        """A `record_function` begins or ends. Those of `train.train_step`, and in a pipeline the
-        actions of its schedule, are the phases. Others do not matter."""
+        """Note that a `record_function` begins or ends. Those of `train.train_step`, and in a
+        pipeline the actions of its schedule, are the phases. Others do not matter."""
         if "enter" not in func._schema.name:
             self.labels.pop()
             return
@@ -700,14 +700,15 @@ class Trace(TorchDispatchMode):
 
     @staticmethod
     def block_of(name: str, job: train.Job) -> int:
-        """The block that a parameter belongs to, from 0 in this rank's part of the model; -1: none."""
+        """Return the block that a parameter belongs to, from 0 in this rank's part of the model;
+        -1: none."""
         layer = re.match(r"layers\.(\d+)\.", name)
         return list(job.model.layers).index(layer[1]) if layer else -1
 
     # Before and after the step.
     def settle(self, job: train.Job) -> None:
-        """Call before the step: what exists now is parameters and optimizer state. Forgets how it
-        came to be."""
+        """Call before the step: marks all that exists now as parameters and optimizer state, and
+        drops the record of how it was made."""
         gc.collect()
         # Stage by stage, because the copy of a tied weight is no parameter of the whole pipeline.
         stages = pp.stages_of(job.model)
@@ -739,8 +740,8 @@ class Trace(TorchDispatchMode):
         self.where = Where(-1, "start", -1)
 
     def step(self, job: train.Job) -> Step:
-        """What was traced since `settle`, with the kind of every storage. Raises InputError where a
-        phase has no label."""
+        """Return the trace since `settle`, with the kind of every storage. Raises InputError where
+        a phase has no label."""
         has_loss = any(stage.last for stage in pp.stages_of(job.model))
         expected = [phase for phase in PHASES if has_loss or phase != "loss"]
         missing = [phase for phase in expected if phase not in self.phases]
@@ -785,8 +786,8 @@ class Trace(TorchDispatchMode):
 
 
 def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
-    """By mesh dimension: this rank's groups; FSDP's, which is over two dimensions where there is
-    context parallelism; and those of expert parallelism."""
+    """Return by mesh dimension: this rank's groups; FSDP's, which is over two dimensions where
+    there is context parallelism; and those of expert parallelism."""
     dims = mesh.device_mesh.mesh_dim_names
     groups = {dim: mesh.device_mesh.get_group(dim) for dim in dims}
     if mesh.experts_mesh:
@@ -801,8 +802,8 @@ def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:
 
 
 def shared_for_good(p: nn.Parameter) -> int:
-    """The number of ranks over which a weight stays sharded while FSDP has it unsharded: those of
-    tensor and expert parallelism."""
+    """Return the number of ranks over which a weight stays sharded while FSDP has it unsharded:
+    those of tensor and expert parallelism."""
     if not isinstance(p, DTensor):
         return 1
     ranks = 1
@@ -814,7 +815,7 @@ def shared_for_good(p: nn.Parameter) -> int:
 
 
 def kind_by_life(memory: Memory) -> str:
-    """The kind of an untagged storage, by when it is born and when it dies."""
+    """Return the kind of an untagged storage, by when it is born and when it dies."""
     born = memory.born
     died = memory.died
     if born.phase == "start":
@@ -827,8 +828,8 @@ def kind_by_life(memory: Memory) -> str:
 
 # A simulated run.
 def slices_of_real(starts: torch.Tensor) -> list[slice]:
-    """The slices that models/kernels/document_attention.py reads from a table of pieces. The table
-    is real, where all other tensors are fake."""
+    """Return the slices that models/kernels/document_attention.py reads from a table of pieces. The
+    table is real, where all other tensors are fake."""
     with unset_fake_temporarily():
         return _slices(starts)
 
@@ -837,7 +838,7 @@ _slices = document_attention.slices
 
 
 def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """What models/kernels/causal_attention.py does on CUDA, instead of what it does on CPUs."""
+    """Compute on fake tensors as models/kernels/causal_attention.py does on CUDA, not as on CPUs."""
     return F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
@@ -846,7 +847,7 @@ def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 def pieces_on_gpu(
     q, k, v, starts, key_starts, longest, longest_keys
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What models/kernels/document_attention.py::piece_attention does on CUDA."""
+    """Compute as models/kernels/document_attention.py::piece_attention does on CUDA."""
     out, lse, *_ = aten._flash_attention_forward(
         q, k, v, starts, key_starts, longest, longest_keys, 0.0, True, False
     )
@@ -856,7 +857,7 @@ def pieces_on_gpu(
 def pieces_backward_on_gpu(
     grad, q, k, v, out, lse, starts, key_starts, longest, longest_keys
 ) -> tuple[torch.Tensor, ...]:
-    """What its backward does."""
+    """Compute as its backward does on CUDA."""
     random_state = torch.zeros(2, dtype=torch.uint64), torch.empty(0)
     lse = lse.t().contiguous()
     return aten._flash_attention_backward(
@@ -903,8 +904,8 @@ def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
 
 
 def tracing(cfg: Config) -> Config:
-    """The configuration as it is traced: on CPU tensors, uncompiled and unrecorded, every
-    sequence one document, matmuls in the weights' type."""
+    """Return the configuration as it is traced: on CPU tensors, uncompiled and unrecorded, every
+    sequence one document, matmuls in the weights' dtype."""
     changes = {
         "run": {"device": "cpu", "deterministic": False},
         "compile": {"enabled": False, "cuda_graphs": False, "optimizer": False},
@@ -919,7 +920,7 @@ def tracing(cfg: Config) -> Config:
 
 
 def batch_of(job: train.Job, microbatches: int) -> dict[str, torch.Tensor]:
-    """A rank's batch: tokens and labels, int64 [microbatches, b, tokens of this rank in each
+    """Return a rank's batch: tokens and labels, int64 [microbatches, b, tokens of this rank in each
     sequence]."""
     t = job.cfg.training
     shape = (microbatches, t.local_batch_size, t.seq_len // job.mesh.cp)
@@ -927,7 +928,7 @@ def batch_of(job: train.Job, microbatches: int) -> dict[str, torch.Tensor]:
 
 
 def pieces_traced(trace: Trace) -> Callable:
-    """What stands for training/loss.py::first_tokens in a trace."""
+    """Return the replacement of training/loss.py::first_tokens for a trace."""
 
     def firsts(tokens: int, chunk_tokens: int) -> Iterator[int]:
         return pieces.few(trace, range(0, tokens, chunk_tokens))
@@ -956,8 +957,9 @@ def trace_step(
     rank: int = 0,
     routing: Routing = BALANCED,
 ) -> Step:
-    """The step of a rank with all its layers, but with at most `most` microbatches: the first, the
-    last and one in between. With expert parallelism it is the rank that gets the most rows."""
+    """Trace the step of a rank with all its layers, but with at most `most` microbatches: the
+    first, the last and one in between. With expert parallelism it is the rank that gets the most
+    rows."""
     drops_unread = cfg.compile.enabled and cfg.activation_checkpoint.mode == "selective"
     cfg = tracing(cfg)
     with pretend(world_size, per_host, rank), ExitStack() as stack:

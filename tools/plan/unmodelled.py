@@ -1,5 +1,4 @@
-"""What a configuration asks for and a plan does not model: a report names it, so that nothing is
-left out in silence."""
+"""List the options of a configuration that a plan does not model, so that a report can name them."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,7 +14,7 @@ class Unmodelled(NamedTuple):
 
 
 def kernel_without_number(cfg: Config, device: Device) -> bool:
-    """Whether the chosen kernel of attention has no number in the device's row."""
+    """Return True if the chosen kernel of attention has no number in the device's row."""
     chosen = cfg.training.attention in ("cudnn", "flash3")
     return chosen and not device.fast_attention_efficiency
 
@@ -49,7 +48,7 @@ ROWS = (
     Unmodelled(
         "compile.optimizer",
         lambda cfg, _: cfg.compile.optimizer,
-        "the clip is counted as a pass of its own",
+        "the clip is counted as a separate pass",
     ),
     Unmodelled(
         "parallelism.cpu_offload",
@@ -80,5 +79,6 @@ ROWS = (
 
 
 def not_modelled(cfg: Config, device: Device) -> list[str]:
-    """A line for each option of `cfg` that the plan does not model, with what follows from that."""
+    """Return a line for each option of `cfg` that the plan does not model, with the consequence for
+    its figures."""
     return [f"{row.option}: {row.consequence}" for row in ROWS if row.is_set(cfg, device)]

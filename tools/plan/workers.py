@@ -27,8 +27,8 @@ def ready() -> None:
 
 
 def workers(calls: int = MOST, fresh: bool = False) -> ProcessPoolExecutor:
-    """As many workers as there are cores, and no more than there are calls. fresh: this process has
-    run no backward, so they are forked from it and nothing is imported again."""
+    """Start as many workers as there are cores, and no more than there are calls. fresh: this
+    process has run no backward, so they are forked from it and nothing is imported again."""
     context = multiprocessing.get_context("fork" if fresh else "forkserver")
     if not fresh:
         context.set_forkserver_preload(["tools.plan.search"])
