@@ -133,7 +133,7 @@ def resume(
 
 @contextmanager
 def heard():
-    """What the checkpoint package says meanwhile."""
+    """Collect the messages of the checkpoint package meanwhile."""
     words: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: words.append(record.getMessage())
@@ -218,14 +218,14 @@ def zeros(path: Path, at: int, n: int = 4096) -> None:
 
 
 def rewrite(folder: Path, **changes: object) -> None:
-    """A manifest that somebody changed and signed again."""
+    """Write a manifest that was changed and signed again."""
     manifest = json.loads((folder / "manifest.json").read_bytes())["manifest"] | changes
     signed = {"hash": verify.manifest_hash(manifest), "manifest": manifest}
     (folder / "manifest.json").write_text(json.dumps(signed))
 
 
 def rewrite_header(folder: Path, change: Callable[[dict], None], rank: int = 0) -> None:
-    """A header that somebody changed and signed again, in its length and in the manifest's."""
+    """Write a header that was changed and signed again, in its length and in the manifest's."""
     path, files = folder / verify.file_name(rank), verify.read_manifest(folder)["files"]
     data = path.read_bytes()
     length = 8 + int.from_bytes(data[:8], "little")
@@ -256,7 +256,7 @@ class Attack:
 
 @contextmanager
 def full_disk(place: str, rank: int):
-    """What this rank writes there meets a full disk: a real ENOSPC, from /dev/full."""
+    """Make this rank's writes meet a full disk: a real ENOSPC, from /dev/full."""
     module, real = {"shard": storage, "manifest": verify}[place], open
 
     def sabotaged(path: object, mode: str = "r", **how: object):

@@ -1,8 +1,8 @@
-"""What holds for every test: a cap on its time, its neighbours, and the default reaction to Ctrl-C
-in the programs it starts.
+"""Rules for every test: a cap on its time, its order among workers, and the default reaction to
+Ctrl-C in the programs it starts.
 
 Nothing of the project is imported here: tests/test_scripts.py runs a copy of this file in a
-repository of its own.
+separate repository.
 """
 
 import fcntl
@@ -61,10 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         caps[groups.get(item.nodeid, item.nodeid)] += _cap(item)
 
     def place(item: pytest.Item) -> tuple:
-        """Groups and long tests come first, so that none begins when all others are done; those
-        that must be alone come last. Neighbours in a file are alike: if all workers had them at the
-        same time, all would wait at the same time. A checksum of the name separates them, in the
-        same way on every worker."""
+        """Order the tests. Groups and long tests come first, so that none begins when all others
+        are done; those that must be alone come last. Adjacent tests of a file are similar: if all
+        workers had them at the same time, all would wait at the same time. A checksum of the name
+        separates them, in the same way on every worker."""
         name = groups.get(item.nodeid, item.nodeid)
         return (
             marked(item, "alone"),
@@ -90,8 +90,8 @@ def _server() -> None:
 
 @pytest.fixture(autouse=True)
 def _process_group() -> Iterator[None]:
-    """A test that leaves a process group behind fails itself, and not the next one that makes one,
-    which any order of the tests would choose anew."""
+    """Fail a test that leaves a process group behind, and not the next one that creates one, which
+    would be a different test in each order."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
@@ -133,9 +133,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """A test marked `alone` waits for the tests of the other workers, and they wait for it. Every
-    test holds a lock together with the others, or, if it must be alone, for itself; whoever waits
-    for the lock holds the gate before it, so that a test that must be alone gets its turn."""
+    """Make a test marked `alone` wait for the tests of the other workers, and these wait for it.
+    Every test holds a shared lock, or, if it must be alone, an exclusive one; a test that waits for
+    the lock holds the gate before it, so that a test that must be alone gets its turn."""
     item.stash[COST] = (_processor_seconds(), time.monotonic())
     if not hasattr(item.config, "workerinput"):
         return (yield)
@@ -154,15 +154,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _cap(item: pytest.Item) -> float:
-    """Seconds that a test may take on a machine of its own."""
+    """Return the seconds that a test may take on an idle machine."""
     marker = item.get_closest_marker("cap")
     return marker.args[0] if marker else DEFAULT_CAP_SECONDS
 
 
 @contextmanager
 def _capped(item: pytest.Item, phase: str) -> Iterator[None]:
-    """A hang is a failure with a stack, not a stuck CI job. Beside other workers a test has a share
-    of the processor, so its cap is that many times longer."""
+    """Turn a hang into a failure with a stack. With other workers a test has a share of the
+    processor, so its cap is that many times longer."""
     seconds = _cap(item) * getattr(item.config, "workerinput", {}).get("workercount", 1)
 
     def too_late(signum: int, frame: object) -> None:
@@ -205,12 +205,13 @@ COSTLIEST = 25  # tests that the report names
 
 
 def _processor_seconds() -> float:
-    """User and system time of this process, of its children, and of those that these have waited
-    for, such as the ranks that a fork server has started (Linux; elsewhere of the children that
-    have ended).
+    """Return user and system time of this process, of its children, and of those that these have
+    waited for, such as the ranks that a fork server has started (Linux; elsewhere of the children
+    that have ended).
 
-    What nobody waits for is not in it: Slurm's jobs, Ray's daemons, the ranks of a launcher that
-    was killed."""
+    Processes without a waiting parent are not included: Slurm's jobs, Ray's daemons, the ranks of a
+    launcher that was killed.
+    """
     seconds = sum(os.times()[:4])
     for stat in _stats_of_children():
         with suppress(OSError):  # it has just ended
@@ -259,8 +260,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: object, config: pytest.Config) -> None:
-    """Where the time goes: processor seconds per file, and the costliest tests. Printed by a run of
-    several processes and for --durations."""
+    """Report where the time goes: processor seconds per file, and the costliest tests. Printed by a
+    run of several processes and for --durations."""
     if config.getoption("dist", "no") == "no" and config.getoption("durations") is None:
         return
     costs = {}

@@ -1,7 +1,9 @@
-"""Trains the tree in which it stands on several meshes, for tests/test_forking.py, which has changed
-a copy of the tree:  python -m tests.examples FOLDER RANKS:OPTION,OPTION ... -- OPTION ...
+"""Train the tree that contains this file on several meshes, for tests/test_forking.py, which has
+changed a copy of the tree:
 
-Prints one line of JSON: for each mesh the exit code, what was said, and the loss of each step.
+    python -m tests.examples FOLDER RANKS:OPTION,OPTION ... -- OPTION ...
+
+Prints one line of JSON: for each mesh the exit code, the output, and the loss of each step.
 """
 
 import json

@@ -66,11 +66,11 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def start(fn: Callable, *args: Any) -> ForkServerProcess:
-    """fn(*args) in a process that the server fork_server. Whoever starts it ends it."""
+    """Run fn(*args) in a process that the server forks. The caller must end it."""
     start_server()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
-    # Not a daemon: it may have workers of its own.
+    # Not a daemon: it may start workers.
     process = context.Process(target=_enter, args=(theirs, dict(os.environ), os.getcwd(), fn, args))
     try:
         process.start()
@@ -93,7 +93,8 @@ def end(process: ForkServerProcess) -> None:
 
 
 def call(fn: Callable, *args: Any) -> Any:
-    """What fn(*args) returns in a process of its own, on one thread. Raises what it raises."""
+    """Return the result of fn(*args), computed in a new process on one thread. Raises what it
+    raises."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer"
         process = start(_answer, answer, fn, args)
@@ -125,7 +126,9 @@ def _enter(
 ) -> None:
     try:
         asked.recv()
-    except EOFError:  # a test's cap came before its process knew this one, so nobody would end it
+    except (
+        EOFError
+    ):  # a test's cap came before its process knew this one, so it would never be ended
         return
     asked.close()
     os.environ.clear()
@@ -202,5 +205,5 @@ if PRELOAD in os.environ:
     # What was imported lives as long as the process: a rank's garbage collector need not look at it,
     # which would cost 0.25 s of processor time and a copy of every page.
     gc.freeze()
-    _threads_when_ready = _threads()  # pyarrow has one of its own
+    _threads_when_ready = _threads()  # pyarrow starts one
     os.register_at_fork(before=_before_fork)

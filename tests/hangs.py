@@ -24,7 +24,7 @@ FULL = 1 << 20  # bytes that no pipe takes
 
 
 def begin(folder: Path, rank: int, size: int) -> None:
-    """Become a rank, whose heartbeat thread looks more often than usual: a test waits for it."""
+    """Become a rank with a shorter heartbeat interval than usual, because a test waits for it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
     torch.set_num_threads(1)
@@ -204,7 +204,7 @@ class Tour:
 
 
 def fill(pipe: Path) -> None:
-    """Write until the kernel takes no more, and wait there until somebody reads."""
+    """Write until the kernel takes no more, and wait there until the other side reads."""
     os.mkfifo(pipe)
     descriptor = os.open(pipe, os.O_RDWR)
     os.write(descriptor, bytes(FULL))

@@ -133,7 +133,7 @@ class Hosts:
                 pass
 
     def survivors(self) -> list[str]:
-        """What still runs in the namespaces."""
+        """Return the processes that still run in the namespaces."""
         shown = [
             subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout
             for name in self.names

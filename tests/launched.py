@@ -1,10 +1,10 @@
-"""`python -m tools.launch` without the 5 s of processor time that each of its processes takes to
-import torch: the server of tests/fork_server.py forks the launcher, and its ranks are forked from a copy of
-it that has no thread.
+"""Fork `python -m tools.launch`, without the 5 s of processor time that each of its processes takes
+to import torch: the server of tests/fork_server.py forks the launcher, and its ranks are forked
+from a copy of it that has no thread.
 
-They are processes as real ones are, each rank in a session of its own: they are killed, stopped and
-waited for in the same way. What a program of its own would change is tested elsewhere: with ranks
-that are started in tests/test_scripts.py and tests/test_launchers.py.
+They are separate processes like real ones, each rank in its own session: they are killed, stopped
+and waited for in the same way. Differences of separately started programs are tested elsewhere:
+with ranks that are started in tests/test_scripts.py and tests/test_launchers.py.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from tests import fork_server
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 from tests.runs import environment
 from tools.launch import __main__ as launch
 from tools.launch import rank as ranks_of
@@ -78,7 +78,7 @@ class Launcher:
 def ended(launchers: Sequence[Launcher], seconds: float = 150) -> tuple[list[int], str]:
     """The exit codes, and what was said. `seconds`: until they are killed, on a machine of its
     own."""
-    deadline = time.monotonic() + seconds * NEIGHBOURS
+    deadline = time.monotonic() + seconds * WORKERS
     codes, said = [], []
     for launcher in launchers:
         if launcher.wait(max(0.0, deadline - time.monotonic())) is None:
@@ -155,7 +155,7 @@ def _fork_on_request(asked: Connection, launcher: int) -> int:
 
 
 class Forked:
-    """What the launcher needs of subprocess.Popen: a rank, which is its child."""
+    """Forked rank with the part of subprocess.Popen that the launcher uses."""
 
     def __init__(self, pid: int) -> None:
         self.returncode: int | None = None
@@ -180,7 +180,7 @@ class Forked:
 
 
 def _rank(args: tuple[str, ...], settings: dict[str, str]) -> int:
-    """tools/launch/rank.py, as a program of its own: its exit code. args: as agents start it."""
+    """Run tools/launch/rank.py as a program and return its exit code. args: as agents start it."""
     os.setsid()
     assert not fork_server._unfit, fork_server._unfit
     for number in (*launch.PASSED_ON, signal.SIGALRM):

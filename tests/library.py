@@ -104,7 +104,7 @@ def word_piece() -> dict:
 
 
 def byte_fallback() -> dict:
-    """As Llama 2's."""
+    """Return a byte-fallback tokenizer like Llama 2's."""
     letters = [
         "<unk>",
         "</s>",

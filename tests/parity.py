@@ -59,7 +59,7 @@ NARROW_QUERIES = "narrow queries"
 LEAST_GAP, SEEDS = 1e-6, range(20)
 # every initial weight is one unit in the last place larger or smaller; no option either
 SHAKEN = "shaken"
-# options of `more` that change what is computed, beside the markers
+# options of `more` that change the numbers, in addition to the markers
 FLOAT64 = "--training.param_dtype=float64"
 CHANGE_THE_MODEL = (
     "--model.",
@@ -74,7 +74,7 @@ CHANGE_THE_MODEL = (
 MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT, SHAKEN, NARROW_QUERIES
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
-NUMBERS = {  # what is computed: every combination of these has an oracle of its own
+NUMBERS = {  # settings that change the numbers: every combination has its own oracle
     "model": {
         "llama": [],
         "qwen3": ["--model.family=qwen3"],
@@ -118,7 +118,7 @@ EXECUTION = {  # how it is computed: no setting may change the numbers
     },
 }
 FACTORS = NUMBERS | EXECUTION
-# they differ from the settings beside them by the blocks that they are for
+# they differ from the other settings by the blocks that they are for
 BETWEEN_OTHERS = "every_n", "last two kept"
 CONTEXT = {  # further factors of context parallelism; the last two change what is computed
     "method": {"gather": [], "ulysses": [ULYSSES]},
@@ -140,7 +140,7 @@ EXPERTS = {
     "deepseek_v3": DEEPSEEK,
     "gpt_oss": GPT_OSS,
 }
-# Adapters beside a base that is not read. LORA_OSS: of a mixture of experts with sinks and windows
+# Adapters on a base that is not read. LORA_OSS: of a mixture of experts with sinks and windows
 _LORA = ["--lora.rank=5", "--lora.alpha=10", "--checkpoint.load_hf=nowhere"]
 LORA_DENSE = [*_LORA, '--lora.targets=["wq", "wk", "wv", "wo", "w1", "w2", "w3"]']
 LORA_OLMO2 = [*LORA_DENSE, "--model.family=olmo2", "--model.n_layers=4", "--model.window=5"]
@@ -211,7 +211,7 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
         batch["labels"] = batch["labels"].masked_fill(masked, -100)
         result = train.train_step(job, batch)
         assert not unfinished_works(), (
-            f"step {step} has begun collectives that nobody waits for: {unfinished_works()}"
+            f"step {step} has begun collectives without a wait: {unfinished_works()}"
         )
         seen["loss"].append(result.loss)
         seen["norm"].append(result.grad_norm)
@@ -258,7 +258,7 @@ def begin_adapters(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def shake(model: torch.nn.Module) -> None:
-    """Move every trained weight to a float32 beside it."""
+    """Move every trained weight to an adjacent float32."""
     up = torch.tensor(torch.inf)
     generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
@@ -268,8 +268,8 @@ def shake(model: torch.nn.Module) -> None:
 
 
 def unfinished_works() -> int:
-    """How many functional collectives this process has begun and not waited for. PyTorch keeps what
-    belongs to each."""
+    """Return how many functional collectives this process has begun and not waited for. PyTorch
+    keeps their tensors."""
     return torch._C._distributed_c10d._get_work_registry_size()
 
 
@@ -283,9 +283,9 @@ def trajectories(runs: list[list[str]], dp_size: int) -> list[dict]:
 
 
 def matrix(factors: dict, simple: list[str], composed: list[str]) -> tuple[dict, set[Pair]]:
-    """What `tests/covering.py::covering_array` takes: the mesh and each of `factors` -> its
-    settings, and the pairs that need not meet. Every setting meets every simple mesh. The composed
-    meshes leave out BETWEEN_OTHERS."""
+    """Return the arguments of `tests/covering.py::covering_array`: the mesh and each of `factors`
+    -> its settings, and the pairs that need not meet. Every setting meets every simple mesh. The
+    composed meshes leave out BETWEEN_OTHERS."""
     settings = {"mesh": [*simple, *composed]}
     needless = set()
     for factor, table in factors.items():
@@ -335,7 +335,7 @@ def _clear(options: list[str]) -> dict:
 
 
 def clear_trajectories(runs: list[list[str]]) -> list[dict]:
-    """What oracle_of returns for each of these options, in this process."""
+    """Forget the results of oracle_of for each of these options, in this process."""
     return [_clear(options) for options in runs]
 
 
@@ -386,8 +386,8 @@ def apart(seen: dict, oracle: dict) -> tuple[dict[str, float], dict[str, float]]
 
 
 def bounds(oracle: dict) -> dict[str, float]:
-    """How far "loss", "norm" and "weights" may be off along the trajectory. Without its options, an
-    oracle allows EQUAL."""
+    """Return the limits for "loss", "norm" and "weights" along the trajectory. Without its options,
+    an oracle allows EQUAL."""
     if "options" not in oracle:
         return dict.fromkeys(("loss", "norm", "weights"), EQUAL)
     if "bounds" not in oracle:
@@ -407,8 +407,8 @@ def rounding_bounds(shaken: dict, oracle: dict) -> dict[str, float]:
 
 
 def compare(name: str, seen: dict, oracle: dict, limit: float = EQUAL) -> list[str]:
-    """What differs: sentences, empty when all is equal. limit: of relative differences, where
-    kernels are not the same, or EXACT, which amplified rounding does not excuse."""
+    """List the differences as sentences, empty when all is equal. limit: of relative differences,
+    where kernels are not the same, or EXACT, which amplified rounding does not excuse."""
     problems = [
         f"{name}: initial {n} is not bitwise equal"
         for n, w in oracle["init"].items()
@@ -429,7 +429,7 @@ def compare(name: str, seen: dict, oracle: dict, limit: float = EQUAL) -> list[s
 
 
 def whole_model(ranks: list[dict]) -> dict:
-    """What all ranks together have seen of a run: in a pipeline each one has other parameters."""
+    """Join what all ranks have seen of a run: in a pipeline each one has other parameters."""
     both = {
         key: {n: x for seen in ranks for n, x in seen[key].items()}
         for key in ("init", "grad", "weights")

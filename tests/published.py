@@ -133,7 +133,7 @@ def main() -> int:
     if (FOLDER / "smollm2_gguf").is_dir() and not (FOLDER / SMOLLM2).is_dir():
         try:
             make_smollm2()
-        except Exception as error:  # whatever transformers cannot do with a GGUF
+        except Exception as error:  # anything transformers does not support in a GGUF
             failed.append(f"SmolLM2's GGUF: {error!r}")
     for line in failed:
         print(f"not fetched: {line}", file=sys.stderr)

@@ -27,21 +27,21 @@ from tests import fork_server
 list(MODELS.values())  # imports every family, so that no rank has to
 
 # test processes that share this machine, with this one
-NEIGHBOURS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def step_timeout(seconds: int) -> str:
-    """The option for a run whose steps take no longer than that on a machine of its own: beside
+    """Return the option for a run whose steps take no longer than that on an idle machine: with
     other test processes a healthy step takes longer, and must not be taken for one that hangs."""
-    return f"--run.step_timeout_seconds={seconds * NEIGHBOURS}"
+    return f"--run.step_timeout_seconds={seconds * WORKERS}"
 
 
 def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) -> list[Any]:
-    """Run fn(*args) on `world_size` ranks, as torchrun would on one host; returns what each rank
-    returned (pickled).
+    """Run fn(*args) on `world_size` ranks, as torchrun would on one host; returns the (pickled)
+    results by rank.
 
-    `timeout` is in seconds of a machine for itself: beside other workers the ranks have that many
-    times longer.
+    `timeout` is in seconds of an idle machine: with other workers the ranks have that many times
+    longer.
 
     Where gloo could not connect the ranks, which happens on a busy machine once in thousands of
     groups, they are started once more.
@@ -68,7 +68,7 @@ def _run_once(world_size: int, fn: Callable, args: tuple, timeout: float) -> lis
                 ranks.append(
                     fork_server.start(child, Path(folder), rank, world_size, fn, args, True)
                 )
-            failed = _wait(ranks, timeout * NEIGHBOURS)
+            failed = _wait(ranks, timeout * WORKERS)
             for rank, process in enumerate(ranks):
                 if process.exitcode == 1 and not (Path(folder) / f"{rank}").exists():
                     failed.append(
@@ -119,7 +119,7 @@ def _begin(folder: Path, rank: int, world_size: int) -> None:
     )
 
 
-BEGINS = f"in {_begin.__name__}\n"  # stands in a traceback
+BEGINS = f"in {_begin.__name__}\n"  # found in a traceback
 
 
 def _wait(ranks: list[ForkServerProcess], timeout: float) -> list[str]:

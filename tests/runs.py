@@ -1,5 +1,5 @@
-"""What several test files share: meshes, small models, whole runs of train.py, and what can be read
-from a run's folder."""
+"""Shared parts of several test files: meshes, small models, whole runs of train.py, and readers of
+a run's folder."""
 
 import contextlib
 import io
@@ -150,7 +150,7 @@ def tiny_run(place: Path) -> list[str]:
 
 
 def as_typed(options: Sequence[str]) -> list[str]:
-    """The last of each option: on a command line none stands twice."""
+    """Keep the last of each option: a command line may give each only once."""
     return list({option.partition("=")[0]: option for option in options}.values())
 
 
@@ -182,14 +182,14 @@ def series(folder: Path, key: str = "loss") -> dict[int, float]:
 
 
 def logged(folder: Path, step: int) -> bool:
-    """Whether a run that logs every step has logged that one."""
+    """Return True if a run that logs every step has logged that one."""
     metrics = folder / "metrics.jsonl"
     return metrics.exists() and metrics.read_text().count("\n") >= step
 
 
 def in_mid_run(folder: Path, step: int) -> bool:
-    """Whether the run has logged that step and published a checkpoint: only then does a start after
-    a kill resume. A save is published by the side of the steps that follow it, on a busy disk many
+    """Return True if the run has logged that step and published a checkpoint: only then does a
+    start after a kill resume. A save is published while the next steps run, on a busy disk many
     steps later."""
     return logged(folder, step) and any((folder / "checkpoints").glob("step-*"))
 
@@ -205,10 +205,10 @@ def samples(folder: Path, dp_size: int) -> list[list[int]]:
 
 
 def killed_at(step: int, options: list[str], folder: Path) -> None:
-    """A run in processes of its own, killed with -9 as soon as it has logged `step`."""
+    """Start a run in separate processes, and kill it with -9 as soon as it has logged `step`."""
     process = fork_server.start(_on_one_thread, options, folder)
     try:
-        deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
+        deadline = time.monotonic() + 60 * ranks.WORKERS
         while time.monotonic() < deadline and not logged(folder, step):
             time.sleep(0.005)
     finally:
@@ -275,10 +275,10 @@ def ends(
     try:
         for rank in range(n):
             processes.append(fork_server.start(ranks.child, folder, rank, n, _and_exit, (fn, args)))
-        deadline = time.monotonic() + seconds * ranks.NEIGHBOURS
+        deadline = time.monotonic() + seconds * ranks.WORKERS
         for rank, process in enumerate(processes):
             if last_hangs and rank == n - 1:
-                deadline = time.monotonic() + ranks.NEIGHBOURS
+                deadline = time.monotonic() + ranks.WORKERS
             process.join(max(deadline - time.monotonic(), 0))
             codes.append(process.exitcode)
     finally:
@@ -303,17 +303,16 @@ def environment(**settings: str) -> dict[str, str]:
 
 
 def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:
-    """What four ranks on one host come to when nobody disturbs them: the loss of each step. They
-    are forked, since programs of their own would take 25 s of processor time more, and compute the
-    same bits."""
+    """Return the loss of each step of four undisturbed ranks on one host. They are forked, since
+    separate programs would take 25 s of processor time more, and compute the same bits."""
     folder.mkdir()
     assert ranks.run_ranks(4, run, options, folder, timeout=200) == [(0, "")] * 4
     return series(folder)
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, from a range of this test worker's own, below the ports
-    that the system gives to outgoing connections."""
+    """Return a free TCP port from a range of this test worker's own, below the ports that the
+    system gives to outgoing connections."""
     for port in _PORTS:
         with socket.socket() as listener, contextlib.suppress(OSError):
             listener.bind(("127.0.0.1", port))
@@ -333,8 +332,7 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 class Count(TorchDispatchMode):
-    """How often a step runs a matmul, attention, and a SiLU (which stands for the cheap
-    rest)."""
+    """Count of a step's matmuls, attention calls, and SiLUs (which represent the cheap rest)."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""A small S3 server for tests, which fails on request: `server()` starts one in a process of its own.
+"""Serve a small S3 for tests, which fails on request: `server()` starts one in a separate process.
 
 It keeps objects in memory, and knows put, get, ranges, lists, deletes, multipart uploads, SHA-256
 checksums, If-Match and If-None-Match. Faults are chosen by a seed: each request that a rule matches
-suffers with the rule's probability. `/-/` is for the test: rules, counts, and the objects themselves.
+fails with the rule's probability. `/-/` is for the test: rules, counts, and the objects themselves.
 """
 
 import base64
@@ -36,7 +36,7 @@ STALE = 3.0  # seconds that a stale listing lags behind
 
 
 class Objects:
-    """What the bucket holds, what it held, the uploads that are not complete, and the faults."""
+    """Objects of the bucket, with their history, the uploads that are not complete, and the faults."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -404,7 +404,7 @@ class Server:
 
 @contextmanager
 def server() -> Iterator[Server]:
-    """A server in a process of its own, which ends with this one."""
+    """Run a server in a separate process, which ends with this one."""
     process = subprocess.Popen(
         [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -431,7 +431,7 @@ def main() -> None:
     print(httpd.server_address[1], flush=True)
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
     with suppress(KeyboardInterrupt):
-        sys.stdin.read()  # ends when whoever started this has ended
+        sys.stdin.read()  # ends with the process that started this one
     os._exit(0)
 
 

@@ -1,5 +1,5 @@
 """Shapes of models with distinct odd sizes, so that no transposed or swapped dimension can hide;
-and a model beside transformers' own, with the same weights."""
+and pairs of our model and transformers' own with the same weights."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -179,7 +179,7 @@ def hugging_face(family: Any, args: Any) -> nn.Module:
 
 
 class Part(NamedTuple):
-    """What a parameter of ours is of a tensor of theirs, by its layout."""
+    """Part of a tensor of theirs that a parameter of ours is, by its layout."""
 
     layout: TensorLayout
     shape: torch.Size  # of ours

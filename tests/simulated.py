@@ -1,4 +1,5 @@
-"""What ranks with simulated GPUs run in tests/test_simulate.py. Ranks import it by name."""
+"""Functions that ranks with simulated GPUs run in tests/test_simulate.py. Ranks import them by
+name."""
 
 import os
 import signal
@@ -203,8 +204,8 @@ def other_type() -> None:
 
 
 def sends_at_the_same_time() -> None:
-    """Each rank makes the two-rank communicator of its own send first, which blocks until the other
-    one joins it."""
+    """Make each rank create the two-rank communicator of its own send first, which blocks until the
+    other one joins it."""
     rank = open_group()
     other = 1 - rank
     first, second = torch.ones(4, device="cuda"), torch.ones(4, device="cuda")
@@ -313,7 +314,7 @@ def ruled_attention(dtype: torch.dtype) -> dict[str, float]:
 
 
 def of_rules(options: list[str]) -> dict:
-    """Of the model of tests/ruled.py, without the soft cap, which has no kernel."""
+    """Run the model of tests/ruled.py, without the soft cap, which has no kernel."""
     ruled.use(ruled.without_cap)
     return trajectories([options], 1)[0]
 

@@ -54,8 +54,8 @@ def outline(step: Step) -> list:
 
 
 def apart(fn, *args):
-    """fn(*args) in a process of its own: PyTorch keeps meshes of a fake group in caches that a real
-    one would find."""
+    """Run fn(*args) in a separate process: PyTorch keeps meshes of a fake group in caches that a
+    real one would find."""
     return fork_server.call(fn, *args)
 
 
@@ -74,7 +74,7 @@ BYTES = {"float": 4, "c10::BFloat16": 2, "long int": 8}
 
 
 def profiled(job: train.Job, batch: dict) -> Counter:
-    """(kind, bytes) of the collectives of a step, counted independently: PyTorch's profiler."""
+    """Return (kind, bytes) of the collectives of a step, from a second source: PyTorch's profiler."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
     ) as profile:

@@ -1,9 +1,9 @@
-"""A checkpoint of any mesh goes on, on any other mesh, as the run that nobody stopped.
+"""A checkpoint of any mesh continues on any other mesh like the uninterrupted run.
 
 Twelve meshes use every dimension together. Their state is bitwise the same after a load: weights,
 both moments, the routing biases, and on the same mesh the generators. No sample is repeated or
 skipped, the losses are those of one plain process, and what a mesh saves again exports to the same
-files. The default suite hands one run from mesh to mesh, so that each is once the source and once
+files. The default suite passes one run from mesh to mesh, so that each is once the source and once
 the target; `-m exhaustive` has all 144 ordered pairs in both types.
 """
 
@@ -71,7 +71,7 @@ def state_of(job: train.Job) -> dict[str, torch.Tensor]:
 
 
 def note_state(folder: Path, job: train.Job) -> None:
-    """Write the state beside the checkpoint of this step."""
+    """Write the state next to the checkpoint of this step."""
     noted = state_of(job)
     noted[f"rng.{job.mesh.rank}"] = noted.pop("rng.cpu")
     (folder / "noted").mkdir(exist_ok=True)
@@ -79,7 +79,7 @@ def note_state(folder: Path, job: train.Job) -> None:
 
 
 def noted_in(folder: Path) -> dict[str, torch.Tensor]:
-    """What all ranks together have noted. In a pipeline they have other weights."""
+    """Join the notes of all ranks. In a pipeline they have other weights."""
     noted = {}
     for path in (folder / "noted").iterdir():
         for name, tensor in torch.load(path, weights_only=True).items():
@@ -109,8 +109,8 @@ def save_again(folder: Path, job: train.Job, facts: dict, progress: dict) -> Non
 def start(
     source: Path | None, folder: Path, options: list[str], stop: int | None, same_mesh: bool
 ) -> tuple[list[str], list[str]]:
-    """A start of train.py on this rank, from the checkpoints that lie in its folder, until `stop`.
-    Returns what other_names says of the state that was loaded."""
+    """Start train.py on this rank, from the checkpoints in its folder, until `stop`. Returns the
+    record of other_names on the state that was loaded."""
     found: tuple[list[str], list[str]] = [], []
     real_resume, real_step, real_save = train.resume, train.train_step, CheckpointManager.save
     jobs = []
@@ -187,7 +187,7 @@ class Runs:
         return self.given + more + RUN + ([FLOAT64] if dtype == "float64" else [])
 
     def plain(self, dtype: str) -> Path:
-        """The run that nobody stopped, in one process."""
+        """Return the uninterrupted run, in one process."""
         return self.made("one", dtype, None)
 
     def saved(self, mesh: str, dtype: str) -> Path:
@@ -240,7 +240,8 @@ class Runs:
     def differences(
         self, source: Path, folder: Path, dtype: str, steps: range, dp_size: int
     ) -> list[str]:
-        """Of the run that went on in this folder, and the plain one; and of what it saved again."""
+        """List the differences between the run that continued in this folder and the plain one, and
+        those of its next checkpoint."""
         problems = []
         plain = self.plain(dtype)
         want, got = series(plain), series(folder)
@@ -265,7 +266,7 @@ class Runs:
 
 
 def stored(path: Path) -> dict[str, torch.Tensor]:
-    """What is in a checkpoint."""
+    """Return the contents of a checkpoint."""
     manifest = verify.read_manifest(path)
     names = [name for name in manifest["tensors"] if not name.startswith("rng.")]
     return dict(zip(names, hf.read_whole(path, manifest, names), strict=True))
@@ -315,7 +316,7 @@ def test_any_mesh_to_any_mesh(target: str, dtype: str, runs: Runs) -> None:
 
 
 def moments_swapped() -> None:
-    """Of a first moment that two ranks share evenly, each gets the other's half."""
+    """Swap the halves of a first moment that two ranks share evenly."""
     real = storage.box_of
 
     def box_of(name: str, tensor: torch.Tensor) -> tuple[list[int], list[int]]:

@@ -180,7 +180,7 @@ def test_scores_exist_for_one_block_at_a_time():
 
 
 def of_first_layer(cores, mesh, shape):
-    """As if the first layer's spec were that of all."""
+    """Apply the first layer's spec to all layers, for a negative control."""
     for core in cores:
         core.spec = SPECS_OF_LAYERS[True]
     return gathering(cores, mesh, shape)
@@ -252,7 +252,7 @@ def test_a_mesh_equals_one_process(mesh, runs, oracles):
         assert not parity.compare(f"{more} {masked}", whole, oracles[masked])
     for number, mistake in enumerate(mistakes, len(runs)):
         assert parity.compare(mistake, seen[0][number], oracles[False], 1e-3), (
-            f"nobody would notice {mistake}"
+            f"{mistake} would go unnoticed"
         )
 
 
@@ -264,8 +264,8 @@ def windows_of_documents(options: list[str]) -> list[int]:
 
 
 def test_documents_are_told_for_the_windows_of_all_stages_of_a_rank():
-    """Of the four layers of OLMo 3, each a stage, the last one alone sees all of a document. Its rank
-    has the second one too."""
+    """The last of OLMo 3's four layers, each a stage, is the only one that sees whole documents.
+    Its rank has the second layer too."""
     options = [
         *SMALL_MODEL,
         "--model.family=olmo2",
@@ -322,7 +322,7 @@ def test_on_a_simulated_gpu(tmp_path):
 
 
 def compiled_graphs(specs: list[AttentionSpec]) -> int:
-    """How often torch.compile compiles blocks with these specs."""
+    """Return how often torch.compile compiles blocks with these specs."""
     torch._dynamo.reset()
     counter = CompileCounter()
     args = llama.Args(**llama.NUMBERS.flavors["debug"])
@@ -360,7 +360,7 @@ def restless() -> Alternating:
 
 
 def logits_of_last(model, length: int, cached: bool) -> Tensor:
-    """Of the last of so many tokens, of which the cache has all the others, one by one."""
+    """Return the logits of the last of so many tokens, with all others in the cache, one by one."""
     tokens = torch.arange(2 * length).view(2, length) * 7 % 263
     at = torch.arange(length)
     if not cached:
@@ -444,7 +444,7 @@ def plain_windows(args, seq_len):
 
 
 def refusal(model_class, options: list[str], count=arithmetic.flops_per_token) -> str:
-    """What a run of this model says before its first step; "" if it takes one."""
+    """Return the message of a run of this model before its first step; "" if it takes one."""
     family = dataclasses.replace(llama.FAMILY, build=model_class, flops_per_token=count)
     with mock.patch.object(llama, "FAMILY", family):
         try:

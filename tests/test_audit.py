@@ -1,5 +1,5 @@
-"""What a run saw is told from its order alone: against what the batches held, and with broken
-orders, which must be found."""
+"""Audit of the data that a run saw, derived from its order alone: checked against the real batches,
+and with broken orders, which must be found."""
 
 import dataclasses
 import json

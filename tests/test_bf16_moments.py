@@ -50,7 +50,7 @@ def test_rounding_keeps_the_mean():
 
 
 def mean_square_after(steps: int, beta2: float) -> float:
-    """Of the averages of 4,096 squares that were 1, when gradients have become 0.1."""
+    """Return the mean of 4,096 averages of squares that were 1, after gradients have become 0.1."""
     model = nn.Linear(64, 64, bias=False)
     cfg = Optimizer(moment_dtype="bfloat16", betas=(0.9, beta2))
     optimizer = build_optimizer(model, ALL, cfg)
@@ -133,7 +133,7 @@ def with_averages(options: list[str], dp_size: int) -> dict:
 
 
 def by_local_index(options: list[str], dp_size: int) -> dict:
-    """The bits come from where an element lies in its shard."""
+    """Draw the random bits by the position of an element in its shard, for a negative control."""
     real = narrow_adamw.global_indices
 
     def local_indices(param, chunk):

@@ -1,5 +1,5 @@
-"""A run that goes on says what it does otherwise than before; a branch goes on in a folder of its own; and
-exit code 2 says that nothing was started."""
+"""A resumed run prints what it does differently than before; a branch continues in its own folder;
+and exit code 2 means that nothing was started."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def parent(tmp_path_factory) -> tuple[list[str], Path]:
 
 
 def test_a_branch_is_bitwise_the_parents_next_steps(parent, tmp_path):
-    """Where nothing changed; and it is said where it comes from, in starts/ and in the manifest."""
+    """Also checks that its origin is recorded, in starts/ and in the manifest."""
     options, folder = parent
     branch = [*options, f"--checkpoint.branch_from={folder}@5"]
     assert run_ranks(2, run, branch, tmp_path) == [(0, "")] * 2
@@ -151,8 +151,8 @@ def _last_save_fails(options: list[str], folder: Path) -> tuple[int, str]:
 
 
 def test_no_room_for_the_last_checkpoint_is_1(parent, tmp_path):
-    """A launcher starts nothing again after 2, which says that nothing was started; a second try finds
-    the room that somebody has made."""
+    """A launcher starts nothing again after 2, which means that nothing was started; a second try
+    finds the room that was made meanwhile."""
     options, _ = parent
     few = [*options, "--training.steps=4", "--checkpoint.interval=0", "--checkpoint.max_failures=1"]
     for code, words in run_ranks(2, _last_save_fails, few, tmp_path):

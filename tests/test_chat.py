@@ -158,7 +158,7 @@ def test_answers_are_what_the_assistant_said_and_its_end_token(folders):
 
 
 def test_the_tokenizer_of_a_run_is_one_for_conversations(folders, tmp_path):
-    """The tokenizer.json in its folder; it has no template of its own."""
+    """The tokenizer is the tokenizer.json in its folder, which has no template."""
     tok = open_tokenizer(str(folders["chatml"] / "tokenizer.json"))
     path = tmp_path / "tokenizer.json"
     tok.save(str(path))
@@ -619,7 +619,7 @@ def test_the_loss_is_the_mean_over_the_answers_of_the_global_batch(options, orac
 
 
 def compare(results: list[dict], oracle: dict) -> list[str]:
-    """What of a mesh differs from one process, relative to the whole tensor."""
+    """Return the differences of a mesh from one process, relative to the whole tensor."""
     problems = []
     for key in "loss", "norm":
         for rank, seen in enumerate(results):

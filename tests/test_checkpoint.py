@@ -252,7 +252,7 @@ def test_the_generator_of_a_gpu_gets_its_own_state(monkeypatch):
 
 
 def test_copies_from_a_gpu_wait_for_the_values_and_say_when_they_are_done(monkeypatch):
-    """With a stream that writes down how much had been copied when it was asked for something."""
+    """Uses a stream that records how much had been copied at each query."""
     into, seen = {"w": torch.zeros(2)}, []
     stream = SimpleNamespace(
         wait_event=lambda event: seen.append((event, into["w"].tolist())),
@@ -314,14 +314,15 @@ def _save_and_change(folder: Path, bug: str | None) -> None:
 
 @pytest.mark.parametrize("bug", [None, "aliased", "impatient"])
 def test_a_save_holds_the_state_of_its_call(bug, tmp_path):
-    """R5, with the controls that show that the test sees a torn save."""
+    """With controls that show that the test sees a torn save."""
     run_ranks(2, _save_and_change, tmp_path, bug)
     torn = [s for s in range(1, 21) if values_on_disk(tmp_path / verify.step_name(s, 0)) != [s]]
     assert len(torn) > 10 if bug else not torn
 
 
 def _calls_of_a_save(folder: Path, tensors: int, one_by_one: bool) -> int:
-    """How many Python functions the thread calls for the second save, once the state is copied."""
+    """Count the Python functions that the thread calls for the second save, once the state is
+    copied."""
     calls, checkpoints = [], None
 
     def count(frame: object, event: str, arg: object) -> None:
@@ -350,7 +351,7 @@ def _calls_of_a_save(folder: Path, tensors: int, one_by_one: bool) -> int:
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["", "control"])
 def test_python_runs_for_no_single_tensor_while_a_copy_is_written(one_by_one, tmp_path):
-    """Training would wait for the GIL as often (lab/bench/save_overhead.py measures it). The
+    """Otherwise training waits for the GIL that often (lab/bench/save_overhead.py measures it). The
     control writes tensor by tensor."""
     few, many = (
         run_ranks(1, _calls_of_a_save, tmp_path / f"{n}", n, one_by_one)[0] for n in (10, 210)
@@ -405,7 +406,7 @@ def test_the_manifest_knows_how_many_bytes_a_number_has():
 
 
 def _tool(folder: Path, *options: str) -> tuple[int, list[float]]:
-    """As a tool does: one process, with a process group or without."""
+    """Read as a tool does: one process, with a process group or without."""
     model = build(*options).model
     torch.distributed.destroy_process_group()
     manifest = state.load_model(folder, model)
@@ -545,7 +546,7 @@ def test_a_new_run_starts_from_the_weights_of_another(saved, tmp_path):
     assert list(found.values()) == [10, 10, 10]
     _, found, _ = start("c", load_path=str(saved), exclude_from_loading=("model.output.*",))
     assert list(found.values()) == [30, -1, -1]
-    # Once the run has a checkpoint of its own it goes on from that one.
+    # Once the run has its own checkpoint it continues from that one.
     facts = {"must_match": {"data": "other data"}}
     assert run_ranks(1, partial(resume, tmp_path / "a", facts, load_path=str(saved)))[0][:2] == (
         1,
@@ -624,8 +625,8 @@ def _pipe(path: Path) -> None:
 
 
 def _resume_damaged(saved: Path, place: Path, kinds: list[str]) -> dict[str, tuple]:
-    """For each kind of damage to the newest: what is resumed when an older one is whole, and when
-    none is."""
+    """Damage the newest in each way: return the checkpoint resumed when an older one is whole, and
+    the outcome when none is."""
     results = {}
     for kind in kinds:
         folder = copy_of(saved, place / kind)
@@ -639,7 +640,7 @@ def _resume_damaged(saved: Path, place: Path, kinds: list[str]) -> dict[str, tup
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_used(saved, tmp_path):
-    """D5, D7: all of the older state, nothing of the damaged one; and where none is whole nothing
+    """Load all of the older state, nothing of the damaged one; and where none is whole nothing
     changes at all."""
     for kind, (first, second) in run_ranks(1, _resume_damaged, saved, tmp_path, list(DAMAGES))[
         0
@@ -674,7 +675,6 @@ def test_without_verification_a_flipped_bit_is_silent(saved, tmp_path):
 
 
 def test_what_is_not_a_checkpoint_is_ignored(saved, tmp_path):
-    """D6."""
     folder = copy_of(saved, tmp_path)
     (folder / "step-00000900.bak").mkdir()
     (folder / "step-x").mkdir()
@@ -736,7 +736,6 @@ def _hostile(saved: Path, tmp_path: Path, payload: bytes) -> list[str]:
 
 
 def test_no_file_of_a_checkpoint_can_run_code_or_leave_the_folder(saved, tmp_path):
-    """X1, X4."""
     marker, payload = tmp_path / "marker", pickle.dumps(Attack(tmp_path / "marker"))
     pickle.loads(payload)  # the control: it works where something unpickles
     marker.rmdir()
@@ -795,7 +794,7 @@ CHANGES_2 = [
 
 
 def test_a_manifest_that_contradicts_itself_or_its_files_is_damaged(saved, tmp_path):
-    """A manifest of format 1 names files; the names can only be those of shards beside it (X4)."""
+    """A manifest of format 1 names files; the names can only be those of shards in its folder."""
     source = next((Path(__file__).parent / "golden").glob("format-1*/step-*"))
     old, new = (
         copy_tree(source, tmp_path / "old"),
@@ -896,7 +895,7 @@ def test_the_run_stops_after_failures_in_a_row_on_all_ranks_at_the_same_step(tmp
         and "3 in a row" in words
         and "No space left" in words
     )
-    # never while training, but it is told at the end
+    # never while training, but it is reported at the end
     (step, words), other = run_ranks(2, _gives_up, tmp_path / "b", 0)
     assert (step, words) == other and step == 60 and "the run has ended" in words
 
@@ -994,7 +993,6 @@ def _refused_at_start(folder: Path, free: int | None = None) -> tuple[float, str
 
 @pytest.mark.alone
 def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(tmp_path):
-    """D3."""
     (tmp_path / "file").write_text("")
     for (seconds, words), other in [
         run_ranks(2, _refused_at_start, tmp_path / "file" / "checkpoints"),
@@ -1026,7 +1024,7 @@ def test_a_start_waits_for_the_room_that_an_earlier_run_took(tmp_path, monkeypat
 
 
 def test_retention_of_random_histories(n: int = 2000):
-    """D8: saves, crashes, going back, damage, changed options, against a model of what may
+    """Run saves, crashes, going back, damage, changed options, against a model of what may
     disappear."""
     for seed in range(n):
         rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Ranks that drift apart (N5), and a device that computes wrong: found before a sum is wrong, and
+"""Ranks that drift apart, and a device that computes wrong: found before a sum is wrong, and
 named."""
 
 import time
@@ -40,7 +40,7 @@ def first(options: list[str]) -> dict[int, float]:
     return series(Path(cache).parent / "first")
 
 
-# N5: what one rank does instead of a sum over ranks. Call 2 k - 1 is the count of tokens of step k,
+# What one rank does instead of a sum over ranks. Call 2 k - 1 is the count of tokens of step k,
 # int64 []; call 2 k is the loss with the flags, float64 [4].
 
 
@@ -90,7 +90,7 @@ QUICK = (other_type, other_line)
 
 
 def drifted(options: list[str], folder: Path, fault) -> str:
-    """How the run ends in which rank 1 does that once."""
+    """Return the end of a run in which rank 1 drifts once in that way."""
     calls = []
 
     def faulty(real):
@@ -121,7 +121,9 @@ def drifted(options: list[str], folder: Path, fault) -> str:
         for fault in FAULTS
     ],
 )
-def test_n5_a_rank_that_drifts_is_named_before_a_sum_is_wrong(fault, options, tmp_path):
+def test_a_rank_with_a_different_collective_is_named_before_a_sum_is_wrong(
+    fault, options, tmp_path
+):
     """Of two ranks both are named, each with what it was about to do, and where."""
     for end in run_ranks(2, drifted, [*options, *TWO, CHECKED], tmp_path, fault):
         assert end.startswith(
@@ -136,7 +138,7 @@ def test_n5_a_rank_that_drifts_is_named_before_a_sum_is_wrong(fault, options, tm
     assert max(series(tmp_path)) == BAD - 1 and not list(tmp_path.glob("checkpoints/step-*"))
 
 
-def test_n5_without_the_check_the_sum_is_wrong_in_silence(options, tmp_path):
+def test_negative_control_without_the_check_the_sum_is_silently_wrong(options, tmp_path):
     """The negative control."""
     assert run_ranks(2, drifted, [*options, *TWO], tmp_path, other_type) == ["exit code 0"] * 2
     assert (
@@ -150,7 +152,7 @@ def left_out_run(options: list[str], folder: Path) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_n5_without_the_check_one_left_out_is_no_word_about_why(options, tmp_path):
+def test_negative_control_without_the_check_a_skipped_collective_is_unexplained(options, tmp_path):
     """... nor where: another collective fails, or the process is aborted in C++."""
     codes = ends(2, tmp_path / "ranks", left_out_run, [*options, *TWO, step_timeout(3)], tmp_path)
     assert codes != [0, 0] and "Drift" not in (tmp_path / "logs" / "rank-00000.log").read_text(), (
@@ -160,7 +162,7 @@ def test_n5_without_the_check_one_left_out_is_no_word_about_why(options, tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive), "tp2"])
-def test_n5_the_odd_one_of_many_and_a_healthy_run(mesh, options, tmp_path):
+def test_the_outlier_of_many_ranks_is_named_and_a_healthy_run_names_none(mesh, options, tmp_path):
     ranks, extra, _ = MESHES[mesh]
     (tmp_path / "well").mkdir()
     assert (
@@ -190,7 +192,7 @@ def crossed() -> str:
 
 
 @pytest.mark.slow
-def test_n5_the_wrong_group_ends_with_the_lines_that_wait():
+def test_a_collective_on_the_wrong_group_ends_with_the_waiting_lines():
     said = run_ranks(4, crossed)
     waits = "did not come to allreduce_ float32[3] SUM at test_collectives.py"
     assert (
@@ -210,7 +212,7 @@ def four(folder: str) -> str:
             return str(error)
 
 
-def test_n5_the_odd_one_is_told_from_the_majority(tmp_path):
+def test_the_outlier_is_the_rank_that_differs_from_the_majority(tmp_path):
     for said in run_ranks(4, four, ""):
         _, odd, others = said.splitlines()
         assert odd.startswith("  rank 2: allreduce_ float32[3] SUM at test_collectives.py:"), said
@@ -238,7 +240,7 @@ def missing(folder: str) -> str:
 
 
 @pytest.mark.slow
-def test_n5_one_that_does_not_come_is_an_error_with_the_line_that_waits():
+def test_a_missing_rank_is_an_error_with_the_waiting_line():
     said, _ = run_ranks(2, missing, "")
     assert (
         "a rank of group default_pg (ranks [0, 1]) did not come to allreduce_ float32[3] SUM at "
@@ -288,9 +290,7 @@ def flipped(options: list[str], folder: Path, victim: int, which: int) -> str:
         pytest.param("hsdp2x2", 3, 0, marks=pytest.mark.slow),
     ],
 )
-def test_n3_a_rank_whose_recomputed_gradient_differs_is_named(
-    mesh, victim, which, options, tmp_path
-):
+def test_a_rank_whose_recomputed_gradient_differs_is_named(mesh, victim, which, options, tmp_path):
     ranks, extra, _ = MESHES[mesh]
     given = [*options, *extra, f"--debug.replay_interval={BAD}"]
     for end in run_ranks(ranks, flipped, given, tmp_path, victim, which):
@@ -301,7 +301,7 @@ def test_n3_a_rank_whose_recomputed_gradient_differs_is_named(
 
 
 @pytest.mark.slow
-def test_n3_without_the_replay_a_flipped_bit_is_everybodys(options, tmp_path):
+def test_negative_control_without_the_replay_a_flipped_bit_reaches_all_ranks(options, tmp_path):
     """The negative control; and a healthy run with it is bitwise the same, and says nothing."""
     assert run_ranks(2, flipped, [*options, *TWO], tmp_path, 1, 0) == ["exit code 0"] * 2
     assert series(tmp_path) != first(options)

@@ -77,7 +77,7 @@ def test_another_mesh_is_equal_to_rounding(runs):
 
 
 def two_runs(place: Path, differences: list[float]) -> compare_runs.Comparison:
-    """Of runs whose losses differ by so much in each step, relatively."""
+    """Write two runs whose losses differ by so much in each step, relatively."""
     for name, factor in ("a", 0.0), ("b", 1.0):
         (place / name).mkdir()
         lines = [

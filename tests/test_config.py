@@ -57,7 +57,7 @@ def problems_of(
 
 
 def assert_says(problem: str, words: str) -> None:
-    """words: fragments that must stand in the problem, in this order, separated by |."""
+    """Check that the problem contains the fragments of words in this order, separated by |."""
     position = 0
     for fragment in words.split("|"):
         found = problem.find(fragment, position)
@@ -1686,8 +1686,8 @@ def test_the_microbatch_follows_from_batch_and_mesh(overrides, world, local):
 
 
 def test_a_repair_that_is_named_works():
-    """Whatever batch does not divide: each value that the message names makes the configuration
-    legal."""
+    """Each value that the message names makes the configuration legal, for every batch that does
+    not divide."""
     for batch, ranks, local in product((1, 7, 12, 24), (1, 2, 3, 5), (None, 1, 4, 6, 9)):
         options = [
             f"--training.global_batch_size={batch}",
@@ -2080,8 +2080,8 @@ LEAST = {
 
 @pytest.mark.parametrize("name", LEAST)
 def test_no_number_of_a_model_may_be_below_its_least(name):
-    """Written out, beside the bounds of the families' tables. Of real numbers, 5e-324 is the
-    smallest above 0."""
+    """The bounds are written out here, independent of the families' tables. Of real numbers, 5e-324
+    is the smallest above 0."""
     least = LEAST[name]
     assert getattr(Model(**{name: least}), name) == least
     below = math.nextafter(least, -1) if isinstance(least, float) else least - 1
@@ -2203,7 +2203,7 @@ COMMANDS = [
 
 @pytest.mark.parametrize("argv, code, words", COMMANDS)
 def test_command_line(argv, code, words):
-    """As run_train.sh calls it; torch, which takes seconds to import, is not imported."""
+    """Run as run_train.sh calls it; torch, which takes seconds to import, is not imported."""
     command = (
         "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('configs.load', "
         "run_name='__main__')"

@@ -180,7 +180,7 @@ def test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole(place
 
 
 def compilations() -> int:
-    """How often a block is compiled over batches that all have other documents."""
+    """Return how often a block is compiled over batches with different documents."""
     train.compiled_loss = lambda loss, _: loss  # its graphs are not a block's
     job, batch = job_and_batch(CP2, *COMPILED)
     torch._dynamo.utils.counters.clear()
@@ -202,7 +202,8 @@ def test_offloaded_weights_equal_the_plain_model():
 
 
 def test_bfloat16_is_near_float32():
-    """As tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters, for both
+    """The same check as
+    tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters, for both
     methods."""
     half = [*SGD, CP2, "--training.param_dtype=bfloat16"]
     oracles = plain(optimizer="sgd"), plain(DOCUMENTS, optimizer="sgd")
@@ -305,7 +306,7 @@ def job_and_batch(
 
 
 def sent(modes: list[str]) -> list[dict[str, int]]:
-    """What attention sends in a step, by checkpointing mode, with both methods."""
+    """Return the messages of attention in a step, by checkpointing mode, with both methods."""
     counts = []
     for method in [], [ULYSSES]:
         for mode in modes:
@@ -319,7 +320,7 @@ def sent(modes: list[str]) -> list[dict[str, int]]:
 def test_checkpointing_sends_nothing_twice_that_it_says_to_keep():
     """In each of 3 layers: keys and values are all-gathered in forward and in backward, and their
     gradients reduce-scattered; heads are swapped before and after attention, in forward and in
-    backward. Only a block that is recomputed whole sends anew."""
+    backward. Only a block that is recomputed whole sends them again."""
 
     def layers(gathers: int, scatters: int, swaps: int) -> dict[str, int]:
         return {
@@ -336,8 +337,8 @@ def test_checkpointing_sends_nothing_twice_that_it_says_to_keep():
 
 
 class Numbers(Watch):
-    """How many numbers this rank hands to the collectives of attention: not integers, which are the
-    counts of experts."""
+    """Count of the numbers that this rank passes to the collectives of attention, except integers,
+    which are the counts of experts."""
 
     def __init__(self):
         super().__init__()

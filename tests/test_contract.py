@@ -100,7 +100,7 @@ def test_broken_contracts_are_named_on_every_rank():
 
 
 def talk() -> dict:
-    """The control collectives of the mesh, and what opening and closing it does besides."""
+    """Call the control collectives of the mesh, and those of opening and closing it."""
     seen = {"settings": 0}
 
     def settings() -> None:
@@ -184,7 +184,7 @@ def test_torch_save_of_a_rank_holds_a_part_of_the_model():
 
 
 def gradients_on_shards(accumulate: str) -> list[bool]:
-    """Of two microbatches: whether the parameters had gradients after each."""
+    """Return for each of two microbatches whether the parameters had gradients after it."""
     run = job()
     tokens = torch.full((1, 16), 3 + run.mesh.rank)
     had = []
@@ -355,7 +355,8 @@ def test_a_parameter_that_is_not_trained_keeps_the_contract():
 
 
 def part_of_a_checkpoint(wanted: list[str], with_group: bool) -> str:
-    """What is said of a checkpoint that holds a, b and c, by a rank that wants these of them."""
+    """Return the message about a checkpoint that holds a, b and c, by a rank that wants these of
+    them."""
     manifest = {"tensors": {f"model.{name}": {"shape": [2], "dtype": "F32"} for name in "abc"}}
     tensors = {
         f"model.{name}": torch.ones(2 if name == name.lower() else 3)
@@ -372,8 +373,8 @@ def part_of_a_checkpoint(wanted: list[str], with_group: bool) -> str:
 
 
 def test_a_checkpoint_is_compared_with_what_all_ranks_hold():
-    """Ranks hold parts of the model, as the stages of a pipeline do. A capital letter stands for a
-    tensor of another shape."""
+    """Ranks hold parts of the model, as the stages of a pipeline do. A capital letter is a tensor
+    of another shape."""
     assert run_ranks(2, part_of_a_checkpoint, ["ab", "c"], True) == ["fits"] * 2
     assert run_ranks(2, part_of_a_checkpoint, ["ab", "bc"], True) == ["fits"] * 2
     assert (

@@ -113,7 +113,7 @@ def options(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def hf_folder(tmp_path_factory) -> Path:
-    """Of MODEL, in float32. Copy it before you damage it."""
+    """Export MODEL in float32. Copy the folder before you damage it."""
     pytest.importorskip("transformers")
     return write_hf(tmp_path_factory.mktemp("models") / "hf", llama.FAMILY, ARGS)
 
@@ -588,8 +588,8 @@ def test_a_tokenizer_comes_back(trained, tmp_path):
 
 
 def every_pair(document: dict) -> None:
-    """As transformers converted Llama 3's: all pairs that make a token, not only the one that is
-    used."""
+    """Return merges as transformers converted Llama 3's: all pairs that make a token, not only the
+    one that is used."""
     vocabulary = document["model"]["vocab"]
     document["model"]["merges"] = [
         [word[:i], word[i:]]
@@ -855,7 +855,7 @@ def save_trained(folder: Path) -> dict[str, Tensor] | None:
 
 
 def test_one_file_for_torch(tmp_path):
-    """Of a checkpoint of 2x2, sharded unevenly, with its optimizer; read by torch.load as it comes."""
+    """The checkpoint is of 2x2, sharded unevenly, with its optimizer; torch.load reads the file."""
     whole = run_ranks(4, save_trained, tmp_path)[0]
     assert run("to-torch", tmp_path, tmp_path / "all.pt") == 0
     loaded = torch.load(tmp_path / "all.pt")
@@ -895,7 +895,7 @@ def change_json(name: str, **fields: object) -> Callable[[Path], None]:
 
 
 def change_tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
-    """Of the file that has the last layer's norm; its name stays."""
+    """Change the tensors of the file that has the last layer's norm; its name stays."""
 
     def rewrite(folder: Path) -> None:
         path = (
@@ -1333,7 +1333,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     assert growth("all at once", *source.glob("*.safetensors")) > 900
 
 
-def test_x1_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):
+def test_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):
     """`auto_map` names Python files that transformers imports when told to trust them. We have no
     such switch, and do not pass it on."""
     hostile, marker = Path(shutil.copytree(hf_folder, tmp_path / "hf")), tmp_path / "marker"

@@ -218,7 +218,7 @@ def test_a_tensor_in_the_wrong_order_would_be_seen(tmp_path, monkeypatch):
 
 
 def test_a_model_without_an_optimizer(tmp_path):
-    """As one of Hugging Face's is here, and as TorchTitan saves its last step."""
+    """Such a folder comes from Hugging Face weights, and from TorchTitan's last step."""
     tensors = write_checkpoint(SMALL, tmp_path / "run")
     folder = tmp_path / "dcp"
     assert converted("to-dcp", tmp_path / "run", folder, "--names", "torchtitan") == (0, "")
@@ -313,8 +313,8 @@ def test_pytorch_alone_reads_it(tmp_path):
 
 
 def test_a_run_goes_on_from_its_folder_on_another_mesh(tmp_path):
-    """Out of a run of one rank and into one of two, in the middle: the losses of the run that nobody
-    stopped."""
+    """The run goes out from one rank and into two, in the middle, with the losses of the
+    uninterrupted run."""
     options = tiny_run(tmp_path)
     whole = tmp_path / "whole"
     assert run_ranks(1, run, options, whole) == [(0, "")]
@@ -704,7 +704,7 @@ def test_a_hostile_pickle_is_named_and_not_run(kind, words, saved, tmp_path):
         b"cos\nsystem\n(S'true'\ntR.",
         b"cbuiltins\neval\n(S'1'\ntR.",
         b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nS'__call__'\ntR(tR.",  # a record has no code
-        b"Pany\n.",  # something by a reference of its own
+        b"Pany\n.",  # an object by its own reference
         b"",
         b"no pickle",
         pickle.dumps([1, 2]),
@@ -737,7 +737,7 @@ def change(folder: Path, how: Callable[[Any], object]) -> None:
 
 
 def place_of(name: str, file: str, length: int = 1 << 20) -> Callable[[Any], None]:
-    """Say that a value lies in another file, and is so many bytes from its beginning."""
+    """Make a value's location another file, so many bytes from its beginning."""
 
     def how(metadata: Any) -> None:
         for index, info in metadata.storage_data.items():
@@ -748,7 +748,7 @@ def place_of(name: str, file: str, length: int = 1 << 20) -> Callable[[Any], Non
 
 
 def lies_elsewhere(folder: Path, name: str, value: Any) -> None:
-    """Replace a value, in a file of its own."""
+    """Move a value into a separate file."""
     path = folder / f"{name}.distcp"
     torch.save(value, path)
     change(folder, place_of(name, path.name, path.stat().st_size))

@@ -51,7 +51,7 @@ def errors_of(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
 
 
 def test_the_checks_pass_on_a_cpu(tmp_path):
-    """As tests/test_gpu.py on a GPU."""
+    """The CPU counterpart of tests/test_gpu.py."""
     seen = run_ranks(1, errors_of, list(ON_CPU), tmp_path)[0]
     assert len(seen) > 7
     wrong = {
@@ -264,7 +264,7 @@ def test_what_is_done_is_not_repeated_and_what_failed_is(place):
 
 
 def test_the_budget_ends_a_part_and_lists_the_others(place):
-    # six seconds, of which a process that only starts takes up to four beside others
+    # six seconds, of which merely starting a process takes up to four on a busy machine
     parts = [fake("good", 0.1), fake("sleep", 2), fake("last", 2)]
     began = time.monotonic()
     assert main([f"--json={place}/out.json", "--minutes=0.1"], parts) == 0
@@ -481,7 +481,7 @@ def test_most_layers_by_the_memory_of_each():
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_planned_and_run(tmp_path):
-    """Of two configurations that wait for each other one is wrong, and one does not get its turn."""
+    """Of two configurations that wait for each other one is wrong, and the other is never tried."""
     small = "--model.n_layers=1 --training.param_dtype=float32 --training.seq_len=64"
     wrong = f"{small} --model.n_layers=0"
     path = tmp_path / "planned.json"
@@ -591,7 +591,7 @@ def test_the_plan_of_8b_layers():
 
 
 def subjects(folder: Path) -> tuple[dict, dict, tuple]:
-    """What is measured with a model, at a size that takes a second."""
+    """Return the subjects that are measured with a model, at a size that takes a second."""
     tiny = " ".join([*checks.MODEL, "--training.param_dtype=float32"])
     measure.SAVED["cpu"] = measure.STEPS["1B"]["cpu"] = tiny
     measure.ask_plan = lambda options: {"live": 1.5, "needed": 2.0}
@@ -615,7 +615,7 @@ def test_what_is_measured_with_a_model(tmp_path):
 
 
 def test_every_part_can_be_started():
-    """Its module, its checks, its configurations exist: on a GPU nobody has run them."""
+    """Checks that its module, checks and configurations exist, because no GPU has run them here."""
     steps = {}
     for part in PARTS:
         for kind, (_, line) in part.by_device.items():

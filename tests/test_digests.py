@@ -1,5 +1,5 @@
-"""The two numbers of every gradient that a run records (training/digests.py): the same on every mesh,
-right, and moved by whatever moves a gradient."""
+"""Two numbers of every gradient that a run records (training/digests.py): the same on every mesh,
+right, and sensitive to any change of a gradient."""
 
 import json
 from pathlib import Path

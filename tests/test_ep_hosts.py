@@ -114,7 +114,7 @@ def part_of(experts: Experts, rank: int) -> Experts:
 
 
 def plainly(experts: Experts, *inputs: Tensor) -> Tensor:
-    """As one process computes it."""
+    """Compute as one process does."""
     return by_dispatcher(LocalDispatcher(), experts, *inputs)
 
 
@@ -184,7 +184,7 @@ def open_groups() -> tuple:
 
 
 def mesh_of_experts() -> SimpleNamespace:
-    """What `open_groups` reads of a mesh whose ranks all share the experts."""
+    """Mesh with the attributes that `open_groups` reads, whose ranks all share the experts."""
 
     def gather(value: object) -> list:
         values = [None] * dist.get_world_size()
@@ -249,7 +249,7 @@ def every_routing() -> tuple[dict[str, tuple], dict[str, dict], dict[str, dict]]
 
 @pytest.fixture(scope="module")
 def routed() -> list[tuple]:
-    """What each rank has found."""
+    """Return the findings of each rank."""
     return run_ranks(WORLD, every_routing)
 
 
@@ -468,8 +468,8 @@ class Order:
 
 
 def orders(exchange: str, chunks: int) -> tuple[list[str], list[str]]:
-    """What one rank sees in forward and in backward of a mixture with shared experts, as it is and
-    where the rows are waited for at once."""
+    """Return the order of events on one rank in forward and backward of a mixture with shared
+    experts, as it is and with an immediate wait for the rows."""
     torch.manual_seed(dist.get_rank())
     groups = open_groups()
     found = []

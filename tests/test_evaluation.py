@@ -436,7 +436,7 @@ def written_by(options: list[str]) -> tuple[list, list[int], float]:
 
 
 def mistakes_of(options: list[str], requests: list, bug: str = "") -> list[float]:
-    """What this rank counts. bug: what a negative control breaks."""
+    """Count mistakes on this rank. bug: the fault that a negative control introduces."""
     job = restless(options)
     if bug == "rows of a rank":
         greedy.dist = SimpleNamespace(all_reduce=lambda *_: None, ReduceOp=greedy.dist.ReduceOp)
@@ -612,7 +612,7 @@ def test_a_signal_during_evaluation_stops_the_run_with_a_checkpoint(options, fil
 
 
 def test_a_step_of_evaluation_has_the_time_of_a_step(files):
-    """Before each batch the watchdog is told how long it may take."""
+    """Before each batch the watchdog gets the time limit of a step."""
     armed = []
     watchdog = SimpleNamespace(arm=lambda seconds, phase: armed.append((seconds, phase)))
     stop = SimpleNamespace(asked=lambda: False)
@@ -711,7 +711,8 @@ def its_own(run_folder: Path, row: dict) -> dict:
 
 
 def of_harness(folder: Path) -> dict[str, dict]:
-    """What lm-evaluation-harness finds: kind -> metrics, and the log-likelihoods of each row."""
+    """Return the results of lm-evaluation-harness: kind -> metrics, and the log-likelihoods of each
+    row."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
@@ -768,7 +769,7 @@ def of_harness(folder: Path) -> dict[str, dict]:
 def test_log_likelihoods_scores_and_errors_are_those_of_lm_evaluation_harness(
     harness_folder, monkeypatch
 ):
-    """Of a checkpoint and of its export."""
+    """Compared on a checkpoint and on its export."""
     pytest.importorskip("lm_eval", reason="pip install -r requirements-test.txt")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(harness_folder / "datasets"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

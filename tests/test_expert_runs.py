@@ -103,7 +103,7 @@ def load_of(
     warnings: list[str] = []
     monkeypatch.setattr(experts, "say", SimpleNamespace(warning=warnings.append))
     values, line = load.report(50, model)
-    assert load.steps == 0 and not any(load.sums.values()), "the next report begins anew"
+    assert load.steps == 0 and not any(load.sums.values()), "the next report starts from zero"
     return values, line, warnings
 
 
@@ -431,7 +431,7 @@ def test_what_was_exported_on_an_ep_mesh_loads_in_transformers_and_on_another_ep
 
 
 def exchanges_of_a_run(options: list[str], folder: Path) -> int:
-    """How many collectives this rank had begun when the last step ended."""
+    """Return how many collectives this rank had begun when the last step ended."""
     counts, real = [], train.train_step
 
     def noting(job, *rest):

@@ -130,8 +130,8 @@ def test_many_ranks_equal_the_plain_model(mesh, chosen):
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", ["cp2", pytest.param("ep2xcp2", marks=pytest.mark.exhaustive)])
 def test_documents_and_uneven_labels_equal_the_plain_model(mesh):
-    """The balance loss is of whole sequences, which the ranks of a cp group share, whatever their
-    labels are."""
+    """The balance loss is of whole sequences, which the ranks of a cp group share, independent of
+    their labels."""
     check(
         mesh,
         [
@@ -176,7 +176,7 @@ def test_schedules_equal_the_plain_model(mesh, schedule, layers, experts):
 
 @pytest.mark.parametrize("mesh", ["cp2", "experts on tp2"])
 def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
-    """They were, in every forward, and nobody read the sums: each kept memory for good."""
+    """They used to be summed in every forward without a reader: each sum kept memory for good."""
     more = ["--model.balance_loss=0"]
     check(
         mesh,
@@ -221,8 +221,8 @@ def products_of_experts(modes: list[str]) -> list[int]:
 
 
 def test_selective_checkpointing_keeps_the_products_of_experts():
-    """As those of every other layer: three for each of two MoE layers, which `full` computes once
-    more."""
+    """They are three for each of two MoE layers, like the products of every other layer; `full`
+    computes them once more."""
     assert run_ranks(1, products_of_experts, ["none", "selective", "full"])[0] == [6, 6, 12]
 
 
@@ -304,7 +304,7 @@ def test_offload_leaves_what_fsdp_does_not_move_where_it_is_read():
 
 
 def test_bfloat16_is_near_float32():
-    """As tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters. Some
+    """Like tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters. Some
     tokens choose other experts, so the bound for gradients is wider. A gradient that is twice as
     large would still be seen."""
     oracle = plain(*EXPERTS["deepseek_v3"], optimizer="sgd")
@@ -340,9 +340,11 @@ MISSING = {
 
 
 def balance_loss(args, affinities: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Equations 17 to 20 of arXiv:2412.19437 for each sequence, [B], written as they stand there.
+    """Compute equations 17 to 20 of arXiv:2412.19437 for each sequence, [B], as written in the
+    paper.
 
-    affinities [B, T, X], s' of equation 19; experts [B, T, k]: which each token is sent to."""
+    affinities [B, T, X], s' of equation 19; experts [B, T, k]: which each token is sent to.
+    """
     losses = []
     for s, chosen in zip(affinities, experts, strict=True):
         total = 0
@@ -355,7 +357,7 @@ def balance_loss(args, affinities: torch.Tensor, experts: torch.Tensor) -> torch
 
 
 def balanced(experts: str) -> None:
-    """What a step reports of the balance loss, and its part of the gradient, are those of the
+    """Check that the balance loss that a step reports, and its part of the gradient, follow the
     equations."""
     job, batch = job_and_batch(experts)
     seen = {}
@@ -485,7 +487,7 @@ def careless_grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor)
 @pytest.mark.parametrize("counts", [[0, 4, 0, 5, 0], [9, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
 @pytest.mark.parametrize("uses_kernel", [True, False])
 def test_an_expert_without_rows_has_a_gradient_of_zero(monkeypatch, counts, uses_kernel):
-    """Whatever the kernel leaves there."""
+    """Kernels may leave anything there."""
     torch.manual_seed(0)
     rows, weight = torch.randn(sum(counts), 16).bfloat16(), torch.randn(5, 24, 16).bfloat16()
     monkeypatch.setattr(grouped.F, "grouped_mm", careless_grouped_mm)
@@ -537,7 +539,7 @@ FLOAT8 = [  # sides that are multiples of 16
 
 
 def test_float8_on_two_ranks_that_share_experts_is_near_one_rank():
-    """As tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank. Some tokens choose
+    """Like tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank. Some tokens choose
     other experts."""
     alone = run_ranks(1, trajectory, FLOAT8, 1)[0]
     shared = run_ranks(2, trajectory, [*FLOAT8, EP2], 2)[0]

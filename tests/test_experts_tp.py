@@ -81,8 +81,8 @@ def settings(**chosen: str) -> dict[str, str]:
     ],
 )
 def test_mesh_equals_the_plain_model(mesh, models, more):
-    """Every model with experts where tensor parallelism is alone. On larger meshes those that have
-    something of their own to split: shared experts and latent attention, biases and sinks."""
+    """Covers every model with experts where tensor parallelism is alone; on larger meshes those
+    with further parts to split: shared experts and latent attention, biases and sinks."""
     check(
         f"experts on {mesh}",
         [settings(experts=experts, **more) for experts in models],
@@ -109,8 +109,8 @@ def test_sequences_that_are_gathered_again_equal_the_plain_model():
     ],
 )
 def test_queries_from_a_narrow_vector_equal_the_plain_model(mesh, more):
-    """As in DeepSeek-V3 itself, whose debug flavor has no such vector. Compiled, and with a
-    backward that is split."""
+    """DeepSeek-V3 itself has such a vector, its debug flavor has none. Compiled, and with a split
+    backward."""
     combination = settings(experts="deepseek_v3", optimizer="sgd", accumulation="reduced once")
     check(f"experts on {mesh}", [combination], [*more, NARROW_QUERIES], factors=FACTORS)
 

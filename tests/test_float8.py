@@ -115,7 +115,7 @@ def test_negative_control_a_different_rounding_is_seen(name):
 @pytest.mark.parametrize("dtype", [PRECISE, LARGE], ids=str)
 @pytest.mark.parametrize("size", [1e-30, 1e-3, 1.0, 3e38], ids=str)
 def test_the_largest_number_stays_the_largest(dtype, size):
-    """Whatever its size: nothing overflows, and nothing small is lost."""
+    """At every size: nothing overflows, and nothing small is lost."""
     for recipe in RECIPES.values():
         matrix = size * torch.linspace(-1, 1, 64).view(4, 16)
         rounded = float8_product.rounded(matrix, dtype, recipe, along=1)

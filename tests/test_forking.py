@@ -1,8 +1,8 @@
 """The examples of docs/forking.md work: each is applied to a copy of the tree, which then trains on
 one process and on meshes, with the same losses.
 
-The examples are diffs (docs/forking/), so they break when what they change moves. Then change the
-copy of the tree by hand and write the diff anew: `git diff > docs/forking/NAME.diff`.
+The examples are diffs (docs/forking/), so they break when the code that they change moves. Then
+change the copy of the tree by hand and write a new diff: `git diff > docs/forking/NAME.diff`.
 """
 
 import json

@@ -77,8 +77,8 @@ def test_a_block_gathers_twice_more():
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
 )
 def test_asynchronous_tensor_parallelism_fuses_as_without_and_hides_what_is_gathered_again():
-    """What is gathered again is for gradients of weights, and no part of a fused operator. It
-    travels while the gradient of another weight is computed."""
+    """Weights that are gathered again are for gradients of weights, and no part of a fused
+    operator. They travel while the gradient of another weight is computed."""
     ranks, options, dp_size = MESHES["tp2"]
     results = run_ranks(ranks, overlapped, [*ASYNC, *AGAIN, *options], dp_size, timeout=270)
     assert not [p for seen in results for p in compare("tp2", seen.trajectory, plain())]
@@ -89,8 +89,8 @@ def test_asynchronous_tensor_parallelism_fuses_as_without_and_hides_what_is_gath
 
 
 def scattered(options: list[str]) -> list[int]:
-    """Of the reduce-scatters of a block's backward: bytes of the weights of the GEMMs that are summed
-    there."""
+    """Return, for the reduce-scatters of a block's backward, the bytes of the weights of the GEMMs
+    that are summed there."""
     cfg = load_config([*MODEL, TP2, *COMPILED, *options], 2, 2)
     step = trace_step(cfg, 2, 2, True)
     return [
@@ -101,7 +101,7 @@ def scattered(options: list[str]) -> list[int]:
 
 
 def test_a_plan_copies_the_weights_of_gemms_that_become_one():
-    """Of the MLP, then of attention: inductor fuses a reduce-scatter with one GEMM."""
+    """First the MLP's, then attention's: inductor fuses a reduce-scatter with one GEMM."""
     mlp = 2 * 308 // 2 * 96 * 4
     attention = (8 + 4 + 4) * 12 // 2 * 96 * 4
     assert apart(scattered, [SELECTIVE]) == [mlp, attention]

@@ -100,7 +100,7 @@ def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multip
     ],
 )
 def test_a_checkpoint_of_another_code_is_a_sentence(facts, words, tmp_path, monkeypatch, capsys):
-    """Of a fork with one family more, or with one number more: generate and convert."""
+    """From a fork with one more family, or with one more number: generate and convert."""
     path = tmp_path / "step-00000001"
     manifest = {"facts": {"family": "llama", "must_match": {"model": {"dim": 8}}} | facts}
     monkeypatch.setattr(verify, "newest", lambda folder: path)
@@ -249,7 +249,7 @@ def test_control_a_wrong_cache_gives_other_tokens(fault, monkeypatch):
             "rope",
             lambda p, rope=model.rope: rope(p + (p.ndim == 2) * torch.arange(3)[:, None]),
         )
-    elif fault == "mask":  # a shorter prompt sees what a longer one has beside it
+    elif fault == "mask":  # a shorter prompt sees the tokens of a longer one in its batch
         monkeypatch.setattr(
             KeyValueCache,
             "forward",
@@ -378,8 +378,8 @@ def spaced(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["byte fallback", "metaspace", "llama2"])
 def test_a_continuation_keeps_the_space_before_it(name, tmp_path, monkeypatch):
-    """As transformers decodes all ids at once: in a prompt and its continuation, and in a row of
-    `--show`. On its own the continuation would lose the space."""
+    """transformers decodes all ids at once: in a prompt and its continuation, and in a row of
+    `--show`. Decoded alone, the continuation would lose the space."""
     words = spaced(name, tmp_path)
     prompt, whole = words.encode("the").tolist(), words.encode("the the").tolist()
     more = whole[len(prompt) :]

@@ -1,13 +1,13 @@
-"""R6: checkpoints that earlier versions wrote are read for ever. They lie in `tests/golden/`, 80 kB
-each.
+"""Checkpoints that earlier versions wrote stay readable for ever. They are in `tests/golden/`, 80
+kB each.
 
 A new one, of a new format or torch, is made by
 
     python -m tests.test_golden tests/golden/format-1-torch-2.13
 
 and no file there is ever changed: a version that cannot read one has broken its promise
-(docs/checkpoint.md). Beside the checkpoint, `expected.json` has what must be found: a hash of every
-whole tensor, what each rank's generator draws next, and the losses of the steps after it.
+(docs/checkpoint.md). Next to the checkpoint, `expected.json` has the expected values: a hash of
+every whole tensor, what each rank's generator draws next, and the losses of the steps after it.
 """
 
 import json
@@ -60,7 +60,7 @@ def train_on(job: train.Job, first: int, last: int) -> list[float]:
 
 
 def digests(job: train.Job) -> dict[str, str]:
-    """A hash of every whole tensor, whatever mesh it lies on."""
+    """Return a hash of every whole tensor, independent of its mesh."""
     found = {}
     for name, tensor in state.tensors(job.model, job.optimizer).items():
         if not name.startswith("rng."):
@@ -106,7 +106,7 @@ def load(folder: Path, mesh: list[str]) -> tuple[dict, dict, list, list]:
     ],
 )
 @pytest.mark.parametrize("golden", sorted(path.name for path in GOLDEN.glob("*")))
-def test_r6_an_old_checkpoint_loads(golden, ranks, mesh, tmp_path):
+def test_a_checkpoint_of_an_earlier_version_loads(golden, ranks, mesh, tmp_path):
     # a run would put its lease there
     folder = Path(shutil.copytree(GOLDEN / golden, tmp_path / "checkpoints"))
     expected = json.loads((folder / "expected.json").read_text())
@@ -120,7 +120,7 @@ def test_r6_an_old_checkpoint_loads(golden, ranks, mesh, tmp_path):
 
 
 def test_the_generators_of_all_ranks_are_rows_of_one_tensor():
-    """Also of format 1, which kept each as a tensor of its own."""
+    """Also read from format 1, which kept each one as a separate tensor."""
     for path in GOLDEN.glob("*/step-*"):
         shape = verify.read_manifest(path)["tensors"]["rng.cpu"]["shape"]
         assert shape[0] == RANKS, path

@@ -1,6 +1,6 @@
-"""gpt-oss: what no other family has. Clamped experts with biases beside transformers' own, MXFP4
-beside transformers' dequantisation, slices of fused tensors on a mesh, and the mistakes that a
-comparison must notice.
+"""Parts that only gpt-oss has: clamped experts with biases compared with transformers' own, MXFP4
+compared with transformers' dequantisation, slices of fused tensors on a mesh, and the mistakes that
+a comparison must notice.
 
 tests/test_hf_parity.py compares the whole model with transformers', tests/test_experts.py and
 tests/test_experts_tp.py every mesh with one process.

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def on_the_gpus(*arguments: str, seconds: int) -> subprocess.CompletedProcess:
-    """Python in a process of its own that sees the GPUs, which tests/conftest.py hides. A GPU does
-    not survive a fork either."""
+    """Run Python in a separate process that sees the GPUs, which tests/conftest.py hides. A GPU
+    does not survive a fork either."""
     shown = os.environ.copy()
     shown["CUDA_VISIBLE_DEVICES"] = visible = shown.pop("PLUMBLINE_GPUS")
     if visible == "all":

@@ -1,5 +1,5 @@
-"""compile.cuda_graphs without a GPU: what is refused, and that a recorder keeps apart what a graph
-writes anew in each step. On a GPU the check "recorded" compares it bit by bit (tests/test_gpu.py)."""
+"""compile.cuda_graphs without a GPU: refused configurations, and outputs that must survive a
+graph's next replay. On a GPU the check "recorded" compares it bit by bit (tests/test_gpu.py)."""
 
 from types import SimpleNamespace
 
@@ -23,8 +23,8 @@ KINDS = {
 
 
 class OnCpu(graphs.GraphRecorder):
-    """Stands for a recorder on a machine without a GPU. A replay computes the step anew and writes
-    it where the recorded one lay, as a graph does."""
+    """Recorder for a machine without a GPU. A replay computes the step again and writes it into the
+    recorded buffers, as a graph does."""
 
     def __init__(self):
         self.batch, self.gradients, self.graph = {}, [], None
@@ -54,7 +54,7 @@ class OnCpu(graphs.GraphRecorder):
 
 
 def steps(options: tuple[str, ...], recorder: graphs.Compute = graphs.directly) -> list:
-    """Of six steps what each returned, kept until the end, and the weights after them."""
+    """Return the outputs of six steps, kept until the end, and the weights after them."""
     cfg = checks.config(CPU, *options)
     job = train.build(cfg)
     job.compute = recorder

@@ -1,8 +1,7 @@
 """Twelve ways to hang, on four ranks each: `python -m tools.hang` names the culprit in each.
 
-All hang side by side, and are asked while they hang. Seven ways befall one run of train.py, one
-after another (tests/hangs.py::Tour); the others have ranks of their own, which run collectives and
-no model.
+All hang at the same time and are examined meanwhile. Seven hang one run of train.py, one after
+another (tests/hangs.py::Tour); the others have separate ranks, which run collectives and no model.
 """
 
 import os
@@ -32,7 +31,7 @@ from tests.hosts import (
     hosts,  # noqa: F401  a fixture
 )
 from tests.launched import Launcher, ended
-from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
+from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import TINY, tiny_run
 from tools import hang
 
@@ -45,12 +44,12 @@ EXPECTED = {
     "sleeps in forward": (
         [1],
         "rank 1 .*: forward of layers.1, microbatch 2 of step 2, at tests/hangs.py:.* hold, waits "
-        "for nobody .*sleeps in forward.; 3 wait in its all_gather #",
+        "for no rank .*sleeps in forward.; 3 wait in its all_gather #",
     ),
     "sleeps in backward": (
         [2],
         "rank 2 .*: backward of layers.0, microbatch 2 of step 3, at tests/hangs.py:.* hold, waits "
-        "for nobody .*sleeps in backward.; 3 wait in its all_reduce #",
+        "for no rank .*sleeps in backward.; 3 wait in its all_reduce #",
     ),
     "sleeps in data": (
         [3],
@@ -120,7 +119,7 @@ class Hung:
 
     def until(self, right: Callable[[hang.Verdict], bool]) -> hang.Verdict:
         """The verdict when it is right, twice in a row; the last one where it is not in time."""
-        deadline = time.monotonic() + PATIENCE * NEIGHBOURS
+        deadline = time.monotonic() + PATIENCE * WORKERS
         verdict = hang.Verdict([], ["the ranks have left nothing"], False)
         found = 0
         while found < 2 and time.monotonic() < deadline:
@@ -218,7 +217,7 @@ def of_network(verdict: hang.Verdict) -> bool:
 
 
 def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE * NEIGHBOURS
+    deadline = time.monotonic() + PATIENCE * WORKERS
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -417,8 +416,8 @@ def test_a_run_that_moves_or_is_over_hangs_nowhere(
 
 
 def test_a_rank_that_was_stopped_and_woke_to_end_did_not_answer(tmp_path: Path) -> None:
-    """Its heartbeat never looked again: on a busy machine the rank's own end comes first. Rank 0 had
-    given up before."""
+    """Its heartbeat thread never ran again: on a busy machine the rank's own end comes first. Rank
+    0 had given up before."""
     (tmp_path / "logs").mkdir()
     now = time.time()
     for rank, looked in (0, now), (1, now - 20):

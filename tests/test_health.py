@@ -21,7 +21,7 @@ from data import splice
 from reliability import record
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, mismatching_replicas, outliers
-from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
+from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
 
 TWO = MESHES["fsdp2"][1]
@@ -37,7 +37,7 @@ def options(tmp_path_factory) -> list[str]:
     return made
 
 
-# N1: a batch that gives no number
+# A batch that gives no number
 
 
 def in_loss_alone(loss: torch.Tensor, value: float) -> torch.Tensor:
@@ -133,7 +133,7 @@ def equals_oracle(folder: Path, oracle: Path) -> bool:
         pytest.param(in_both, math.inf, marks=pytest.mark.exhaustive),
     ],
 )
-def test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights(
+def test_a_batch_with_a_non_finite_loss_leaves_the_weights_unchanged(
     where, value, options, oracle, tmp_path
 ):
     assert run_ranks(2, poisoned, options, tmp_path, where, value) == [(0, "")] * 2
@@ -145,14 +145,16 @@ def test_n1_a_batch_without_a_number_leaves_no_trace_in_the_weights(
 
 
 @pytest.mark.torture
-def test_n1_without_the_gate_it_does(options, oracle, tmp_path):
+def test_negative_control_without_the_gate_such_a_batch_changes_the_weights(
+    options, oracle, tmp_path
+):
     """The negative control."""
     options = [*options, "--training.max_skipped_steps=99"]
     assert run_ranks(2, poisoned, options, tmp_path, in_both, math.nan, False) == [(0, "")] * 2
     assert not equals_oracle(tmp_path, oracle)
 
 
-# N2: it comes again at every start
+# It comes again at every start
 
 
 def always_bad(folder: Path, options: list[str], steps: int) -> str:
@@ -168,7 +170,7 @@ def always_bad(folder: Path, options: list[str], steps: int) -> str:
         return str(error)
 
 
-def test_n2_what_fails_at_the_same_step_again_and_again_is_not_tried_for_ever(options, tmp_path):
+def test_a_step_that_fails_at_every_start_is_not_retried_for_ever(options, tmp_path):
     options = [*options, "--training.max_skipped_steps=1", "--checkpoint.keep_last=1"]
     for _ in range(3):
         assert all(
@@ -219,7 +221,7 @@ def spoilt(options: list[str], folder: Path) -> str:
     return harmed(options, folder, lambda weights: weights[3].fill_(math.inf), storage.NotFinite)
 
 
-def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
+def test_a_state_that_is_not_finite_is_never_published(options, tmp_path):
     # the losses that follow shall not end it before the writer does
     options = [*options, "--training.max_skipped_steps=99"]
     assert all(
@@ -229,7 +231,7 @@ def test_n2_a_state_that_is_not_finite_is_never_published(options, tmp_path):
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
-# C3: ranks that are not alike
+# ranks whose settings differ
 
 
 def mismatching_ranks(options: list[str], folder: Path, what: str) -> tuple[int, str]:
@@ -266,7 +268,7 @@ def mismatching_ranks(options: list[str], folder: Path, what: str) -> tuple[int,
         ),
     ],
 )
-def test_c3_ranks_that_are_not_alike_do_not_start(what, options, tmp_path):
+def test_ranks_whose_settings_differ_do_not_start(what, options, tmp_path):
     for code, said in run_ranks(2, mismatching_ranks, options, tmp_path, what):
         assert code == 2 and f"{what} differs: rank 0 has" in said and "ranks [1] do not" in said, (
             said
@@ -373,12 +375,12 @@ def test_only_steps_that_are_skipped_one_after_the_other_end_a_run():
     assert guard.skip_above() == math.inf
 
 
-# N3: silent corruption
+# Silent corruption
 
 
 def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, list[str]]]]:
-    """What is said in 50 clean steps, and after each of 20 flips of one bit of one rank: (that
-    rank, what is said)."""
+    """Return the messages of 50 clean steps, and those after each of 20 flips of one bit of one
+    rank: (that rank, messages)."""
     job = train.build(load_config(options, dist.get_world_size()))
     numbers, clean, found = random.Random(7), [], []
     tokens = torch.randint(
@@ -434,7 +436,7 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
         ),
     ],
 )
-def test_n3_every_flipped_bit_is_seen_and_the_odd_rank_named(mesh, ranks, options):
+def test_every_flipped_bit_is_detected_and_its_rank_named(mesh, ranks, options):
     model = [
         o
         for o in options
@@ -468,7 +470,7 @@ def flipped_run(options: list[str], folder: Path) -> str:
     )
 
 
-def test_n3_a_run_whose_replicas_part_stops_before_it_saves(options, tmp_path):
+def test_a_run_whose_replicas_diverge_stops_before_it_saves(options, tmp_path):
     mesh = ["--parallelism.data_parallel_replicate=2", "--parallelism.data_parallel_shard=1"]
     ends = run_ranks(
         2, flipped_run, [*options, *mesh, "--debug.replica_check_interval=5"], tmp_path
@@ -481,10 +483,10 @@ def test_n3_a_run_whose_replicas_part_stops_before_it_saves(options, tmp_path):
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
-# N4: stragglers
+# Stragglers
 
 
-LATE = 0.3 * NEIGHBOURS  # seconds, which other tests on the machine do not outweigh
+LATE = 0.3 * WORKERS  # seconds, which other tests on the machine do not outweigh
 
 
 def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
@@ -511,7 +513,7 @@ def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("what", ["data", pytest.param("optimizer", marks=pytest.mark.torture)])
-def test_n4_a_slow_rank_and_what_it_is_slow_at_are_named(what, options, tmp_path):
+def test_a_slow_rank_and_its_slow_phase_are_named(what, options, tmp_path):
     given = [*options, "--metrics.straggler_interval=4", "--training.steps=5"]
     assert run_ranks(2, slow, given, tmp_path, what) == [(0, "")] * 2
     said = (tmp_path / "logs" / "rank-00000.log").read_text()
@@ -536,7 +538,7 @@ def uneven(seconds: dict[int, dict[str, float]]) -> list:
 
 
 def test_what_is_small_or_the_same_everywhere_is_no_straggler():
-    """The factor alone would name whoever takes 20 us instead of 10."""
+    """The factor alone would name a rank that takes 20 us instead of 10."""
     (none, *_), (late, *others) = (
         run_ranks(4, uneven, seconds)
         for seconds in (
@@ -550,7 +552,7 @@ def test_what_is_small_or_the_same_everywhere_is_no_straggler():
 
 
 def two_reports(late: list[int]) -> list[list]:
-    """What is reported of two stretches of steps, of which only in the first a rank is late."""
+    """Return the reports of two stretches of steps, of which only in the first a rank is late."""
     found = Stragglers()
     job = train.build(
         load_config(["--model.n_layers=1", "--training.local_batch_size=1"], dist.get_world_size())
@@ -569,7 +571,7 @@ def test_a_rank_that_was_late_once_is_not_named_again():
 
 
 @pytest.mark.torture
-def test_n4_a_healthy_run_names_nobody(options, tmp_path):
+def test_a_healthy_run_names_no_straggler(options, tmp_path):
     given = [
         *options,
         "--metrics.straggler_interval=10",
@@ -580,11 +582,11 @@ def test_n4_a_healthy_run_names_nobody(options, tmp_path):
     assert "is late" not in (tmp_path / "logs" / "rank-00000.log").read_text()
 
 
-# C5: the wall clock
+# The wall clock
 
 
 def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]:
-    """A run whose wall clock jumps back or ahead by an hour in step 6, stands still, or runs
+    """Start a run whose wall clock jumps back or ahead by an hour in step 6, stops, or runs
     backwards."""
     real, real_step, steps = time.time, train.train_step, []
     now = {
@@ -609,7 +611,7 @@ def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]
         *(pytest.param(clock, marks=pytest.mark.torture) for clock in ("back", "ahead", "frozen")),
     ],
 )
-def test_c5_the_wall_clock_decides_nothing(clock, options, tmp_path):
+def test_jumps_of_the_wall_clock_change_nothing(clock, options, tmp_path):
     given = [*options, "--metrics.tensorboard=true", step_timeout(20), "--run.max_minutes=10"]
     assert run_ranks(2, under_clock, given, tmp_path, clock) == [(0, "")] * 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

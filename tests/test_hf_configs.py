@@ -80,7 +80,7 @@ def without(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_a_head_of_its_own_is_kept_whatever_the_flag_says(shape, tmp_path, caplog):
-    """As transformers 5 does; in one file and in several."""
+    """Like transformers 5; in one file and in several."""
     for limit in "5GB", "20KB":
         folder = write(tmp_path / limit, *FAMILIES[shape], limit)
         set_fields(folder, tie_word_embeddings=True)
@@ -108,7 +108,7 @@ def test_one_matrix_is_found_under_either_name(shape, tmp_path):
     assert hf.read_model(folder, FORMATS)[1] == replace(args, tied_embeddings=True)
     assert_computes_the_same(folder)  # a copy
     without(folder, EMBEDDING)
-    assert_computes_the_same(folder)  # the head stands for both
+    assert_computes_the_same(folder)  # the head serves as both
     set_fields(folder, tie_word_embeddings=False)
     with pytest.raises(InputError, match=rf"{EMBEDDING} is missing"):
         ours(folder)

@@ -49,8 +49,8 @@ def both(shape: str) -> dict:
 
 
 def all_shapes() -> dict[str, dict | str]:
-    """For each shape what `both` returns, or the traceback of what it raises. In one process: it is
-    the import of transformers that costs."""
+    """Return for each shape the result of `both`, or the traceback that it raises. In one process,
+    because the import of transformers dominates the time."""
     seen = {}
     for shape in SHAPES:
         try:

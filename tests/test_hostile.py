@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else has made may say anything: what it says is bounded before memory is
+"""A checkpoint from another author may contain anything: its numbers are bounded before memory is
 taken or anything is built, and its names do not command a terminal."""
 
 import json
@@ -32,7 +32,7 @@ HEAD = {
 
 
 def written(folder: Path, **changed: object) -> Path:
-    """A checkpoint whose manifest has a right hash, whatever it says."""
+    """Write a checkpoint whose manifest has a right hash and any content."""
     manifest = HEAD | changed
     outer = {"hash": verify.manifest_hash(manifest), "manifest": manifest}
     folder.mkdir()

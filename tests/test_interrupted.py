@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 from tests.runs import environment, free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ class Started:
         )
 
     def wait_until(self, ready: Callable[[int], bool], seconds: float = 60) -> "Started":
-        deadline = time.monotonic() + seconds * NEIGHBOURS
+        deadline = time.monotonic() + seconds * WORKERS
         while not ready(self.process.pid):
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.process.kill()
@@ -76,17 +76,17 @@ class Started:
         return self
 
     def gets(self, number: signal.Signals) -> "Started":
-        """As from a terminal: every process of the group."""
+        """Send a signal to every process of the group, like a terminal."""
         os.killpg(self.process.pid, number)
         return self
 
     def end(self, seconds: float = 20) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=seconds * NEIGHBOURS)
+        out, err = self.process.communicate(timeout=seconds * WORKERS)
         return self.process.returncode, out, err
 
 
 def listens(pid: int) -> bool:
-    """Whether the thread of configs/program.py is there."""
+    """Return True if the thread of configs/program.py runs."""
     return len(os.listdir(f"/proc/{pid}/task")) > 1
 
 

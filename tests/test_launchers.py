@@ -26,7 +26,7 @@ from string import Template
 import pytest
 
 from configs.load import load_config
-from tests.ranks import NEIGHBOURS, step_timeout
+from tests.ranks import WORKERS, step_timeout
 from tests.runs import (
     as_typed,
     environment,
@@ -47,9 +47,9 @@ pytestmark = pytest.mark.waits
 def until(
     true: Callable[[], object], seconds: float, complaint: Callable[[], str], every: float = 0.1
 ) -> None:
-    """Wait for it, for so many seconds on a machine of its own. `every`: seconds between looks,
-    longer where a look starts a program."""
-    deadline = time.monotonic() + seconds * NEIGHBOURS
+    """Wait for it, for so many seconds on an idle machine. every: seconds between checks, longer
+    where a check starts a program."""
+    deadline = time.monotonic() + seconds * WORKERS
     while not true():
         assert time.monotonic() < deadline, complaint()
         time.sleep(every)
@@ -200,7 +200,7 @@ class Slurm:
         return self.state(job)
 
     def end_jobs(self) -> None:
-        """What a test that failed has left would keep the nodes from the next."""
+        """Cancel the jobs that a failed test has left, which would keep the nodes from the next."""
         self("scancel", "--user=root", "--signal=KILL")
         self("scancel", "--user=root")
         until(lambda: not self("squeue", "--noheader"), 30, self.logs, every=0.5)
@@ -269,9 +269,9 @@ def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, 
 @pytest.mark.slow
 @pytest.mark.cap(500)
 def test_slurm_warns_before_the_time_limit(slurm, options, tmp_path):
-    """The warning comes 20 to 50 s after the start, whatever the ranks are doing by then: Slurm
-    looks every 30 s and warns 30 s early. Before the script runs it would be lost. What is left of
-    the limit is enough for a machine on which the ranks have only begun to import torch."""
+    """The warning comes 20 to 50 s after the start, in any state of the ranks: Slurm checks every
+    30 s and warns 30 s early. Before the script runs it would be lost. The rest of the limit is
+    enough for a machine on which the ranks have only begun to import torch."""
     log, folder = tmp_path / "job.log", tmp_path / "run"
     endless = [
         *options,
@@ -460,8 +460,8 @@ def test_the_skypilot_file_names_what_run_train_needs():
 
 
 class Ray:
-    """tools.launch.ray_train with two workers of two ranks on a Ray of its own. `said` is what it
-    has printed."""
+    """Run tools.launch.ray_train with two workers of two ranks on a new Ray cluster. said: its
+    output."""
 
     def __init__(self, log: Path, *words: str) -> None:
         given = as_typed(["--nodes=2", "--ranks=2", *words])
@@ -470,9 +470,9 @@ class Ray:
             OMP_NUM_THREADS="1",
             GLOO_SOCKET_IFNAME="lo",
             RAY_memory_monitor_refresh_ms="0",
-            RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(60 * NEIGHBOURS),
+            RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(60 * WORKERS),
             # Ray gives a node up that has not answered five times: on a busy machine, its own
-            RAY_health_check_timeout_ms=str(10_000 * NEIGHBOURS),
+            RAY_health_check_timeout_ms=str(10_000 * WORKERS),
             RAY_health_check_failure_threshold="20",
         )
         self.log = log

@@ -199,7 +199,7 @@ def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_microbatches() -> N
 
 
 def test_an_order_that_knows_the_ranks_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control of the two tests above: rows dealt round robin, as many loaders do."""
+    """Negative control of the two tests above: rows distributed round robin, as many loaders do."""
     real = Batches.__init__
 
     def round_robin(self, sources, order, local, rank, dp, mask=False):
@@ -317,7 +317,7 @@ def test_what_a_mixture_cannot_be_is_a_sentence() -> None:
 
 
 def saved(order: Order, description: dict, step: int) -> dict:
-    """What a checkpoint keeps, through JSON."""
+    """Return the state that a checkpoint keeps, through JSON."""
     return json.loads(json.dumps({"step": step, "data": splice.state(order, description)}))
 
 
@@ -365,7 +365,7 @@ def interrupted(trial: int, resume=splice.resume, order_of=None) -> tuple[list, 
 @pytest.mark.parametrize(
     "trials", [range(40), pytest.param(range(40, 200), marks=pytest.mark.slow)], ids=["40", "200"]
 )
-def test_200_kills_reshards_and_resumes_repeat_and_skip_nothing(trials: range) -> None:
+def test_two_hundred_kills_reshards_and_resumes_repeat_and_skip_nothing(trials: range) -> None:
     for trial in trials:
         rows, oracle = interrupted(trial)
         assert rows == oracle, trial
@@ -613,7 +613,7 @@ WORDS = {
 @pytest.mark.parametrize("how", WORDS)
 @pytest.mark.cap(20)
 def test_a_worker_that_dies_stops_hangs_or_fails_ends_the_run(how: str) -> None:
-    """W1: with the worker's number, the step and its sources; no worker is left behind."""
+    """With the worker's number, the step and its sources; no worker is left behind."""
     batches = Failing(MIXED, splice.begin(mixture()), 8, 0, 1)
     batches.how = how
     before = all_children()

@@ -292,9 +292,8 @@ def test_the_base_has_the_type_of_forward_and_adapters_have_float32_masters():
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict:
-    """A run of a whole model, "base", and one of adapters beside it, "adapters", with its
-    checkpoints of steps 5 and 10: their folders. "options": of the second; "whole model": of
-    these, those of the first too."""
+    """Run a whole model, "base", and adapters on it, "adapters", with checkpoints of steps 5 and
+    10: their folders. "options": of the second; "whole model": of these, those of the first too."""
     place = tmp_path_factory.mktemp("runs")
     options = tiny_run(place)
     base, trained = place / "base", place / "adapters"

@@ -80,7 +80,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def observe(job: train.Job, step) -> dict:
-    """What `step(i)` does in two steps: losses and norms, and the gathered gradients of the last."""
+    """Observe `step(i)` in two steps: losses and norms, and the gathered gradients of the last."""
     seen = {"loss": [], "norm": []}
 
     def keep_gradients(*_):
@@ -142,7 +142,7 @@ def oracle() -> dict:
 
 
 def compare(name: str, seen: dict, limit: float = 1e-5) -> list[str]:
-    """What differs from each document alone: sentences, empty when nothing does."""
+    """List the differences from each document alone as sentences, empty when there are none."""
     want, problems = oracle(), []
     for key in "loss", "norm":
         error = np.max(np.abs(np.array(seen[key]) / np.array(want[key]) - 1))
@@ -183,7 +183,7 @@ def no_mask(positions: torch.Tensor, device: torch.device) -> masked.Documents:
 
 
 def running_positions(positions: torch.Tensor) -> torch.Tensor:
-    """As if they counted on through the corpus. RoPE is relative: behind the mask this is only
+    """Number positions on through the corpus. RoPE is relative: behind the mask this is only
     rounding, but an angle of 100,000 in float32 is known to 0.004, so it shows."""
     return torch.arange(SEQ).expand_as(positions) + 100_000
 
@@ -243,7 +243,7 @@ def in_the_open(options: list[str]) -> dict:
 
 
 def test_one_by_one_equals_each_document_alone():
-    """What float32 on CUDA runs, here on CPU."""
+    """Runs the path of float32 on CUDA, here on CPU."""
     problems = []
     for mode in "none", "full", "selective":
         problems += compare(
@@ -355,7 +355,7 @@ def test_the_operator_keeps_pytorchs_contracts():
 
 
 def compilations() -> int:
-    """How often a block is compiled over batches that all have other documents."""
+    """Return how often a block is compiled over batches with different documents."""
     train.compiled_loss = lambda loss, _: loss  # its graphs are not a block's
     job = train.build(load_config([*MODEL, *COMPILED]))
     torch._dynamo.utils.counters.clear()

@@ -1,5 +1,5 @@
-"""What a run reports: the FLOPs formula, MFU, metrics.jsonl over a restart, TensorBoard, the log,
-the profiler."""
+"""Reports of a run: the FLOPs formula, MFU, metrics.jsonl over a restart, TensorBoard, the log, the
+profiler."""
 
 import contextlib
 import gzip
@@ -345,7 +345,7 @@ raise RuntimeError("the end")
 
 
 def test_who_says_what_where(tmp_path: Path) -> None:
-    """In a process of its own: pytest has its own hands on warnings and logging."""
+    """Runs in a separate process, since pytest captures warnings and logging itself."""
     command = [sys.executable, "-c", SPEAK, str(tmp_path)]
     done = subprocess.run(
         command, cwd=Path(__file__).parent.parent, text=True, capture_output=True, timeout=60
@@ -358,7 +358,7 @@ def test_who_says_what_where(tmp_path: Path) -> None:
             noise in text for noise in ("DTensor random", "While redistributing", "chatter")
         )
     assert "from the other" not in done.stdout and "from the other" in log_of(tmp_path, rank=1)
-    assert "rank 1: it failed" in done.stdout, "an error is worth the console whoever has it"
+    assert "rank 1: it failed" in done.stdout, "an error of any rank goes to the console"
     assert done.stderr in log_of(tmp_path, rank=1) and "Traceback" not in done.stdout, (
         "a crash is in the file as well"
     )

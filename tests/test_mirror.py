@@ -18,7 +18,7 @@ from checkpoint.stores import lease
 from configs.schema import InputError
 from reliability import objects
 from reliability.objects import location
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 from tests.s3 import Server
 from tests.stores import (
     emptied,
@@ -64,14 +64,14 @@ def command(folder: Path, seconds: float, code: int = 0) -> list[str]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30 * NEIGHBOURS
+    deadline = time.monotonic() + 30 * WORKERS
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
 
 def started(folder: Path) -> subprocess.Popen:
-    """The command in a process of its own, which writes until it is told to end."""
+    """Start the command in a separate process, which writes until it is told to end."""
     words = ["-m", "tools.mirror", "--seconds=0.2", URL, str(folder), *command(folder, 60)]
     return subprocess.Popen([sys.executable, *words], cwd=ROOT)
 
@@ -114,7 +114,7 @@ def test_sigterm_reaches_the_command_and_its_last_words_the_store(store, tmp_pat
     process = started(folder)
     until(lambda: AT + "logs/rank-00000.log" in store.keys())
     process.terminate()
-    assert process.wait(30 * NEIGHBOURS) == 75
+    assert process.wait(30 * WORKERS) == 75
     written = (folder / "logs" / "rank-00000.log").read_bytes()
     assert copies(store)["logs/rank-00000.log"] == written
 
@@ -172,7 +172,7 @@ def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, ca
     timer = threading.Timer(1.5, running.terminate)
     timer.start()
     assert mirror.main([URL, str(second), *command(second, 0.1)]) == 0
-    assert running.wait(30 * NEIGHBOURS) == 75
+    assert running.wait(30 * WORKERS) == 75
     log = "logs/rank-00000.log"
     last = (first / log).read_bytes()
     assert copies(store)[log].startswith(last) and (second / log).read_bytes().startswith(last)
@@ -192,12 +192,12 @@ def test_a_run_that_goes_on_is_not_taken_over(store, tmp_path, monkeypatch, caps
         assert mirror.main(["--node=1", URL, str(second), *command(second, 0.1)]) == 0
     finally:
         running.terminate()
-        running.wait(30 * NEIGHBOURS)
+        running.wait(30 * WORKERS)
 
 
 def test_a_node_does_not_send_what_another_one_writes(store, tmp_path):
-    """Of two nodes without a shared folder, the second has fetched the first one's metrics. Negative
-    control: if it did not know what it has fetched, it would put the old ones back."""
+    """Of two nodes without a shared folder, the second has fetched the first one's metrics.
+    Negative control: without the record of what it fetched, it would put the old ones back."""
     store.put(f"{AT}metrics.jsonl", b"step 1")
     node = mirror.Mirror(tmp_path / "node", location(URL))
     assert node.fetch() == 1
@@ -223,7 +223,7 @@ def test_no_name_leads_out_of_the_folder(name, store, tmp_path, monkeypatch):
 
 
 def test_folder_markers_and_a_name_that_is_both(store, tmp_path, capsys):
-    """Consoles make `prefix/` and `logs/`; an object may stand beside others below it."""
+    """Consoles make `prefix/` and `logs/`; an object may share its name with a prefix."""
     for name in "", "logs/", "starts/0001/":
         store.put(AT + name, b"")
     for name in "x", "x/y", "logs/rank-00000.log", "bad//name":
@@ -241,7 +241,7 @@ def test_folder_markers_and_a_name_that_is_both(store, tmp_path, capsys):
 def test_no_error_ends_the_copying_or_changes_the_exit_code(
     where, store, tmp_path, monkeypatch, capsys
 ):
-    """Of whatever kind, at any place, for a while and in the last round."""
+    """Errors of every kind, at any place, for a while and in the last round."""
     real, left = getattr(mirror.Mirror, where), [3]
 
     def fails(self, *args):
@@ -408,7 +408,7 @@ time.sleep(float(sys.argv[3]))
 
 @pytest.mark.parametrize("asks", ["asks", "does not"])
 def test_a_command_that_asks_is_not_kept_waiting_for_the_interval(asks, store, tmp_path):
-    """As a run does when it has published a checkpoint. Negative control: one that does not ask."""
+    """A run asks when it has published a checkpoint. Negative control: one that does not ask."""
     folder = tmp_path / "run"
     words = ["--seconds=600", URL, str(folder), sys.executable, "-c", ASKS, str(folder), asks, "60"]
     process = subprocess.Popen([sys.executable, "-m", "tools.mirror", *words], cwd=ROOT)
@@ -423,7 +423,7 @@ def test_a_command_that_asks_is_not_kept_waiting_for_the_interval(asks, store, t
         assert process.poll() is None
     finally:
         os.kill(process.pid, signal.SIGTERM)
-        process.wait(30 * NEIGHBOURS)
+        process.wait(30 * WORKERS)
 
 
 def test_a_store_that_fails_does_not_end_the_command(store, tmp_path, monkeypatch, capsys):

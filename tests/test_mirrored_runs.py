@@ -13,7 +13,7 @@ pytest.importorskip("obstore")
 from configs.load import dump, load_config
 from configs.schema import InputError
 from reliability import objects
-from tests.ranks import NEIGHBOURS, run_ranks
+from tests.ranks import WORKERS, run_ranks
 from tests.runs import ROOT, as_typed, environment, run, series, tiny_run
 from tests.s3 import Server
 from tests.stores import (
@@ -42,12 +42,12 @@ def start(options: list[str], ranks: int) -> subprocess.Popen:
 
 
 def ended(process: subprocess.Popen) -> tuple[int, str]:
-    said, _ = process.communicate(timeout=90 * NEIGHBOURS)
+    said, _ = process.communicate(timeout=90 * WORKERS)
     return process.returncode, said.decode()
 
 
 def alone(options: list[str], folder: Path, asked: str = "") -> tuple[int, str]:
-    """As a rank without tools.mirror around it, which yet believes that it has one."""
+    """Run a rank without tools.mirror around it, which yet believes that it has one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(objects.MIRRORED, URL)
         patch.setenv(objects.ASKED, asked)
@@ -65,7 +65,7 @@ def test_a_run_goes_on_on_an_empty_machine_with_all_its_metrics(store, tmp_path)
     unbroken = series(tmp_path / "disk")
 
     running = start([*options, f"--data.cache={tmp_path / 'first'}"], 1)
-    deadline = time.monotonic() + 60 * NEIGHBOURS
+    deadline = time.monotonic() + 60 * WORKERS
     while not (first / "metrics.jsonl").exists() or max(series(first), default=0) < AFTER_STEP:
         assert time.monotonic() < deadline and running.poll() is None, ended(running)
         time.sleep(0.01)

@@ -99,7 +99,7 @@ def test_a_mixture_is_the_same_run_on_every_mesh(options, tmp_path):
         assert math.isclose(
             line["validation_perplexity"], math.exp(line["validation_loss"]), rel_tol=1e-6
         )
-        # tokens are bytes, but that of a document's end stands for none
+        # tokens are bytes, but a document's end is no byte
         bits = line["validation_loss"] / math.log(2)
         assert bits < line["validation_bits_per_byte"] < bits * 1.02
     for name in "fsdp2", "fsdp2xtp2":

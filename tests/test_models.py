@@ -1,5 +1,5 @@
-"""What every family's model promises: the published numbers, the rotary positions of transformers,
-and, to those who place it on machines, stages of a pipeline and a core that can be replaced."""
+"""Promises of every family's model: the published numbers, the rotary positions of transformers,
+and, for placing it on machines, stages of a pipeline and a core that can be replaced."""
 
 import importlib
 import math
@@ -459,7 +459,7 @@ def test_more_layers_and_wider_heads_than_a_model_has_are_refused(kind):
     assert read(given | {"num_hidden_layers": 1000}).n_layers == 1000
     with pytest.raises(ValueError, match="num_hidden_layers is 1001"):
         read(given | {"num_hidden_layers": 1001})
-    if name == "deepseek_v3":  # whose heads have widths of their own
+    if name == "deepseek_v3":  # whose heads have other widths
         return
     heads = {"num_attention_heads": 2**12, "num_key_value_heads": 2**12}
     assert read(given | heads | {"head_dim": 2**12}).head_dim == 2**12
@@ -557,8 +557,8 @@ def compare_rotary_positions(name: str, args: object) -> None:
 
 @pytest.mark.parametrize("low, high, factor", list(product([1.0, 2.0], [4.0, 8.0], [8.0, 32.0])))
 def test_long_wavelengths_are_stretched_and_short_ones_are_not(low, high, factor):
-    """Written out for each frequency, beside the vectorised code. The original context is 8,192
-    tokens, so all three kinds of wavelength occur among the 64 frequencies of a head."""
+    """Written out for each frequency, independent of the vectorised code. The original context is
+    8,192 tokens, so all three kinds of wavelength occur among the 64 frequencies of a head."""
     frequencies = layers.rope_frequencies(128, 500000.0, torch.device("cpu"))
     scaling = {
         "factor": factor,
@@ -606,7 +606,7 @@ def test_long_wavelengths_are_stretched_and_short_ones_are_not(low, high, factor
     ],
 )
 def test_published_totals(name, flavor, billions):
-    """As model.safetensors.index.json and the model cards on the Hugging Face hub count them."""
+    """The totals of model.safetensors.index.json and the model cards on the Hugging Face hub."""
     family = MODELS[name]
     assert (
         round(family.parameters(family.Args(**family.numbers.flavors[flavor])) / 1e9, 3) == billions
@@ -615,8 +615,8 @@ def test_published_totals(name, flavor, billions):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_numbers_that_no_total_shows(name):
-    """Of config.json on the hub: an epsilon, where rotary positions end, and whether a head's width is
-    even, without which it cannot be rotated."""
+    """From config.json on the hub: an epsilon, where rotary positions end, and whether a head's
+    width is even, without which it cannot be rotated."""
     for flavor, numbers in MODELS[name].numbers.flavors.items():
         assert numbers["norm_eps"] in (1e-5, 1e-6), flavor
         assert numbers["max_seq_len"] % 1024 == 0, flavor
@@ -668,7 +668,7 @@ def test_active_parameters_are_all_but_those_of_experts_that_a_token_is_not_sent
 
 
 def test_experts_whose_weights_do_not_add_up_to_1_are_refused():
-    """As transformers has it where config.json does not say."""
+    """transformers leaves them so where config.json does not say otherwise."""
     family, formats = MODELS["qwen3"], FORMATS["qwen3"]
     config = formats.hf_config(family.Args(**family.numbers.flavors["debug_moe"]))
     formats.args_from_hf(config)

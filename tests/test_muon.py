@@ -1,5 +1,4 @@
-"""The table of optimizers, and Muon: torch.optim.Muon's arithmetic on whole matrices, whatever the
-mesh."""
+"""Table of optimizers, and Muon: torch.optim.Muon's arithmetic on whole matrices, on every mesh."""
 
 import itertools
 import math
@@ -159,7 +158,8 @@ FAST = "fsdp2xtp2", "ep2", "rows of experts"
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in RUNS]
 )
 def test_a_mesh_updates_as_one_process(name):
-    """Beside the runs with Muon of every mesh of tests/test_parallel.py and tests/test_experts.py."""
+    """In addition to the runs with Muon of every mesh of tests/test_parallel.py and
+    tests/test_experts.py."""
     mesh, more = RUNS[name]
     assert not problems_on(mesh, more, parity.trajectory)
 
@@ -173,7 +173,7 @@ def problems_on(mesh: str, more: list[str], fn: Callable) -> list[str]:
 
 
 def with_shards_orthogonalised(run: list[str], dp_size: int) -> dict:
-    """What torch.optim.Muon does to shards: each rank takes its own for the whole."""
+    """Apply torch.optim.Muon to shards: each rank takes its own for the whole."""
 
     def apply(self, shards, compute):
         for shard in shards:
@@ -324,8 +324,8 @@ def test_negative_control_an_ignored_lr_scale_is_seen():
 
 
 class Sign(torch.optim.Optimizer):
-    """An optimizer of a fork: w <- w - lr sign(average of g), with its average in bfloat16, and a
-    matrix of its own in every step."""
+    """Optimizer of a fork: w <- w - lr sign(average of g), with its average in bfloat16, and
+    another matrix in every step."""
 
     def __init__(self, groups: list[dict]) -> None:
         super().__init__(groups, {})
@@ -349,7 +349,7 @@ def add_sign(rule: Rule = SIGN) -> None:
 
 
 def with_sign(cfg: Config) -> Config:
-    """As if `configs/schema.py` knew the name."""
+    """Make `configs/schema.py` accept the name."""
     optimizer = cfg.optimizer.model_copy(update={"kind": "sign"})
     return cfg.model_copy(update={"optimizer": optimizer})
 
@@ -438,7 +438,7 @@ def saved_muon(folder: Path, steps: int, then: int, *more: str) -> dict[str, np.
 
 @pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_bitwise_and_on_another_mesh_to_rounding(tmp_path, experts):
-    """Saved beside the next step, by two ranks; read by the same two, by one, and by four."""
+    """Saved during the next step, by two ranks; read by the same two, by one, and by four."""
     more = []
     if experts:
         more = [*EXPERTS["qwen3 experts"], "--parallelism.expert_parallel=2"]
@@ -480,7 +480,8 @@ def planned(layers: int, ranks: int, more: tuple[str, ...] = ()) -> tuple[int, i
 
 
 def counted(layers: int) -> tuple[int, int]:
-    """What a rank of two really multiplies in the optimizer's step, and its bytes of state."""
+    """Return the FLOPs that a rank of two multiplies in the optimizer's step, and its bytes of
+    state."""
     from torch.utils.flop_counter import FlopCounterMode
 
     run = [*parity.OPTIONS, "--optimizer.kind=muon", f"--model.n_layers={layers}"]

@@ -63,7 +63,7 @@ from training import init, loss, microbatches, optim
 from training.optimizers import materialise
 
 Patch = pytest.MonkeyPatch
-# whichever test comes first waits for all runs
+# the first test waits for all runs
 pytestmark = [pytest.mark.slow, pytest.mark.cap(240)]
 
 MESHES = DENSE_MESHES | EXPERT_MESHES
@@ -543,8 +543,8 @@ def no_gradient_without_tokens(patch: Patch) -> None:
 
 
 def constant_balance_loss(patch: Patch) -> None:
-    """balancing: the loss is made of affinities alone, whose sum is 1, so it is constant whatever
-    the routing"""
+    """balancing: the loss is made of affinities alone, whose sum is 1, so it is constant for every
+    routing"""
     real = moe.MixtureOfExperts.balance
     patch.setattr(
         moe.MixtureOfExperts,
@@ -620,8 +620,8 @@ def rotated_key_of_own_heads(patch: Patch) -> None:
     real = deepseek_v3.Latents.forward
 
     def keep_own(grad: Tensor, width: int) -> Tensor:
-        """What the sum over the ranks makes of this is each rank's own gradient, for its slice of
-        the sequence."""
+        """Return, through the sum over the ranks, each rank's own gradient, for its slice of the
+        sequence."""
         length = grad.shape[1] // dist.get_world_size()
         places = torch.arange(grad.shape[1])[:, None] // length  # [T, 1]
         # [T, kv_rank + P]
@@ -856,8 +856,8 @@ class Finding(NamedTuple):
 
 
 def measure() -> tuple[list[Finding], list[str]]:
-    """What is seen of every row, and the problems of the runs without a mistake (there must be
-    none)."""
+    """Return the findings of every row, and the problems of the runs without a mistake (there must
+    be none)."""
     rows = [*ROWS, *CONTROLS]
     numbers = dict.fromkeys(row.numbers for row in rows)
     # in one process: most of the time of one alone goes into its first step

@@ -38,8 +38,8 @@ DOCUMENTED = NUMBERS | {"documents": {"masked": [DOCUMENTS]}}
 
 
 def norm_of_two_ranks(mistake: Callable[[], None] | None = None) -> dict[str, float]:
-    """The norm of two ranks beside that of one process: the largest differences of its output, and
-    of the gradients of its input and gain, and the collectives of forward and backward."""
+    """Compare the norm of two ranks with that of one process: the largest differences of its
+    output, and of the gradients of its input and gain, and the collectives of forward and backward."""
     if mistake:
         mistake()
     torch.manual_seed(0)
@@ -150,7 +150,7 @@ def test_compiled_blocks_with_a_shared_norm_equal_the_plain_model():
 
 
 def difference(window_dropped_in: int | None = None) -> float:
-    """Of the logits of a long OLMo 3 from those of transformers."""
+    """Return the difference of a long OLMo 3's logits from transformers'."""
     theirs, ours, _ = random_pair(OLMO, replace(OLMO2, window=7, rope_scaling=YARN))
     if window_dropped_in is not None:
         ours.layers[str(window_dropped_in)].attention.core.spec = AttentionSpec()

@@ -66,7 +66,7 @@ def test_one_pass_is_fused_adamw_after_clipping(backend, monkeypatch):
     assert steps(fused, model, 4) == steps(one, other, 4)
     assert far(model, other, fused, one) < 1e-6
     assert state.tensors(model, fused).keys() == state.tensors(other, one).keys()
-    # the control: a pass that forgets the factor
+    # the control: a pass without the factor
     real = one_pass.update_weight
 
     def unscaled(numbers, *rows):

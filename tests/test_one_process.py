@@ -1,5 +1,5 @@
-"""Tools compute every configuration again in one process: what only several ranks need is dropped,
-whatever it is."""
+"""Tools compute every configuration again in one process: options that only several ranks need are
+dropped."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from tools.replay import __main__ as replay
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PRESETS = sorted(path.name for path in CONFIGS.glob("*.toml"))
-# All that one process has no use for, in a configuration of its own
+# All that one process has no use for, in one configuration
 EVERYTHING = [
     str(CONFIGS / "qwen3_moe_debug.toml"),
     "--parallelism.expert_parallel=2",

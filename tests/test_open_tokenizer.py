@@ -1,4 +1,4 @@
-"""How a tokenizer is named and found, and which token ends its texts."""
+"""Names by which a tokenizer is found, and the token that ends its texts."""
 
 import base64
 import json
@@ -36,7 +36,7 @@ def document(bpe) -> str:
 
 
 def write(folder: Path, document: str, **files: object) -> Path:
-    """The tokenizer.json and files beside it; a text is written as it is. Returns its path."""
+    """Write tokenizer.json and the files around it; a text is written as it is. Returns its path."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(document)
     for name, content in files.items():
@@ -53,7 +53,7 @@ CONFIG, SPECIAL, GENERATION, MODEL = (
     "generation_config",
     "config",
 )
-FILES = {  # what lies beside tokenizer.json -> the token that ends a text
+FILES = {  # files next to tokenizer.json -> the token that ends a text
     "nothing": ({}, "<|endoftext|>"),
     "a name": ({CONFIG: {"eos_token": "</s>"}}, "</s>"),
     "an object": ({CONFIG: {"eos_token": {"content": "</s>", "lstrip": False}}}, "</s>"),
@@ -303,7 +303,7 @@ def test_what_train_tokenizer_writes_opens_without_an_option(tmp_path):
 
 
 def test_a_tokenizer_config_numbers_the_special_tokens_of_a_rank_file(bpe, tmp_path):
-    """As in Kimi's folder."""
+    """Kimi's folder is of this kind."""
     rank_files.write_rank_file(bpe, str(tmp_path / "tiktoken.model"))
     rows = {"600": {"content": "[BOS]"}, "601": {"content": "[EOS]"}, "650": {"content": "<|x|>"}}
     config = {"added_tokens_decoder": rows, "bos_token": "[BOS]", "eos_token": "[EOS]"}

@@ -1,12 +1,12 @@
 """The parallel matrix: every mesh computes what one plain process computes, from the same TOML and
 seed.
 
-`tests/parity.py` says what is compared. CI runs the few combinations of settings in which every two
-settings meet, so a model more costs no run. A mesh of one dimension has four runs or five. A mesh of
-several, or of more than two ranks, has three or four, since it leaves out two settings that differ
-from those beside them by the blocks that they are for. A mesh of eight ranks has one run.
-`-m exhaustive` runs the whole product. The negative controls, which are mistakes that the comparison
-must see, stand in `tests/test_museum.py`.
+`tests/parity.py` has the comparison. CI runs the few combinations of settings in which every two
+settings meet, so another model costs no run. A mesh of one dimension has four runs or five. A mesh
+of several, or of more than two ranks, has three or four, since it leaves out two settings that
+differ from others only by the blocks that they are for. A mesh of eight ranks has one run. `-m
+exhaustive` runs the whole product. The negative controls, which are mistakes that the comparison
+must see, are in `tests/test_museum.py`.
 """
 
 import functools
@@ -147,7 +147,8 @@ def test_every_schedule_equals_the_plain_model(mesh, schedule):
     with accumulation differ by 1e-4 in the norm.) The matrix has 1f1b.
 
     A tied weight stays unsharded for the whole second half of a backward: its gradient comes from
-    two parts of that half, and with full checkpointing each part computes the block anew."""
+    two parts of that half, and with full checkpointing each part computes the block again.
+    """
     check(
         mesh,
         [
@@ -167,7 +168,7 @@ def test_every_schedule_equals_the_plain_model(mesh, schedule):
 
 @pytest.mark.cap(300)
 def test_a_tied_weight_stays_gathered_for_the_whole_second_half_of_a_backward():
-    """As above, in the default suite."""
+    """Same as above, in the default suite."""
     tied = combination_of(
         optimizer="sgd", accumulation="reduced once", embeddings="tied", checkpointing="full"
     )
@@ -201,7 +202,7 @@ class Order(TorchDispatchMode):
 
 
 def order_of_a_step(options: list[str]) -> list[str]:
-    """Of the first step."""
+    """Return the order of the first step."""
     job = train.build(load_config(options, 4, 4))
     with Order() as order:
         train.train_step(job, random_batch(job))
@@ -305,8 +306,8 @@ def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
 )
 def test_negative_control_without_symmetric_memory_nothing_is_fused_or_hidden():
-    """As in a program that takes PyTorch 2.13 by its word, that `enable_symm_mem_for_group` need
-    not be called."""
+    """A program that believes PyTorch 2.13's note that `enable_symm_mem_for_group` need not be
+    called ends here."""
     options = [*ASYNC, *AGAIN, *MESHES["tp2"][1]]
     for seen in run_ranks(2, overlapped, options, 1, False, timeout=270):
         assert seen.calls == dict.fromkeys(FUSED, 0)
@@ -385,7 +386,7 @@ class WholeVocabulary(TorchDispatchMode):
 
 
 def whole_vocabularies(stock: bool) -> int:
-    """Of a step on two ranks of tensor parallelism."""
+    """Return the whole vocabularies in a step on two ranks of tensor parallelism."""
     if stock:
         tp.STYLES["vocab_embedding"] = stock_style
     job = train.build(load_config([*OPTIONS, "--parallelism.tensor_parallel=2"], 2, 2))
@@ -538,8 +539,8 @@ FLOAT8 = [  # sides that are multiples of 16
     "mesh", ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("cp2", "pp2"))]
 )
 def test_float8_on_two_ranks_is_near_one_rank(mesh):
-    """Each rank has scales of its own for its tokens, so the two agree as the roundings to 8 bits
-    do: 3 bits of mantissa."""
+    """Each rank has its own scales for its tokens, so the two agree up to rounding to 8 bits: 3
+    bits of mantissa."""
     ranks, options, dp_size = MESHES[mesh]
     alone = run_ranks(1, trajectory, FLOAT8, 1)[0]
     shared = whole_model(run_ranks(ranks, trajectory, [*FLOAT8, *options], dp_size))

@@ -106,7 +106,7 @@ def test_positions_turn_queries_and_keys_in_float32_whatever_the_type_of_the_wei
 
 
 def compiled_graphs(enabled: bool, backend: str) -> tuple[int, int]:
-    """How many graphs torch.compile and AOTAutograd have made when two blocks have run."""
+    """Return how many graphs torch.compile and AOTAutograd have made when two blocks have run."""
     from torch._dynamo.utils import counters
 
     args = llama.Args(
@@ -161,7 +161,7 @@ def test_a_graph_break_in_a_block_is_an_error():
 
 
 class Gathers(TorchDispatchMode):
-    """How many gathers had begun when each matrix product ran."""
+    """Count of the gathers that had begun when each matrix product ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,8 +226,8 @@ def test_the_ranks_of_a_tp_group_draw_the_same_numbers_and_no_others_do():
     by_group: dict[int, list[list[float]]] = {}
     for group, numbers in run_ranks(4, drawn):
         by_group.setdefault(group, []).append(numbers)
-    (one, same), (other, alike) = by_group.values()
-    assert one == same and other == alike and one != other
+    (one, same), (other, equal) = by_group.values()
+    assert one == same and other == equal and one != other
 
 
 # option -> gathers of the forward pass, and of the backward pass after it: the root, 4 blocks, the
@@ -374,7 +374,7 @@ def test_a_stage_keeps_its_weights_for_the_next_microbatch():
 
 
 class Reductions(TorchDispatchMode):
-    """How many reduce-scatters have run."""
+    """Count of reduce-scatters that have run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -416,7 +416,7 @@ def test_a_stage_reduces_its_gradients_once_in_a_step_also_where_the_backward_is
 
 
 def overlaps() -> list[str]:
-    """What happens, in its order, when a model is placed with and without the option."""
+    """Return the events in order when a model is placed with and without the option."""
     happened = []
     parallelisms.async_tp.overlap = lambda tp_mesh: happened.append(
         f"overlap of {tp_mesh.size()} ranks"
@@ -499,8 +499,8 @@ MISSPELT = {  # pattern -> style, in a plan that is right otherwise
 
 
 def plans_with_a_misspelt_row() -> list[str]:
-    """What train.build says of each such plan, on rank 0 of four that do not exist, with a pipeline
-    and without."""
+    """Return the messages of train.build for each such plan, on rank 0 of four that do not exist,
+    with a pipeline and without."""
     dist.destroy_process_group()
     said, family = [], llama.FAMILY
     for stages, row in [
@@ -559,6 +559,6 @@ def test_a_run_asks_for_deterministic_kernels_and_collects_garbage_at_its_own_ti
     seen = run_ranks(1, watched_run, [*tiny_run(tmp_path), *more], tmp_path / "run")[0]
     assert seen["deterministic"] == {True} and not torch.are_deterministic_algorithms_enabled()
     assert seen["collector"] == {False}, (
-        "Python collects at a moment of its own, and all ranks wait"
+        "Python collects at an arbitrary moment, and all ranks wait"
     )
     assert seen["collections"] == {"steps": 7, 3: 1, 6: 1}

@@ -23,7 +23,7 @@ SMALL = (
     "--training.seq_len=16 --training.global_batch_size=8 --steps=2"
 ).split()
 LAST_LINE = "return x + self.attention(normed, cos, sin, documents) + self.feed_forward(normed)"
-# What is wrong -> (what stands in the place of LAST_LINE, what is said of cp2).
+# Mistake -> (replacement of LAST_LINE, verdict on cp2).
 MISTAKES = {
     # a mesh on which a rank has fewer tokens is off by 2e-8: float32 does not see it
     "forward": (

@@ -47,7 +47,7 @@ def write(folder: Path, tensors: dict[str, Tensor], family: Any, args: Any) -> P
 
 
 def compare(shape: str, folder: Path, targets: tuple[str, ...] = ALL) -> dict[str, float]:
-    """How far `peft` is from ours on the same model, adapters and batch."""
+    """Return the distance of `peft` from ours on the same model, adapters and batch."""
     peft = pytest.importorskip("peft")
     family, args = SHAPES[shape]
     theirs, ours, _ = random_pair(family, args)
@@ -79,7 +79,7 @@ def compare(shape: str, folder: Path, targets: tuple[str, ...] = ALL) -> dict[st
         if param.requires_grad:
             wanted[name.replace(".default", "")] = param.grad
     translated, _ = translate(gradients)
-    # In B of gate and up there are zeros beside the blocks, which `peft` trains and we do not have.
+    # In B of gate and up there are zeros around the blocks, which `peft` trains and we do not have.
     ours_too, _ = translate({name: torch.ones_like(grad) for name, grad in gradients.items()})
     assert translated.keys() == wanted.keys()
     worst = 0.0
@@ -177,8 +177,8 @@ NUMBERS |= {"hidden_dim": 53, "rope_theta": 1e6, "balance_loss": 0.0}
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, Path]:
-    """A mixture of experts in bfloat16 as transformers writes it, "base", and a run of adapters
-    beside it, "run"."""
+    """Write a mixture of experts in bfloat16 as transformers does, "base", and run adapters on it,
+    "run"."""
     pytest.importorskip("transformers")
     place = tmp_path_factory.mktemp("adapters")
     family, args = SHAPES["qwen3 experts"]

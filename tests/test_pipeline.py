@@ -46,7 +46,7 @@ def options(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def oracle(options, tmp_path_factory) -> Path:
-    """The run that nobody interrupts, on one process."""
+    """Return the uninterrupted run, on one process."""
     folder = tmp_path_factory.mktemp("oracle")
     assert run_ranks(1, run, options, folder) == [(0, "")]
     return folder
@@ -113,7 +113,7 @@ VALIDATED = (
 
 
 def sums_of_validation(options: list[str], counts: list[int]) -> list[list[float]]:
-    """What `validate` returns of one batch of so many microbatches."""
+    """Return the sums of `validate` for one batch of so many microbatches."""
     job = train.build(
         load_config([*VALIDATED, *options], meshes.world().size, meshes.world().local_size)
     )
@@ -195,8 +195,8 @@ def test_a_stage_that_fails_or_hangs_ends_the_others_which_name_it(kind, options
 
 
 def flipped_gain(options: list[str]) -> list[str]:
-    """What is said after a bit of a norm's gain flipped on the last rank of two stages of two
-    tensor-parallel ranks."""
+    """Return the messages after a bit of a norm's gain flipped on the last rank of two stages of
+    two tensor-parallel ranks."""
     job = train.build(load_config([*options, *MESHES["pp2xtp2"][1]], 4, 4))
     assert mismatching_replicas(job.model, job.optimizer, job.mesh, loss=1.0) == []
     if job.mesh.rank == 3:
@@ -272,8 +272,8 @@ def test_messages_that_are_not_the_expected_ones_are_named(options):
 
 
 def seconds_of_a_step(options: list[str]) -> float:
-    """What this rank computed in its second step; the layers of the first stage take half a second
-    more for each of four microbatches."""
+    """Return the seconds of this rank's second step; the layers of the first stage take half a
+    second more for each of four microbatches."""
     job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
     tokens = torch.randint(263, (4, 2, 16), generator=torch.Generator().manual_seed(0))
     if job.mesh.pp_rank == 0:
@@ -290,7 +290,7 @@ def test_a_stage_that_waits_for_another_does_not_count_as_slow(options):
 
 
 class Products(TorchDispatchMode):
-    """How many matmuls have run, by name, and which rows of experts are still in memory."""
+    """Count of matmuls that have run, by name, and the rows of experts that are still in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,8 +306,8 @@ class Products(TorchDispatchMode):
 
 
 def products_of_halves(options: list[str]) -> tuple[dict[str, Counter], list[int]]:
-    """Of a step of the last stage: the matmuls of each kind of action, and how many rows of
-    experts are in memory after each second half of a backward."""
+    """Return, for a step of the last stage, the matmuls of each kind of action, and how many rows
+    of experts are in memory after each second half of a backward."""
     gc.disable()  # as in a run: what hangs in a circle is not free
     job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
     seen: dict[str, Counter] = {}
@@ -415,7 +415,7 @@ def connect_as_nccl_does() -> None:
 def sample_and_step(
     options: list[str], lazy: Callable | None = None, meets: bool = True
 ) -> tuple[list[int], float]:
-    """What the initial model samples, and the norm of a step. lazy: makes connections so; meets:
+    """Return the initial model's sample, and the norm of a step. lazy: opens connections so; meets:
     whether `open_mesh` lets the ranks meet."""
     if lazy:
         lazy()

@@ -159,8 +159,8 @@ def on_ranks(ranks: int, seconds: float, work: Callable, *args: object) -> list:
 
 
 def test_tools_read_a_run_at_its_url(store, tmp_path, capsys):
-    """As a run with a URL leaves it: files here and in the store, checkpoints in the store alone. What
-    a run has exported is not fetched. Negative control: without its checkpoints no step is proved."""
+    """A run with a URL leaves files here and in the store, checkpoints in the store alone. Exported
+    models are not fetched. Negative control: without its checkpoints no step is proved."""
     folder = tmp_path / "run"
     options = [*tiny_run(tmp_path), "--training.steps=6", f"--checkpoint.store={URL}/checkpoints"]
     folder.mkdir()
@@ -215,7 +215,7 @@ def test_only_what_is_needed_is_fetched(store, tmp_path, monkeypatch):
 
 
 def test_a_store_of_checkpoints_alone_asks_for_the_tokenizer(store, trained, tmp_path, capsys):
-    """As checkpoint.store leaves it."""
+    """checkpoint.store leaves such a store."""
     upload(store, trained / "checkpoints")
     words = ["--prompt", "de", "--tokens", "5"]
     assert generate.main([URL, *words]) == 2

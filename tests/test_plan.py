@@ -97,7 +97,7 @@ CASES = {  # name: (ranks, the options of each case)
     ),
 }
 QUICK = ("single-bf16", "ddp2")
-# every option of these stands in another case
+# every option of these is in another case
 REPEATED = ("fsdp2-full-accumulate", "fsdp2xtp2")
 
 
@@ -212,7 +212,7 @@ def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
 
 
 def test_blocks_that_differ_are_all_traced():
-    """What repeats with another period than is assumed is not put together from one block."""
+    """A stretch that repeats with another period than assumed is not put together from one block."""
     cfg = config(
         [
             "--activation_checkpoint.mode=every_n",
@@ -236,8 +236,7 @@ def test_blocks_that_differ_are_all_traced():
     "op", [Op("aten.mm.default", matmul_flops=8), Op("c10d.allreduce_", kind="all-reduce")]
 )
 def test_an_optimizer_that_does_more_than_elements_is_traced_with_all_layers(op):
-    """Its operators grow with the layers in a way that nobody knows: Muon's matmuls, for
-    example."""
+    """Its operators need not grow linearly with the layers: Muon's matmuls, for example."""
     step = Step([], {}, 4, 1, {}, {})
     step.stretches.append(Stretch(Where(0, "optimizer", -1), [Op("aten._fused_adamw_", traffic=8)]))
     with mock.patch("tools.plan.repeat.Repetition") as repetition:
@@ -279,7 +278,7 @@ def test_the_moments_of_an_optimizer_are_those_that_it_has():
 
 
 def plan_of_fork(edits: dict[str, str], folder: str, labelled_loss: bool = True) -> tuple:
-    """What is planned for a fork whose train.py is ours with these texts replaced."""
+    """Plan a fork whose train.py is ours with these texts replaced."""
     text = (ROOT / "train.py").read_text(encoding="utf-8")
     for old, new in edits.items():
         assert old in text, old
@@ -336,7 +335,7 @@ def test_a_fork_without_a_label_is_told_so(phase, tmp_path):
 
 
 def counted(options: list[str], ranks: int) -> tuple[float, float, float]:
-    cfg = config([*options, "--model.vocab_size=1032"], ranks)  # even: rank 0 stands for all
+    cfg = config([*options, "--model.vocab_size=1032"], ranks)  # even: rank 0 represents all
     return make_plan(cfg, PlanInputs(ranks, ranks, load_device("h100"))).flops()
 
 
@@ -349,8 +348,8 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float]:
     ],
 )
 def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
-    """PaLM's convention: attention whole, recomputation (and flash attention's own, of the scores)
-    beside."""
+    """PaLM's convention: attention whole, without recomputation (or flash attention's own, of the
+    scores)."""
     derived, in_step, repeated = apart(counted, options, ranks)
     assert in_step == pytest.approx(derived, rel=1e-9)
     assert recomputed[0] <= repeated / derived <= recomputed[1]
@@ -431,13 +430,13 @@ def test_what_a_cpu_spends_beside_work_is_counted():
     assert step.repeats == 1
     ops = [(where, op) for where, _, op in step.ops() if not op.kind]
     forward = sum(where.phase == "forward" and 0 <= where.block < step.layers for where, _ in ops)
-    alike = {"overhead_us": 1.0, "policy_us": 1e3, "narrow_attention": 1.0}
+    flat = {"overhead_us": 1.0, "policy_us": 1e3, "narrow_attention": 1.0}
     plain, selective = (
-        estimate(step, H100.model_copy(update=alike), 1, False, selective)
+        estimate(step, H100.model_copy(update=flat), 1, False, selective)
         for selective in (False, True)
     )
     assert forward > 0 and selective.seconds - plain.seconds == pytest.approx(forward * 1e-3)
-    slow = estimate(step, H100.model_copy(update=alike | {"overhead_us": 3.0}), 1, False)
+    slow = estimate(step, H100.model_copy(update=flat | {"overhead_us": 3.0}), 1, False)
     assert slow.seconds - plain.seconds == pytest.approx(len(ops) * 2e-6, rel=1e-3)
     backward = (
         sum(op.attention_flops for _, op in ops if "backward" in op.name)
@@ -445,7 +444,7 @@ def test_what_a_cpu_spends_beside_work_is_counted():
         / H100.peak
         / H100.attention_efficiency
     )
-    twice = estimate(step, H100.model_copy(update=alike | {"attention_backward": 2.0}), 1, False)
+    twice = estimate(step, H100.model_copy(update=flat | {"attention_backward": 2.0}), 1, False)
     assert plain.attention - twice.attention == pytest.approx(backward / 2, rel=1e-6)
 
 
@@ -714,8 +713,8 @@ def test_presets_fit_where_they_say(names):
 @pytest.mark.slow
 @pytest.mark.cap(240)
 def test_blocks_that_are_said_to_have_room_have_it():
-    """What the plan says of parallelism.keep_gathered: followed, the run still fits, and has so
-    many all-gathers less."""
+    """The plan's advice on parallelism.keep_gathered: followed, the run still fits, and has so many
+    all-gathers less."""
     argv = ["configs/llama_8b.toml", "--gpus", "64", "--device", "h100"]
     before = measured(main, argv).said
     blocks = int(re.search(r"parallelism.keep_gathered = (\d+) would save", before)[1])
@@ -732,7 +731,7 @@ def test_blocks_that_are_said_to_have_room_have_it():
 
 @pytest.mark.slow
 @pytest.mark.cap(240)
-def test_16384_ranks():
+def test_a_plan_for_16384_ranks():
     argv = [
         "configs/llama_405b.toml",
         "--gpus",

@@ -81,7 +81,7 @@ def forced(name: str):
 
 
 def routing(name: str, cfg) -> Routing:
-    """What a run with this routing has recorded."""
+    """Return the record of a run with this routing."""
     p, of_sequences = cfg.parallelism, cfg.training.local_batch_size * cfg.training.seq_len
     # the tokens of a rank in a mixture
     rows = ROUTINGS[name](of_sequences // (p.context_parallel * p.tensor_parallel))
@@ -124,7 +124,7 @@ CASES = {  # name: (ranks, (routing, options) of each case)
 }
 
 
-# every dimension of these stands in another case
+# every dimension of these is in another case
 REPEATED = ("ep2xfsdp2", "ep4", "ep2xtp2")
 
 
@@ -156,8 +156,8 @@ BY_HOST = [EP4, "--parallelism.expert_exchange=hierarchical", "--training.local_
 
 
 def sizes_by_host(cfg) -> ep_hosts.Sizes:
-    """What rank 0 of two hosts of two ranks really sends and gets, if every rank routes its tokens
-    by ROUTINGS["uneven"]."""
+    """Return the sizes that rank 0 of two hosts of two ranks really sends and gets, if every rank
+    routes its tokens by ROUTINGS["uneven"]."""
     rows = unevenly(cfg.training.local_batch_size * cfg.training.seq_len)
     to_hosts = ep_hosts.reached(rows, 2, 8).sum(0).tolist()
     to_ranks = (2 * ep_hosts.reached(rows, 4, 4).sum(0)[:2]).tolist()
@@ -283,11 +283,11 @@ def test_counted_flops_are_those_of_active_parameters(options, ranks, recomputed
     cfg = config([*options, "--model.vocab_size=1032"], ranks)
     # a pipeline's plan starts processes itself
     run = counted if cfg.parallelism.pipeline_parallel > 1 else partial(apart, counted)
-    derived, in_step, beside, parameters = run([*options, "--model.vocab_size=1032"], ranks)
+    derived, in_step, extra, parameters = run([*options, "--model.vocab_size=1032"], ranks)
     family, args = train.architecture(cfg)
     assert parameters == family.parameters(args)
     assert in_step == pytest.approx(derived, rel=1e-9)
-    assert recomputed[0] <= beside / derived <= recomputed[1]
+    assert recomputed[0] <= extra / derived <= recomputed[1]
 
 
 def test_routings(tmp_path):
@@ -318,8 +318,8 @@ def test_routings(tmp_path):
 @pytest.mark.parametrize("groups, chosen", [(1, 1), (8, 4), (8, 8), (2, 1)])
 @pytest.mark.parametrize("places", [2, 8, 16])
 def test_tokens_reach_as_many_hosts_as_those_of_a_router(groups, chosen, places):
-    """Of a router with random scores. Negative control: what the formula says of a router that
-    chooses no groups."""
+    """Checked on a router with random scores. Negative control: the formula for a router without
+    groups."""
     args = SimpleNamespace(
         n_experts=256, experts_per_token=8, expert_groups=groups, groups_per_token=chosen
     )

@@ -41,8 +41,8 @@ def played(schedule: str, ranks: int, microbatches: int, head: float = 1.3) -> T
 
 
 def faults(sheet: Sheet, plan: Timeline) -> list[str]:
-    """Where the drawing is not the plan: a bar with other times or in another place, an action of a
-    window that is missing, microbatches that are neither drawn nor counted as left out."""
+    """List where the drawing differs from the plan: a bar with other times or in another place, an
+    action of a window that is missing, microbatches that are neither drawn nor counted as left out."""
     found = []
     drawn = set()
     for rank, actions in enumerate(plan):

@@ -288,8 +288,7 @@ def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
 
 
 def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
-    """Messages between stages have the size of the hidden states, whatever else is sent. A slow
-    fabric shows each message."""
+    """Messages between stages have the size of the hidden states. A slow fabric shows each message."""
     slow = load_device("h100").model_copy(
         update={"fabric_gb_per_s": 0.01, "fabric_latency_us": 0.0}
     )

@@ -74,7 +74,7 @@ CALLS = [
 
 
 def described(mode: FakeTensorMode, short: bool, func, args: tuple, kwargs: dict) -> list:
-    """What the results are, and which of them are views of an argument."""
+    """Describe the results, and which of them are views of an argument."""
     with mode:
         made = [part() if callable(part) else part for part in args]
         tensors = [part for part in made if isinstance(part, torch.Tensor)]

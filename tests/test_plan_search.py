@@ -84,7 +84,8 @@ class Space:
         return replace(self.inputs, device=device)
 
     def row(self, choice: Choice, inputs: PlanInputs) -> Candidate:
-        """What was traced, on a device with another memory: only whether it fits depends on that."""
+        """Return the traced row on a device with another memory: only whether it fits depends on
+        that."""
         row, _ = self.plain[choice]
         return replace(row, fits=row.needed <= inputs.device.memory_gib * GIB)
 
@@ -165,7 +166,7 @@ def test_the_search_finds_what_tracing_everything_finds(small):
 
 
 def test_the_search_traces_less(small):
-    """For the best alone, of 15 choices and a replica."""
+    """Searches for the best alone, of 15 choices and a replica."""
     small.searched(small.of_memory(100.0), 1)
     assert small.asked < 14
 
@@ -208,8 +209,8 @@ def one_by_one(function: Callable, calls: list[tuple]) -> list:
 
 
 def broken_bounds_of_ulysses() -> list[str]:
-    """Of two hosts that share each sequence. It is so long, and their link so slow, that all-to-alls
-    are a good part of the step."""
+    """Return the broken bounds of two hosts that share each sequence. It is so long, and their link
+    so slow, that all-to-alls are a good part of the step."""
     inputs = PlanInputs(2, 1, SLOW.model_copy(update={"fabric_gb_per_s": 0.1}))
     base = Choice(1, 1, "full", 1, "whole", context_parallel=2, method="ulysses")
     options = [*SMALL, "--training.global_batch_size=2", "--training.seq_len=8192"]
@@ -223,7 +224,7 @@ def test_no_plan_with_ulysses_is_below_its_bounds():
 
 
 def test_negative_control_all_to_alls_of_ulysses_that_are_counted_twice_are_seen(monkeypatch):
-    """As if compute waited for them as it waits for rows of experts."""
+    """Count them as if compute waited for them as it waits for rows of experts."""
 
     def of_every_dimension(playback: Playback) -> float:
         lines = playback.result.lines.items()
@@ -234,8 +235,8 @@ def test_negative_control_all_to_alls_of_ulysses_that_are_counted_twice_are_seen
 
 
 def wrong_fronts(space: Space) -> list[str]:
-    """Where the front of a search is not that of everything: a plan that is missing without being
-    named as unknown, or one that a plan of known figures beats."""
+    """List where the front of a search differs from that of an exhaustive one: a plan that is
+    missing without being named as unknown, or one that a plan of known figures beats."""
     wrong = []
     for gib in space.memories():
         inputs = space.of_memory(gib)

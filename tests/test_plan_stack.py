@@ -1,5 +1,5 @@
-"""What a plan assumes of stacks and devices: each formula, each option of the command line, and the
-table of published runs."""
+"""Assumptions of a plan about stacks and devices: each formula, each option of the command line,
+and the table of published runs."""
 
 import contextlib
 import io
@@ -51,7 +51,7 @@ def product(m: int, k: int, n: int) -> Op:
 
 
 def test_a_narrow_matmul_is_less_efficient():
-    """Its operands are moved beside its FLOPs, once."""
+    """Its operands are moved in addition to its FLOPs, once."""
     stack = Software(gemm_traffic=1)
     narrow = product(8192, 512, 512)
     wide = product(8192, 8192, 8192)
@@ -90,8 +90,8 @@ def test_fused_kernels_move_what_compiled_ones_do():
 
 
 def test_a_token_is_sent_once_to_a_host():
-    """Of 8 experts of a token over 4 hosts, 3.6 hosts are reached on average. Where the router
-    chooses them in 2 of 4 groups, each on a host, it is at most 2."""
+    """8 experts of a token over 4 hosts reach 3.6 hosts on average. Where the router chooses them
+    in 2 of 4 groups, each on a host, it is at most 2."""
     chosen = Chosen(256, 8)
     assert chosen.places(4) * 8 == pytest.approx(4 * (1 - 0.75**8))
     assert chosen.places(1) * 8 == 1
@@ -102,9 +102,9 @@ def test_a_token_is_sent_once_to_a_host():
     assert in_groups * 8 == pytest.approx(2 * (1 - 0.5**8)) and in_groups < outside
     numbers = {"experts_per_token": 8, "expert_groups": 4, "groups_per_token": 2, "dim": 5}
     assert Chosen.by(numbers) == Chosen(0, 8, 4, 2) and Chosen.by({}) == Chosen()
-    beside = Software(once_per_host=True, neighbouring_experts=True)
+    adjacent = Software(once_per_host=True, neighbouring_experts=True)
     # 4 experts on each of 64 ranks: those of a token are on 2 ranks of one host
-    assert beside.sent(64, 8, chosen) == (2 / 8, 1 / 8)
+    assert adjacent.sent(64, 8, chosen) == (2 / 8, 1 / 8)
     ring = Ring(32, 4)
     every = ring.seconds("all-to-all", 1 << 30, H100)
     fewer = ring.seconds("all-to-all", 1 << 30, H100, (inside, outside))
@@ -179,7 +179,7 @@ def test_masked_documents_are_planned_with_their_own_kernel(kernel, fast):
 
 
 def test_torchtitans_runs_are_planned_with_the_attention_they_were_calibrated_with(monkeypatch):
-    """As `published` does, which plans them by their stack."""
+    """`published` plans them by their stack."""
     device = H100.model_copy(update=published.TITANS_H100)
     monkeypatch.setattr(bench_plan, "make_plan", lambda cfg, inputs: machine(cfg, inputs).device)
     _, gpus, options, *_ = bench_plan.PUBLISHED[0]

@@ -1,9 +1,9 @@
-"""Preflight finds what is wrong, and names it: every fault is put into real ranks, and must stand
-on the page.
+"""Preflight finds faults and names them: every fault is put into real ranks, and must be on the
+page.
 
 Four forked ranks play two hosts, a (ranks 0, 1) and b (ranks 2, 3). They run the faults one after
-another, each a preflight of its own with a rank or two sabotaged; the tests then read the pages.
-What kills or hangs a rank has ranks of its own.
+another, each a separate preflight with a rank or two sabotaged; the tests then read the pages.
+Faults that kill or hang a rank have separate ranks.
 """
 
 import io
@@ -32,7 +32,7 @@ from configs.load import load_config
 from configs.schema import InputError
 from parallelisms.mesh import World
 from tests.hosts import hosts  # noqa: F401  a fixture
-from tests.ranks import NEIGHBOURS, run_ranks
+from tests.ranks import WORKERS, run_ranks
 from tests.runs import as_typed, environment
 from tools.plan.device import load_device
 from tools.preflight import __main__ as preflight
@@ -60,7 +60,8 @@ def environ(**names: str) -> Callable:
 
 
 def replaced(module: object, name: str, new: Callable) -> Callable:
-    """new: called with the function it stands in for, and then as that."""
+    """Replace a function by `new`, which is called with the original first, and then as the
+    original."""
     return lambda patch, place: patch.setattr(
         module, name, lambda *a, real=getattr(module, name), **k: new(real, *a, **k)
     )
@@ -442,7 +443,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def played(place: Path) -> list[dict[str, tuple[int, str]]]:
-    """What every rank returned for every fault."""
+    """Return the results of every rank for every fault."""
     return run_ranks(4, play_all, place, timeout=240)
 
 
@@ -474,7 +475,7 @@ def test_what_needs_a_failed_check_is_left_out_and_the_rest_goes_on(played):
 
 
 def play_badly(name: str, place: Path, how: Callable, only: str, timeout: int) -> tuple[int, str]:
-    """As `play`, of the healthy run, with rank 2 doing `how` instead of measuring `only`."""
+    """Run the healthy run like `play`, with rank 2 doing `how` instead of measuring `only`."""
     if dist.get_rank() == 2 and only == "ranks":
         return 0, ""
     check = preflight.CHECKS[only]
@@ -524,7 +525,7 @@ def lost(name: str, place: Path, timeout: int) -> None:
     results = run_ranks(4, play_badly, f"lost {name}", place, how, only, timeout, timeout=60)
     page = re.sub(r"\n {20}", " ", results[0][1])
     assert re.search(words, page), page
-    assert {results[rank][0] for rank in (0, 1, 3)} == {1}, "nobody waits for ever"
+    assert {results[rank][0] for rank in (0, 1, 3)} == {1}, "no rank waits for ever"
 
 
 @pytest.mark.cap(60)
@@ -643,8 +644,8 @@ def test_links_that_are_all_too_slow_have_no_median_but_the_table():
 
 
 def bandwidths(slow_link: tuple | None = None, slow_group: int = -1) -> list[dict]:
-    """Of 24 ranks, tp 8 within each host, dp_shard 3 between them. As if the first host and the
-    last had stages of pipelines, too."""
+    """Return the bandwidths of 24 ranks, tp 8 within each host, dp_shard 3 between them, as if the
+    first host and the last had stages of pipelines, too."""
     said = []
     for r in range(24):
         tp, dp = list(range(r // 8 * 8, r // 8 * 8 + 8)), [r % 8, r % 8 + 8, r % 8 + 16]
@@ -681,8 +682,7 @@ def test_the_slow_link_and_the_slow_group_are_named():
 
 
 def test_slow_links_between_stages_are_named():
-    """Of a pipeline there are links alone: one that is slow, or all of them against what is
-    expected."""
+    """A pipeline has links alone: one that is slow, or all of them against the expected rate."""
     [bad] = [
         row.detail
         for row in network.judge_bandwidth(host_of(24), bandwidths((3, 19)))
@@ -741,7 +741,7 @@ def test_bus_bandwidth_is_what_nccl_tests_call_so(monkeypatch):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5, 8])
 def test_no_rank_is_in_two_pairs_at_once(n):
-    """In each of the phases of `ring_links`, and every neighbour of the ring is measured once."""
+    """In each of the phases of `ring_links`, and every link of the ring is measured once."""
     pairs = [(i, (i + 1) % n) for i in range(n if n > 2 else 1)]
     phases = [[p for p in pairs if network.phase(p, n) == number] for number in range(3)]
     assert sorted(sum(phases, [])) == sorted(pairs)
@@ -775,8 +775,8 @@ def test_losses_that_differ_are_named():
 
 
 def test_a_checkpoint_is_as_large_as_the_run_writes_it(place):
-    """What preflight computes on meta is what a save has: weights, two moments, AdamW's step of
-    each, a generator."""
+    """The size that preflight computes on meta is that of a save: weights, two moments, AdamW's
+    step of each, a generator."""
     cfg = load_config(TINY)
     family, args = train.architecture(cfg)
     with torch.device("meta"):
@@ -798,7 +798,7 @@ def test_a_checkpoint_is_as_large_as_the_run_writes_it(place):
     ],
 )
 def test_checkpoints_that_must_have_room(options, kept):
-    """Of 16 steps with one every 5, so saves after 5, 10, 15, 16; and one that is being written."""
+    """Of 16 steps with one every 5: saves after 5, 10, 15, 16; and one that is being written."""
     assert machine.checkpoints_kept(load_config([*TINY, *options])) == kept
 
 
@@ -843,7 +843,7 @@ def test_hosts_compare_every_package_of_the_code(tmp_path, monkeypatch):
             tmp_path / (name if name == "train.py" else f"{name}/__init__.py"),
         )
         changed.write_bytes(changed.read_bytes() + b"# changed")
-        assert machine.files() != before, f"nobody compares {name}"
+        assert machine.files() != before, f"{name} is not compared"
 
 
 def test_secrets_of_the_environment_stay_there(monkeypatch):
@@ -984,7 +984,7 @@ def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
     assert "ranks" in said[2], said
     began = time.monotonic()
     os.kill(ranks_of(str(tmp_path))[1], signal.SIGKILL)
-    out, err = process.communicate(timeout=60 * NEIGHBOURS)
+    out, err = process.communicate(timeout=60 * WORKERS)
     assert time.monotonic() - began < 30
     # Rank 2 is missing too where the launcher's SIGTERM reaches it before its first answer.
     assert re.search(
@@ -1003,9 +1003,10 @@ def test_two_hosts(hosts, place, tmp_path):
     """Two network namespaces, two ranks in each; then with a cable of 20 Mbit/s, which --expect
     does not take for fast."""
     options = ["--preflight", *in_place(place), f"--run.folder={tmp_path}/runs/x"]
-    assert [
-        process.wait(90 * NEIGHBOURS) for process in hosts.start(options, tmp_path / "well")
-    ] == [0, 0]
+    assert [process.wait(90 * WORKERS) for process in hosts.start(options, tmp_path / "well")] == [
+        0,
+        0,
+    ]
     page = (tmp_path / "well-0").read_text()
     assert "4, 2 on each of 2 hosts" in page and "the hosts' clocks differ by" in page
     assert "links dp_shard between hosts: 2" in page
@@ -1013,7 +1014,7 @@ def test_two_hosts(hosts, place, tmp_path):
     hosts.limit("20mbit")
     try:
         slow = hosts.start([*options, "--only=bandwidth", "--expect=dp_shard:1"], tmp_path / "slow")
-        assert [process.wait(90 * NEIGHBOURS) for process in slow] == [1, 1]
+        assert [process.wait(90 * WORKERS) for process in slow] == [1, 1]
     finally:
         hosts.cable("down"), hosts.cable("up")
     assert "but --expect=dp_shard:1" in (tmp_path / "slow-0").read_text()

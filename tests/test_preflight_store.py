@@ -1,5 +1,5 @@
-"""The preflight of a run whose hosts share a store and no folder: four ranks on two hosts, each host in
-a folder of its own."""
+"""Preflight of a run whose hosts share a store and no folder: four ranks on two hosts, each host in
+its own folder."""
 
 import io
 import os
@@ -40,7 +40,7 @@ def another_store(patch: pytest.MonkeyPatch) -> None:
 
 
 def no_conditions(patch: pytest.MonkeyPatch) -> None:
-    """As a server that takes If-None-Match for nothing."""
+    """Serve like a server that ignores If-None-Match."""
     patch.setattr(Key, "create", lambda self, content, tries=None: Version("", None))
 
 

@@ -30,7 +30,7 @@ from data.prepare import prepare
 from data.prepared import SPLITS, Prepared, open_prepared, verify
 from data.tokens import Tokens
 from tests.conversations import conversations, write
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 
 ROOT = Path(__file__).parents[1]
 WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
@@ -180,7 +180,7 @@ def test_bad_sources_are_one_sentence(what: str, corpus: Path, tmp_path: Path) -
     with pytest.raises(InputError, match=sentence) as caught:
         prepare(data(corpus / path, tmp_path))
     assert "\n" not in str(caught.value)
-    # a vocabulary that cannot be trained would be a consequence, and the wrong thing to mend
+    # a vocabulary that cannot be trained would be a consequence, and the wrong thing to fix
     if what != "empty":
         with pytest.raises(InputError, match=sentence):
             prepare(data(corpus / path, tmp_path, tokenizer="bpe"))
@@ -257,7 +257,7 @@ def test_every_document_of_the_standard_library_survives(tmp_path: Path) -> None
     began, worked = time.perf_counter(), time.process_time()
     prepare(cfg)
     assert time.process_time() - worked < 0.5, "9 ms measured"
-    assert time.perf_counter() - began < 0.5 * NEIGHBOURS
+    assert time.perf_counter() - began < 0.5 * WORKERS
 
 
 def test_second_call_opens_what_the_first_made(corpus: Path, tmp_path: Path) -> None:
@@ -444,7 +444,8 @@ def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
-    """A limit on the size of a file stands for the disk: the same error path, from the same write."""
+    """A limit on the size of a file replaces the full disk: the same error path, from the same
+    write."""
     (corpus / "large.txt").write_text(words(0, 50_000))
     command = [
         sys.executable,
@@ -953,7 +954,7 @@ class Marker:
 def test_damaged_shards_are_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RELIABILITY W2 and X1: flipped, truncated, missing, empty, swapped, beyond the vocabulary,
+    """Damage of every kind: flipped, truncated, missing, empty, swapped, beyond the vocabulary,
     another tokenizer's, one too many, and a pickle in place of a shard, which is never executed."""
     monkeypatch.setattr("data.prepare.job.PART_BYTES", 10_000)
     write_rows(tmp_path / "a.jsonl")
@@ -974,7 +975,7 @@ def test_damaged_shards_are_refused_by_name(
         (folder / "manifest.json").write_text(json.dumps(manifest))
 
     def pickled(path: Path) -> None:
-        """As long as the original, so that its size does not betray it."""
+        """Return a file as long as the original, so that its size does not betray it."""
         data = pickle.dumps(Marker(tmp_path / "executed"))
         path.write_bytes(data + bytes(len(before[path.name]) - len(data)))
 

@@ -21,7 +21,7 @@ from data.prepare import cluster, prepare
 from data.prepare.job import PrepareJob
 from data.prepare.part import SplitWriter
 from data.prepare.workers import Processes, raise_error
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 from tests.runs import free_port
 from tests.s3 import Server
 from tests.stores import (
@@ -60,7 +60,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def until(condition: Callable[[], object], seconds: float, said: Callable[[], str]) -> object:
-    deadline = time.monotonic() + seconds * NEIGHBOURS
+    deadline = time.monotonic() + seconds * WORKERS
     while not (value := condition()):
         assert time.monotonic() < deadline, said()
         time.sleep(0.003)
@@ -83,7 +83,7 @@ def machines(running_store: Server) -> Iterator[object]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_memory_monitor_refresh_ms", "0")
         # Ray gives a machine up that has not answered five times: on a busy one, its own
-        patch.setenv("RAY_health_check_timeout_ms", str(10_000 * NEIGHBOURS))
+        patch.setenv("RAY_health_check_timeout_ms", str(10_000 * WORKERS))
         from ray.cluster_utils import Cluster
 
         small = {"include_dashboard": False, "object_store_memory": 80 * 2**20}
@@ -244,7 +244,7 @@ def test_a_store_is_all_that_machines_need_to_share(
             env={**os.environ, "RAY_ADDRESS": machines.address},
             capture_output=True,
             text=True,
-            timeout=120 * NEIGHBOURS,
+            timeout=120 * WORKERS,
         )
         outs.append((done.returncode, done.stdout + done.stderr))
     assert outs[0][0] == 0, outs[0][1]

@@ -1,4 +1,5 @@
-"""Published tokenizers, each opened as a person opens it, beside the library that defines its ids.
+"""Published tokenizers, each opened as a user opens it, compared with the library that defines its
+ids.
 
 `python -m tests.published` fetches the files; a test without them is skipped.
 """

@@ -1,4 +1,4 @@
-"""What grows with the number of ranks: messages of a step, process groups, sockets."""
+"""Costs that grow with the number of ranks: messages of a step, process groups, sockets."""
 
 import itertools
 import multiprocessing
@@ -197,7 +197,7 @@ def wait_for_ever(place: Path) -> None:
 
 
 def test_a_test_that_is_cut_short_leaves_no_rank_and_the_next_is_answered(tmp_path):
-    """As the cap of tests/conftest.py does: an exception in the middle of run_ranks."""
+    """The cap of tests/conftest.py does so: an exception in the middle of run_ranks."""
     seen = []
 
     def cut(signum, frame):
@@ -243,8 +243,8 @@ def groups_opened() -> Iterator[list[int]]:
 
 
 def first_steps(options: list[str], shared: bool = True) -> list[tuple[int, float]]:
-    """For models of 2 and of 5 layers: the number of groups that each opens, and the loss of its
-    first step."""
+    """Return for models of 2 and of 5 layers the number of groups that each opens, and the loss of
+    its first step."""
     seen, size = [], dist.get_world_size()
     if not shared:
         dp.shared_groups = nullcontext
@@ -330,8 +330,8 @@ def test_a_rank_has_no_socket_to_every_other(tmp_path):
 
 
 def logged(folder: Path) -> list[str]:
-    """What a rank has in its file that writes none: after 300 records, after an error, and after
-    one more record."""
+    """Return the log file of a rank that normally writes none: after 300 records, after an error,
+    and after one more record."""
     logger, path, seen = log.setup(folder, 7, writes=False), folder / "logs" / "rank-00007.log", []
     for i in range(300):
         logger.info(f"record {i}")
@@ -389,20 +389,20 @@ def test_launchers_tell_each_other_which_rank_is_behind(capfd):
     )
     launch.say_who_is_behind({0: 9, 1: 9}, None, 0)
     launch.say_who_is_behind({}, None, 0)
-    assert capfd.readouterr().err == "", "nobody is behind"
+    assert capfd.readouterr().err == "", "no rank is behind"
 
 
 # --------------------------------------------------------------------------------------------------
 # what is counted
 
-CONTROL = {  # phase -> how often rank 0 calls each collective, whatever the number of ranks
-    # hosts and earlier failures (sizes and objects), and 16 bytes of what must be alike
+CONTROL = {  # phase -> how often rank 0 calls each collective, for any number of ranks
+    # hosts and earlier failures (sizes and objects), and 16 bytes of what must be equal
     "start": {"all_gather": 5},
     # the count of tokens over both dimensions of HSDP, the loss with the flags, the norm
     "step": {"all_reduce": 4},
     "log": {"all_gather": 1},  # how long each rank worked alone
     # hashes of what the ranks would save
-    "first save, besides what each save costs": {"all_gather": 1},
+    "first save, on top of each save": {"all_gather": 1},
     # the size and hash of each rank's file, and whether a rank has failed
     "save": {"gather": 1, "all_reduce": 1},
     "resume": {"broadcast": 1, "all_reduce": 1},  # the manifest, and whether a rank has failed

@@ -1,14 +1,13 @@
-"""The commands in README.md, AGENTS.md and docs/*.md, run as they stand there, in a copy of the repository.
+"""The commands in README.md, AGENTS.md and docs/*.md, run literally, in a copy of the repository.
 
 A command may be shortened here (fewer steps, a smaller model), but nothing is added that would make
-an illegal one legal. Whoever adds a command to a document need not touch this file, unless the
-command takes a machine or a download that a test does not have: then NEEDS lists it with what it
-takes. Every `run_train.sh` command is checked as a configuration, for the number of processes it
-would have, wherever it can run.
+an illegal one legal. A new command in a document needs no change of this file, unless the command
+takes a machine or a download that a test does not have: then NEEDS lists it with what it takes.
+Every `run_train.sh` command is checked as a configuration, for the number of processes it would
+have, wherever it can run.
 
 A process that imports torch costs seconds before it does anything. So a shell runs one command of
-each kind (TYPED). Of the others it is forked processes that run the program, with the same
-arguments.
+each kind (TYPED). The others run the program in forked processes, with the same arguments.
 """
 
 import json
@@ -36,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 AGENTS = ROOT / "AGENTS.md"
 DOCUMENTS = [ROOT / "README.md", AGENTS, *sorted((ROOT / "docs").glob("*.md"))]
 
-# The commands on somebody's own model, which have a test of their own.
+# The commands on the user's own model, which have a separate test.
 OWN_MODEL = r"\bmodels/SmolLM2\b|\bruns/smol\b|\bsmol\.toml\b"
 # Rows: a pattern of commands that are not run here, and what they take. The first row that matches
 # counts.
@@ -44,7 +43,7 @@ NEEDS = (
     (r"^\./run_tests\.sh", "the time of this whole suite"),
     (r"^ruff ", "a tree that may change (tests/test_repo_files.py runs it)"),
     (r"^git apply ", "a tree that may change (tests/test_forking.py applies each diff to a copy)"),
-    (r"^tensorboard ", "somebody who stops it: it serves for ever"),
+    (r"^tensorboard ", "a user who stops it: it serves for ever"),
     (r"^(srun|sbatch) ", "Slurm (tests/test_launchers.py runs the real thing)"),
     (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
     (r"run_train\.sh .*configs/(?!\w*_debug(_lora)?\.)\w+\.toml", "GPUs and a corpus"),
@@ -94,7 +93,7 @@ NEEDS = (
     ),
 )
 
-# Rows: a pattern, the exit code (0 otherwise) and what must stand in the output of commands that it
+# Rows: a pattern, the exit code (0 otherwise) and what must be in the output of commands that it
 # matches.
 SAYS = (
     (r"^\./run_train\.sh$", 0, "loss 8."),
@@ -119,8 +118,7 @@ SAYS = (
 )
 
 # Patterns of commands that a shell runs: `run_train.sh` by itself, with its launcher, and without a
-# run; a tool by its module's name; one that forks ranks of its own; and whatever a shell has to
-# read.
+# run; a tool by its module's name; one that forks ranks itself; and all that a shell has to read.
 TYPED = (
     r"^\./run_train\.sh$",
     r"^NGPU=2 .*pipeline_parallel=2",
@@ -147,7 +145,7 @@ SMALLER = [
 
 
 def commands(document: Path) -> list[str]:
-    """What a person would type, from the document's blocks of bash, without remarks."""
+    """Return the commands of the document's blocks of bash, without remarks."""
     blocks = re.findall(
         r"```(?:bash|sh|shell)\n(.*?)```", document.read_text(encoding="utf-8"), re.S
     )
@@ -160,7 +158,7 @@ def commands(document: Path) -> list[str]:
 
 
 def need(command: str) -> str:
-    """What the command takes that a test does not have; empty if it can be run."""
+    """Return what the command takes that a test does not have; empty if it can be run."""
     return next((takes for pattern, takes in NEEDS if re.search(pattern, command)), "")
 
 
@@ -188,7 +186,7 @@ def shortened(command: str) -> str:
 
 FIRST = "./run_train.sh"  # the README's first command
 ALL = [(document, command) for document in DOCUMENTS for command in commands(document)]
-# no test runs anything else that stands in a document
+# no test runs any other command of a document
 RUNNABLE = re.compile(r"^((\w+=\S+) )*(\./run_train\.sh|python -m )")
 
 
@@ -278,7 +276,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def copy_of_repository(house: Path) -> Path:
-    """As an empty clone is."""
+    """Copy the repository as an empty clone."""
     for path in ROOT.iterdir():
         if (path / "__init__.py").exists() or path.name == "docs":
             shutil.copytree(path, house / path.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -288,8 +286,8 @@ def copy_of_repository(house: Path) -> Path:
 
 
 def type_in(house: Path, command: str) -> None:
-    """Run it as a person would, in a shell or in forked processes. What goes to the home folder
-    goes into the copy."""
+    """Run it as a user would, in a shell or in forked processes. Files for the home folder go into
+    the copy."""
     pattern, expected, words = next(
         (row for row in SAYS if re.search(row[0], command)), ("", 0, "")
     )
@@ -298,7 +296,7 @@ def type_in(house: Path, command: str) -> None:
     code, said = in_a_shell(house, line) if typed else in_forks(house, line)
     assert code == expected, (
         f"`{line}` ended with {code}\n{said}\n"
-        "Mend the command in the document, or list in NEEDS what it takes"
+        "Fix the command in the document, or list in NEEDS what it takes"
     )
     assert words in said, f"`{line}`:\n{said}\nwhich lacks {words!r}"
 
@@ -323,8 +321,8 @@ def in_a_shell(house: Path, line: str) -> tuple[int, str]:
 
 
 def in_forks(house: Path, line: str) -> tuple[int, str]:
-    """As in_a_shell: the program that the line names, with the same arguments, in as many forked
-    processes as it asks for."""
+    """Run like in_a_shell: the program that the line names, with the same arguments, in as many
+    forked processes as it asks for."""
     words = shlex.split(line)
     ranks = int(words.pop(0).removeprefix("NGPU=")) if words[0].startswith("NGPU=") else 1
     if words[:2] == ["python", "-m"]:

@@ -1,5 +1,5 @@
-"""Files as people bring them: JSON in every layout, damaged and padded archives, columns of every type,
-datasets without what is asked for. Each is read right, or is one sentence with file and line."""
+"""Files as users bring them: JSON in every layout, damaged and padded archives, columns of every
+type, datasets with missing parts. Each is read right, or is one sentence with file and line."""
 
 from __future__ import annotations
 
@@ -304,7 +304,8 @@ class Single(io.BytesIO):
 
 
 def readable_lines(packed: bytes, kind: str) -> int:
-    """How many whole lines come before the damage, found by the decompressor one byte at a time."""
+    """Return how many whole lines come before the damage, found by the decompressor one byte at a
+    time."""
     content = bytearray()
     if kind.endswith(".gz"):
         member = zlib.decompressobj(31)

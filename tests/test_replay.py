@@ -111,8 +111,8 @@ def wrong_mask(patch: Patch) -> str:
 
 
 class WrongOperator(TorchDispatchMode):
-    """One call of an operator gives a wrong number. It lies below what notes operators. A collective
-    that writes into its first argument sends a wrong number instead."""
+    """Make one call of an operator give a wrong number, below the mode that notes operators. A
+    collective that writes into its first argument sends a wrong number instead."""
 
     def __init__(self, name: str, call: int) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def wrong_product_of_backward(patch: Patch) -> str:
 
 
 def wrong_sum(patch: Patch) -> str:
-    """What rank 1 adds to a gradient is lost on the way to rank 0."""
+    """Lose what rank 1 adds to a gradient on the way to rank 0."""
     if world().rank == 1:
         of_operator(patch, "c10d::_reduce_scatter_base_", 2)
     return "backward   "
@@ -237,7 +237,7 @@ def skipped_microbatch(patch: Patch) -> str:
     return "microbatches   rank 0 ran 1 of 2 "
 
 
-COMPUTED = {  # fault -> what is asked
+COMPUTED = {  # fault -> the tool's arguments
     swapped_token: ["--against", "RUN"],
     wrong_mask: ["--against", "RUN"],
     one_rank: ["--mesh", "fsdp2"],
@@ -311,7 +311,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(
     arguments: list[str], capsys: pytest.CaptureFixture, fault: Callable | None = None
 ) -> tuple[int, str]:
-    """What the tool says. fault: of the first side alone."""
+    """Return the tool's output. fault: of the first side alone."""
     asked: list[steps.Recomputation] = []
 
     def compute(ranks: int, seconds: float, work: Callable, task: steps.Recomputation) -> list:
@@ -473,7 +473,7 @@ MESHES = [[], pytest.param(["--mesh=fsdp2"], marks=pytest.mark.exhaustive)]
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run of a whole model, and one of adapters beside it."""
+    """Run a whole model, and adapters on it."""
     place = tmp_path_factory.mktemp("adapters")
     options = [*tiny_run(place), "--training.steps=3", "--metrics.gradient_interval=1"]
     base, trained = place / "base", place / "trained"

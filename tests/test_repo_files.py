@@ -1,4 +1,4 @@
-"""What surrounds the code (workflow, hooks, image, citation) names its commands and versions."""
+"""Files around the code (workflow, hooks, image, citation) name its commands and versions."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import tomli
 import yaml
 
 from lab import reading
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,6 +131,6 @@ def test_the_types_of_the_reading_core_are_right():
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110 * NEIGHBOURS,
+        timeout=110 * WORKERS,
     )
     assert done.returncode == 0, done.stdout + done.stderr

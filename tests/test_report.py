@@ -90,7 +90,7 @@ class Page(HTMLParser):
         return dict(zip(row["steps"], row["mean"], strict=True))
 
     def titles(self) -> list[str]:
-        """Of the marks on the time line."""
+        """Return the titles of the marks on the time line."""
         return [a["title"] for tag, a in self.elements if "mark" in a.get("class", "").split()]
 
 

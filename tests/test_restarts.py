@@ -1,9 +1,9 @@
-"""Coming back without a scheduler: the launcher starts the ranks again, and the run is the one that
-nobody disturbed.
+"""Restart without a scheduler: the launcher starts the ranks again, and the run equals the
+undisturbed one.
 
-The ranks are processes of their own under tools.launch (tests/launched.py); faults are put into them
-by a script around train.py (lab/bench/faults.py, which measures what each costs): FAULT is "RANK
-WHAT STEP STARTS", or several with ";" between them.
+The ranks are separate processes under tools.launch (tests/launched.py); faults are put into them by
+a script around train.py (lab/bench/faults.py, which measures what each costs): FAULT is "RANK WHAT
+STEP STARTS", or several with ";" between them.
 """
 
 import itertools
@@ -19,7 +19,7 @@ import pytest
 from lab.bench.faults import WRAPPER
 from reliability.goodput import account, read
 from tests.launched import Launcher, ended, nothing_first
-from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
+from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import (
     STEPS,
     free_port,
@@ -87,7 +87,7 @@ def how_it_went(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.cap(400)
-def test_k6_s4_after_a_kill_a_freeze_and_a_hang_the_run_is_the_unbroken_one(options, tmp_path):
+def test_after_a_kill_a_freeze_and_a_hang_the_run_equals_the_uninterrupted_one(options, tmp_path):
     """... bitwise, and the launcher names the rank each time. Prints (-s) the seconds of stall,
     detection and restart, and the steps that were redone."""
     faults = f"{AFTER_5} 8 1; 1 SIGKILL 8 1; 1 SIGSTOP 9 2; {AFTER_10} 13 3; 1 hang 13 3"
@@ -152,7 +152,7 @@ def two(port: int, least: int = 2) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_two_nodes_restart_together(options, tmp_path):
-    """... whichever of them fails."""
+    """Either of them may fail first."""
     faults = "1 SIGKILL 8 1; 0 SIGKILL 9 2"
     flags = ["--max-restarts=2", *two(free_port())]
     codes, said = ended(nodes(options, tmp_path / "run", faults, *flags, each=1), 200)
@@ -177,7 +177,7 @@ def slow_to_hear() -> None:
 
 @pytest.mark.slow
 def test_two_nodes_stop_together_before_the_first_step(options, tmp_path):
-    """... although the node that was asked to stop tells so after the one that fails without it."""
+    """The node that was asked to stop reports so after the one that fails without it."""
     flags = ["--max-restarts=1", *two(free_port())]
     fault = "1 SIGTERM 1 9"
     launchers = nodes(options, tmp_path / "run", fault, *flags, each=1, prepare=slow_to_hear)
@@ -208,14 +208,14 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     nothing here must be done in time."""
     folder, returned = tmp_path / "run", tmp_path / "returned"
     lone, pair = folder / "lone", folder / "pair"  # what rank 0 waits for
-    flags = ["--max-restarts=2", "--last-call=2", f"--join-timeout={120 * NEIGHBOURS}"]
+    flags = ["--max-restarts=2", "--last-call=2", f"--join-timeout={120 * WORKERS}"]
     flags += two(free_port(), least=1)
     fault = "0 hold:lone 8 1; 0 hold:pair 13 2; 0 SIGKILL 13 2"
     prepare = partial(patient, returned)
     first, second = nodes(options, folder, fault, *flags, each=1, prepare=prepare)
 
     def until(true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 90 * NEIGHBOURS
+        deadline = time.monotonic() + 90 * WORKERS
         while not true():
             assert time.monotonic() < deadline and first.poll() is None, ended([first], 0)
             time.sleep(0.05)
@@ -299,7 +299,7 @@ verify.write_manifest = slow
 
 @pytest.mark.slow
 @pytest.mark.cap(200)
-def test_s3_a_save_that_takes_longer_than_the_grace_leaves_the_one_before(options, tmp_path):
+def test_a_save_that_takes_longer_than_the_grace_leaves_the_previous_checkpoint(options, tmp_path):
     (place(options) / "slow.py").write_text(SLOW_SAVES + WRAPPER)
     flags = ("--shutdown-timeout=2", "--max-restarts=2")
     fault = f"{AFTER_5} 8 1; 1 launcher:SIGTERM 8 1"

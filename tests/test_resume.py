@@ -1,4 +1,4 @@
-"""Exact resume: a run that was stopped and started again is the run that nobody stopped.
+"""Exact resume: a run that was stopped and started again equals the uninterrupted run.
 
 On the same mesh bitwise, with a model that draws random numbers; on another to rounding, the same
 samples in the same order. One function compares; mistakes that resumes have made elsewhere are put
@@ -25,8 +25,7 @@ STOPPED, STEPS = 4, 12  # the step that a stopped run has saved, and the last on
 
 
 def differences(want: Path, got: Path, tolerance: float) -> dict[str, int]:
-    """What is not the same in the steps after STOPPED of two runs -> the first step where it is
-    not.
+    """Compare the steps after STOPPED of two runs: what differs -> the first step where it does.
 
     tolerance: of the losses, absolute, and of the gradient norms, relative; 0 is bitwise, as floats
     are written so that they read back exactly. Samples and learning rates are always compared
@@ -124,8 +123,8 @@ def resumed(
         pytest.param("2x2", 0, marks=pytest.mark.torture),
     ],
 )
-def test_r1_on_the_same_mesh_every_later_step_is_bitwise_the_same(mesh, workers, made, tmp_path):
-    """R1, with dropout: the generators of each rank are part of a checkpoint."""
+def test_resumed_on_the_same_mesh_every_later_step_is_bitwise_equal(mesh, workers, made, tmp_path):
+    """With dropout: the generators of each rank are part of a checkpoint."""
     stopped, whole = made(mesh, STOPPED, dropout), made(mesh, None, dropout)
     again = resumed(made, stopped, tmp_path, mesh, dropout, more=(f"--data.workers={workers}",))
     assert differences(whole, again, 0.0) == {}
@@ -141,7 +140,7 @@ def check_pair(made: Callable, source: str, target: str, place: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), FAST)
-def test_r2_on_another_mesh_the_loss_is_the_same_and_no_sample_is_lost(
+def test_resumed_on_another_mesh_the_loss_is_equal_and_no_sample_is_lost(
     source, target, made, tmp_path
 ):
     check_pair(made, source, target, tmp_path / "again")
@@ -162,7 +161,7 @@ SOURCES = {
 @pytest.mark.torture
 @pytest.mark.cap(400)
 @pytest.mark.parametrize("target", SOURCES)
-def test_r2_from_other_meshes(target, made, tmp_path):
+def test_resumed_from_other_meshes_the_loss_is_equal(target, made, tmp_path):
     for source in SOURCES[target]:
         check_pair(made, source, target, tmp_path / source)
 
@@ -170,13 +169,13 @@ def test_r2_from_other_meshes(target, made, tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.cap(400)
 @pytest.mark.parametrize("target", MESHES)
-def test_r2_from_every_mesh_to_every_mesh(target, made, tmp_path):
+def test_resumed_from_every_mesh_on_every_mesh_the_loss_is_equal(target, made, tmp_path):
     """All 36 pairs, six in a test."""
     for source in MESHES:
         check_pair(made, source, target, tmp_path / source)
 
 
-# R3: mistakes put back
+# Mistakes put back
 
 
 def optimizer_dropped() -> None:
@@ -219,7 +218,7 @@ BUGS = {  # mistake: what must be seen of it, and in which step after the resume
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
-def test_r3_every_mistake_is_seen(bug, made, tmp_path):
+def test_negative_control_every_resume_mistake_is_seen(bug, made, tmp_path):
     stopped, whole = made("2x1", STOPPED, dropout), made("2x1", None, dropout)
     more = ()
     if bug is older_shard:

@@ -1,5 +1,5 @@
-"""What a run writes about itself: each of its starts, how it ended, where the seconds went; and
-that no secret is in it."""
+"""Records that a run writes about itself: each of its starts, how it ended, where the seconds went;
+and that no secret is in it."""
 
 import contextlib
 import io
@@ -33,7 +33,7 @@ SAVED = ["--checkpoint.async_save=false", "--metrics.interval=7"]
 
 
 def dies_at(step: int, options: list[str], folder: Path) -> None:
-    """A process of its own that is killed with -9 when it begins `step` (of this start)."""
+    """Start a separate process that is killed with -9 when it begins `step` (of this start)."""
     process = fork_server.start(_dies_at, step, options, folder)
     try:
         process.join()
@@ -326,7 +326,7 @@ def test_no_secret_is_written(tmp_path, monkeypatch):
     assert "https://***@host/corpus" in (start / "given.toml").read_text()
     assert "https://***@host/x?token=***" in json.loads((start / "end.json").read_text())["reason"]
     assert "***" in (start / "config.toml").read_text(), (
-        "the value of a variable that is called a key is one, wherever it stands"
+        "the value of a variable that is called a key is one, anywhere"
     )
 
 
@@ -449,7 +449,7 @@ def test_a_lap_is_of_one_kind_and_the_kinds_sum_to_the_time(tmp_path, monkeypatc
 
 
 def laps_after_the_batches(options: list[str], folder: Path) -> list[str]:
-    """The kinds of the laps after the workers of the batches have ended."""
+    """Return the kinds of the laps after the workers of the batches have ended."""
     seen: list[str] = []
     lap, close = Clock.lap, data.loader.PreparedBatches.close
 
@@ -510,7 +510,7 @@ def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
     else:
         copy = CheckpointManager._copy
         CheckpointManager._copy = lambda self, *arguments: time.sleep(0.3) or copy(self, *arguments)
-    if where == "nobody asks":
+    if where == "no query":
         CheckpointManager.stall = lambda self: 0.0
     assert run(options, folder)[0] == 0
     return account(read(folder)).seconds
@@ -519,11 +519,11 @@ def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
 @pytest.mark.slow
 def test_a_wait_of_the_optimizer_for_a_save_is_a_stall_and_no_work(tmp_path):
     options, seconds = tiny_run(tmp_path), {}
-    for where in ("save", "nobody asks", "data"):
+    for where in ("save", "no query", "data"):
         (tmp_path / where).mkdir()
         (seconds[where],) = run_ranks(1, stalls, where, options, tmp_path / where)
     assert seconds["save"]["save"] >= 4 * 0.2
-    assert seconds["nobody asks"]["productive"] >= 3 * 0.2, "the control: they are booked as work"
+    assert seconds["no query"]["productive"] >= 3 * 0.2, "the control: they are booked as work"
     assert seconds["data"]["data"] >= 15 * 0.05
 
 
@@ -616,7 +616,7 @@ def test_failures_at_one_step_are_counted_across_meshes_but_not_across_options(t
 
 
 def dies_in_training(folder: Path, number: signal.Signals) -> int:
-    """Rank 1, in a process of its own."""
+    """Run rank 1, in a separate process."""
     (folder / "logs").mkdir(exist_ok=True)
     child = os.fork()
     if not child:
@@ -656,7 +656,7 @@ def test_a_crash_loop_is_one_step_that_fails_for_one_cause(
     folder = tmp_path / "run"
     kills = [7]
     monkeypatch.setattr(causes, "memory_kills", lambda: kills[0])
-    monkeypatch.setattr(goodput, "_process_age", lambda: 0.0)  # each start is a process of its own
+    monkeypatch.setattr(goodput, "_process_age", lambda: 0.0)  # each start is a separate process
 
     def begin() -> record.Start:
         return record.Start(folder, 0, [], tmp_path / "given.toml", {}, "[run]\n", {})

@@ -61,7 +61,7 @@ def test_every_table_is_complete_and_never_stands_still(ranks):
         )
         if ranks > 1:
             assert bool(by_kind[BACKWARD_INPUT]) == SCHEDULES[name].splits_backward
-        # nobody waits for a gradient of tokens
+        # no stage waits for a gradient of tokens
         assert 0 not in {stage for stage, _ in by_kind[BACKWARD_INPUT]}
         assert all(
             rank_of[a.stage] == rank for rank, of_rank in enumerate(actions) for a in of_rank
@@ -91,7 +91,7 @@ def test_placement():
     assert placement("zbv", 3) == placement("dualpipe_v", 3) == [0, 1, 2, 2, 1, 0]
 
 
-def test_1f1b_is_the_table_of_the_paper():
+def test_schedule_1f1b_is_the_table_of_the_paper():
     """Figure 4 of arXiv:2104.04473: rank r begins with p - r forwards, then one backward follows
     one forward."""
     for rank, actions in enumerate(table("1f1b", 4, 1, 8)):
@@ -104,8 +104,8 @@ def test_1f1b_is_the_table_of_the_paper():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_bubbles_are_those_that_were_published(ranks):
-    """In ticks beside the work: v stages on a rank, of which a forward takes 1 tick and a whole
-    backward 2."""
+    """Counted in ticks on top of the work: v stages on a rank, of which a forward takes 1 tick and
+    a whole backward 2."""
     for microbatches in (2 * ranks, 5 * ranks):
         for name, stages, ticks_published in (
             # arXiv:2104.04473, section 2.2.1: (p - 1) / m of the work
@@ -156,9 +156,9 @@ def test_activations_held_are_those_of_the_papers(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_transfers_can_be_started_in_one_order_by_all_ranks(ranks):
-    """As the runtime does it on NCCL: where a rank's next action needs a result, everything that
-    comes before that in the list has been started, and a rank starts a send only after it has made
-    what it sends."""
+    """The runtime does so on NCCL: where a rank's next action needs a result, everything that comes
+    before that in the list has been started, and a rank starts a send only after it has made its
+    contents."""
     for name, stages, microbatches in cases(ranks, 7):
         rank_of = placement(name, ranks, stages)
         actions = table(name, ranks, stages, microbatches)
@@ -188,7 +188,7 @@ def test_negative_controls_a_wrong_table_is_seen():
     assert most_held(late[0]) == 4 != most_held(table("1f1b", 2, 1, 4)[0])
 
 
-def test_p2p_seconds_and_unequal_stages():
+def test_seconds_of_p2p_and_unequal_stages():
     """Two ranks, one microbatch: nothing overlaps, so all times add up."""
     played = timeline(
         table("1f1b", 2, 1, 1), [0, 1], lambda a: 3.0 if a.stage else 1.0, lambda *_: 0.25

@@ -1,8 +1,8 @@
-"""The scripts and the launcher, run for real in processes of their own: exit codes, signals,
-deaths, environments.
+"""Scripts and launcher, run for real in separate processes: exit codes, signals, deaths,
+environments.
 
-train.py is stood in for by a script of a few lines, so that what is tested is how it is started and
-how it ends.
+A script of a few lines replaces train.py, so that the tests cover how it is started and how it
+ends.
 """
 
 import json
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 from tests.runs import environment, free_port
 from tools.launch.__main__ import _named as named
 from tools.launch.__main__ import listen
@@ -81,7 +81,7 @@ def run(
         text=True,
         capture_output=True,
         stdin=subprocess.DEVNULL,
-        timeout=90 * NEIGHBOURS,
+        timeout=90 * WORKERS,
     )
 
 
@@ -114,7 +114,7 @@ class Started:
 
 
 def is_alive(pid: int, within_seconds: float = 0) -> bool:
-    """Whether the process is still there after that time; a zombie is not."""
+    """Return True if the process still exists after that time; a zombie does not count."""
     deadline = time.monotonic() + within_seconds
     while True:
         try:
@@ -137,8 +137,8 @@ def stand_in(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """A copy of the scripts and of what they need, with the stand-in as train.py and one test file
-    of its own."""
+    """Return a copy of the scripts and their dependencies, with the replacement as train.py and one
+    test file."""
     for name in ("run_train.sh", "run_tests.sh", "pyproject.toml", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     # so that the environment of these tests will do
@@ -226,7 +226,7 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(
 
 
 def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
-    """The terminal is closed: SIGHUP. Nobody wants the ranks of a run under nohup to end with it."""
+    """The terminal is closed: SIGHUP. The ranks of a run under nohup must not end with it."""
     line = shlex.join(str(word) for word in (*LAUNCH, "--nproc-per-node=2", stand_in, "wait"))
     started = Started("bash", "-c", f"trap '' HUP; exec {line}", ranks=2)
     started.process.send_signal(signal.SIGHUP)

@@ -56,7 +56,7 @@ def waiting(folder: Path, options: list[str], until: Path) -> tuple[int, str]:
 
 
 def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds * ranks.NEIGHBOURS
+    deadline = time.monotonic() + seconds * ranks.WORKERS
     while not happened():
         assert time.monotonic() < deadline, "it does not come"
         time.sleep(0.02)
@@ -173,7 +173,7 @@ def test_a_position_that_another_process_opens_stays_mapped(other, code, tmp_pat
         wait_for(until.with_suffix(".ready").exists)
         fork_server.call(other, path)
         until.touch()
-        process.join(30 * ranks.NEIGHBOURS)
+        process.join(30 * ranks.WORKERS)
         assert process.exitcode == code
     finally:
         fork_server.end(process)
@@ -199,7 +199,7 @@ def test_a_start_without_a_step_changes_nothing_that_a_reader_sees(alone, tmp_pa
 
 
 def without_folder(folder: Path, options: list[str]) -> tuple[int, str]:
-    """A run whose folder somebody removes in its 7th step."""
+    """Start a run whose folder is removed in its 7th step."""
     real = train.train_step
     calls = []
 
@@ -282,7 +282,7 @@ def test_a_run_that_slept_through_another_one_sees_it(tmp_path, monkeypatch):
     monkeypatch.setattr(lease, "BEAT", 1000)
     path = tmp_path / ".lease"
     mine = lease.Lease(path)
-    lease.Lease(path).release()  # in one process locks exclude nobody
+    lease.Lease(path).release()  # within one process locks exclude no one
     with pytest.raises(lease.Lost, match="taken over"):
         mine.check()
     mine.release()

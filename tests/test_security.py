@@ -1,5 +1,5 @@
-"""What docs/security.md promises about a run on one node: nobody outside can reach it, and it gives
-no secret away.
+"""Promises of docs/security.md about a run on one node: it cannot be reached from outside, and it
+gives no secret away.
 
 One real run of two ranks by run_train.sh, in an environment full of canaries, under a careless
 umask.
@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 from tests.runs import as_typed, environment, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,13 +81,13 @@ def a_run(
         process = subprocess.Popen(
             ["sh", "-c", 'umask 000; exec "$@"', "_", *command], env=here, stdout=file, stderr=file
         )
-    found, deadline = set(), time.monotonic() + 60 * NEIGHBOURS
+    found, deadline = set(), time.monotonic() + 60 * WORKERS
     while not list((place / "run" / "checkpoints").glob("step-*")):
         assert process.poll() is None and time.monotonic() < deadline, (place / "said").read_text()
         found |= listening(descendants(process.pid))
         time.sleep(0.1)
     process.terminate()
-    assert process.wait(60 * NEIGHBOURS) == 75, (place / "said").read_text()
+    assert process.wait(60 * WORKERS) == 75, (place / "said").read_text()
     return place, (place / "said").read_text(), found
 
 

@@ -25,7 +25,7 @@ import train
 from checkpoint import state
 from reliability import health, stop
 from tests.launched import Launcher, ended
-from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
+from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import MESHES, ends, run, samples, series, tiny_run
 from training import validate
 
@@ -34,7 +34,8 @@ STEPS, TWO = 12, MESHES["fsdp2"][1]
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> list[str]:
-    """A tiny run, and the run that nobody stops in folder `whole` beside its corpus."""
+    """Return the options of a tiny run; the uninterrupted run is in folder `whole` next to its
+    corpus."""
     place = tmp_path_factory.mktemp("run")
     made = [
         *tiny_run(place),
@@ -137,7 +138,7 @@ def while_an_old_checkpoint_is_removed() -> None:
 
     shutil.rmtree = once(shutil.rmtree, signalled, 1)
     if dist.get_rank() == 0:  # the one that removes
-        train.train_step = once(train.train_step, lambda: removing.wait(60 * NEIGHBOURS), 10)
+        train.train_step = once(train.train_step, lambda: removing.wait(60 * WORKERS), 10)
 
 
 # where, and how many steps the run may have done; a removal begins when all ranks know that the
@@ -169,8 +170,8 @@ def start(
         for w in WINDOWS
     ],
 )
-def test_s1_a_signal_stops_the_run_wherever_it_comes(window, options, tmp_path):
-    """S1: at most one step later it is saved, and what is resumed is bitwise the run that nobody
+def test_a_signal_stops_the_run_at_any_point_with_a_checkpoint(window, options, tmp_path):
+    """At most one step later it is saved, and what is resumed is bitwise the run that nobody
     stopped."""
     assert ends(2, tmp_path / "ranks", start, tmp_path, options, window) == [75, 75]
     steps = WINDOWS[window]
@@ -211,7 +212,7 @@ def stopped_in_step_6(
     ],
     ids=["one rank only", "each twice, as under Slurm", "SIGINT", "SIGUSR1 to one"],
 )
-def test_s2_all_ranks_stop_at_the_same_step(number, only, times, options, tmp_path):
+def test_all_ranks_stop_at_the_same_step(number, only, times, options, tmp_path):
     if number != signal.SIGTERM or only is None:
         options = [*options, "--validation.interval=0"]
     assert run_ranks(2, stopped_in_step_6, tmp_path, options, number, only, times) == [(75, "")] * 2
@@ -229,7 +230,7 @@ def each_for_itself(folder: Path, options: list[str]) -> tuple[int, str]:
 
 
 @pytest.mark.torture
-def test_s2_ranks_that_do_not_ask_each_other_do_not(options, tmp_path):
+def test_negative_control_ranks_that_do_not_agree_stop_at_different_steps(options, tmp_path):
     """The negative control."""
     given = [*options, step_timeout(2)]
     assert ends(2, tmp_path / "ranks", each_for_itself, tmp_path, given, seconds=20) != [75, 75]
@@ -320,9 +321,10 @@ def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
     third one."""
     assert ends(2, tmp_path / "a", limited, tmp_path, options, 0.0006, 0.0) == [75, 75]
     assert not list(tmp_path.glob("checkpoints/step-*"))
-    assert ends(
-        2, tmp_path / "b", limited, tmp_path, options, 4.0 * NEIGHBOURS, 4.0 * NEIGHBOURS
-    ) == [75, 75]
+    assert ends(2, tmp_path / "b", limited, tmp_path, options, 4.0 * WORKERS, 4.0 * WORKERS) == [
+        75,
+        75,
+    ]
     assert max(series(tmp_path)) == 3
     assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
     assert series(tmp_path) == series(whole(options))
@@ -348,8 +350,8 @@ def hung(folder: Path, options: list[str], how: str, watched: bool = True) -> tu
 
 
 @pytest.mark.parametrize("how", ["loop", pytest.param("holds the GIL", marks=pytest.mark.torture)])
-def test_n6_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
-    """N6: it dies of its watchdog, and the one that waited for it of the collective; both leave the
+def test_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
+    """It dies of its watchdog, and the one that waited for it of the collective; both leave the
     stacks of all threads."""
     codes = ends(2, tmp_path / "ranks", hung, tmp_path, [*options, step_timeout(1)], how)
     assert codes[1] == -signal.SIGALRM and codes[0] in (1, -signal.SIGALRM), codes
@@ -369,7 +371,7 @@ def limits_of_a_run(folder: Path, options: list[str]) -> list[float]:
     return limits
 
 
-def test_n6_a_batch_has_its_own_seconds_besides_those_of_the_step(options, tmp_path):
+def test_a_batch_has_its_own_time_limit_on_top_of_the_steps(options, tmp_path):
     limits = [
         "--run.init_timeout_seconds=900",
         "--run.step_timeout_seconds=500",
@@ -404,13 +406,13 @@ def dumping(folder: Path, seconds: float, by_faulthandler: bool = False) -> bool
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="starts threads by the C library")
-def test_n6_stacks_are_written_while_threads_come_and_go(tmp_path):
+def test_stacks_are_written_while_threads_start_and_end(tmp_path):
     assert run_ranks(1, dumping, tmp_path, 2.0) == [True]
 
 
 @pytest.mark.torture
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="a race in CPython 3.11")
-def test_n6_which_kills_faulthandler(tmp_path):
+def test_negative_control_faulthandler_dies_while_threads_start_and_end(tmp_path):
     """The negative control. The race needs two processors at once: in one of eight tries on two that
     six busy processes shared it did not occur in 20 s, and never on one."""
     try:
@@ -422,7 +424,7 @@ def test_n6_which_kills_faulthandler(tmp_path):
 
 
 @pytest.mark.torture
-def test_n6_without_the_watchdog_it_hangs_on(options, tmp_path):
+def test_negative_control_without_the_watchdog_the_rank_keeps_hanging(options, tmp_path):
     """The negative control."""
     given = [*options, step_timeout(1)]
     assert ends(2, tmp_path / "ranks", hung, tmp_path, given, "loop", False, seconds=10) == [
@@ -446,7 +448,7 @@ sys.exit(train.main())
 
 
 @pytest.mark.torture
-def test_n6_the_launcher_names_the_rank_that_hung(options, tmp_path):
+def test_the_launcher_names_the_rank_that_hung(options, tmp_path):
     """... although the other one failed before it, of the wait."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3)]
@@ -479,24 +481,31 @@ def step(job, batch, *options, count=[0]):
 train.train_step = step
 dist.distributed_c10d._set_pg_timeout = lambda limit, group: real_limit(limit + timedelta(seconds=60), group)
 Watchdog.GRACE = 4 if train.meshes.world().rank else 2
-if "--forget" in sys.argv:
+if "--uncounted" in sys.argv:
     train.meshes.ProgressCounter.advance = lambda self, by=1: None
-sys.exit(train.main([word for word in sys.argv[1:] if word != "--forget"]))
+sys.exit(train.main([word for word in sys.argv[1:] if word != "--uncounted"]))
 """
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("forgets", [False, True], ids=["counted", "not counted, the control"])
-def test_n6_the_rank_that_hung_is_named_where_all_wait_as_nccl_does(forgets, options, tmp_path):
+@pytest.mark.parametrize("uncounted", [False, True], ids=["counted", "not counted, the control"])
+def test_the_rank_that_hung_is_named_where_the_waiting_ranks_die_as_with_nccl(
+    uncounted, options, tmp_path
+):
     """NCCL throws a minute after its limit, so the rank that waits dies of its own watchdog too:
     here it is even the first. But it has begun one collective more than the one that hangs."""
     (tmp_path / "wrapper.py").write_text(PATIENT)
-    given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3), *["--forget"] * forgets]
+    given = [
+        f"--run.folder={tmp_path / 'run'}",
+        *options,
+        step_timeout(3),
+        *["--uncounted"] * uncounted,
+    ]
     words = ["--nproc-per-node=2", tmp_path / "wrapper.py", *given]
     (code,), errors = ended([Launcher(words, tmp_path / "said")], 100)
     said = [line for line in errors.splitlines() if line.startswith("launch: rank")]
     assert code == 128 + signal.SIGALRM, errors
-    if forgets:
+    if uncounted:
         assert "launch: rank 0 on" in said[0] and not any("is behind" in line for line in said), (
             said
         )
@@ -530,7 +539,7 @@ def paused(folder: Path, options: list[str], seconds: float) -> tuple[int, str]:
 
 
 @pytest.mark.torture
-def test_s4_a_rank_that_is_frozen_for_three_seconds_changes_nothing(options, tmp_path):
+def test_a_rank_that_is_frozen_for_three_seconds_changes_nothing(options, tmp_path):
     assert run_ranks(2, paused, tmp_path, options, 3.0) == [(0, "")] * 2
     assert series(tmp_path) == series(whole(options))
     assert not list(tmp_path.glob("logs/*.stacks"))

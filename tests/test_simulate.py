@@ -48,8 +48,8 @@ def run(simulator, tmp_path):
 
 
 def waits_in_steps(outcome: Outcome) -> set[str]:
-    """Where training steps made the host wait, but for the event of the numbers that are read late
-    (training/microbatches.py::to_host_async)."""
+    """Return where training steps made the host wait, except for the event of the numbers that are
+    read late (training/microbatches.py::to_host_async)."""
     found = set()
     for record in outcome.records:
         for inside, why, where, _ in record["waits"]:
@@ -349,7 +349,7 @@ ALIKE_ON_THE_CPU = (
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> list[str]:
-    """The options of a corpus of its own."""
+    """Return the options of a separate corpus."""
     return [
         o
         for o in tiny_run(tmp_path_factory.mktemp("corpus"))
@@ -613,7 +613,7 @@ def test_a_run_that_is_interrupted_leaves_the_next_one_alone(simulator, tmp_path
 COMPILES = {"compiled", "documents_compiled"}  # a simulation has no code that inductor makes
 COARSER = {"control"}  # TF32 is a property of a GPU's matmuls
 RECORDS = {"recorded"}  # and no CUDA graphs
-STARTS = {"error"}  # starts processes of its own; test_a_rank_that_raises_ends_with_its_error
+STARTS = {"error"}  # starts its own processes; test_a_rank_that_raises_ends_with_its_error
 
 
 @pytest.mark.cap(200)
@@ -698,7 +698,7 @@ def test_a_rank_that_sleeps_in_backward_is_named(run, tmp_path):
     assert verdict.culprits == [1], verdict
     said = (
         "rank 1 .*: backward of layers.0, microbatch 1 of step 2, at tests/simulated.py:.*, waits "
-        "for nobody .*; 1 waits in its "
+        "for no rank .*; 1 waits in its "
     )
     assert re.match(said, verdict.lines[0]), verdict.lines
 

@@ -1,5 +1,5 @@
 """A processor without AVX512-BF16 and AMX multiplies bfloat16 a hundred times slower than float32:
-what computes on a CPU asks first, and a run that asks for it all the same is told."""
+the CPU paths check for it, and a run that asks for bfloat16 all the same gets a warning."""
 
 import os
 
@@ -33,7 +33,7 @@ def test_the_environment_of_onednn_counts(environment, fast, monkeypatch):
 
 
 def slow() -> dict[str, object]:
-    """What is chosen, and what is said, where oneDNN may use AVX2 alone, as on many laptops."""
+    """Return the choice and the message where oneDNN may use AVX2 alone, as on many laptops."""
     os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
     cfg = load_config([*SMALL_MODEL, MUON, "--training.param_dtype=auto"])
     job = train.build(cfg)

@@ -1,5 +1,5 @@
-"""A trained model that somebody else published, SmolLM2-135M-Instruct: its texts are transformers',
-it goes in and out unchanged, it trains alike on every mesh, and README's five commands work on it."""
+"""A published trained model, SmolLM2-135M-Instruct: its texts are transformers', it is imported and
+exported unchanged, it trains to equal numbers on every mesh, and README's five commands work on it."""
 
 import json
 import shutil

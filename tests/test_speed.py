@@ -1,5 +1,5 @@
-"""What makes a step fast does not change its numbers, and a step does no more work than it did:
-operators and bytes are counted, which no busy machine can disturb. Times stand in
+"""Optimisations of a step do not change its numbers, and a step does no more work than it did:
+operators and bytes are counted, which no busy machine can disturb. Times are in
 docs/performance.md; no test asserts one."""
 
 import ctypes
@@ -65,7 +65,7 @@ def steps(options: list[str], count: int, microbatches: int = 2) -> tuple[list[f
 
 
 def fsdp2(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """What `keep_master_weights` stands in for."""
+    """Return the part of FSDP2 that `keep_master_weights` replaces."""
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -188,7 +188,7 @@ def test_a_weight_is_its_parameter_whenever_the_model_does_not_run():
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_several_forwards_may_come_before_their_backwards(checkpointing):
-    """As in a pipeline. The gradients are those of one after the other."""
+    """A pipeline does so. The gradients are those of one after the other."""
     model, _ = small_with_masters()
     blocks.checkpoint_blocks(model, ActivationCheckpoint(mode=checkpointing))
     batches = [TOKENS, TOKENS.flip(1), TOKENS.roll(3)]
@@ -391,7 +391,7 @@ def test_float32_products_are_of_float32(shape, precision, tmp_path):
     not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library has no mallopt"
 )
 def test_a_tensor_takes_the_memory_that_another_gave_back():
-    """In a process of its own: a fork's heap is full of its parent's holes."""
+    """In a separate process: a fork's heap is full of its parent's holes."""
     command, here = (
         [sys.executable, "-c", PAGES],
         {"PYTHONPATH": str(DEBUG.parent.parent), "OMP_NUM_THREADS": "1"},

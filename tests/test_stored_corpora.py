@@ -1,5 +1,5 @@
-"""Text in an object store is read as from a disk: the same batches, bitwise, on every mesh and after
-a resume, whatever the store does meanwhile.
+"""Text in an object store is read as from a disk: the same batches, bitwise, on every mesh and
+after a resume, even if the store fails meanwhile.
 
 The store is tests/s3.py, a real server in another process.
 """
@@ -54,7 +54,7 @@ HURRY = (  # no test waits as long as a run does
     (objects, "RETRIES", 5),
     (objects, "BACKOFF", 0.02),
     (objects, "PAUSE", 0.05),
-    (objects, "SOON_SECONDS", 2.0 * ranks.NEIGHBOURS),
+    (objects, "SOON_SECONDS", 2.0 * ranks.WORKERS),
     (blocks, "BLOCK", 1 << 9),  # so that a small corpus has many
     (text, "FIRST", 1 << 9),
     (text, "LARGEST", 1 << 11),
@@ -202,7 +202,7 @@ def test_what_is_fetched_is_what_is_read_and_once(uploaded, store, tmp_path):
     cfg = config(URL, tmp_path / "cache", "--validation.interval=0")
     read(cfg, 3, 1)
     log = [key for _, key, wanted in store.status()["log"] if wanted and key.endswith(".bin")]
-    # what was asked for ahead too: BLOCKS_AHEAD are more than the corpus has
+    # including requests ahead: BLOCKS_AHEAD are more than the corpus has
     shards = {name: len(store.object(AT + name)) for name in os.listdir(uploaded) if "bin" in name}
     assert 0 < len(log) <= sum(-(-size // blocks.BLOCK) for size in shards.values())
     read(cfg, 0, 100)
@@ -227,7 +227,7 @@ def test_the_cache_is_bounded_and_its_damage_is_noticed(uploaded, store, tmp_pat
         content[at] ^= 4
     local.write_bytes(content)
     assert same(read(config(URL, cache), 0, 40), wanted)
-    assert local.read_bytes() != content  # it was written anew
+    assert local.read_bytes() != content  # it was written again
     assert same(read(config(URL, cache, more), 0, 40), wanted)
     assert local.stat().st_size <= slots * blocks.BLOCK
 
@@ -249,7 +249,7 @@ def test_later_steps_are_asked_for_while_the_first_is_used(uploaded, store, tmp_
     rows = corpora.training_batches(corpora.order({}), mesh(), 300)
     stream_of = loader(rows, 0, 200, cfg.data)
     next(stream_of)
-    deadline = time.monotonic() + 20 * ranks.NEIGHBOURS
+    deadline = time.monotonic() + 20 * ranks.WORKERS
     wanted = -(-len(store.object(AT + "train-00000.bin")) // blocks.BLOCK)
     while True:
         fetched = {row[2] for row in store.status()["log"] if row[1].endswith("train-00000.bin")}
@@ -270,7 +270,7 @@ def test_workers_open_the_store_themselves(uploaded, tmp_path, monkeypatch):
 
 
 def forked(url: str) -> str:
-    """What a process says that was forked from one that uses stores."""
+    """Return the output of a process that was forked from one that uses stores."""
     places.key_of(url).exists()
     pipe = os.pipe()
     if not os.fork():
@@ -345,7 +345,7 @@ FAULTS = {
     "truncated": {"rate": 0.2},
     "flipped": {"rate": 0.2},
     "stale": {},
-    "stall": {"rate": 0.1, "seconds": 2.2 * ranks.NEIGHBOURS, "count": 3},
+    "stall": {"rate": 0.1, "seconds": 2.2 * ranks.WORKERS, "count": 3},
 }
 
 

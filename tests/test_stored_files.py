@@ -1,5 +1,5 @@
-"""A tokenizer, a chat template and the file of a task may lie in a store: they are those of a disk,
-and a host fetches a tokenizer once."""
+"""A tokenizer, a chat template and the file of a task may be in a store: they equal those of a
+disk, and a host fetches a tokenizer once."""
 
 import json
 from pathlib import Path
@@ -121,8 +121,8 @@ def test_it_is_that_of_the_disk_with_what_lies_beside_it(folder, store, tmp_path
 
 
 def test_one_that_is_replaced_is_another_one(folder, store, tmp_path):
-    """Also if it has the same size, and with what lies beside it. Negative control: what is not
-    replaced is not fetched again."""
+    """Also if it has the same size, and with the files next to it. Negative control: a file that is
+    not replaced is not fetched again."""
     cache = str(tmp_path / "new" / "cache")
     first = kept.tokenizer(URL, cache)
     for change in "tokenizer.json", "tokenizer_config.json":

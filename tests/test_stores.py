@@ -1,4 +1,4 @@
-"""Checkpoints in an object store keep the promises of a disk, whatever the store does meanwhile.
+"""Checkpoints in an object store keep the promises of a disk, even if the store fails meanwhile.
 
 The store is tests/s3.py, a real server in another process. A state is filled with the number of its
 step, as in tests/test_checkpoint.py.
@@ -66,7 +66,7 @@ HURRY = (  # no test waits as long as a run does
     (objects, "RETRIES", 5),
     (objects, "BACKOFF", 0.02),
     (objects, "PAUSE", 0.05),
-    (objects, "REQUEST_SECONDS", 2.0 * ranks.NEIGHBOURS),
+    (objects, "REQUEST_SECONDS", 2.0 * ranks.WORKERS),
     (lease, "BEAT", 0.3),
     (lease, "PATIENCE", 1.5),
 )
@@ -163,7 +163,7 @@ def _times_of_a_save(folder: Path) -> list[float]:
 
 
 def test_an_upload_takes_bounded_memory(store):
-    """Of 96 MiB, sent as views of one block, no more than some parts are ever held."""
+    """Of 96 MiB, sent as views of one block, only a few parts are held at once."""
     grown = run_ranks(1, there, _memory_of_an_upload, 96 << 20)[0]
     assert grown < 8 * CHUNK, f"{grown / 2**20:.0f} MiB"
     assert len(store.object(AT + "large")) == 96 << 20
@@ -174,7 +174,7 @@ CHUNK = 4 << 20
 
 
 def _memory_of_an_upload(size: int) -> int:
-    """How many bytes more this process has needed at most."""
+    """Return the additional peak memory of this process in bytes."""
     objects.CHUNK = CHUNK
     block = memoryview(bytearray(4 << 20))
     key = location(URL + "/large")
@@ -216,7 +216,7 @@ def begun(place: Path) -> list[int]:
 
 @pytest.mark.parametrize("trial", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_killed_while_saving_loses_at_most_that_save(trial, store, tmp_path):
-    """And what it left is removed by the next start. Another run's files beside it stay."""
+    """Its remains are removed by the next start. Another run's files next to it stay."""
     other = "runs/b/step-00000003/01234567-1/rank-00000.safetensors"
     mine = AT + "step-00000007/0badcafe-1/rank-00000.safetensors"
     for key in (other, mine, AT + "notes.txt"):
@@ -247,7 +247,7 @@ def killed(place: Path, victim: int, saves: int, seconds: float) -> int:
         for rank in range(2)
     ]
     try:
-        deadline = time.monotonic() + 60 * ranks.NEIGHBOURS
+        deadline = time.monotonic() + 60 * ranks.WORKERS
         while len(set(begun(place))) < saves:
             assert time.monotonic() < deadline, "the ranks do not save"
             time.sleep(0.01)
@@ -304,8 +304,8 @@ def test_a_second_run_is_refused_and_a_released_prefix_is_not(store, tmp_path):
 
 
 def test_an_owner_that_may_be_alive_is_not_dead(monkeypatch):
-    """Taken over at once is the prefix of a process of this machine that has ended. One of another
-    user may not be asked, and a number that is none names nobody."""
+    """A prefix is taken over at once if its owner was a process of this machine that has ended. A
+    process of another user cannot be probed, and an invalid number names no process."""
     owner = {"where": lease._where(), "pid": os.getpid()}
     assert not lease._is_dead(owner)
     assert not lease._is_dead(owner | {"pid": "x"}) and not lease._is_dead(owner | {"pid": 1 << 80})
@@ -330,7 +330,7 @@ def test_a_killed_process_whose_parent_has_not_asked_yet_is_dead():
         owner = {"where": lease._where(), "pid": process.pid}
         assert not lease._is_dead(owner)
         process.kill()
-        deadline = time.monotonic() + 30 * ranks.NEIGHBOURS
+        deadline = time.monotonic() + 30 * ranks.WORKERS
         while not lease._is_dead(owner):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -382,7 +382,7 @@ def test_a_beat_whose_answer_is_lost_is_not_the_last(store):
     while store.status()["counts"].get("lost", 0) < 3:
         time.sleep(0.02)
     before = store.object(AT + ".lease")
-    deadline = time.monotonic() + 20 * lease.BEAT * ranks.NEIGHBOURS
+    deadline = time.monotonic() + 20 * lease.BEAT * ranks.WORKERS
     while store.object(AT + ".lease") == before:
         assert time.monotonic() < deadline, "the lease looks dead"
         time.sleep(0.02)
@@ -541,7 +541,7 @@ FAULTS = {
     "stale": {},
     "stall": {
         "rate": 0.1,
-        "seconds": 2.2 * ranks.NEIGHBOURS,
+        "seconds": 2.2 * ranks.WORKERS,
         "count": 4,
     },  # longer than a request may take
     "lost": {"rate": 0.15},
@@ -662,7 +662,7 @@ def test_an_upload_whose_last_answer_is_lost_is_sent_again(store, monkeypatch):
 
 
 def test_control_without_the_comparison_a_lost_answer_fails_the_save(store, tmp_path):
-    """What the comparison is for, and that the fault is the one that is meant."""
+    """Shows the purpose of the comparison, and that the fault is the intended one."""
     lost = {"kind": "lost", "key": MANIFEST, "methods": ["PUT"], "count": 1}
     store.rules(lost)
     assert run_ranks(1, there, _saves_all_it_can, tmp_path, [1]) == [[]]
@@ -686,8 +686,8 @@ def _saves_without_looking(folder: Path, steps: list[int]) -> None:
 
 @pytest.mark.parametrize("key", [MANIFEST, "safetensors", ".lease", ""])
 def test_a_conflict_is_no_answer(key, store, tmp_path):
-    """409 is S3's word for two requests that meet: nothing is there, so the put is sent again. One that
-    never ends is said as what it is, and is nobody's checkpoint."""
+    """409 is S3's word for two requests that meet: nothing was written, so the put is sent again.
+    One that never ends is reported as such, and publishes no checkpoint."""
     store.rules({"kind": "conflict", "key": key, "rate": 0.6, "count": 40})
     (words,) = run_ranks(1, there, _saves_all_it_can, tmp_path, [1, 2, 3])
     assert words == [] and store.status()["counts"]["conflict"] > 2
@@ -709,7 +709,8 @@ def test_a_conflict_that_stays_is_said_and_what_is_there_decides(store):
 
 
 def test_a_checkpoint_whose_manifest_is_there_is_published(store, tmp_path):
-    """Whatever becomes of the lease: it is no failure, and retention removes it in its turn."""
+    """A later failure of the lease is no failure of the save, and retention removes the checkpoint
+    in its turn."""
     words = run_ranks(1, there, _saves_beside_a_lease_that_fails, store.port, tmp_path)[0]
     assert all("is published, but the lease does not name it yet" in line for line in words)
     assert len(words) == 3
@@ -739,7 +740,7 @@ def _saves_beside_a_lease_that_fails(port: int, folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_whose_answers_were_all_lost_is_found_at_the_next_save(store, tmp_path):
-    """Nobody knows then whether it is there: the save has failed, and what is there is kept count of."""
+    """Its state is unknown then: the save has failed, and the files are accounted for."""
     words = run_ranks(1, there, _saves_without_an_answer, store.port, tmp_path)[0]
     assert "step 1 could not be written" in words[0] and "step-00000001 is published" in words[1]
     assert verify.read_manifest(location(URL) / "step-00000002")["parent"] == "step-00000001"
@@ -960,7 +961,8 @@ def test_no_manifest_leads_out_of_its_folder(store):
 
 
 def apart(options: list[str], place: Path, run_number: int) -> tuple[int, str]:
-    """A rank on a host of its own: it shares no folder with the other one, nor with the run before."""
+    """Run a rank on a separate host: it shares no folder with the other one, nor with the run
+    before."""
     host = place / f"host-{os.environ['RANK']}-{run_number}"
     (host / "run").mkdir(parents=True)
     os.chdir(host)
@@ -969,7 +971,7 @@ def apart(options: list[str], place: Path, run_number: int) -> tuple[int, str]:
 
 
 def test_hosts_that_share_no_folder_train_and_resume(store, tmp_path):
-    """As pods of Kubernetes without a shared volume, which come back on other machines."""
+    """Pods of Kubernetes without a shared volume are like this, and come back on other machines."""
     options = [*tiny_run(tmp_path), "--lr_schedule.kind=constant"]
     there_too = f"--checkpoint.store={URL}"
     disk = tmp_path / "disk"

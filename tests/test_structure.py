@@ -173,8 +173,8 @@ def test_models_import_torch_and_models_alone():
 
 
 def test_no_test_file_imports_another_one():
-    """What several files share stands in a file of its own (tests/runs.py, ranks.py,
-    checkpoints.py, ...)."""
+    """Shared parts of several files have their own file (tests/runs.py, ranks.py, checkpoints.py,
+    ...)."""
     for path in sorted((ROOT / "tests").glob("*.py")):
         tests = {name for name in imports(path) if name.startswith("tests.test_")}
         assert not tests, f"tests/{path.name} imports {tests}"
@@ -220,7 +220,7 @@ def test_every_program_knows_how_threads_wait_before_it_loads_torch():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP shows what it has read")
 def test_a_tool_has_the_settings_of_threads():
-    """As OpenMP itself says when it is loaded."""
+    """The settings are those that OpenMP itself prints when it is loaded."""
     done = subprocess.run(
         [sys.executable, "-m", "tools.evaluate", "--help"],
         cwd=ROOT,

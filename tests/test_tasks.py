@@ -395,7 +395,7 @@ CONTEXTS = (
 
 @pytest.mark.parametrize("name", ["llama2", "gemma3", "llama3_1", "qwen3", "deepseek_v3"])
 def test_a_published_tokenizer_encodes_contexts_and_choices_as_in_the_harness(name):
-    """What it puts before a text, its spaces in front of words, added tokens in a text."""
+    """Including its prefix tokens, its spaces in front of words, and added tokens in a text."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     import transformers
 
@@ -418,7 +418,7 @@ def test_a_published_tokenizer_encodes_contexts_and_choices_as_in_the_harness(na
             else:
                 scored = harness.tok_encode(continuation, add_special_tokens=False)
                 want = ([harness.prefix_token_id], scored)
-            if not want[0]:  # nothing stands before: see docs/evaluation.md
+            if not want[0]:  # no text precedes: see docs/evaluation.md
                 want = ([harness.prefix_token_id], want[1])
             assert tasks.encode_pair(ours, context, continuation) == want, (context, continuation)
 

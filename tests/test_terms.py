@@ -1,5 +1,5 @@
-"""Auxiliary terms: what a block or the loss reports beside the loss is trained on and logged as the
-same number on every mesh, however the forward is run."""
+"""Auxiliary terms: a number that a block or the loss reports in addition to the loss is trained on
+and logged with the same value on every mesh, however the forward is run."""
 
 import json
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def oracle() -> dict:
 
 
 def on_mesh(mesh: str, options: list[str], change: Callable | None = None) -> dict:
-    """What all ranks have seen together; each must have logged the same."""
+    """Join the findings of all ranks; each must have logged the same."""
     ranks, more, dp_size = (MESHES | CONTEXT_MESHES)[mesh]
     results = run_ranks(ranks, seen_of, [*options, *more], dp_size, change)
     assert all(result["terms"] == results[0]["terms"] for result in results)
@@ -88,8 +88,8 @@ def on_mesh(mesh: str, options: list[str], change: Callable | None = None) -> di
 
 
 def differences(seen: dict, oracle: dict) -> list[str]:
-    """What differs by more than rounding: of the first step the loss, the norm and gradients, of
-    both the loss and the terms."""
+    """List differences above rounding: of the first step the loss, the norm and gradients, of both
+    the loss and the terms."""
     pairs = {"norm": (seen["norm"][0], oracle["norm"][0])}
     for step, losses in enumerate(zip(seen["loss"], oracle["loss"], strict=True)):
         pairs[f"loss {step}"] = losses
@@ -212,7 +212,7 @@ def test_terms_under_what_else_a_forward_goes_through(mesh, more, numbers):
 
 
 def test_a_stage_without_experts_and_one_with_them_report_together():
-    """The first layer of DeepSeek is dense, and is a stage of its own here."""
+    """The first layer of DeepSeek is dense, and is a separate stage here."""
     numbers = [*DEEPSEEK, *ON, "--run.seed=1"]
     stages = ["--parallelism.pipeline_layers=[1,2]", TWO_MICROBATCHES, FULL]
     seen = on_mesh("pp2", [*numbers, *stages])

@@ -1,4 +1,4 @@
-"""Bits per byte count the bytes of the documents, whatever a tokenizer makes of them."""
+"""Bits per byte count the bytes of the documents, for every tokenizer."""
 
 import json
 import math
@@ -66,7 +66,7 @@ def test_a_split_without_the_table_is_named(tmp_path):
 
 
 def test_a_run_reports_bits_per_byte_of_the_text(tmp_path):
-    """With a Metaspace, whose first token stands for a space that is not there."""
+    """Tokenized with a Metaspace, whose first token is a space that is not in the text."""
     options = tiny_run(tmp_path)
     path = written(byte_fallback, tmp_path)
     more = [f"--data.tokenizer={path}", "--training.steps=3", "--validation.interval=3"]
@@ -75,6 +75,6 @@ def test_a_run_reports_bits_per_byte_of_the_text(tmp_path):
     assert code == 0, said
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     last = [row for row in map(json.loads, lines) if "validation_bits_per_byte" in row][-1]
-    # digits, letters and spaces without a token of their own: each byte is one
+    # digits, letters and spaces without a token: each byte is one
     bits = last["validation_loss"] / math.log(2)
     assert bits < last["validation_bits_per_byte"] < bits * 1.2

@@ -63,7 +63,7 @@ def write_ranks(path: Path, ranks: list[bytes]) -> Path:
 
 @pytest.fixture(scope="module")
 def llama3_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As many ranks as Llama 3's file."""
+    """Write as many ranks as Llama 3's file."""
     return write_ranks(tmp_path_factory.mktemp("llama3") / "tokenizer.model", made_up(128_000))
 
 
@@ -256,8 +256,8 @@ def as_theirs(tok: tokenizer.Tokenizer, change: object = None) -> dict:
 
 
 def gpt2(document: dict) -> None:
-    """As GPT-2's own: the pattern is ByteLevel's, no look-up of whole pieces, the special token in
-    the vocabulary too."""
+    """Return a tokenizer like GPT-2's: the pattern is ByteLevel's, no look-up of whole pieces, the
+    special token in the vocabulary too."""
     document["pre_tokenizer"] = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -269,7 +269,8 @@ def gpt2(document: dict) -> None:
 
 
 def special_first(document: dict) -> None:
-    """As `tokenizers` trains them, and GPT-NeoX's: the special tokens have the first ids."""
+    """Return a tokenizer as `tokenizers` trains them, like GPT-NeoX's: the special tokens have the
+    first ids."""
     document["model"]["vocab"] = {word: id + 2 for word, id in document["model"]["vocab"].items()}
     document["model"]["vocab"] |= {"<|endoftext|>": 0, "<|padding|>": 1}
     document["added_tokens"][0]["id"] = 0
@@ -287,7 +288,7 @@ def ids_shuffled(document: dict) -> None:
 
 
 def never_made(document: dict) -> None:
-    """A token that no merge makes and nobody looks up."""
+    """Return a token that no merge makes and no look-up finds."""
     document["model"].update(ignore_merges=False)
     looked_up(document)
 
@@ -436,7 +437,7 @@ def think(document: dict) -> None:
 
 
 def lacks_bytes(document: dict) -> None:
-    """As SmolLM2's: letters of no text that it was trained on are in no token."""
+    """Return a tokenizer like SmolLM2's: letters that its training text lacks are in no token."""
     for byte in (0x00, 0xE2, 0xF0):
         del document["model"]["vocab"][tokenizer.letters_of_bytes()[byte]]
     document["model"]["vocab"]["<|endoftext|>"] = 1199

@@ -316,7 +316,7 @@ def test_the_type_of_adamw_s_averages(name, dtype, tmp_path, capsys):
 
 
 def test_another_model_of_that_name_has_its_own_numbers(tmp_path, capsys):
-    """In the JSON stands the model itself, so a fork's numbers are seen."""
+    """The JSON contains the model itself, so a fork's numbers are seen."""
     model = copy.deepcopy(MODEL)
     model["layers"] = model["layers"][:5]
     model["layers"][0]["feed_forward"]["w2"] = linear(12288, 4096)

@@ -65,7 +65,7 @@ from tests.checkpoints import (
 )
 from tests.launched import Launcher
 from tests.launched import ended as launchers_ended
-from tests.ranks import NEIGHBOURS, run_ranks, step_timeout
+from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import ROOT, as_typed, run, series, stopped_at, tiny_run
 from tools import convert, generate
 
@@ -173,7 +173,7 @@ def check_whole(folder: Path, expected: Callable[[int, int], float]) -> tuple[in
 
 @pytest.mark.parametrize("async_save", [True, False])
 @short_and_long("trials", [4], [16], [50])
-def test_k1_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, tmp_path):
+def test_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, tmp_path):
     """One folder, many deaths: each trial resumes what the one before left, lease and half-written
     folder included."""
     folder, options, least = tmp_path / "c", {"async_save": async_save, "keep_last": 2}, 1
@@ -191,7 +191,7 @@ def test_k1_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_sav
 
 
 @short_and_long("trials", [3], [16], [50])
-def test_k2_a_step_saved_again_is_old_or_new_and_never_both(trials, tmp_path):
+def test_a_step_saved_again_is_old_or_new_and_never_a_mixture(trials, tmp_path):
     """Going back to step 1, whose future was saved already, and killed while saving that again with
     other values."""
     run_ranks(2, save_all, tmp_path / "first" / "checkpoints", [1, 2, 3])
@@ -261,8 +261,8 @@ def arm(point: str, die: Callable[[], None]) -> None:
 
 
 def die_at(place: Path, folder: Path, point: str, victim: int) -> None:
-    """Resume from step 2 and save step 3; the victim dies at the point, of its own or, where only
-    rank 0 gets there, of rank 0's hand."""
+    """Resume from step 2 and save step 3; the victim dies at the point, by itself or, where only
+    rank 0 gets there, by rank 0's signal."""
     job = build()
     checkpoints = open_manager(job, folder, keep_last=2)
     pids = [None, None]
@@ -297,7 +297,7 @@ def two_saved(tmp_path_factory) -> Path:
 
 
 @short_and_long("point", SHORT, [point for point in POINTS if point not in SHORT])
-def test_k3_killed_at_every_point_of_a_save(point, two_saved, tmp_path):
+def test_a_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(point, two_saved, tmp_path):
     for victim in (0,) if point in REMOVAL else (0, 1):
         folder = copy_of(two_saved, tmp_path / f"copy{victim}")
         killed_run(tmp_path / f"trial{victim}", victim, None, die_at, folder, point, victim)
@@ -345,7 +345,7 @@ def test_control_saving_in_place_is_caught(two_saved, tmp_path):
 
 
 @short_and_long("trials", [2], [4], [10])
-def test_k4_killed_while_loading_changes_no_byte(trials, saved, tmp_path):
+def test_a_kill_while_loading_changes_no_byte(trials, saved, tmp_path):
     def contents(folder: Path) -> dict[str, str]:
         files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lease"]
         return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
@@ -391,9 +391,9 @@ def trained(folder: Path) -> list[list[int]]:
 
 @pytest.mark.torture
 @pytest.mark.cap(400)
-def test_k6_a_job_killed_three_times_and_started_again_is_the_unbroken_one(tmp_path):
-    """Processes of their own under the launcher, started again by a loop, as a cluster requeues a
-    job. The short form is in tests/test_train.py."""
+def test_a_job_killed_three_times_equals_the_uninterrupted_one(tmp_path):
+    """Separate processes under the launcher, started again by a loop, as a cluster requeues a job.
+    The short form is in tests/test_train.py."""
     steps, interval, rng = 30, 10, random.Random(6)
     options = [
         *tiny_run(tmp_path),
@@ -420,7 +420,7 @@ def test_k6_a_job_killed_three_times_and_started_again_is_the_unbroken_one(tmp_p
             if kill_at:
                 wait_until(
                     lambda: len(trained(broken)) >= wanted,
-                    90 * NEIGHBOURS,
+                    90 * WORKERS,
                     "the job does not train",
                 )
                 os.kill(int((broken / f"pid-{rng.randrange(2)}").read_text()), signal.SIGKILL)
@@ -451,9 +451,8 @@ def test_k6_a_job_killed_three_times_and_started_again_is_the_unbroken_one(tmp_p
 
 
 class PowerCut:
-    """Remembers what a power cut would leave: of a file the bytes, and of a folder the names, that
-    it had when it was last synced. Whatever was never synced is lost. It is deaf to the sync of
-    number `deaf_to`."""
+    """Disk state after a power cut: of a file the bytes, and of a folder the names, that it had
+    when it was last synced. Unsynced data is lost. Ignores the sync of number `deaf_to`."""
 
     def __init__(self, deaf_to: int | None):
         # inode -> bytes, or name -> inode
@@ -556,7 +555,7 @@ def fails_then_works(
         job.mesh.any_rank(False)
         assert polls <= 1  # steps between the end of the save and its being told
         after.append((checkpoints.failures, sorted(p.name for p in folder.iterdir()), words))
-        job.mesh.any_rank(False)  # nobody goes on before all have looked
+        job.mesh.any_rank(False)  # no rank continues before all have looked
     checkpoints.close()
     return after
 
@@ -602,7 +601,7 @@ D1_PAIRS = [
 
 
 @short_and_long("cases", [[D1[9], D1[16]]], [D1_PAIRS], [D1])
-def test_d1_a_full_disk_is_never_a_success(cases, tmp_path):
+def test_a_save_to_a_full_disk_never_counts_as_a_success(cases, tmp_path):
     for i, (place, rank, async_save, options) in enumerate(cases):
         sabotage = partial(full_disk, place, rank)
         results = run_ranks(2, fails_then_works, tmp_path / str(i), sabotage, async_save, *options)
@@ -626,7 +625,7 @@ def file_size_limit(size: int):
     [[300, 8192, 65_536, 320_000]],
     [[300, 4096, 8192, 10_000, 30_000, 65_536, 100_000, 200_000, 300_000, 320_000]],
 )
-def test_d2_files_that_cannot_grow(sizes, tmp_path):
+def test_a_save_over_the_file_size_limit_fails_cleanly(sizes, tmp_path):
     for size in sizes:
         results = run_ranks(
             2, fails_then_works, tmp_path / str(size), partial(file_size_limit, size), True
@@ -716,7 +715,7 @@ def trains_while_it_saves(folder: Path, seconds: float) -> tuple[list[float], li
 
 
 @short_and_long("seconds", [0.3], [5.0])
-def test_d10_training_goes_on_while_slow_files_are_written(seconds, tmp_path):
+def test_training_continues_while_slow_files_are_written(seconds, tmp_path):
     for quiet, during, waited in run_ranks(2, trains_while_it_saves, tmp_path, seconds):
         assert len(during) >= 2 and sum(during) > 2 * seconds  # steps while one save was written
         assert waited > seconds  # and two were never in flight at once
@@ -731,8 +730,8 @@ def test_d10_training_goes_on_while_slow_files_are_written(seconds, tmp_path):
 
 
 def stopped_while_removing(options: list[str], folder: Path, seconds: float) -> tuple[int, float]:
-    """The exit code of a run that is asked to stop while rank 0 takes `seconds` to remove an old
-    checkpoint, and how long the run took after that."""
+    """Return the exit code of a run that is asked to stop while rank 0 takes `seconds` to remove an
+    old checkpoint, and how long the run took after that."""
     began, rmtree = [], shutil.rmtree
 
     def slow_rmtree(path: Path, **how: object) -> None:
@@ -756,7 +755,7 @@ def test_no_rank_waits_for_the_removal_of_old_checkpoints(tmp_path):
         "--checkpoint.keep_last=1",
         step_timeout(3),
     ]
-    removal = 8 * NEIGHBOURS
+    removal = 8 * WORKERS
     results = run_ranks(2, stopped_while_removing, options, tmp_path, removal)
     assert [code for code, _ in results] == [75, 75]
     assert results[0][1] < removal, "the run waited for the removal"
@@ -807,7 +806,7 @@ def resumes_late(folder: Path, blind: list[int]) -> tuple[int, list[float], list
 
 
 @pytest.mark.parametrize("blind", [[0], [1], [0, 1]])
-def test_d10_ranks_that_see_a_checkpoint_late_agree_and_write_none_again(blind, saved, tmp_path):
+def test_ranks_that_see_a_checkpoint_late_agree_and_write_none_again(blind, saved, tmp_path):
     """Rank 0 chooses among what it sees. What it did not see is not overwritten; what another rank
     cannot open is damaged for all, and a new attempt begins."""
     folder = copy_of(saved, tmp_path)
@@ -834,7 +833,7 @@ def run_with_temporary(place: Path, options: list[str], folder: Path) -> tuple[i
 
 
 @short_and_long("launched", [False], [True])
-def test_d11_without_a_folder_for_temporary_files(launched, tmp_path):
+def test_a_run_without_a_folder_for_temporary_files(launched, tmp_path):
     """TMPDIR is a place where nothing can be made: a run, and the launcher, do without and leave
     nothing behind."""
     (tmp_path / "file").write_text("")
@@ -866,8 +865,8 @@ def test_d11_without_a_folder_for_temporary_files(launched, tmp_path):
 
 
 def silent_flips(folder: Path, name: str, n: int, seed: int) -> int:
-    """How many of n random bit flips in a file `verify` does not see, although they change what
-    would be loaded."""
+    """Return how many of n random bit flips in a file `verify` does not see, although they change
+    the loaded values."""
     original, step = (folder / name).read_bytes(), folder
     sound, rng, silent = json.loads((folder / "manifest.json").read_bytes()), random.Random(seed), 0
     for _ in range(n):
@@ -886,7 +885,7 @@ def silent_flips(folder: Path, name: str, n: int, seed: int) -> int:
 
 
 @short_and_long("flips", [100], [500])
-def test_d4_no_flipped_bit_is_silent(flips, saved, tmp_path):
+def test_every_flipped_bit_in_a_checkpoint_is_detected(flips, saved, tmp_path):
     folder = copy_of(saved, tmp_path) / "step-00000030"
     for name in ("rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"):
         assert silent_flips(folder, name, flips, seed=flips) == 0, name
@@ -916,7 +915,7 @@ def test_control_without_hashes_most_flipped_bits_are_silent(saved, tmp_path, mo
 
 
 @short_and_long("n", [(3, 10)], [(12, 100)])
-def test_d5_cuts_and_pages_of_zeros_are_found(n, saved, tmp_path):
+def test_truncated_files_and_zeroed_pages_are_detected(n, saved, tmp_path):
     cuts, pages = n
     folder = copy_of(saved, tmp_path) / "step-00000030"
     path, rng = folder / "rank-00001.safetensors", random.Random(5)
@@ -940,15 +939,15 @@ def test_d5_cuts_and_pages_of_zeros_are_found(n, saved, tmp_path):
 
 
 def fires(marker: Path) -> bool:
-    """Whether the attack has run; forgets it."""
+    """Return True if the attack has run, and reset it."""
     if there := marker.exists():
         marker.rmdir()
     return there
 
 
 def hostile_dcp(folder: Path, bomb: object, metadata: bool) -> Path:
-    """A checkpoint as torch itself writes it, with an object beside the tensor; or with a pickle as
-    its metadata."""
+    """Write a checkpoint as torch itself does, with an object in addition to the tensor; or with a
+    pickle as its metadata."""
     torch.distributed.checkpoint.save(
         {"w": torch.ones(3), "x": bomb}, checkpoint_id=folder, no_dist=True
     )
@@ -959,9 +958,9 @@ def hostile_dcp(folder: Path, bomb: object, metadata: bool) -> Path:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", ["metadata", "object", "pt"])
-def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):
-    """The three that `torch.distributed.checkpoint` and `torch.load` run: `load_path` and the tools
-    refuse them. What lies in our own folders instead is in tests/test_checkpoint.py."""
+def test_a_pickle_is_refused_as_a_start(kind, saved, tmp_path):
+    """`torch.distributed.checkpoint` and `torch.load` run all three: `load_path` and the tools
+    refuse them. Files in our own folders are tested in tests/test_checkpoint.py."""
     marker = tmp_path / "marker"
     bomb = Attack(marker)
     if kind == "pt":
@@ -987,7 +986,7 @@ def test_x1_a_pickle_is_no_place_to_start_from(kind, saved, tmp_path):
     assert not fires(marker) and not (tmp_path / "out").exists()
 
 
-def test_x1_a_pickle_in_the_place_of_tokens_is_not_run(tmp_path):
+def test_a_pickle_in_place_of_tokens_is_not_run(tmp_path):
     """Tokens are numbers in a flat file: another size is refused, and the same size is other
     numbers."""
     marker = tmp_path / "marker"
@@ -1053,7 +1052,7 @@ def check_one_winner(answers: list[str]) -> None:
 
 
 @short_and_long("trials", [2], [20])
-def test_d9_of_two_runs_one_gets_the_folder(trials, tmp_path):
+def test_of_two_runs_one_gets_the_folder(trials, tmp_path):
     for seed in range(trials):
         check_one_winner(two_runs(tmp_path, random.Random(100 + seed)))
 
@@ -1069,7 +1068,7 @@ def test_d9_of_two_runs_one_gets_the_folder(trials, tmp_path):
     ],
     ids=["all", "tied embeddings", "tied embeddings, all"],
 )
-def test_r2_every_mesh_loads_what_every_mesh_saved(more, meshes, tmp_path):
+def test_every_mesh_loads_what_every_mesh_saved(more, meshes, tmp_path):
     """6 x 6 pairs, weights and optimizer bitwise; sizes that no mesh divides."""
     for source in meshes:
         n, options = mesh_options(source, *more)

@@ -97,7 +97,7 @@ MISTAKES: dict[str, tuple[str, str, dict[str, str | None], list[str]]] = {
             "rows would fit",
         ],
     ),
-    "a sequence that nobody gathers": (
+    "a sequence that is never gathered": (
         "llama",
         "debug",
         {FEED_FORWARD: MISSING},
@@ -145,13 +145,13 @@ MISTAKES: dict[str, tuple[str, str, dict[str, str | None], list[str]]] = {
             "(layers.0.feed_forward has no row)",
         ],
     ),
-    "latents that nobody gathers": (
+    "latents that are never gathered": (
         "deepseek_v3",
         "debug",
         {f"{ATTENTION}.latents": MISSING},
         ["cannot compute layers.0.attention.latents, which has no row"],
     ),
-    "a DTensor beside a plain tensor": (
+    "a DTensor with a plain tensor": (
         "deepseek_v3",
         "debug",
         {f"{ATTENTION}.kv_norm": "sequence"},
@@ -207,7 +207,7 @@ def shipped_plans() -> dict[str, str]:
 
 
 def whole_output() -> str:
-    """`rows` that forgets to scatter the sequence."""
+    """Run `rows` without scattering the sequence."""
     broken = {"rows": lambda: RowwiseParallel(output_layouts=Replicate())}
     with mock.patch.dict(tp.STYLES, broken):
         return said_of(MODELS["llama"], args_of("llama", "debug"), {})
@@ -242,7 +242,7 @@ def attention_with_a_parameter() -> str:
 
 
 def without_the_check(family: str, changes: dict[str, str | None]) -> str:
-    """What is raised where the model computes."""
+    """Return the error that the model raises itself while computing."""
     args = args_of(family, "debug")
     model = build(MODELS[family], args)
     plan = plan_with(MODELS[family], args, changes)
@@ -266,7 +266,8 @@ def layers_that_compute(family: str, flavor: str) -> list[str]:
 
 
 def all_cases() -> dict[str, Any]:
-    """What is said of everything that this file asks, found by one rank of two that do not exist."""
+    """Return the messages for everything that this file asks, found by one rank of two that do not
+    exist."""
     dist.destroy_process_group()
     with trace.pretend(2, 2):
         mistakes = {

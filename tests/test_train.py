@@ -24,8 +24,8 @@ from tools import generate
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """The run that nobody interrupts, on one process: its folder and its options. Read it only; what
-    is beside the folder is its corpus and its cache."""
+    """Return the uninterrupted run, on one process: its folder and its options. Read it only; its
+    corpus and its cache are next to the folder."""
     place = tmp_path_factory.mktemp("uninterrupted")
     options = tiny_run(place)
     folder = place / "oracle"
@@ -45,7 +45,7 @@ def options(uninterrupted, tmp_path: Path) -> list[str]:
 
 @pytest.fixture
 def oracle(uninterrupted, tmp_path: Path) -> Path:
-    """A copy of the run that nobody interrupts."""
+    """Return a copy of the uninterrupted run."""
     return Path(shutil.copytree(uninterrupted[0], tmp_path / "oracle"))
 
 
@@ -362,7 +362,7 @@ def test_the_last_step_has_the_lowest_learning_rate(options, tmp_path):
 
 
 def test_damaged_tokens_end_a_run_in_a_sentence(options, tmp_path):
-    """W2: a token beyond the vocabulary is met when it is read; with data.verify any changed byte
+    """A token beyond the vocabulary is met when it is read; with data.verify any changed byte
     before the first step."""
     assert run_ranks(1, run, options, tmp_path)[0][0] == 0
     (shard,) = (tmp_path / "cache").glob("*/train-*.bin")

@@ -281,8 +281,8 @@ def test_loss_equals_the_plain_one_and_never_holds_all_logits(chunk):
 @pytest.mark.parametrize("of_h, of_weight", [(True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("chunk", [5, 100])
 def test_the_loss_has_the_gradients_that_are_asked_for(of_h, of_weight, chunk):
-    """Of the hidden states alone where the output projection is frozen, of the weight alone, or
-    none, as in validation."""
+    """Gradients of the hidden states alone where the output projection is frozen, of the weight
+    alone, or none, as in validation."""
     torch.manual_seed(0)
     h, w = torch.randn(2, 7, 5, requires_grad=of_h), torch.randn(11, 5, requires_grad=of_weight)
     labels = torch.randint(0, 11, (2, 7))
@@ -356,7 +356,7 @@ def test_the_heads_gradient_is_summed_over_pieces_in_float32():
 
 
 def one_at_a_time(logits: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
-    """A gradient that forgets which labels this rank holds."""
+    """Compute a gradient that ignores which labels this rank holds."""
     everywhere = torch.ones_like(more[-1])
     return passes_of_loss.replace_by_gradient(logits, *more[:-1], everywhere)
 
@@ -666,7 +666,7 @@ NORMS = {
 
 
 def test_an_olmo_decays_all_but_its_embedding():
-    """As OLMo-core does."""
+    """OLMo-core does so."""
     family = MODELS["olmo2"]
     model = family.build(
         family.Args(**family.numbers.flavors["debug"] | {"n_layers": 2, "vocab_size": 11})

@@ -1,5 +1,5 @@
-"""A model that was trained on conversations is asked as it was trained, and its exports carry the
-template: transformers renders with them what training has seen.
+"""A model that was trained on conversations is prompted in the format of its training, and its
+exports carry the template: transformers renders with them what training has seen.
 
 The oracle of tokens is transformers' `apply_chat_template`.
 """
@@ -50,7 +50,7 @@ def theirs(folder: Path):
 
 
 def of_folder(folder: Path) -> chat.Chat:
-    """As a run that trains with the files of a tokenizer."""
+    """Render like a run that trains with the files of a tokenizer."""
     path = str(folder / "tokenizer.json")
     tok = open_tokenizer(path)
     cfg = Data(format="chat", tokenizer=path, chat_may_drop=MAY_DROP)
@@ -153,9 +153,9 @@ LORA = ["--lora.rank=4", "--lora.alpha=8", '--lora.targets=["wq", "wo"]']
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """ "run": it has learnt two answers by heart, with a template of its own; "adapters": beside its
-    checkpoint; "hf": its export, with the template of its tokenizer; "of hf": adapters beside that.
-    "text": has seen no conversation."""
+    """Train the runs of this file. "run": it has learnt two answers by heart, with its own
+    template; "adapters": on its checkpoint; "hf": its export, with the template of its tokenizer;
+    "of hf": adapters on that. "text": has seen no conversation."""
     place = tmp_path_factory.mktemp("runs")
     (place / "tokenizer").mkdir()
     tokenizer = write_tokenizer(place / "tokenizer", TEMPLATES["without blocks"])
@@ -263,7 +263,7 @@ def test_a_damaged_record_is_named(runs, tmp_path, capsys):
     ],
 )
 def test_every_export_renders_a_conversation_as_training_did(command, name, runs, tmp_path):
-    """Beside a base with another template too: adapters have learnt their own."""
+    """Also on a base with another template: adapters have learnt their own."""
     out = runs["hf"]
     if command:
         out = tmp_path / "out"
@@ -289,12 +289,12 @@ def trained(config: str, folder: Path, *options: str) -> int:
 @pytest.mark.exhaustive
 @pytest.mark.cap(900)
 def test_the_run_that_ships_answers_in_the_form_of_its_data(tmp_path, capsys):
-    """Its sample at the end, and what it is asked. The default run is its base."""
+    """Checks its sample at the end, and an answer on request. The default run is its base."""
     base, folder = tmp_path / "base", tmp_path / "adapters"
-    beside = [f"--data.tokenizer={base / 'tokenizer.json'}", f"--checkpoint.load_path={base}"]
+    on_base = [f"--data.tokenizer={base / 'tokenizer.json'}", f"--checkpoint.load_path={base}"]
     assert run_ranks(1, trained, "configs/llama_debug.toml", base, timeout=400) == [0]
     name = "configs/llama_debug_lora.toml"
-    assert run_ranks(1, trained, name, folder, *beside, timeout=400) == [0]
+    assert run_ranks(1, trained, name, folder, *on_base, timeout=400) == [0]
     form = r"Use: \S.*\n *Why: \S"
     assert re.search(f"assistant: {form}", (folder / "logs" / "rank-00000.log").read_text())
     question = ["--chat", "How do I list the files of a folder?"]

@@ -23,12 +23,12 @@ from tests.hosts import (
     hosts,  # noqa: F401  a fixture
 )
 from tests.launched import Launcher
-from tests.ranks import NEIGHBOURS
+from tests.ranks import WORKERS
 from tests.runs import logged, losses_of_four, series, tiny_run
 
-# Seconds; the grace is for a machine with other things to do: it takes a few. Beside other tests a
+# Seconds; the grace is for a machine with other things to do: it takes a few. With other tests a
 # step, too, takes longer.
-STEP_TIMEOUT, GRACE = 12 * NEIGHBOURS, 60
+STEP_TIMEOUT, GRACE = 12 * WORKERS, 60
 pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 
@@ -40,21 +40,21 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "--parallelism.tensor_parallel=2",
         "--parallelism.data_parallel_shard=2",
         f"--run.step_timeout_seconds={STEP_TIMEOUT}",
-        f"--run.init_timeout_seconds={60 * NEIGHBOURS}",
+        f"--run.init_timeout_seconds={60 * WORKERS}",
     ]
 
 
 @pytest.fixture(scope="module")
 def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of the same mesh on one host, which nobody disturbs."""
+    """Return the losses of the same mesh on one undisturbed host."""
     return losses_of_four(tmp_path_factory.mktemp("one") / "run", options)
 
 
 def until(true: Callable[[], bool], seconds: float, complaint: Callable[[], str]) -> float:
-    """Wait, beside other tests for longer. Returns the seconds that it took."""
+    """Wait, longer if other tests run. Returns the seconds that it took."""
     began = time.monotonic()
     while not true():
-        assert time.monotonic() - began < seconds * NEIGHBOURS, complaint()
+        assert time.monotonic() - began < seconds * WORKERS, complaint()
         time.sleep(0.05)
     return time.monotonic() - began
 
@@ -96,9 +96,8 @@ def test_two_hosts_train_as_one_through_cuts_and_the_death_of_either(
 ) -> None:
     """One run. Node 0 listens on its own address alone. A cut of four seconds costs its time. After
     one that is longer than the time-out both hosts start again by themselves, and node 1 finds the
-    new store of node 0. When a host dies, the other ends, whichever it is: node 0 serves the store
-    and holds the lease of the run folder. The next start resumes. A slower cable changes no number.
-    """
+    new store of node 0. When either host dies, the other ends: node 0 serves the store and holds
+    the lease of the run folder. The next start resumes. A slower cable changes no number."""
     folder, held = tmp_path / "run", tmp_path / "run" / "held"
     script = tmp_path / "wrapper.py"
     script.write_text(WRAPPER)

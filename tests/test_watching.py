@@ -1,4 +1,4 @@
-"""Whoever looks at the stacks of a process keeps nothing of what it saw: `gc` is off during steps,
+"""Code that reads the stacks of a process keeps nothing of what it saw: `gc` is off during steps,
 so one cycle keeps every tensor of every frame."""
 
 import gc
@@ -17,8 +17,8 @@ from tests import fork_server
 
 
 def kept_after(look: Callable[[Path], object], folder: Path) -> int:
-    """How many of ten tensors live on, each in the frame of a thread that was looked at and that has
-    ended."""
+    """Return how many of ten tensors live on, each in the frame of a thread that was looked at and
+    that has ended."""
     gc.collect()
     gc.disable()
     tensors: list[weakref.ref] = []
@@ -46,7 +46,7 @@ def heartbeat(folder: Path) -> None:
 
 
 def stacks(folder: Path) -> None:
-    """What the watchdog of a run that fails writes."""
+    """Write the stacks as the watchdog of a failing run does."""
     watchdog = Watchdog(folder, 0)
     watchdog.path.parent.mkdir(exist_ok=True)
     watchdog.file = watchdog.path.open("a")

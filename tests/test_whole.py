@@ -1,5 +1,5 @@
-"""Conversations lose nothing: what a template leaves out is named, what it is given is what
-transformers gives it, and nothing that it does ends otherwise than in a sentence."""
+"""Conversations lose nothing: fields that a template leaves out are named, its inputs are those
+that transformers gives it, and every error in it ends in one sentence."""
 
 import json
 import sys
@@ -238,7 +238,7 @@ def test_reasons_are_in_the_report_and_an_option_allows_them(tmp_path, capsys, m
 
 
 def test_corpora_keep_their_names_without_the_option():
-    """What was prepared before there was data.chat_may_drop is found in the cache."""
+    """Corpora that were prepared before data.chat_may_drop existed are found in the cache."""
     tok = byte_tokenizer()
     plain = Data(format="chat", chat_template="plain", tokenizer="bytes")
     described = formats.describe(plain, tok)

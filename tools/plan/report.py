@@ -414,7 +414,7 @@ def scaling(plan: Plan) -> list[str]:
     if not most:
         return []
     return [
-        f"Scaling loss     {least:.0%} to {most:.0%} not in any figure here: what published runs "
+        f"Scaling loss     {least:.0%} to {most:.0%}, in no figure here: what published runs "
         f"lost from {SCALING_FROM} GPUs to {plan.inputs.gpus:,}"
     ]
 
