@@ -496,7 +496,7 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
         say_stopped(-code)
         return STOPPED
     if code not in QUIET_CODES:
-        log = _log_of(first, script)
+        log_of_first = _log_of(first, script)
         _, *others = by_blame(failures)
         failed = [rank for rank in others if exit_codes[rank] not in TOLD_TO_END]
         for rank in [first, *failed][:8]:
@@ -510,10 +510,10 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
                 f"the traceback of rank {first}, the first to fail "
                 f"here:\n{errors[first]['message'].rstrip()}"
             )
-        elif log and others:
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+        elif log_of_first and others:
+            text = log_of_first.read_text(encoding="utf-8", errors="replace")
             title = f"the last lines of the log of rank {first}, the first to fail here:"
-            log("\n".join([title, *lines]))
+            log("\n".join([title, *text.splitlines()[-LAST_LINES:]]))
     return code if code >= 0 else 128 - code
 
 
