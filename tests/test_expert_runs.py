@@ -101,7 +101,7 @@ def load_of(
             terms.report("router_entropy", torch.tensor(7.0), layer)
         load.add(terms)
     warnings: list[str] = []
-    monkeypatch.setattr(experts, "say", SimpleNamespace(warning=warnings.append))
+    monkeypatch.setattr(experts, "logger", SimpleNamespace(warning=warnings.append))
     values, line = load.report(50, model)
     assert load.steps == 0 and not any(load.sums.values()), "the next report starts from zero"
     return values, line, warnings

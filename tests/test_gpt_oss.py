@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import hf
@@ -27,7 +26,6 @@ from models import FORMATS, gpt_oss, moe
 from models.formats import layouts
 from models.formats.gpt_oss import FORMATS as OURS
 from models.kernels.grouped_product import add_bias_of_group
-from parallelisms import tp_plain
 from parallelisms.mesh import world
 from tests.parity import EXPERTS, compare, plain, seed_of, trajectory
 from tests.ranks import run_ranks
@@ -122,8 +120,8 @@ def without_sinks(patch: pytest.MonkeyPatch) -> None:
 
 
 def without_windows(patch: pytest.MonkeyPatch) -> None:
-    real = gpt_oss.attention_rule
-    patch.setattr(gpt_oss, "attention_rule", lambda *given: replace(real(*given), window=None))
+    real = gpt_oss.attention_spec
+    patch.setattr(gpt_oss, "attention_spec", lambda *given: replace(real(*given), window=None))
 
 
 def without_biases_of_experts(patch: pytest.MonkeyPatch) -> None:
@@ -131,8 +129,8 @@ def without_biases_of_experts(patch: pytest.MonkeyPatch) -> None:
 
 
 def with_windows_in_other_layers(patch: pytest.MonkeyPatch) -> None:
-    real = gpt_oss.attention_rule
-    patch.setattr(gpt_oss, "attention_rule", lambda args, number: real(args, number + 1))
+    real = gpt_oss.attention_spec
+    patch.setattr(gpt_oss, "attention_spec", lambda args, number: real(args, number + 1))
 
 
 def with_an_unclamped_gate(patch: pytest.MonkeyPatch) -> None:
@@ -168,13 +166,11 @@ def test_negative_control_transformers_differs(mistake, monkeypatch):
 def router_bias_of_one_slice(options: list[str], dp_size: int) -> dict:
     """The mistake: the gradient of what is whole on every rank of tensor parallelism is taken for
     that of the whole sequence."""
-    real = tp_plain.for_forward
 
-    def of_one_slice(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement):
-        real(module, name, mesh, placement)
-        return lambda: getattr(module, name).to_local(grad_placements=[placement])
+    def local(bias: DTensor) -> Tensor:
+        return bias.to_local()  # its gradient has the placements of the bias
 
-    tp_plain.for_forward = of_one_slice
+    gpt_oss.local = local
     return trajectory(options, dp_size)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import train
 from checkpoint import state
 from data import loader
-from models import deepseek_v3, moe
+from models import deepseek_v3, local, moe
 from models.kernels.cpu import document_attention as kernels
 from models.llama import Llama
 from models.terms import AuxiliaryTerms, Term
@@ -453,7 +453,7 @@ def last_block_without_gradient(patch: Patch) -> None:
 
 def expert_gradients_not_scaled(patch: Patch) -> None:
     """experts: their gradients are ep times too large"""
-    patch.setattr(ep, "ScaledGradient", SimpleNamespace(apply=lambda weight, factor: weight))
+    patch.setattr(local, "ScaledGradient", SimpleNamespace(apply=lambda weight, factor: weight))
 
 
 def experts_reduced_as_if_dense(patch: Patch) -> None:
@@ -493,12 +493,12 @@ def counts_reduced_in_place(patch: Patch) -> None:
     """balancing: a rank's counts are summed over the ranks in place for the loss, and then summed
     again"""
 
-    def in_place(counts: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
-        for group in groups:
+    def in_place(loss: ep.BalanceLossOverRanks, affinities: Tensor, counts: Tensor) -> Tensor:
+        for group in loss.groups:
             dist.all_reduce(counts, group=group)
-        return counts
+        return loss.balance(affinities, counts)
 
-    patch.setattr(ep, "summed", in_place)
+    patch.setattr(ep.BalanceLossOverRanks, "forward", in_place)
 
 
 def own_counts_balance(patch: Patch) -> None:
@@ -545,23 +545,23 @@ def no_gradient_without_tokens(patch: Patch) -> None:
 def constant_balance_loss(patch: Patch) -> None:
     """balancing: the loss is made of affinities alone, whose sum is 1, so it is constant for every
     routing"""
-    real = moe.MixtureOfExperts.balance
+    real = moe.BalanceLoss.forward
     patch.setattr(
-        moe.MixtureOfExperts,
-        "balance",
-        lambda mixture, p, counts: real(mixture, p, torch.ones_like(counts)),
+        moe.BalanceLoss,
+        "forward",
+        lambda loss, p, counts: real(loss, p, torch.ones_like(counts)),
     )
 
 
 def balance_loss_of_a_microbatch(patch: Patch) -> None:
     """balancing: the loss takes the counts of all sequences of a microbatch for those of each
     sequence"""
-    real = moe.MixtureOfExperts.balance
+    real = moe.BalanceLoss.forward
 
-    def balance(mixture: nn.Module, affinities: Tensor, counts: Tensor) -> Tensor:
-        return real(mixture, affinities, counts.sum(0, keepdim=True).expand_as(counts))
+    def forward(loss: nn.Module, affinities: Tensor, counts: Tensor) -> Tensor:
+        return real(loss, affinities, counts.sum(0, keepdim=True).expand_as(counts))
 
-    patch.setattr(moe.MixtureOfExperts, "balance", balance)
+    patch.setattr(moe.BalanceLoss, "forward", forward)
 
 
 def balance_loss_of_earlier_stages_lost(patch: Patch) -> None:
