@@ -163,14 +163,20 @@ def test_a_new_machine_goes_on_with_what_the_store_has(store, tmp_path):
     assert not (first / "checkpoints" / "metrics.jsonl").exists()
 
 
-def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, capsys):
+def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, monkeypatch, capsys):
     """It starts before the first is asked to stop, as where a machine is taken away. If it fetched
     at once, it would put an older log over the first one's."""
     first, second = tmp_path / "first", tmp_path / "second"
     running = started(first)
     until(lambda: AT + "logs/rank-00000.log" in store.keys())
-    timer = threading.Timer(1.5, running.terminate)
-    timer.start()
+    log_to_stderr = mirror.log
+
+    def stop_the_first_when_it_is_waited_for(sentence):
+        log_to_stderr(sentence)
+        if "waiting for its end" in sentence:
+            running.terminate()
+
+    monkeypatch.setattr(mirror, "log", stop_the_first_when_it_is_waited_for)
     assert mirror.main([URL, str(second), *command(second, 0.1)]) == 0
     assert running.wait(30 * WORKERS) == 75
     log = "logs/rank-00000.log"

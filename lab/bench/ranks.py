@@ -86,7 +86,7 @@ def phases_of(options: list[str], ranks: int) -> dict[str, Phase]:
         "start": started,
         "step": step,
         "log": logged,
-        "first save, besides what each save costs": first_save,
+        "first save, on top of each save": first_save,
         "save": save,
         "resume": resume,
         "stop (in a validation)": stopped,
