@@ -292,12 +292,13 @@ def test_all_before_the_damage_is_read(kind: str, how: str, tmp_path: Path) -> N
     failures = sum(isinstance(one, tuple) for one in found)
     if failures == 1:
         assert f"a{kind}, line {number} " in said
-    # zstd does not decode the same bytes from a damaged frame each time, so the lines there differ
-    more = 1000 if how == "damaged" else 0
-    counted = report(path, tmp_path, skip_failed=failures + more)
-    if how == "cut":
+    if (how, kind) == ("damaged", ".jsonl.zst"):
+        # zstd does not decode the same bytes from a damaged frame each time, so the lines there differ
+        counted = report(path, tmp_path, skip_failed=failures + 1000)
+        assert counted["kept"] > 1000 and counted["failed"] >= 1
+    else:
+        counted = report(path, tmp_path, skip_failed=failures)
         assert (counted["kept"], counted["failed"]) == (len(found) - failures, failures)
-    assert counted["kept"] >= readable - 1 and counted["failed"] >= 1
 
 
 class Single(io.BytesIO):
