@@ -17,7 +17,7 @@ from typing import NamedTuple
 import tiktoken
 
 from configs.schema import InputError
-from data import ends, hf_tokenizer
+from data import ends, hf_tokenizer, kinds
 from data.tokenizer import (
     END_OF_TEXT,
     SPLIT,
@@ -205,7 +205,7 @@ def _ranks(path: str, content: bytes) -> list[bytes]:
 
 def _instead(path: str, content: bytes) -> str:
     """A name for what lies in place of a rank file, and what to do then."""
-    if content.startswith(b"version https://git-lfs"):
+    if content.startswith(kinds.POINTER):
         return "a pointer of Git LFS in place of the file: fetch it with git lfs pull"
     if content[:1] != b"\n" or b"<unk>" not in content[:1000]:
         return (

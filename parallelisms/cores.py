@@ -11,9 +11,9 @@ takes its place where ranks share a sequence (parallelisms/cp.py) and where earl
 and is made of the core whose place it takes, which is its `core`.
 
 A core follows its spec (`models/layers.py::AttentionCore`), or is its own: a class that overrides
-`forward` says `supports_spec = True` or `supports_spec = False` beside it. A core of its own computes
-what it likes. So context parallelism, which replaces `forward`, and the cache of sampling refuse it
-by name; everything else leaves it alone. A core that says nothing is refused by all.
+`forward` also says `supports_spec = True` or `supports_spec = False`. A core without support may
+compute anything, so context parallelism and the cache of sampling, which put another module in its
+place, refuse it by name; everything else leaves it alone. A core that says nothing is refused by all.
 """
 
 import logging

@@ -72,10 +72,16 @@ def distribute(experts: nn.Module, mesh: Mesh) -> None:
     then averages over edp = dp_shard * cp * tp / ep ranks. All other weights are averaged over
     dp_shard * cp ranks, and the loss is scaled for that. The factor tp / ep makes up for it.
     """
-    for name, weight in list(experts.named_parameters()):
-        part = distribute_tensor(weight, mesh.experts_mesh["ep"], [Shard(0)], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(part))
+    shard(experts, [name for name, _ in experts.named_parameters()], mesh)
     experts.gradient_factor = mesh.tp / mesh.ep
+
+
+def shard(experts: nn.Module, names: list[str], mesh: Mesh) -> None:
+    """Shard these parameters, whose first dimension is the expert, over the ep group, in place."""
+    for name in names:
+        whole = getattr(experts, name)
+        part = distribute_tensor(whole, mesh.experts_mesh["ep"], [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(part))
 
 
 class BalanceLossOverRanks(nn.Module):

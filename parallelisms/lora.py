@@ -23,13 +23,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from configs.schema import Config, Lora
 from models import lora as adapters
 from models.local import local
-from parallelisms import dp
+from parallelisms import dp, ep
 from parallelisms.mesh import Mesh
 from parallelisms.tp_plain import part_of
 
@@ -107,12 +107,9 @@ def split(linear: nn.Module, row: Split, tp_mesh: DeviceMesh) -> None:
 
 
 def distribute(experts: nn.Module, mesh: Mesh) -> None:
-    """Leave this rank the adapters of its experts, in place, as parallelisms/ep.py does it with their
-    weights."""
-    for name, param in list(experts.named_parameters()):
-        if adapters.is_adapter(name):
-            part = distribute_tensor(param, mesh.experts_mesh["ep"], [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(part))
+    """Leave this rank the adapters of its experts, in place."""
+    names = [name for name, _ in experts.named_parameters() if adapters.is_adapter(name)]
+    ep.shard(experts, names, mesh)
 
 
 def freeze(model: nn.Module, lora: Lora) -> None:
