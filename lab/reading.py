@@ -1,4 +1,4 @@
-"""How much there is to read, and how dense it is.
+"""Count how much there is to read, and how dense it is.
 
     python -m lab.reading [PATH ...]
 
@@ -42,7 +42,7 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class Reading(NamedTuple):
-    """Of one source file or of several together."""
+    """Counts of one source file or of several together."""
 
     tokens: int = 0
     lines: int = 0  # that have a token

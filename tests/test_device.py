@@ -626,13 +626,13 @@ def test_every_part_can_be_started():
             if arguments[:1] == ["--changes"]:
                 changes = {word for word in arguments if not word.startswith("--")}
                 assert changes <= kernels.CHANGES.keys(), part
-            if arguments[:1] == ["beside"]:
-                assert kind in measure.BESIDE[arguments[1].replace("_", " ")][1], part
+            if arguments[:1] == ["compare"]:
+                assert kind in measure.COMPARISONS[arguments[1].replace("_", " ")][1], part
             if arguments[:1] == ["step"]:
                 steps.setdefault(arguments[1].replace("_", " "), set()).add(kind)
     assert steps == {name: set(kinds) for name, kinds in measure.STEPS.items()}
     options = [line for kinds in measure.STEPS.values() for line in kinds.values()]
-    options += [line for _, kinds in measure.BESIDE.values() for line in kinds.values()]
+    options += [line for _, kinds in measure.COMPARISONS.values() for line in kinds.values()]
     options += measure.SAVED.values()
     for line in options:
         load_config(line.split(), 1, 1)

@@ -1,5 +1,5 @@
-"""Whether the exchange of rows hides behind experts: a MoE layer on two ranks, whose rows take a
-stated time to arrive, on a simulated wire, which sleeps.
+"""Measure whether the exchange of rows hides behind experts: a MoE layer on two ranks, whose rows
+take a stated time to arrive, on a simulated wire, which sleeps.
 
     python -m lab.bench.async_all_to_all [--rounds 9] [--json out.json]
 
@@ -41,7 +41,7 @@ WAYS = {  # (chunks, whether rows are waited for at once)
 
 
 class SlowLink:
-    """Rows are there after `seconds`, which begin when those before are there."""
+    """Link on which rows arrive `seconds` after those before them."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -68,7 +68,7 @@ class SlowLink:
 
 
 def layer(chunks: int, waits_at_once: bool) -> MixtureOfExperts:
-    """The layer of a rank of two, with its half of the experts."""
+    """Build the layer of a rank of two, with its half of the experts."""
     numbers = experts.numbers(
         argparse.Namespace(
             dim=DIM, experts=EXPERTS, per_token=PER_TOKEN, expert_dim=EXPERT_DIM, tokens=TOKENS
@@ -113,8 +113,8 @@ def wait_at_once(mixture: MixtureOfExperts) -> None:
 
 
 def measure(rounds: int) -> None:
-    """On one of two ranks: rank 0 prints the shared experts' seconds, and the seconds of each way on
-    each wire in every round, as JSON."""
+    """Measure on one of two ranks: rank 0 prints the shared experts' seconds, and the seconds of
+    each way on each wire in every round, as JSON."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(dist.get_rank())

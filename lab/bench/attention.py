@@ -1,11 +1,11 @@
-"""Causal attention alone: the kernels that may run it here, forward and backward, in bfloat16.
+"""Time causal attention alone: the kernels that may run it here, forward and backward, in bfloat16.
 
     python -m lab.bench.attention [--rounds 15] [--shapes 8,4,2,256,64 ...] [--json out.json]
 
 A shape is batch, query heads, key/value heads, tokens, numbers of a head. On a GPU the contenders
 are the values of `training.attention` (flash3 where flash_attn_3 is installed); on a CPU ours
-(`models/kernels/cpu/causal_attention.py`, whose forward is PyTorch's) and PyTorch's. In alternation,
-each in a process of its own.
+(`models/kernels/cpu/causal_attention.py`, whose forward is PyTorch's) and PyTorch's. In
+alternation, each in a separate process.
 """
 
 import statistics
@@ -40,7 +40,7 @@ def pytorch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def contender(name: str, shape: list[int], part: str) -> Callable[[], object]:
-    """One forward, or one backward, of it."""
+    """Return a function that runs one forward, or one backward, of a contender."""
     batch, heads, kv_heads, tokens, size = shape
     if DEVICE == "cuda":
         attention.choose(name, torch.device(DEVICE))
@@ -59,7 +59,7 @@ def contender(name: str, shape: list[int], part: str) -> Callable[[], object]:
 
 
 def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
-    """The rows of a shape, and its fastest kernel, forward and backward together."""
+    """Return the rows of a shape, and its fastest kernel, forward and backward together."""
     names = ["ours", "pytorch"]
     if DEVICE == "cuda":
         names = [
@@ -89,7 +89,7 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
 
 def main() -> None:
     parser = harness.shapes_parser(__doc__, 15, SHAPES[DEVICE])
-    parser.add_argument("--one", help="this contender, time by time as it is asked to")
+    parser.add_argument("--one", help="this contender, one timing per line of input")
     parser.add_argument("--part", choices=("forward", "backward"))
     args = parser.parse_args()
     if args.one:

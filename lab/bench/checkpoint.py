@@ -40,7 +40,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def timed_alone(run: Callable[[], object]) -> float:
-    """Without emptying the disk's queue first: what is in flight is what is measured."""
+    """Time without emptying the disk's queue first, since writes in flight are to be measured."""
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
@@ -122,12 +122,12 @@ def main() -> None:
         began = time.perf_counter()
         overlapped.save(i, model, optimizer, {})
         blocked = time.perf_counter() - began
-        beside = timed_alone(forward_and_backward)
+        during = timed_alone(forward_and_backward)
         blocked += timed_alone(overlapped.wait_for_copy)
         note("ours, overlapped: blocked", blocked)
         overlapped.wait(600)
         note("ours, overlapped: durable", time.perf_counter() - began)
-        note("forward and backward during the copy and the save", beside)
+        note("forward and backward during the copy and the save", during)
         overlapped.poll()
         note(
             "dcp.load, verifies nothing", timed(lambda: dcp.load(live, checkpoint_id=base / "dcp"))

@@ -1,13 +1,13 @@
-"""What context parallelism costs and saves: seconds of a step and memory, by length of the
-sequence, ranks and method.
+"""Measure the cost and savings of context parallelism: seconds of a step and memory, by length of
+the sequence, ranks and method.
 
     python -m lab.bench.context [--lengths 2048,8192] [--ranks 2,4] [--rounds 5]
                                   [--json out.json] [--table.key=value ...]
 
 A step of the debug model on one sequence, by `train.train_step`, on one process and on the ranks of
 a cp group. All ranks share this machine's processors, so the wall time only says how much work
-there is in all. The processor seconds of the busiest rank are what a rank with processors of its
-own would need, without the time of messages. Memory is what tensors hold at the peak of a step, as
+there is in all. The processor seconds of the busiest rank are what a rank with dedicated processors
+would need, without the time of messages. Memory is what tensors hold at the peak of a step, as
 `tools/plan/trace.py` counts it, on the fullest rank. A ratio compares with one process and the same
 length, measured directly before.
 """
@@ -28,7 +28,7 @@ MIB = 2**20
 
 
 def measure(rounds: int, overrides: list[str]) -> None:
-    """On one rank of a group: prints, on rank 0, the largest of all ranks' figures as JSON."""
+    """Measure on one rank of a group; rank 0 prints the largest of all ranks' figures as JSON."""
     here = meshes.world()
     job = train.build(load_config(overrides, here.size, here.size))
     batch = trace.batch_of(job, 1)

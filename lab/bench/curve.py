@@ -1,5 +1,5 @@
-"""Whether the fast path learns what the plain one learns: loss curves of 300 steps, and how far
-seeds alone put them apart.
+"""Compare the loss curves of the fast path and the plain one over 300 steps, and measure how far
+apart seeds alone put them.
 
     python -m lab.bench.curve [--steps 300] [--seeds 4] [--json out.json] [--table.key=value ...]
 
@@ -7,8 +7,8 @@ Plain is float32, one process, nothing compiled; `fast` is bfloat16 with compile
 model reads this repository's own source. Curves are means over windows of 25 steps. The same seed
 gives both the same weights and data. `fast - plain`, the mean over the seeds, must be smaller than
 the spread (standard deviation over seeds) of the plain curve. Of a single seed it need not be:
-rounding alone drives two runs apart after some hundred steps. What --table.key=value says is laid
-over the fast one.
+rounding alone drives two runs apart after some hundred steps. Options --table.key=value apply to
+the fast one.
 """
 
 import argparse
@@ -37,13 +37,13 @@ WINDOW = 25
 
 
 def source() -> np.ndarray:
-    """The bytes of this repository's Python files, as token ids."""
+    """Return the bytes of this repository's Python files, as token ids."""
     files = sorted(Path(__file__).resolve().parents[2].glob("[a-z]*/*.py"))
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 
 
 def curve(options: list[str], seed: int, steps: int, text: np.ndarray) -> list[float]:
-    """The loss of every step on this text (bytes)."""
+    """Return the loss of every step on this text (bytes)."""
     cfg = load_config([*MODEL, f"--run.seed={seed}", f"--training.steps={steps}", *options])
     job = train.build(cfg)
     batches = in_memory.batches(cfg, job.mesh, text)
@@ -61,14 +61,14 @@ def windows(losses: list[float]) -> list[float]:
 
 
 def curves(options: list[str], steps: int, seeds: int, text: np.ndarray) -> list[list[float]]:
-    """For each seed the mean loss of each window of steps."""
+    """Return for each seed the mean loss of each window of steps."""
     return [windows(curve(options, seed, steps, text)) for seed in range(seeds)]
 
 
 def compared(
     plain: list[list[float]], other: list[list[float]]
 ) -> list[tuple[float, float, float]]:
-    """For each window of steps: plain loss and other - plain, means over the seeds, and the
+    """Return for each window of steps: plain loss and other - plain, means over the seeds, and the
     deviation of the plain loss over them."""
     rows = []
     for slow, quick in zip(zip(*plain, strict=True), zip(*other, strict=True), strict=True):

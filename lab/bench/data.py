@@ -1,15 +1,15 @@
-"""The loader: tokens/s, the first batch after a resume at step 10^6, and memory, compared with
-torchdata and HF datasets.
+"""Compare the loader with torchdata and HF datasets: tokens/s, the first batch after a resume at
+step 10^6, and memory.
 
     python -m lab.bench.data [--batches 200] [--tokens 20_000_000] [--resume-step 1_000_000] [--step-seconds 0.1]
                                [--json out.json]
 
 All read the same random tokens from one file in a temporary folder (so, from the page cache), in
-shuffled windows. Each contender has a process of its own; its memory is what that process has
-written to (Private_Dirty) since the fork. "data wait" is the share of the time that a loop waits
-for its batches when each step sleeps for `--step-seconds`. torchdata: a map-style dataset,
-RandomSampler, StatefulDataLoader. Hugging Face `datasets`: the windows as an Arrow dataset in torch
-format, shuffled, through the same StatefulDataLoader; a row only where it is installed.
+shuffled windows. Each contender has a separate process; its memory is what that process has written
+to (Private_Dirty) since the fork. "data wait" is the share of the time that a loop waits for its
+batches when each step sleeps for `--step-seconds`. torchdata: a map-style dataset, RandomSampler,
+StatefulDataLoader. Hugging Face `datasets`: the windows as an Arrow dataset in torch format,
+shuffled, through the same StatefulDataLoader; a row only where it is installed.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def ours(
 
 
 class Windows(torch.utils.data.Dataset):
-    """The same windows for torchdata."""
+    """Windows of the same tokens for torchdata."""
 
     def __init__(self, tokens: Tokens, T: int) -> None:
         self.tokens = tokens
@@ -127,9 +127,9 @@ def hugging_face(tokens: Tokens, T: int, folder: str) -> torch.utils.data.Datase
 def measure(
     make: Callable[[], Callable], start: int, count: int, step_seconds: float = 0.0
 ) -> tuple[float, float, float]:
-    """(seconds to the first batch, mean seconds of waiting for a later one, MB written to), in a
-    process of its own. step_seconds: how long the process sleeps between two batches, as a training
-    step would let it."""
+    """Return (seconds to the first batch, mean seconds of waiting for a later one, MB written to),
+    from a separate process. step_seconds: how long the process sleeps between two batches, as
+    during a training step."""
 
     def child(pipe) -> None:
         torch.set_num_threads(1)

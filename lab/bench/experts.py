@@ -1,5 +1,5 @@
-"""What an MoE layer costs: compared with a dense layer of as many FLOPs, with a loop over separate
-experts, and with its experts on several ranks.
+"""Measure the cost of an MoE layer: compared with a dense layer of as many FLOPs, with a loop over
+separate experts, and with its experts on several ranks.
 
     python -m lab.bench.experts [--tokens 4096] [--dim 512] [--expert-dim 256] [--experts 32]
                                   [--per-token 4] [--ranks 2] [--rounds 9] [--json out.json]
@@ -36,7 +36,7 @@ CLOCK = time.perf_counter if DEVICE.type == "cuda" else time.process_time
 
 
 class Loop(nn.Module):
-    """The experts as separate layers, one after the other: what a first implementation does."""
+    """Loop over separate experts: a naive implementation."""
 
     def __init__(self, experts: Experts):
         super().__init__()
@@ -73,7 +73,7 @@ def work(module: nn.Module, *inputs: Tensor) -> Callable[[], None]:
 
 
 def numbers(args: argparse.Namespace) -> SimpleNamespace:
-    """The numbers of an MoE layer, as a family's `Args` has them."""
+    """Return the numbers of an MoE layer, as a family's `Args` has them."""
     return SimpleNamespace(
         dim=args.dim,
         n_experts=args.experts,
@@ -122,7 +122,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Callable[[], None]]:
 
 
 def measure(args: argparse.Namespace) -> None:
-    """On one rank of an ep group: prints, on rank 0, the slowest rank's median times without and
+    """Measure on one rank of an ep group: rank 0 prints the slowest rank's median times without and
     with dispatch and combine as JSON."""
     here = meshes.world()
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo")

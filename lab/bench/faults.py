@@ -1,13 +1,13 @@
-"""What a fault costs: seconds until it is noticed and the ranks start again, seconds until they
-train again, steps redone.
+"""Measure the cost of a fault: seconds until it is noticed and the ranks start again, seconds until
+they train again, steps redone.
 
     python -m lab.bench.faults [--ranks 2] [--timeout 10] [--only "killed,frozen"] [--json out.json]
 
-For each fault a tiny run of its own under `tools.launch`, which restarts it by itself (or, where
-the launcher is what dies or is stopped, the same command again, at once). The fault comes in step
-18 of 24, with a save every 5 steps. The numbers are those that `python -m tools.goodput` prints for
-any run. On this model they are the floor: a process's start, torch's import, and the time-out where
-one must pass (`--timeout`: run.step_timeout_seconds).
+For each fault a separate tiny run under `tools.launch`, which restarts it by itself (or, where the
+launcher is what dies or is stopped, the same command again, at once). The fault comes in step 18 of
+24, with a save every 5 steps. The numbers are those that `python -m tools.goodput` prints for any
+run. On this model they are the floor: a process's start, torch's import, and the time-out where one
+must pass (`--timeout`: run.step_timeout_seconds).
 """
 
 import argparse
@@ -88,7 +88,7 @@ FAULTS = {  # what is written in the table: what the wrapper does
 
 
 def run(place: Path, name: str, what: str, ranks: int, timeout: int) -> Account:
-    """Raises RuntimeError if the run does not come to its end."""
+    """Run to the end. Raises RuntimeError if the run does not get there."""
     folder = place / name
     said = ""
     command = [
@@ -120,7 +120,7 @@ def run(place: Path, name: str, what: str, ranks: int, timeout: int) -> Account:
 
 
 def goodput(detect: float, restart: float, stall: float) -> float:
-    """Of a run that is interrupted so often, if these were its times."""
+    """Return the goodput of a run that is interrupted so often with these times."""
     interval = simulation.best_interval(MTBF, stall)
     seconds = simulation.simulate(MTBF, stall, detect, restart, interval, 0.0, INTERRUPTIONS, 0)
     return seconds["productive"] / sum(seconds.values())

@@ -80,7 +80,7 @@ EXPERTS = {  # experts, rows, width, width of an expert
 
 
 def torchaos(recipe: str) -> Callable[..., nn.Module]:
-    """In the place of `parallelisms.float8.apply`."""
+    """Quantise with torchao, replacing `parallelisms.float8.apply`."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def apply(model: nn.Module, *_: object) -> nn.Module:
@@ -133,7 +133,7 @@ def products_of(shape: tuple[int, int, int], rounds: int) -> list[list[str]]:
 
 
 def gemms(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
-    """The three, of factors that are rounded and laid out already."""
+    """Return the three GEMMs, of factors that are rounded and laid out already."""
     pairs = (x, weight.t()), (grad, weight), (grad.t(), x)
 
     def bfloat16() -> None:
@@ -251,7 +251,7 @@ def in_float8(recipe: str) -> list[str]:
 
 
 class Steps:
-    """One contender: its own model and optimizer, and steps on the same random tokens as the
+    """Steps of one contender, with its own model and optimizer, on the same random tokens as the
     others'."""
 
     def __init__(self, options: list[str]) -> None:
@@ -278,12 +278,12 @@ class Steps:
             self.more = torch.cuda.max_memory_allocated() / 2**30 - before
 
     def memory_gib(self) -> float:
-        """Peak of its own tensors in the last step."""
+        """Return the peak of its own tensors in the last step."""
         return self.own + self.more
 
 
 def longest(step: Callable[[], None], count: int = 40) -> list[list]:
-    """The kernels that take most of a step: milliseconds, calls, name."""
+    """List the kernels that take most of a step: milliseconds, calls, name."""
     found: dict[str, list[float]] = defaultdict(list)
     for event in traced(step, [ProfilerActivity.CUDA]) if GPU else []:
         if event.get("cat") in ON_A_GPU:

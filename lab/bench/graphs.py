@@ -1,11 +1,11 @@
-"""Small models, whose steps wait for the host: with and without CUDA graphs.
+"""Time small models, whose steps wait for the host, with and without CUDA graphs.
 
     python -m lab.bench.graphs [--rounds 12] [--only debug,100M] [--json out.json]
 
-Every contender trains in a process of its own, all on the same batches; the first 20 losses and
-norms are compared bit by bit with those of the same contender without a graph; more options, such as
---run.deterministic=true, go to all. Rounds of 20 steps alternate. idle: the share of a step in which
-the GPU runs no kernel.
+Every contender trains in a separate process, all on the same batches; the first 20 losses and norms
+are compared bit by bit with those of the same contender without a graph; more options, such as
+--run.deterministic=true, go to all. Rounds of 20 steps alternate. idle: the share of a step in
+which the GPU runs no kernel.
 """
 
 import argparse
@@ -127,7 +127,7 @@ def one(options: list[str], variant: str) -> None:
 
 
 def same(seen: list, reference: list) -> str:
-    """What became of the losses and norms, compared with those of the same blocks without a graph."""
+    """Describe how losses and norms compare with those of the same blocks without a graph."""
     if not seen or not reference:
         return "-"
     for number, (ours, theirs) in enumerate(zip(seen, reference), 1):

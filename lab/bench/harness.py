@@ -1,5 +1,5 @@
-"""What every benchmark here shares: alternating runs, medians, the machine, one table as Markdown
-and JSON.
+"""Shared parts of the benchmarks: alternating runs, medians, the machine, one table as Markdown and
+JSON.
 
 Machines are noisy and drift; a ratio of two things measured in turn is not. So contenders run A B C
 A B C, the first rounds are thrown away, and each is reported as its median with its ratio to the
@@ -31,8 +31,8 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def is_slow(options: str) -> bool:
-    """Whether a row with these options asks for bfloat16 of a CPU that takes a hundred times longer
-    for it: said in one line, and left out."""
+    """Return True if a row with these options needs bfloat16 on a CPU that takes a hundred times
+    longer for it: the row is then skipped, with one line."""
     slow = "bfloat16" in options and not torch.cuda.is_available() and not bfloat16_is_fast()
     if slow:
         print(f"left out, because bfloat16 is slow on this processor: {options}", file=sys.stderr)
@@ -52,8 +52,8 @@ def alternate(
     warm_up: int = 2,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each call, contender by contender in turn; a call must leave no device work in
-    flight."""
+    """Return the seconds of each call, contender by contender in turn; a call must leave no device
+    work in flight."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(warm_up + rounds):
         for name, run in contenders.items():
@@ -69,10 +69,10 @@ def alternate(
 def in_turn(
     contenders: dict[str, list[str]], rounds: int, warm_up: int = 2
 ) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """As `alternate`, with each contender (arguments of python) in a process of its own, so that it
-    has its own memory and allocator; and the last words of each. Such a process answers every line
-    that it reads with the seconds it took, and the end of lines with its last words: `serve`. All
-    begin at the same time, because they may have to compile."""
+    """Run like `alternate`, with each contender (arguments of python) in a separate process, so
+    that it has its own memory and allocator. Returns the seconds, and the final output of each.
+    Such a process answers every line that it reads with the seconds it took, and the end of input
+    with its final output: `serve`. All begin at the same time, because they may have to compile."""
     processes = {
         name: subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -96,7 +96,7 @@ def in_turn(
 
 
 def ask(process: subprocess.Popen) -> None:
-    """For one more call."""
+    """Request one more call."""
     process.stdin.write("\n")
     process.stdin.flush()
 
@@ -106,7 +106,7 @@ def serve(
     clock: Callable[[], float] = time.perf_counter,
     summary: Callable[[], dict] = dict,
 ) -> None:
-    """The other end of `in_turn`. The last words are the peak GiB and those that are given."""
+    """Serve the other end of `in_turn`. The final output is the peak GiB and the given numbers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":  # what building took does not count
         torch.cuda.empty_cache()
@@ -117,7 +117,7 @@ def serve(
 
 
 def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentParser:
-    """The command line of a benchmark that measures a list of shapes."""
+    """Return the command line of a benchmark that measures a list of shapes."""
     parser = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -128,26 +128,26 @@ def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentPars
 
 
 def ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:
-    """Median over the rounds of time(name) / time(to): each pair ran side by side."""
+    """Return the median over the rounds of time(name) / time(to): each pair ran in the same round."""
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[to]))
 
 
 def matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None], float]:
-    """A matmul to measure the machine's rate with, between the contenders; and its FLOPs."""
+    """Return a matmul to measure the machine's rate with, between the contenders; and its FLOPs."""
     n = 8192 if device.type == "cuda" else 2048
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     return lambda: torch.mm(a, b), 2.0 * n**3
 
 
-def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
-    """What `python -m module args` prints as its last line of JSON, in a process of its own (so
-    that its memory is its own); as torchrun would with several ranks, which share this machine's
-    threads; `beside` such processes run at the same time. Raises RuntimeError with rank 0's last
-    words."""
+def child(module: str, *args: str, ranks: int = 1, at_once: int = 1) -> dict:
+    """Return the last line of JSON of `python -m module args`, run in a separate process (so that
+    its memory is its own); with several ranks as torchrun would, which share this machine's
+    threads; `at_once` such processes run at the same time. Raises RuntimeError with rank 0's last
+    output."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (ranks * beside)))}
+    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (ranks * at_once)))}
     world = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
@@ -175,14 +175,14 @@ def child(module: str, *args: str, ranks: int = 1, beside: int = 1) -> dict:
 
 
 def end_with_parent() -> None:
-    """For `preexec_fn` of subprocess: Linux kills the new process when its parent dies, even of
-    kill -9."""
+    """Make Linux kill the new process when its parent dies, even of kill -9. For `preexec_fn` of
+    subprocess."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def machine() -> dict[str, str]:
-    """What a reader needs to place the figures: processor or GPU, threads, versions, commit
+    """Describe the machine for a reader of the figures: processor or GPU, threads, versions, commit
     (without git a hash of the sources)."""
     cpu = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,5 +1,5 @@
-"""How long a GPU runs no kernel during a step, because it waits for the host: read from PyTorch's
-profiler."""
+"""Measure how long a GPU runs no kernel during a step, because it waits for the host: read from
+PyTorch's profiler."""
 
 import json
 import sys
@@ -19,9 +19,9 @@ def kernel_times(
     activity: ProfilerActivity = ProfilerActivity.CUDA,
     categories: Iterable[str] = ON_A_GPU,
 ) -> tuple[Times, float]:
-    """When kernels ran during the second of two calls of `run`, and the microseconds from the first
-    one's begin to the last one's end. The host's own events are not recorded, because recording
-    them would make the host slower."""
+    """Return the times of kernels during the second of two calls of `run`, and the microseconds
+    from the first one's begin to the last one's end. The host's own events are not recorded,
+    because recording them would make the host slower."""
     events = traced(run, [activity])
     kernels = [event for event in events if event.get("cat") in set(categories)]
     times = [(event["ts"], event["ts"] + event.get("dur", 0)) for event in kernels]
@@ -31,9 +31,9 @@ def kernel_times(
 
 
 def traced(run: Callable[[], object], activities: list[ProfilerActivity], **how: bool) -> list:
-    """The events of the second of two calls of `run`. how: options of the profiler. Where the
-    profiler is not allowed to look there are none, and it says why on stderr: what else was
-    measured must not be lost."""
+    """Return the events of the second of two calls of `run`. how: options of the profiler. Where
+    the profiler has no permission there are none, and stderr says why: other measurements must not
+    be lost."""
     run()
     synchronise()
     try:
@@ -55,8 +55,8 @@ def synchronise() -> None:
 
 
 def idle_share(times: Times, whole: float) -> float | None:
-    """The share of `whole` microseconds in which none of the kernels ran; None if nothing was
-    recorded. Kernels of several streams overlap, so their times are not just added."""
+    """Return the share of `whole` microseconds in which none of the kernels ran; None if nothing
+    was recorded. Kernels of several streams overlap, so their times are not just added."""
     if not whole:
         return None
     busy = 0.0

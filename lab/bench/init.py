@@ -1,12 +1,12 @@
-"""What initialising a model costs one rank: every shard of rank 0 is filled for real, one parameter
-in memory at a time.
+"""Measure the cost of initialising a model for one rank: every shard of rank 0 is filled for real,
+one parameter in memory at a time.
 
     python -m lab.bench.init [configs/llama_405b.toml] [--ranks 1024] [--table.key=value ...]
 
-The mesh is the real one over PyTorch's fake process group, so any world size fits on a laptop.
-Beside our counter-based values it times the obvious alternative, a generator per parameter that
-draws the *whole* tensor so that each rank can keep its shard, on the largest parameter, and scales
-it by the number of parameters.
+The mesh is the real one over PyTorch's fake process group, so any world size fits on a laptop. In
+addition to our counter-based values it times the obvious alternative, a generator per parameter
+that draws the *whole* tensor so that each rank can keep its shard, on the largest parameter, and
+scales it by the number of parameters.
 """
 
 import argparse

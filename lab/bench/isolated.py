@@ -1,8 +1,9 @@
-"""Contenders in processes of their own, in turn, where some may fail: what the others showed stays.
+"""Run contenders in separate processes, in turn, where some may fail: the results of the others
+stay.
 
-As `harness.in_turn`, but each process first says facts about itself, may take its time to compile
-while the others do, and answers with more facts at the end. One that dies, or takes too long, is
-left out of the rest, with its last words as the reason.
+Like `harness.in_turn`, but each process first prints facts about itself, may take its time to
+compile while the others do, and answers with more facts at the end. One that dies, or takes too
+long, is left out of the rest, with its last output as the reason.
 """
 
 import json
@@ -24,7 +25,8 @@ THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # for they all compile at the 
 
 
 class Contender:
-    """One process. facts: what it has said; seconds: of each round; why: it failed, "" if not."""
+    """Contender in one process. facts: its printed facts; seconds: of each round; why: the reason
+    of its failure, "" without one."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.facts: dict = {}
@@ -51,7 +53,8 @@ class Contender:
             self.give_up("it has ended")
 
     def answer(self, deadline: float) -> dict:
-        """Its next line of JSON; {} and a reason if there is none by then (of time.monotonic)."""
+        """Return its next line of JSON; {} and a reason if there is none by then (of
+        time.monotonic)."""
         while not self.why:
             left = max(0.0, deadline - time.monotonic())
             if not select.select([self.process.stdout], [], [], left)[0]:
@@ -108,7 +111,7 @@ def in_turn(
 
 
 def numbers(running: dict[str, Contender]) -> dict[str, dict]:
-    """All that is known of them, for programs."""
+    """Return all that is known of them, for programs."""
     return {
         name: {"facts": one.facts, "seconds": one.seconds, "why": one.why}
         for name, one in running.items()
@@ -122,7 +125,7 @@ def note(path: str | None, running: dict[str, Contender]) -> None:
 
 
 def serve(facts: dict, run: Callable[[], object], last: Callable[[], dict]) -> None:
-    """The other end of `in_turn`."""
+    """Serve the other end of `in_turn`."""
     print(json.dumps(facts), flush=True)
     for line in sys.stdin:
         if line.strip() == END:

@@ -1,4 +1,4 @@
-"""What the kernels of a step spend their time on, and what a change to the step brings.
+"""Profile the kernels of a step, and measure the effect of changes to the step.
 
     python -m lab.bench.kernels [--json out.json] [--table.key=value ...]
     python -m lab.bench.kernels --changes clip_apart cublaslt [--rounds 18] [--json ...] [--table.key=value ...]
@@ -8,7 +8,7 @@ by their kind. GEMMs are then run again by themselves, in the order of the step,
 row: the rate "in a row" is what the same GEMMs reach without the rest, at the clock that the limit
 of power leaves. On a CPU only GEMMs are seen.
 
---changes: a step as it is, and with each of CHANGES, in alternation, each in a process of its own.
+--changes: a step as it is, and with each of CHANGES, in alternation, each in a separate process.
 They begin with the same weights and tokens, so losses show whether a change computes the same.
 """
 
@@ -66,8 +66,8 @@ class Ran(NamedTuple):
 
 
 def kernels_of(events: list[dict]) -> list[Ran]:
-    """Of a trace of one step, in the order in which they ran. Without a GPU its GEMMs' operators
-    stand for kernels."""
+    """Return the kernels of a trace of one step, in the order in which they ran. Without a GPU its
+    GEMMs' operators replace kernels."""
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     ran = [event for event in events if event.get("cat") in ON_A_GPU]
     ran = ran or [op for op in operators if op["name"] in MATMULS]
@@ -99,7 +99,7 @@ def kind_of(names: str) -> str:
 
 
 class Product(NamedTuple):
-    """A GEMM a @ b of an operator, [M, K] @ [K, N]; adds: to a third matrix."""
+    """Product: a GEMM a @ b of an operator, [M, K] @ [K, N]; adds: to a third matrix."""
 
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     strides: tuple[tuple[int, ...], ...]
@@ -129,7 +129,7 @@ def product_of(op: dict) -> Product | None:
 
 
 def role(kernel: Ran, tokens: int) -> str:
-    """The kind; for GEMMs of a backward pass, what they compute the gradient of."""
+    """Return the kind; for GEMMs of a backward pass, which gradient they compute."""
     product = product_of(kernel.op)
     if kernel.phase != "backward" or product is None:
         return kernel.kind
@@ -137,7 +137,7 @@ def role(kernel: Ran, tokens: int) -> str:
 
 
 def call_of(product: Product) -> Callable[[], object]:
-    """This GEMM on random numbers."""
+    """Return a call of this GEMM on random numbers."""
     (m, _), (_, n) = product.shapes
     a, b = (
         torch.empty_strided(shape, stride, dtype=dtype, device=DEVICE).normal_()
@@ -160,7 +160,7 @@ def rate_in_a_row(products: list[Product]) -> float:
 
 
 def a_step(options: list[str]) -> tuple[train.Job, Callable[[], train.StepResult]]:
-    """A step on random tokens, always the same."""
+    """Return a step on random tokens, always the same."""
     job = train.build(load_config(options))
     t = job.cfg.training
     shape = (t.global_batch_size // t.local_batch_size, t.local_batch_size, t.seq_len)
@@ -170,7 +170,7 @@ def a_step(options: list[str]) -> tuple[train.Job, Callable[[], train.StepResult
 
 
 def of_a_step(options: list[str], rounds: int) -> dict:
-    """The table of the kernels of a step."""
+    """Return the table of the kernels of a step."""
     job, run = a_step(options)
     with power_and_clock() as seen:
         seconds = statistics.median(harness.alternate({"": run}, rounds)[""])
@@ -198,8 +198,8 @@ def of_a_step(options: list[str], rounds: int) -> dict:
 
 
 def table(kernels: list[Ran], tokens: int, seconds: float) -> tuple[list[list[str]], dict]:
-    """Rows by phase and kind, the longest first in each phase, and all GEMMs together; tokens: of
-    the step; seconds: of a step."""
+    """Return rows by phase and kind, the longest first in each phase, and all GEMMs together;
+    tokens: of the step; seconds: of a step."""
     groups: dict[tuple[str, str], list[Ran]] = defaultdict(list)
     for kernel in kernels:
         groups[kernel.phase, role(kernel, tokens)].append(kernel)
@@ -282,7 +282,7 @@ def cublaslt() -> None:
 
 
 def clip_apart() -> None:
-    """Scale the gradients before the update (training/one_pass.py), by a pass of its own."""
+    """Scale the gradients before the update (training/one_pass.py), in a separate pass."""
     train.scaling = lambda _: torch._foreach_mul_
 
 
@@ -319,7 +319,7 @@ CHANGES: dict[str, tuple[Callable[[], None], list[str]]] = {  # and options
 
 
 def serve(name: str, options: list[str]) -> None:
-    """A step with this change, time by time as it is asked to."""
+    """Serve a step with this change, one timing per line of input."""
     change, more = CHANGES[name]
     change()
     losses = []
@@ -359,7 +359,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=18 if GPU else 3)
     parser.add_argument("--changes", nargs="+", choices=CHANGES, default=[])
-    parser.add_argument("--one", choices=CHANGES, help="with this change, as it is asked to")
+    parser.add_argument(
+        "--one", choices=CHANGES, help="with this change, one timing per line of input"
+    )
     parser.add_argument("--json")
     args, given = parser.parse_known_args()
     if args.one:

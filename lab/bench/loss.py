@@ -54,7 +54,7 @@ def contender(name: str, shape: str) -> Callable[[], object]:
 
 def main() -> None:
     parser = harness.shapes_parser(__doc__, 15, SHAPES[DEVICE])
-    parser.add_argument("--one", help="this contender, time by time as it is asked to")
+    parser.add_argument("--one", help="this contender, one timing per line of input")
     args = parser.parse_args()
     if args.one:
         harness.serve(contender(args.one, args.shapes[0]))

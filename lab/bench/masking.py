@@ -1,5 +1,5 @@
-"""What document masking costs or saves: attention over packed documents, and a whole training step
-with it and without.
+"""Measure the cost or savings of document masking: attention over packed documents, and a whole
+training step with it and without.
 
     python -m lab.bench.masking [--rounds 7] [--windows 8x1024,1x8192] [--mean 10,100,1000] [--json out.json]
                                   [--table.key=value ...]

@@ -71,7 +71,7 @@ SINKS = "flex_attention" if GPU else "eager"  # what transformers has for attent
 
 
 def sizes_of(name: str, layers: int, balance: float) -> tuple[Size, Any]:
-    """A small vocabulary, since no embedding and no loss is measured."""
+    """Return the sizes, with a small vocabulary, since no embedding and no loss is measured."""
     size = SIZES[name]
     of_flavor = MODELS[size.family].numbers.flavors[size.flavor]
     more = {"n_layers": layers, "vocab_size": 256, "balance_loss": balance}
@@ -83,7 +83,7 @@ def sizes_of(name: str, layers: int, balance: float) -> tuple[Size, Any]:
 
 
 def our_model(name: str, layers: int, balance: float) -> tuple[Size, Any, nn.Module]:
-    """With values that are the same in every process."""
+    """Build our model, with values that are the same in every process."""
     size, args = sizes_of(name, layers, balance)
     torch.set_default_dtype(DTYPE)
     with DEVICE:
@@ -127,7 +127,7 @@ def ours(name: str, part: str, balance: float) -> tuple[nn.Module, Callable[[Ten
 
 
 def theirs_of(layer: Any) -> dict[str, Tensor]:
-    """The weights of one of our blocks, as transformers names and lays them out."""
+    """Return the weights of one of our blocks, as transformers names and lays them out."""
     own = dict(layer.named_parameters())
     mixture = layer.feed_forward
     if not isinstance(mixture.experts, ClampedExperts):
@@ -193,7 +193,8 @@ def hf(name: str, part: str, attention: str) -> tuple[nn.Module, Callable[[Tenso
 
 
 def torchtitan(name: str, part: str) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
-    """Its layer, compiled as its parallelize.py does it: router and GEMMs, not dispatch."""
+    """Build TorchTitan's layer, compiled as its parallelize.py does it: router and GEMMs, not
+    dispatch."""
     if part != "mixture":
         raise SystemExit("only the mixture alone is compared with TorchTitan's")
     from torchtitan.models.moe import moe as titans
@@ -242,8 +243,8 @@ def torchtitan(name: str, part: str) -> tuple[nn.Module, Callable[[Tensor], Tens
 
 
 def flops(size: Size, args: Any, part: str) -> float:
-    """Of forward and backward: 6 for each weight that a token multiplies with, and attention's 6 of
-    the causal half of its scores, as models/arithmetic.py counts."""
+    """Return the FLOPs of forward and backward: 6 for each weight that a token multiplies with, and
+    attention's 6 of the causal half of its scores, as models/arithmetic.py counts."""
     tokens = size.batch * size.seq_len
     of_mixture = 3 * args.dim * args.expert_dim * args.experts_per_token
     of_mixture += args.n_experts * args.dim

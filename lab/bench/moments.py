@@ -1,5 +1,5 @@
-"""What bfloat16 costs in AdamW's averages and in the reduction of gradients: loss curves, and how far
-seeds alone put them apart.
+"""Measure the effect of bfloat16 in AdamW's averages and in the reduction of gradients: loss
+curves, and how far apart seeds alone put them.
 
     python -m lab.bench.moments [--steps 300] [--seeds 5] [--json out.json]
 
@@ -48,7 +48,7 @@ CONTENDERS = {
 
 
 def nearest(x: Tensor, bits: Tensor) -> Tensor:
-    """In the place of `narrow_adamw.rounded`."""
+    """Round to the nearest bfloat16, replacing `narrow_adamw.rounded`."""
     return x
 
 

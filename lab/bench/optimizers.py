@@ -1,4 +1,4 @@
-"""Muon beside AdamW: what a step costs, where the time goes, and what a small model learns.
+"""Compare Muon with AdamW: the cost of a step, its parts, and the loss of a small model.
 
     python -m lab.bench.optimizers [--rounds 8] [--steps 200] [--seeds 5] [--json out.json]
 
@@ -49,7 +49,7 @@ def options_of(kind: str) -> list[str]:
 
 
 def library() -> np.ndarray:
-    """The bytes of the modules of Python's standard library, as token ids."""
+    """Return the bytes of the modules of Python's standard library, as token ids."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
 

@@ -1,5 +1,5 @@
-"""Whether FSDP's all-gathers overlap with compute: steps whose all-gathers take a stated time, on a
-simulated wire, which sleeps.
+"""Measure whether FSDP's all-gathers overlap with compute: steps whose all-gathers take a stated
+time, on a simulated wire, which sleeps.
 
     python -m lab.bench.overlap [--rounds 7] [--json out.json] [--table.key=value ...]
 
@@ -73,7 +73,7 @@ class Wire:
 
 
 class Gather(DefaultAllGather):
-    """Every rank has what this one has."""
+    """Gather as if every rank had the same shard as this one."""
 
     def __init__(self, wire: Wire) -> None:
         self.wire = wire
@@ -109,8 +109,8 @@ def measure(rounds: int, overrides: list[str]) -> list[list[str]]:
     batch = batch_of(jobs[0], 1)
 
     def step(prefetch: int, wire_seconds: float) -> None:
-        """A step on a wire that is in use for `wire_seconds`, if the all-gathers have as many bytes
-        as in the previous step."""
+        """Return a step on a wire that is in use for `wire_seconds`, if the all-gathers have as
+        many bytes as in the previous step."""
         wire.seconds_per_byte = wire_seconds / max(1, wire.bytes)
         wire.bytes = 0
         train.train_step(jobs[prefetch], batch)

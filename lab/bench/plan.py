@@ -1,14 +1,15 @@
-"""How far off `tools.plan` is: against TorchTitan's published runs, and against steps measured on
-this machine.
+"""Measure the error of `tools.plan`: against TorchTitan's published runs, and against steps
+measured on this machine.
 
     python -m lab.bench.plan published [--split] [--calibrate] [--svg OUT.svg]
     python -m lab.bench.plan vs_published
     python -m lab.bench.plan torchtitan [--device configs-of-yours.toml]
     python -m lab.bench.plan here [--rounds 15]
 
-`published`: all runs of `published.toml` beside their plans; `lab/bench/published.py` says how.
+`published`: all runs of `published.toml` with their plans, by `lab/bench/published.py`.
 
-`vs_published`: this trainer's plan beside the fastest published runs (`lab/bench/vs_published.py`).
+`vs_published`: this trainer's plan against the fastest published runs
+(`lab/bench/vs_published.py`).
 
 `torchtitan`: with memory, rows of TorchTitan's tables for Llama 3.1 on H100s that our parallelisms cover
 (bfloat16, FSDP and tensor parallel; not float8, pipeline parallel nor asynchronous tensor
@@ -156,7 +157,7 @@ def torchtitan(device: Device) -> None:
 
 
 def context(device: Device) -> None:
-    """Their rows with context parallelism, by both of our methods."""
+    """Return their rows with context parallelism, by both of our methods."""
     rows = []
     for cp, seq_len, speed, reserved in CONTEXT:
         options = [
@@ -227,7 +228,7 @@ HERE = (  # the first calibrates: name, options
 
 
 def planned_here(options: list[str], device: Device) -> float:
-    """The planned seconds of a step on this machine."""
+    """Return the planned seconds of a step on this machine."""
     torch.set_num_threads(1)  # of this process, which only traces
     return make_plan(
         load_config(options, 1, 1), PlanInputs(1, 1, device, on_gpu=False)
@@ -235,8 +236,8 @@ def planned_here(options: list[str], device: Device) -> float:
 
 
 def quietest(measured: list[Device]) -> Device:
-    """The best of each rate, which is that of the undisturbed machine; the median of numbers that
-    are the difference of two measurements."""
+    """Return the best of each rate, which is that of the undisturbed machine; the median of numbers
+    that are the difference of two measurements."""
     peak = max(d.peak_tflops * d.matmul_efficiency for d in measured)
     attention = max(d.peak_tflops * d.attention_efficiency for d in measured)
     numbers = {"peak_tflops": peak, "attention_efficiency": attention / peak}
@@ -301,7 +302,9 @@ def main() -> None:
         "--only", default="", help="published, vs_published: runs with this in name or class"
     )
     parser.add_argument("--split", action="store_true", help="published: the held-out third apart")
-    parser.add_argument("--calibrate", action="store_true", help="published: fit efficiencies anew")
+    parser.add_argument(
+        "--calibrate", action="store_true", help="published: fit the efficiencies again"
+    )
     parser.add_argument(
         "--keep", default="", metavar="FOLDER", help="published: keeps traces, or reads those kept"
     )

@@ -1,4 +1,4 @@
-"""What it costs that each rank keeps its position (reliability/position.py).
+"""Measure the cost of the position that each rank keeps (reliability/position.py).
 
     python -m lab.bench.positions [--rounds 60] [--json out.json]
 
@@ -50,7 +50,7 @@ WATCHED = 10.0  # seconds
 
 
 def step_of(options: list[str], position: Position | None) -> Callable[[], None]:
-    """A step of a job on random tokens, with the phases of the loop."""
+    """Return a step of a job on random tokens, with the phases of the loop."""
     job = train.build(load_config([*options, "--run.device=cpu"], 1))
     t = job.cfg.training
     shape = (t.global_batch_size // t.local_batch_size, t.local_batch_size, t.seq_len + 1)
@@ -80,7 +80,7 @@ def of_collectives(rounds: int) -> dict[str, list[float]]:
 
 
 def serve(contender: str) -> None:
-    """The all-reduces of one contender, when harness.in_turn asks."""
+    """Serve the all-reduces of one contender for harness.in_turn."""
     os.environ["TORCH_FR_BUFFER_SIZE"] = "2000" if contender == "with" else "0"
     torch.set_num_threads(1)
     open_group(Run(device="cpu"))

@@ -151,7 +151,7 @@ def compare_engines(args: argparse.Namespace) -> None:
 
 
 def streamed(cfg: Data, tokens: int) -> None:
-    """As many tokens as the batches of one rank that does nothing else."""
+    """Stream as many tokens as the batches of one rank that does nothing else."""
     source = stream.open_source(cfg, log=lambda line: None)
     order = stream.begin(stream.describe(source, 0, 1024, 8))
     batches = stream.StreamedBatches(
@@ -183,7 +183,8 @@ def batches(texts: list[str]) -> list[list[str]]:
 
 
 def write(folder: Path, texts: list[str]) -> dict[str, Path]:
-    """The same documents in three forms: one that many processes read, and one that only one can."""
+    """Write the same documents in three forms: one that many processes read, and one that only one
+    can."""
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     (folder / "a.jsonl").write_bytes(lines)
     (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines, 1))

@@ -32,8 +32,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def contenders() -> dict[str, tuple[torch.dtype, str]]:
-    """Name -> type, and what torch.set_float32_matmul_precision is told. The second is compared
-    with the first."""
+    """Return name -> dtype, and the value for torch.set_float32_matmul_precision. The second is
+    compared with the first."""
     if DEVICE == "cuda":
         return {
             "float32": (torch.float32, "highest"),

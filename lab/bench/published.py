@@ -1,4 +1,4 @@
-"""Our plans beside published runs: `python -m lab.bench.plan published` prints what this file
+"""Compare our plans with published runs: `python -m lab.bench.plan published` prints what this file
 computes from the rows of `published.toml`.
 
 A row is one published run. It becomes a configuration with the same model, mesh, batch and
@@ -64,7 +64,7 @@ FINE = np.linspace(0.4, 0.9, 101)  # those that it chooses from
 
 @dataclass(frozen=True)
 class Published:
-    """A published run: a row of published.toml with what its source says of all its rows."""
+    """Published run: a row of published.toml with the facts that its source gives for all its rows."""
 
     id: str
     kind: str  # one of CLASSES
@@ -94,7 +94,7 @@ class Published:
 
     @property
     def options(self) -> list[str]:
-        """The command line that plans this run."""
+        """Return the command line that plans this run."""
         tables: dict[str, object] = {f"model.{name}": value for name, value in self.model.items()}
         tables |= {
             "model.max_seq_len": max(self.seq, 8192),
@@ -140,7 +140,7 @@ def as_option(value: object) -> str:
 
 
 def load_runs(path: Path = TABLE) -> list[Published]:
-    """The rows of the table."""
+    """Return the rows of the table."""
     table = tomli.loads(path.read_text(encoding="utf-8"))
     runs = []
     for source in table["sources"].values():
@@ -155,10 +155,10 @@ def load_runs(path: Path = TABLE) -> list[Published]:
     return runs
 
 
-# What TorchTitan does otherwise than we do.
+# Differences of TorchTitan from our trainer.
 def whole_loss(h, weight, labels, chunk_tokens, **more):
-    """Their loss: logits of all tokens at once. Under tensor parallelism ours, whose matmuls are
-    the same."""
+    """Compute their loss: logits of all tokens at once. Under tensor parallelism ours, whose
+    matmuls are the same."""
     if isinstance(weight, DTensor):
         return our_loss(h, weight, labels, chunk_tokens, **more)
     return plain_cross_entropy(h @ weight.t(), labels)
@@ -169,8 +169,8 @@ our_policy = blocks._policy
 
 
 class EverySecondMatmul:
-    """Their selective policy: every second matmul is recomputed. The count starts anew in forward
-    and in recomputation."""
+    """Their selective policy: every second matmul is recomputed. The count restarts in forward and
+    in recomputation."""
 
     def __init__(self) -> None:
         self.counts = {False: 0, True: 0}
@@ -186,7 +186,7 @@ class EverySecondMatmul:
 
 
 def like_titan(make: Callable[[], Plan]) -> Plan:
-    """A plan with TorchTitan's loss and its selective checkpointing in the place of ours."""
+    """Plan with TorchTitan's loss and its selective checkpointing in place of ours."""
     with (
         mock.patch.object(train, "linear_cross_entropy", whole_loss),
         mock.patch.object(blocks, "_policy", EverySecondMatmul()),
@@ -196,7 +196,7 @@ def like_titan(make: Callable[[], Plan]) -> Plan:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run beside its plan; small enough to travel between processes."""
+    """Run with its plan; small enough to travel between processes."""
 
     run: Published
     speed: float  # tokens/s per GPU
@@ -215,7 +215,7 @@ class Planned:
 
 
 def kept(run: Published, keep: str) -> Stages:
-    """The traces of an earlier call with the same --keep, if there are any."""
+    """Return the traces of an earlier call with the same --keep, if there are any."""
     path = Path(keep) / f"{run.id}.pickle"
     if not keep or not path.exists():
         return Stages()
@@ -243,8 +243,8 @@ def planned(run: Published, calibrating: bool = False, keep: str = "") -> Planne
 
 
 def plan_all(runs: list[Published], calibrating: bool = False, keep: str = "") -> list[Planned]:
-    """The plans of all runs. A pipeline's stages are traced in processes of their own, any other
-    run is planned in one."""
+    """Plan all runs. A pipeline's stages are traced in separate processes, any other run is planned
+    in one."""
     alone = [run for run in runs if "pp" not in run.mesh]
     calls = [(run, calibrating, keep) for run in alone]
     done = {one.run.id: one for one in in_processes(planned, calls)}
@@ -255,9 +255,9 @@ def plan_all(runs: list[Published], calibrating: bool = False, keep: str = "") -
 
 
 def calibration(rows: list[Planned]) -> list[list[str]]:
-    """For each device and stack the efficiency whose mean absolute error is smallest, over the rows
-    that are not held out, without float8, and without experts if there are others; beside it what
-    tools/plan/stacks.toml says."""
+    """Return for each device and stack the efficiency whose mean absolute error is smallest, over
+    the rows that are not held out, without float8, and without experts if there are others; and the
+    value of tools/plan/stacks.toml."""
     groups: dict[tuple[str, str], list[Planned]] = {}
     for row in rows:
         if not row.run.held_out and row.run.float8 == "none":
@@ -287,8 +287,8 @@ def errors_of(rows: Iterable[Planned]) -> list[str]:
 
 
 def summary(rows: list[Planned], split: bool = False) -> list[list[str]]:
-    """A line for all, for each class and for each device. split: the third that is held out, and
-    the others, by themselves."""
+    """Return a line for all, for each class and for each device. split: the third that is held out,
+    and the others, separately."""
     lines = [["all", *errors_of(rows)]]
     if split:
         lines.append(["held out", *errors_of(row for row in rows if row.run.held_out)])
@@ -305,7 +305,7 @@ ROWS = ["run", "class", "stack", "device", "GPUs", "published", "planned", "erro
 
 
 def cells(row: Planned) -> list[str]:
-    """The line of one run; the last cell marks what the calibration has not seen."""
+    """Return the line of one run; the last cell marks rows that the calibration has not seen."""
     run = row.run
     return [
         run.id,
@@ -331,13 +331,14 @@ def mesh_of(choice: Choice) -> tuple[int, ...]:
 
 
 def place_of(published: tuple[int, ...], ranking: list[Candidate]) -> int:
-    """The place of a mesh among those of a search, the fastest of each first; 0: not among them."""
+    """Return the place of a mesh among those of a search, the fastest of each first; 0: not among
+    them."""
     meshes = list(dict.fromkeys(mesh_of(candidate.choice) for candidate in ranking))
     return meshes.index(published) + 1 if published in meshes else 0
 
 
 def searched(run: Published) -> list[str]:
-    """The line of a run of which --meshes asks what the search would choose instead."""
+    """Return the line of a run for --meshes: the search's choice instead of the published mesh."""
     ranking = search(run.config(), run.inputs()).ranking
     published = tuple(run.mesh.get(name, 1) for name in ("tp", "cp", "ep", "pp", "dp"))
     place = place_of(published, ranking)
@@ -347,8 +348,8 @@ def searched(run: Published) -> list[str]:
 
 
 def report(args: argparse.Namespace) -> None:
-    """The tables of all runs that have --only in their name or class; with --svg a picture. Raises
-    InputError."""
+    """Report the tables of all runs that have --only in their name or class; with --svg a picture.
+    Raises InputError."""
     if args.stack:
         load_stack(args.stack)
     runs = [run for run in load_runs() if f"{run.id} {run.kind}".find(args.only) >= 0]

@@ -1,5 +1,5 @@
-"""What a phase of a run costs rank 0 of many ranks that do not exist: the collectives, and the
-processor time of Python.
+"""Measure the cost of a phase of a run for rank 0 of many ranks that do not exist: the collectives,
+and the processor time of Python.
 
 The run's own code runs on PyTorch's fake process group (`tools/plan/trace.py::pretend`). Every
 other rank is taken to send what rank 0 sends.
@@ -28,7 +28,7 @@ DEVICE = "h100"
 
 @dataclass(frozen=True)
 class Collective:
-    """One call on rank 0. bytes: what each rank gives; for a broadcast, what each receives."""
+    """Collective call on rank 0. bytes: what each rank gives; for a broadcast, what each receives."""
 
     kind: str
     ranks: int
@@ -60,8 +60,8 @@ NAMES = {
 
 @dataclass
 class Phase:
-    """What a phase costs rank 0. on_device: its collectives are of GPU tensors (NCCL), not of the
-    CPU's (gloo)."""
+    """Phase, by its cost for rank 0. on_device: its collectives are of GPU tensors (NCCL), not of
+    the CPU's (gloo)."""
 
     collectives: list[Collective] = field(default_factory=list)
     seconds: float = 0.0  # processor time of rank 0
@@ -77,7 +77,7 @@ class Phase:
         return sum(ALGORITHMS[c.kind](c.ranks, c.bytes)[1] for c in self.collectives)
 
     def latency(self, hop_seconds: float) -> float:
-        """Seconds on the critical path, of messages alone."""
+        """Return the seconds of messages on the critical path, from latency alone."""
         if self.on_device:
             device = load_device(DEVICE)
             seconds = 0
@@ -110,7 +110,7 @@ class Phase:
 
 
 class Recorder(Watch):
-    """The collectives of this thread, on a fake process group."""
+    """Recorder of the collectives of this thread, on a fake process group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,8 +127,8 @@ class Recorder(Watch):
 
 @contextmanager
 def everyone_is_like_rank_0() -> Iterator[None]:
-    """A fake group moves nothing, so gathered tensors would be undefined: here all ranks send what
-    rank 0 does. Objects are packed and unpacked as often as on a real group."""
+    """Gather as if all ranks sent what rank 0 does: a fake group moves nothing, so gathered tensors
+    would be undefined. Objects are packed and unpacked as often as on a real group."""
     real_all_gather = dist.all_gather
     real_gather = dist.gather
 

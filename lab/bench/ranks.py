@@ -62,7 +62,7 @@ def mesh_options(ranks: int) -> list[str]:
 
 
 def phases_of(options: list[str], ranks: int) -> dict[str, Phase]:
-    """The phases of a run on so many ranks."""
+    """Return the phases of a run on so many ranks."""
     started = Phase()
     step = Phase(on_device=True)
     logged = Phase()
@@ -90,7 +90,7 @@ def phases_of(options: list[str], ranks: int) -> dict[str, Phase]:
         "save": save,
         "resume": resume,
         "stop (in a validation)": stopped,
-        "retention": Phase(),  # a thread of rank 0 that nobody waits for
+        "retention": Phase(),  # a thread of rank 0 without waiting ranks
         "stop (in a step)": Phase(),  # travels with the loss
         # each launcher tells the others by the store
         "fault": Phase([Collective("store", -(-ranks // RANKS_PER_HOST), 64)]),
@@ -98,7 +98,7 @@ def phases_of(options: list[str], ranks: int) -> dict[str, Phase]:
 
 
 def start(cfg: Config) -> train.Job:
-    """What `train.train` does before it opens the data and the checkpoints."""
+    """Run the part of `train.train` before it opens the data and the checkpoints."""
     job = train.build(cfg)
     hosts(job.mesh)
     job.mesh.gather((-1, 0, ""))  # reliability/record.py::Start.fails_again_and_again
@@ -115,8 +115,8 @@ STEPS, WARM = 24, 8  # of the loop that is measured; the first of them are left 
 
 
 def loop(options: list[str], ranks: int) -> Phase:
-    """A step of the whole loop of `train.train`, with its data and everything that it does after a
-    step, but for saves."""
+    """Run a step of the whole loop of `train.train`, with its data and everything after a step
+    except saves."""
     began = []
     train_step = train.train_step
     new_group = dist.new_group
@@ -163,8 +163,8 @@ def loop(options: list[str], ranks: int) -> Phase:
 
 
 def hop_seconds(sizes: tuple[int, ...] = (2, 4, 6), rounds: int = 300) -> float:
-    """Seconds that one more hop adds to a sum of one number over gloo, on this machine: median by
-    number of ranks, and the slope of a line through them."""
+    """Return the seconds that one more hop adds to a sum of one number over gloo, on this machine:
+    median by number of ranks, and the slope of a line through them."""
     medians = [_sum_seconds(n, rounds) for n in sizes]
     hops = [2 * (n - 1) for n in sizes]
     return statistics.linear_regression(hops, medians).slope

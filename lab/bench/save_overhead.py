@@ -1,4 +1,4 @@
-"""How much longer a step takes while a checkpoint is being written.
+"""Measure how much longer a step takes while a checkpoint is being written.
 
     python -m lab.bench.save_overhead [--tensors 1137] [--gigabytes 1] [--rounds 10] [--folder DIR] [--json out.json]
 
@@ -52,7 +52,8 @@ for i, _ in enumerate(sys.stdin):
 
 
 def waited_for_a_core() -> float:
-    """Seconds that this thread could have run and had no core. Linux counts them; elsewhere 0."""
+    """Return the seconds that this thread could have run and had no core. Linux counts them;
+    elsewhere 0."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except OSError:
@@ -60,7 +61,7 @@ def waited_for_a_core() -> float:
 
 
 def step_seconds(x: torch.Tensor) -> tuple[float, int]:
-    """Of one step: seconds without waits for a core, and pauses."""
+    """Return the seconds of one step without waits for a core, and its pauses."""
     began = time.perf_counter()
     waited = waited_for_a_core()
     paused = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
@@ -87,33 +88,33 @@ def measure(
     durable = []
     steps: dict[str, list[tuple[float, int]]] = {
         "without a save": [],
-        "beside a save": [],
-        "beside another process that writes": [],
+        "during a save": [],
+        "while another process writes": [],
     }
     command = [sys.executable, "-c", WRITER, str(folder / "other"), str(tensors * elements * 12)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         os.set_blocking(other.stdout.fileno(), False)
         for i in range(1, rounds + 2):
             alone = [step_seconds(x) for _ in range(40)]
-            beside = []
-            beside_other = []
+            during = []
+            with_other = []
             checkpoints.save(i, model, optimizer, {})
             # how long a step waits for the copy is what `lab.bench.checkpoint` measures
             checkpoints.wait_for_copy()
             began = time.perf_counter()
             while checkpoints.writing():
-                beside.append(step_seconds(x))
+                during.append(step_seconds(x))
             seconds = time.perf_counter() - began
             checkpoints.poll()
             os.sync()
             other.stdin.write(b"\n")
             other.stdin.flush()
             while not other.stdout.read(1):
-                beside_other.append(step_seconds(x))
+                with_other.append(step_seconds(x))
             os.sync()
             if i > 1:  # the first save plans, and touches memory for the first time
                 durable.append(seconds)
-                for row, seen in zip(steps.values(), (alone, beside, beside_other), strict=True):
+                for row, seen in zip(steps.values(), (alone, during, with_other), strict=True):
                     row += seen
         other.stdin.close()
     checkpoints.close()

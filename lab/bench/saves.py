@@ -1,4 +1,4 @@
-"""What saving and resuming cost on many ranks, measured as rank 0 of a world that does not exist.
+"""Measure the cost of saving and resuming on many ranks, as rank 0 of a world that does not exist.
 
     python -m lab.bench.saves [configs/llama_405b.toml] [--ranks 8 512 16384] [--table.key=value ...]
 
@@ -32,8 +32,9 @@ from training.optimizers import materialise
 
 
 def phases(cfg: Config, ranks: int, per_host: int = RANKS_PER_HOST) -> dict[str, Phase]:
-    """The phases "plan" (once in a run), "save" and "resume" of a run of `cfg` on so many ranks.
-    The parallelism in `cfg` must fit that number. Writes rank 0's file into a temporary folder."""
+    """Return the phases "plan" (once in a run), "save" and "resume" of a run of `cfg` on so many
+    ranks. The parallelism in `cfg` must fit that number. Writes rank 0's file into a temporary
+    folder."""
     cfg = tracing(cfg)
     to_empty = nn.Module.to_empty
     fake = FakeTensorMode(allow_non_fake_inputs=True)

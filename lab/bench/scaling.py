@@ -1,13 +1,13 @@
-"""What a step costs as the work grows: batch, sequence, layers, width, ranks; and the host's time
-for a step on many ranks.
+"""Measure the cost of a step as the work grows: batch, sequence, layers, width, ranks; and the
+host's time for a step on many ranks.
 
     python -m lab.bench.scaling [--axis NAME] [--rounds 3] [--json out.json] [--table.key=value ...]
 
-One row per size, each in a process of its own (`lab.bench.sections --one`). `grows` is the time
-by which a step got longer over what the FLOPs grew by, from the row above: 1 is proportional. The
-axis `fake ranks` runs rank 0 of many on PyTorch's fake process group, where collectives return at
-once, with a model so small that what remains is Python's and the dispatcher's work; processor time
-of one thread.
+One row per size, each in a separate process (`lab.bench.sections --one`). `grows` is the time by
+which a step got longer over what the FLOPs grew by, from the row above: 1 is proportional. The axis
+`fake ranks` runs rank 0 of many on PyTorch's fake process group, where collectives return at once,
+with a model so small that what remains is Python's and the dispatcher's work; processor time of one
+thread.
 """
 
 import argparse

@@ -18,7 +18,7 @@ class Point(NamedTuple):
 
 
 def scatter(points: list[Point], kinds: tuple[str, ...]) -> str:
-    """The picture as SVG. kinds: of points, each with a color of its own."""
+    """Draw the picture as SVG. kinds: of points, each with its own color."""
     speeds = [speed for point in points for speed in (point.published, point.planned)]
     low = math.floor(math.log10(min(speeds)))
     high = math.ceil(math.log10(max(speeds)))

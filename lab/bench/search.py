@@ -1,10 +1,10 @@
-"""What the planner's search takes: wall time, memory of all its processes, plans traced.
+"""Measure the planner's search: wall time, memory of all its processes, plans traced.
 
     python -m lab.bench.search                  # Llama 8B on 64 GPUs
     python -m lab.bench.search --large          # DeepSeek-V3 on 2,048 GPUs
     python -m lab.bench.search configs/llama_debug.toml --gpus 2 --training.global_batch_size=4
 
-Each search runs in a session of its own. Memory is the sum over the session's processes of the
+Each search runs in a separate session. Memory is the sum over the session's processes of the
 proportional set size, in which a page that several share counts once, looked at every second.
 """
 
@@ -23,7 +23,7 @@ LARGE = ("configs/deepseek_v3_671b.toml", 2048)
 
 
 def memory_of(session: int) -> int:
-    """Bytes of all processes of a session. One that ends meanwhile counts as nothing."""
+    """Return the bytes of all processes of a session. One that ends meanwhile counts as nothing."""
     total = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -38,7 +38,7 @@ def memory_of(session: int) -> int:
 
 
 def searched(options: list[str]) -> tuple[float, int, str]:
-    """Seconds, bytes at most, and what the search printed. Ends with its exit code if it fails."""
+    """Return seconds, peak bytes, and the search's output. Ends with its exit code if it fails."""
     command = [sys.executable, "-m", "tools.plan", *options, "--search"]
     began = time.monotonic()
     process = subprocess.Popen(

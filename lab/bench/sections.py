@@ -1,16 +1,16 @@
-"""A training step by its sections, compared with this machine's matmul rate, for a list of
+"""Time a training step by its sections, compared with this machine's matmul rate, for a list of
 configurations.
 
     python -m lab.bench.sections [--rounds 5] [--only NAME] [--json out.json] [--table.key=value ...]
     python -m lab.bench.sections --one [--rounds 5] [--fake-world N] --table.key=value ...  # one line of JSON
 
-Each configuration runs in a process of its own, so that peak memory is its own: `train.build`,
+Each configuration runs in a separate process, so that peak memory is its own: `train.build`,
 `train.train_step` and the data path of a run on random tokens. Steps alternate with one large
 matmul of the same type, so `of products`, the step's share of the matmul rate, compares what was
 measured at the same time; `MFU` is against the data sheet (none for a CPU). The sections are timed
 in further steps, with a host-device sync at each boundary. `idle` is the share of a step in which a
-GPU runs no kernel, because it waits for the host; `live` is the peak of its tensors, without what
-the allocator holds besides. --table.key=value overrides an option in every configuration.
+GPU runs no kernel, because it waits for the host; `live` is the peak of its tensors, without the
+allocator's reserve. --table.key=value overrides an option in every configuration.
 """
 
 import argparse
@@ -84,8 +84,8 @@ COLUMNS = (
 
 @contextmanager
 def sections(device: torch.device) -> Iterator[tuple[dict[str, float], Callable[[str], None]]]:
-    """Seconds of each of SECTIONS, and a function that begins one and ends the one before (""
-    belongs to none).
+    """Return the seconds of each of SECTIONS, and a function that begins one and ends the one
+    before ("" belongs to none).
 
     The phases of a step begin and end with the `record_function` labels of `train.train_step`.
     """
@@ -169,8 +169,8 @@ def one(options: list[str], rounds: int) -> dict:
 
 
 def on_fake_group(options: list[str], rounds: int, size: int) -> dict:
-    """Processor seconds that one thread of rank 0 of `size` ranks spends on a step: the work of the
-    host.
+    """Return the processor seconds that one thread of rank 0 of `size` ranks spends on a step: the
+    work of the host.
 
     Collectives return at once and bring nothing, so the gradient is whatever was in memory. Were it
     not finite, fused AdamW would skip its update: it is told that all is well.

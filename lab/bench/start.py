@@ -55,7 +55,7 @@ with pretend(8, 8), mock.patch.object(nn.Module, "to_empty", lambda model, **_: 
 
 
 def until_the_first_step(command: list[str], metrics: Path | None) -> float:
-    """Seconds until the file has a line, or until the command ends."""
+    """Return the seconds until the file has a line, or until the command ends."""
     began = time.perf_counter()
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

@@ -1,12 +1,11 @@
-"""A training step of `train.py` against the barest loop around the same model, and against Hugging
-Face's Llama.
+"""Compare a training step of `train.py` with the barest loop around the same model, and with
+Hugging Face's Llama.
 
     python -m lab.bench.step [--rounds 15] [--dtypes float32,bfloat16] [--only ours,torchtitan] [--json out.json]
                                [--table.key=value ...]
 
-Same shape, batch, dtype and optimizer for all; in alternation, each in a process of its own, whose
-peak memory is reported. With --compile.enabled=true the blocks of all are compiled. What each
-contender is:
+Same shape, batch, dtype and optimizer for all; in alternation, each in a separate process, whose
+peak memory is reported. With --compile.enabled=true the blocks of all are compiled. The contenders:
 
 - ours: `train.build` and `train.train_step`, as a run does it, metrics and all checks included.
 - bare: our model in a loop of five lines, with torch's own clipping. In bfloat16 it keeps float32
@@ -81,7 +80,7 @@ def adamw(parameters, cfg):
 
 
 def loop(model, cfg, loss_of):
-    """The bare loop around a model whose loss is what `loss_of` returns."""
+    """Return the bare loop around a model whose loss is the result of `loss_of`."""
     optimizer = adamw(model.parameters(), cfg)
 
     def step():
@@ -129,14 +128,14 @@ def bare_bfloat16(args, cfg, tokens, labels):
 
 
 def cross_entropy_of(logits_of, labels, dtype):
-    """The loss of a peer's model; in bfloat16 under autocast."""
+    """Return the loss of a peer's model; in bfloat16 under autocast."""
     with torch.autocast(labels.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         logits = logits_of()
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def compiled(blocks, cfg):
-    """A peer's blocks, as its own users compile them."""
+    """Compile a peer's blocks, as its own users do."""
     for block in blocks if cfg.compile.enabled else ():
         block.compile(backend=cfg.compile.backend)
 
@@ -207,7 +206,7 @@ def litgpt(args, cfg, tokens, labels, dtype):
 
 
 def titans_scaling(args):
-    """Its names for how our model scales rotary positions."""
+    """Return its names for how our model scales rotary positions."""
     given = {
         "factor": "scaling_factor",
         "original_max_seq_len": "original_max_position_embeddings",
@@ -216,7 +215,7 @@ def titans_scaling(args):
 
 
 def mesh_of_one(device):
-    """For FSDP2 on one rank, which is what TorchTitan's mixed precision is made of."""
+    """Return a mesh for FSDP2 on one rank, of which TorchTitan's mixed precision is made."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return dist.init_device_mesh(device.type, (1,), mesh_dim_names=("fsdp",))
@@ -293,7 +292,8 @@ def torchtitan(args, cfg, tokens, labels, dtype):
 
 
 def torchtitan_2(args, cfg, tokens, labels, dtype, autocast=False):
-    """Of 0.2.2, the last release for torch 2.11. It begins with our initial values.
+    """Build TorchTitan 0.2.2's model, the last release for torch 2.11, with our initial values. It
+    begins with our initial values.
 
     autocast: as its trainer does on one GPU; otherwise FSDP2, as it does on several.
     """
@@ -356,7 +356,7 @@ def torchtitan_2(args, cfg, tokens, labels, dtype, autocast=False):
 
 
 def begin_as_ours(model, args, cfg):
-    """Its parameters are named as ours are."""
+    """Copy our initial values. Its parameters have our names."""
     init.initialise(model, llama.FAMILY.initial_values(args), cfg.run.seed)
     for name, weight in model.named_parameters():
         if heads := rotated_heads("llama", name, args):
@@ -381,13 +381,13 @@ def installed_peers() -> Iterator[str]:
 
 
 def package_of(name: str) -> str:
-    """The package of a contender."""
+    """Return the package of a contender."""
     packages = {"bare": "torch", "hf": "transformers"}
     return packages.get(name, name.removesuffix("_autocast"))
 
 
 def contender(name: str, cfg: Config) -> Callable[[], Tensor | float]:
-    """A step of it on random tokens, the same for all; it returns the loss."""
+    """Return a step of it on random tokens, the same for all; it returns the loss."""
     torch.manual_seed(0)
     _, args = train.architecture(cfg)
     t = cfg.training
@@ -468,7 +468,7 @@ def main() -> None:
     parser.add_argument(
         "--one",
         choices=("ours", "bare", *PEERS),
-        help="this contender, step by step as it is asked to",
+        help="this contender, one step per line of input",
     )
     parser.add_argument(
         "--our-settings", action="store_true", help="with --one: as our runs do on a CPU"

@@ -1,4 +1,4 @@
-"""What a run waits for data that lie in an object store, where each request takes 50 ms longer.
+"""Measure how long a run waits for data in an object store, where each request takes 50 ms longer.
 
     python -m lab.bench.stored [--steps 60] [--delay 0.05] [--copies 4] [--json out.json] [--table.key=value ...]
 
@@ -34,7 +34,7 @@ URL = "s3://bucket/corpus"
 
 
 def corpus(folder: Path, copies: int) -> str:
-    """A prepared folder with so many copies of the standard library."""
+    """Return a prepared folder with so many copies of the standard library."""
     text = folder / "text"
     text.mkdir()
     with open(text / "all.jsonl", "w", encoding="utf-8") as file:
@@ -46,7 +46,7 @@ def corpus(folder: Path, copies: int) -> str:
 
 
 def trained(source: str, folder: Path, steps: int, options: Iterable[str]) -> list[dict]:
-    """The metrics of each step of a run, in a process of its own."""
+    """Return the metrics of each step of a run, in a separate process."""
     command = [sys.executable, "train.py", "configs/llama_debug.toml", f"--data.source={source}"]
     command += [
         f"--run.folder={folder}",

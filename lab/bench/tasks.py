@@ -59,7 +59,8 @@ def save(name: str, source: Path, out: Path, questions: int, subjects: int | Non
 
 
 def harness_tasks(names: Sequence[str], folder: Path, shots: int = 0) -> list[Any]:
-    """The harness's own tasks of these benchmarks, on rows of such a folder; of MMLU their group."""
+    """Return the harness's own tasks of these benchmarks, on rows of such a folder; of MMLU their
+    group."""
     from lm_eval.api.group import Group
     from lm_eval.config.group import AggMetricConfig
 
@@ -87,7 +88,7 @@ def harness_tasks(names: Sequence[str], folder: Path, shots: int = 0) -> list[An
 
 @cache
 def harness_manager() -> Any:
-    """The harness's files of all benchmarks."""
+    """Return the harness's files of all benchmarks."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -111,7 +112,7 @@ HOMES = (  # of the harness's files, under lm_eval/tasks: reading all of them ta
 
 
 def _rows_for_harness(benchmark: Benchmark, folder: Path) -> Callable[..., Any]:
-    """The saved rows, with SuperGLUE's name for the answer of BoolQ."""
+    """Return the saved rows, with SuperGLUE's name for the answer of BoolQ."""
 
     def rows(**_: Any) -> Any:
         place = str(saved_datasets.place_of(benchmark, folder))
@@ -126,7 +127,7 @@ def _rows_for_harness(benchmark: Benchmark, folder: Path) -> Callable[..., Any]:
 def by_harness(
     model: Any, names: Sequence[str], folder: Path, shots: int = 0
 ) -> dict[str, ChoiceScores]:
-    """What an lm_eval model finds, by name."""
+    """Return the scores of an lm_eval model, by name."""
     from lm_eval import simple_evaluate
 
     wanted = harness_tasks(names, folder, shots)
@@ -148,7 +149,7 @@ def by_harness(
 
 
 def _scores(values: dict[str, Any]) -> dict[str, float]:
-    """The harness's scores, without the names of its filters."""
+    """Return the harness's scores, without the names of its filters."""
     return {
         key.partition(",")[0]: value for key, value in values.items() if isinstance(value, float)
     }
@@ -157,7 +158,7 @@ def _scores(values: dict[str, Any]) -> dict[str, float]:
 def by_us(
     loaded: Loaded, names: Sequence[str], folder: Path, scratch: Path, shots: int = 0
 ) -> dict[str, ChoiceScores]:
-    """What tools.evaluate finds, by name."""
+    """Return the scores of tools.evaluate, by name."""
     mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
     results = {}
     try:
@@ -178,7 +179,7 @@ def by_us(
 
 
 def largest(ours: ChoiceScores, theirs: ChoiceScores) -> float:
-    """The largest difference between log-likelihoods of a choice, relative to them."""
+    """Return the largest difference between log-likelihoods of a choice, relative to them."""
     differences = [0.0]
     for mine, others in zip(ours.of_choices, theirs.of_choices, strict=True):
         differences += [abs(a - b) / abs(b) for a, b in zip(mine, others, strict=True)]
@@ -186,7 +187,7 @@ def largest(ours: ChoiceScores, theirs: ChoiceScores) -> float:
 
 
 def row(name: str, ours: ChoiceScores, theirs: ChoiceScores) -> str:
-    """A line of the table."""
+    """Return a line of the table."""
     cells = [name, f"{len(ours.of_choices)}"]
     for key in SCORED:
         both = [

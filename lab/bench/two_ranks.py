@@ -1,4 +1,4 @@
-"""Two processes that train one model against two that train one each: what working together costs
+"""Compare two processes that train one model with two that train one each: the cost of parallelism
 on this machine.
 
     python -m lab.bench.two_ranks [--rounds 3] [--steps 5] [--json out.json] [--table.key=value ...]
@@ -9,7 +9,7 @@ of two ranks on all of it (`lab.bench.sections --one`), every process with half 
 threads. `bytes` are the messages of a step of one rank, traced (tools/plan/trace.py); `alone` is
 how long these messages take between two ranks that do nothing else; `expected` is the sum of that
 and of the time of `apart`. For a pipeline it is that of `apart, as PP`, lengthened by the planned
-bubble. In turn, each in processes of their own.
+bubble. In turn, each in separate processes.
 """
 
 import argparse
@@ -52,7 +52,7 @@ MOST_MICROBATCHES = max(microbatches for _, _, microbatches in MESHES.values())
 
 
 def alone(messages: list[tuple[str, int]]) -> list[float]:
-    """Seconds of each (kind, bytes of its larger side), of float32; both ranks call it."""
+    """Return the seconds of each (kind, bytes of its larger side), of float32; both ranks call it."""
     open_group(Run())
     seconds = []
     for kind, size in messages:
@@ -64,7 +64,7 @@ def alone(messages: list[tuple[str, int]]) -> list[float]:
 
 
 def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
-    """Those of a step of one of two ranks, and how often."""
+    """Return the messages of a step of one of two ranks, and how often each occurs."""
     torch.set_num_threads(1)
     counts: Counter[tuple[str, int]] = Counter()
     for _, times, op in trace_step(
@@ -76,8 +76,8 @@ def messages_of(options: list[str]) -> Counter[tuple[str, int]]:
 
 
 def bubble(microbatches: int) -> float:
-    """The share of a step in which the two ranks of a pipeline wait for each other, if they have
-    the same work."""
+    """Return the share of a step in which the two ranks of a pipeline wait for each other, if they
+    have the same work."""
     table = schedules.table("1f1b", 2, 1, microbatches)
     return schedules.bubble(
         schedules.timeline(
@@ -134,7 +134,7 @@ def measure(model: str, rounds: int, steps: int, overrides: list[str]) -> list[l
             options = [*half, f"--training.local_batch_size={local}"]
             with ThreadPoolExecutor() as both:
                 seconds[name].append(
-                    max(both.map(partial(seconds_of, beside=2), [options] * 2, [steps] * 2))
+                    max(both.map(partial(seconds_of, at_once=2), [options] * 2, [steps] * 2))
                 )
         for name, options in runs.items():
             seconds[name].append(seconds_of(options, steps, ranks=2))

@@ -1,4 +1,4 @@
-"""This trainer's plan beside the fastest published bfloat16 run of a model on the same GPUs:
+"""Compare this trainer's plan with the fastest published bfloat16 run of a model on the same GPUs:
 `python -m lab.bench.plan vs_published` prints what this file computes.
 
 The model, the batch, the sequences and the GPUs are those of the published run, a row of
@@ -51,11 +51,11 @@ def plan_of_ours(run: Published, options: list[str], efficiency: float | None = 
 
 
 def compared(run: Published, options: list[str]) -> list[str]:
-    """The line of one run."""
+    """Return the line of one run."""
     plan = plan_of_ours(run, options)
     speed = plan.tokens_per_second / run.gpus
     theirs = load_stack(run.stack).gemm[run.device]
-    alike = plan_of_ours(run, options, theirs).tokens_per_second / run.gpus
+    equal = plan_of_ours(run, options, theirs).tokens_per_second / run.gpus
     return [
         run.id,
         f"{run.gpus:,} {run.device}",
@@ -63,8 +63,8 @@ def compared(run: Published, options: list[str]) -> list[str]:
         run.stack,
         f"{speed:,.0f}",
         f"{speed / run.speed:.2f}",
-        f"{alike:,.0f}",
-        f"{alike / run.speed:.2f}",
+        f"{equal:,.0f}",
+        f"{equal / run.speed:.2f}",
         f"{plan.needed / GIB:.0f}" if plan.fits else f"{plan.needed / GIB:.0f}: too much",
         f"{plan.time.exposed / plan.time.seconds:.0%}",
         f"{plan.pipeline.bubble:.0%}" if plan.pipeline else "",
@@ -72,10 +72,10 @@ def compared(run: Published, options: list[str]) -> list[str]:
 
 
 def report(only: str = "") -> None:
-    """The table of all runs of [ours] that have `only` in their name."""
+    """Return the table of all runs of [ours] that have `only` in their name."""
     runs = {run.id: run for run in load_runs()}
     chosen = {name: options for name, options in load_options().items() if only in name}
     lines = in_processes(compared, [(runs[name], options) for name, options in chosen.items()])
     notes = "\n".join(f"{name}: {' '.join(options)}" for name, options in chosen.items())
-    title = "Our plan beside the fastest published bfloat16 run, tokens/s per GPU"
+    title = "Our plan against the fastest published bfloat16 run, tokens/s per GPU"
     harness.report(title, COLUMNS, lines, notes)

@@ -1,14 +1,13 @@
-"""Train a configuration on GPUs that you do not have, to see what goes wrong on them before you pay
-for a node.
+"""Train a configuration on simulated GPUs, to find its mistakes before you pay for a node.
 
     python -m lab.simulate [--gpus N] CONFIG [--table.key=value ...]
     python -m lab.simulate --gpus 4 configs/llama_debug.toml --parallelism.tensor_parallel=2
 
 Runs train.py on N simulated GPUs of one host: PyTorch's own code for CUDA and for NCCL above
 stand-ins for both, with the CPU's kernels (docs/simulate.md). It trains 3 steps unless
-training.steps is given, in a folder of its own, and compares the losses with those of one process
-on the CPU. Exit code 0: nothing was found; 1: something was; 2: wrong configuration, or no
-simulated GPU is possible here.
+training.steps is given, in a separate folder, and compares the losses with those of one process on
+the CPU. Exit code 0: nothing was found; 1: something was; 2: wrong configuration, or no simulated
+GPU is possible here.
 """
 
 import argparse
@@ -96,7 +95,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def refuse(cfg: Config) -> None:
-    """Raises InputError for what no simulated GPU can do."""
+    """Raise InputError for options that no simulated GPU supports."""
     if cfg.training.float8 != "none":
         raise InputError("training.float8: a simulated GPU has no float8 matmuls; leave it out")
     if cfg.parallelism.async_tensor_parallel:
@@ -136,7 +135,7 @@ def series(folder: Path, key: str) -> dict[int, float]:
 def losses(
     here: dict[int, float], there: dict[int, float], limit: float
 ) -> tuple[list[str], list[str]]:
-    """The table of losses, and what is wrong with it."""
+    """Return the table of losses, and its mistakes."""
     lines = ["step   simulated GPUs   one CPU process   difference"]
     wrong = []
     for number, step in enumerate(sorted(here)):
@@ -158,7 +157,7 @@ def losses(
 
 
 def necessary(cfg: Config) -> dict[str, str]:
-    """Files in which a step of this configuration needs a host-device sync, and why."""
+    """Return the files in which a step of this configuration needs a host-device sync, and why."""
     offloads = cfg.parallelism.cpu_offload
     reasons = {}
     if cfg.parallelism.expert_parallel > 1:
@@ -199,7 +198,7 @@ def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[
 
 
 def collectives(outcome: Outcome) -> list[str]:
-    """The collectives of rank 0 in the whole run, by group and kind."""
+    """Return the collectives of rank 0 in the whole run, by group and kind."""
     groups = (outcome.results[0] or {}).get("groups", {})
     times = Counter()
     sizes = Counter()
@@ -235,8 +234,9 @@ def problems(outcome: Outcome) -> list[str]:
 
 
 def command_lines(rest: list[str], gpus: int, place: Path) -> tuple[list[str], list[str]]:
-    """Those of the run on the simulated GPUs and of the same run as one process on the CPU. Says
-    what it takes otherwise. Raises InputError for a configuration that one of the two refuses."""
+    """Return the command lines of the run on the simulated GPUs and of the same run as one process
+    on the CPU, and print the changed options. Raises InputError for a configuration that one of the
+    two refuses."""
     _, given = as_given(rest)
     short = {option: value for option, value in SHORT.items() if option not in given}
     argv = with_options(rest, short | {"run.folder": str(place / "run"), "checkpoint.store": ""})

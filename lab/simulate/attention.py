@@ -35,7 +35,7 @@ def _sum_over_groups(grad: Tensor, heads: int) -> Tensor:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The output [B, H, T, E], and its log-sum-exp, float32 [B, H, T]."""
+    """Return the output [B, H, T, E], and its log-sum-exp, float32 [B, H, T]."""
     heads = q.shape[1]
     k = _one_head_each(k, heads)
     v = _one_head_each(v, heads)
@@ -166,8 +166,8 @@ Part = int | slice
 
 
 def _parts(q: Tensor, cum_q: Tensor | None, cum_k: Tensor | None) -> Iterator[tuple[Part, Part]]:
-    """Where the queries and the keys of each sequence stand: rows of a batch, or slices of packed
-    documents."""
+    """Return the positions of the queries and the keys of each sequence: rows of a batch, or slices
+    of packed documents."""
     if cum_q is None:
         for row in range(len(q)):
             yield row, row
@@ -256,7 +256,7 @@ def packed_backward(
     window_size_right=None,
     **_,
 ):
-    """The gradients of q, k, v; formulas of Dao et al., arXiv:2205.14135, appendix B.2."""
+    """Return the gradients of q, k, v; formulas of Dao et al., arXiv:2205.14135, appendix B.2."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     window = _window(window_size_left, window_size_right)
     groups = k.shape[-2]

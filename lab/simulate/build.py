@@ -21,7 +21,7 @@ NAME = "libcuda.so.1"  # PyTorch asks for the driver by this name
 
 
 class CannotSimulate(Exception):
-    """Why there can be no simulated GPU here: a sentence for a person."""
+    """Raised where no GPU can be simulated, with a sentence for the user."""
 
 
 def torch_folder() -> Path:
@@ -30,7 +30,7 @@ def torch_folder() -> Path:
 
 @functools.cache
 def include_folders() -> list[Path]:
-    """Where the wheels have CUDA's and NCCL's headers."""
+    """Return the folders in which the wheels have CUDA's and NCCL's headers."""
     packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     folders = []
     for header in HEADERS:
@@ -40,7 +40,7 @@ def include_folders() -> list[Path]:
 
 @functools.cache
 def missing() -> str | None:
-    """What this machine lacks, as a sentence; None where a GPU can be simulated."""
+    """Describe what this machine lacks; None where a GPU can be simulated."""
     if not (torch_folder() / "lib" / "libtorch_cuda.so").exists():
         return (
             'a simulated GPU needs the CUDA build of torch (pip install "torch===2.13.0"); '
@@ -58,7 +58,7 @@ def missing() -> str | None:
 
 @functools.cache
 def library() -> Path:
-    """The compiled library; it takes 10 s the first time. Raises CannotSimulate."""
+    """Return the compiled library; it takes 10 s the first time. Raises CannotSimulate."""
     if reason := missing():
         raise CannotSimulate(reason)
     sources = sorted(SOURCES.rglob("*.*"))

@@ -1,5 +1,4 @@
-"""What a rank of `python -m lab.simulate` runs: train.main, with notes of what a GPU would have
-seen."""
+"""Run train.main on a rank of `python -m lab.simulate`, noting events that only a GPU shows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from parallelisms.mesh import Mesh
 
 
 def in_steps(train_step: Callable) -> Callable:
-    """The same, and host-device syncs inside are recorded as those of a training step."""
+    """Run the same, and record host-device syncs inside as those of a training step."""
 
     def step(*args: Any, **kwargs: Any) -> Any:
         RECORD.in_step = True
@@ -26,7 +25,7 @@ def in_steps(train_step: Callable) -> Callable:
 
 
 def groups_of(mesh: Mesh) -> dict[str, str]:
-    """The world ranks of this rank's groups, as in "0 2" -> the dimension of the mesh."""
+    """Return the world ranks of this rank's groups, as in "0 2" -> the dimension of the mesh."""
     names = {}
     meshes = [mesh.device_mesh, mesh.fsdp_mesh]
     if mesh.experts_mesh:

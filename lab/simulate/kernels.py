@@ -87,8 +87,8 @@ RECORD = HostRecord()
 
 
 def where() -> str:
-    """file:line of the innermost line of this project's, or, where there is none on the stack, of
-    whoever is no part of PyTorch."""
+    """Return file:line of the innermost line of this project's, or, where there is none on the
+    stack, of the innermost one outside PyTorch."""
     frame = sys._getframe(1)
     outside = ""
     while frame:
@@ -102,8 +102,8 @@ def where() -> str:
 
 
 class SimulatedDevice:
-    """The library that stands in for CUDA (lab/simulate/device), which this process was started
-    with."""
+    """Simulated device: the library that replaces CUDA (lab/simulate/device), with which this
+    process was started."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL(None)
@@ -131,7 +131,7 @@ class SimulatedDevice:
 
 
 def alias(x: Tensor) -> Tensor:
-    """A CPU tensor on the memory of a CUDA tensor."""
+    """Return a CPU tensor on the memory of a CUDA tensor."""
     storage = x.untyped_storage()
     size = storage.nbytes()
     if size == 0:
@@ -143,7 +143,7 @@ def alias(x: Tensor) -> Tensor:
 
 
 def on_device(x: Tensor, device: torch.device) -> Tensor:
-    """A CUDA tensor with the values, and the strides, of a CPU tensor."""
+    """Return a CUDA tensor with the values, and the strides, of a CPU tensor."""
     made = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=device)
     if x.numel():
         span = 1 + sum((size - 1) * stride for size, stride in zip(x.size(), x.stride()))
@@ -152,7 +152,7 @@ def on_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def generator_for(given: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """A CPU generator that draws what follows from the state of the CUDA one: its seed and how much
+    """Return a CPU generator that continues from the state of the CUDA one: its seed and how much
     it has drawn. The numbers are not those of a GPU."""
     if given is None or given.device.type == "cpu":
         given = torch.cuda.default_generators[device.index or 0]
@@ -166,7 +166,7 @@ def generator_for(given: torch.Generator | None, device: torch.device) -> torch.
 
 
 class Kernel:
-    """One operator on CUDA tensors."""
+    """Kernel of one operator on CUDA tensors."""
 
     def __init__(self, device: SimulatedDevice, name: str) -> None:
         self.device = device
@@ -218,8 +218,8 @@ class Kernel:
         return self._lifted(call, result, args, kwargs)
 
     def _has_number(self, args: list) -> bool:
-        """Whether a Python number stands where a tensor is declared: `x + 1` arrives so, and has an
-        overload of its own."""
+        """Return True if a Python number is given where a tensor is declared, as in `x + 1`, which
+        has its own overload."""
         return any(
             n < len(args) and isinstance(args[n], (bool, int, float, complex)) for n in self.tensors
         )
@@ -236,8 +236,8 @@ class Kernel:
             RECORD.wait(f"{self.op.overloadpacket.__name__} asks for a size")
 
     def _counts_a_mask(self, args: tuple) -> bool:
-        """Whether it turns a mask into indices, whose number the host must know. A mask to which a
-        scalar of the host is written is a masked_fill, which need not know."""
+        """Return True if it turns a mask into indices, whose number the host must know. A mask to
+        which a scalar of the host is written is a masked_fill, which need not know."""
         if self.name not in BY_MASK:
             return False
         has_mask = any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1])
@@ -256,7 +256,8 @@ class Kernel:
             args[self.draws] = generator_for(args[self.draws], call.target)
 
     def _fresh_outs(self, kwargs: dict, cpu_kwargs: dict) -> list[str]:
-        """The outputs that are given empty, to be made as large as needed: an alias cannot grow."""
+        """Return the outputs that are given empty, to be made as large as needed: an alias cannot
+        grow."""
         names = [
             name
             for name in self.outs
@@ -281,7 +282,7 @@ class Kernel:
 
 
 class _Call:
-    """The arguments of one call on their way to the CPU, and its results on their way back."""
+    """Call on its way to the CPU: its arguments, and its results on their way back."""
 
     def __init__(self, kernel: Kernel, device: torch.device | str | None) -> None:
         self.target = None
@@ -378,7 +379,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
 
 
 def _names() -> list[str]:
-    """The operators with a kernel for CUDA that are computed here."""
+    """Return the operators with a kernel for CUDA that are computed here."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = []
     for name in torch._C._dispatch_get_all_op_names():

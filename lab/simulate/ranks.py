@@ -32,7 +32,7 @@ AFTER_A_FINDING = 3  # seconds that the other ranks have to say what they wait f
 
 @dataclass
 class Outcome:
-    """What the ranks of a run left. Everything is by rank but for the findings."""
+    """Outcome of a run's ranks. Everything is by rank except the findings."""
 
     codes: list[int | None]  # exit code, minus a signal, or None for a rank that had to be killed
     results: list[Any]  # what the function returned
@@ -46,7 +46,7 @@ class Outcome:
         return all(code == 0 for code in self.codes)
 
     def explain(self) -> str:
-        """For a person, why it is not whole."""
+        """Explain to the user why it is not whole."""
         lines = list(self.findings)
         for rank, code in enumerate(self.codes):
             if code == 0:
@@ -238,7 +238,8 @@ def _record() -> dict:
 
 
 def _wait(children: dict[int, int], folder: Path, seconds: float) -> dict[int, int | None]:
-    """The exit code of each rank. When one cannot go on, the others have a moment to say so too."""
+    """Return the exit code of each rank. When one cannot continue, the others have a moment to
+    report it too."""
     deadline = time.monotonic() + seconds
     running = dict(children)
     codes: dict[int, int | None] = {}

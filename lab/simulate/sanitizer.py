@@ -12,7 +12,7 @@ from torch.cuda import _sanitizer
 
 
 class Stack(list[tuple[CodeType, int]]):
-    """The code and the line of each frame, in place of a traceback.StackSummary."""
+    """Stack with the code and the line of each frame, in place of a traceback.StackSummary."""
 
     @classmethod
     def extract(cls, frames: Iterable[tuple[FrameType, int]], lookup_lines: bool) -> "Stack":
@@ -25,7 +25,7 @@ class Stack(list[tuple[CodeType, int]]):
 
 
 def enable() -> None:
-    """In this process, from now on."""
+    """Enable in this process, from now on."""
     cheaper = SimpleNamespace(StackSummary=Stack, walk_stack=traceback.walk_stack)
     _sanitizer.traceback = cheaper
     _sanitizer.enable_cuda_sanitizer()

@@ -49,7 +49,7 @@ def draw(seen: list[Seen]) -> str:
 
 
 def counts_of(rank: Seen, experts: int) -> list[int]:
-    """Rows of this rank for each expert, by the choices of its router."""
+    """Return the rows of this rank for each expert, by the choices of its router."""
     chosen = [expert for token in rank.routes.chosen for expert in token]
     return [chosen.count(expert) for expert in range(experts)]
 
@@ -59,7 +59,8 @@ def top_of(rank: int) -> float:
 
 
 def ends_of_stacks(counts: list[list[int]]) -> Ends:
-    """On the rank whose tokens they are the rows are sorted by expert."""
+    """Return the ends of the stacks of rows, which are sorted by expert on the rank of their
+    tokens."""
     ends = {}
     for rank, of_rank in enumerate(counts):
         y = top_of(rank) + (AREA - sum(of_rank) * ROW) / 2
@@ -70,7 +71,8 @@ def ends_of_stacks(counts: list[list[int]]) -> Ends:
 
 
 def ends_of_experts(counts: list[list[int]], local: int) -> Ends:
-    """On the rank of an expert its rows stand by the rank that they come from."""
+    """Return the ends of the rows of experts, which are sorted by source rank on the rank of an
+    expert."""
     ends = {}
     for owner in range(len(counts)):
         experts = range(owner * local, (owner + 1) * local)
@@ -155,7 +157,7 @@ def draw_experts(picture: Picture, rank: Seen, arrive: Ends) -> None:
 
 
 def draw_splits(picture: Picture, y: float, seen: list[Seen]) -> None:
-    """The sizes that were given to the all-to-alls; the first one carries only the counts."""
+    """Draw the sizes that were given to the all-to-alls; the first one carries only the counts."""
     dispatch = [rank.routes.all_to_alls[1] for rank in seen]
     combine = [rank.routes.all_to_alls[2] for rank in seen]
     draw_sent(picture, y + 14, "dispatch, rows sent:", dispatch)

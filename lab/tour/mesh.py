@@ -40,14 +40,14 @@ def draw(seen: list[Seen]) -> str:
 
 
 def place(rank: Seen) -> tuple[int, int]:
-    """The row and the column of the mesh in which the rank is drawn."""
+    """Return the row and the column of the mesh in which the rank is drawn."""
     coordinates = [coordinate for coordinate, _ in rank.mesh.values()]
     row, column = [*coordinates, 0][:2]
     return row, column
 
 
 def row_numbers(seen: list[Seen]) -> dict[str, int]:
-    """The number of each row in the batch: the ranks' rows one after another are the batch."""
+    """Return the number of each row in the batch: the ranks' rows one after another are the batch."""
     rows = dict.fromkeys(row for rank in seen for row in rank.rows)
     return {row: number for number, row in enumerate(rows)}
 
@@ -110,8 +110,8 @@ def draw_weight(
 
 
 def owners_of(shards: list[OwnedShard]) -> dict[tuple[int, ...], list[int]]:
-    """A part of a weight (first row, first column, and those behind the last) -> the ranks that
-    store it."""
+    """Return, for each part of a weight (first row, first column, and those behind the last), the
+    ranks that store it."""
     owners: dict[tuple[int, ...], list[int]] = {}
     for rank, shard in enumerate(shards):
         first = [*shard.first, 0][:2]  # a vector is a matrix of one column
@@ -123,7 +123,7 @@ def owners_of(shards: list[OwnedShard]) -> dict[tuple[int, ...], list[int]]:
 def draw_part(
     picture: Picture, x: float, y: float, width: float, height: float, owners: list[int]
 ) -> None:
-    """A part that several ranks store has the colours of all."""
+    """Draw a part. One that several ranks store has the colours of all."""
     for i, rank in enumerate(owners):
         own_width = width / len(owners)
         picture.rect(x + i * own_width, y, own_width, height, COLORS[rank])

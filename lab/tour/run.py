@@ -54,7 +54,7 @@ SECONDS = 120  # for a run
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw in its first step."""
+    """Record of one rank's first step."""
 
     rank: int
     mesh: dict[str, tuple[int, int]]  # dimension -> this rank's coordinate, and the size
@@ -116,7 +116,7 @@ def train_and_report(folder: Path, rank: int, ranks: int, options: list[str]) ->
 
 
 def watch_step(job: train.Job, batch: dict[str, Tensor], step: Callable) -> tuple[Seen, Any]:
-    """What this rank saw in a step, and what the step returned."""
+    """Return this rank's record of a step, and the step's result."""
     model = job.model
     weights = dict(model.named_parameters())
     table = weights["tok_embeddings.weight"].full_tensor()  # before the optimizer changes it

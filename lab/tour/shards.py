@@ -1,4 +1,5 @@
-"""What one rank holds: its shards of the weights, its rows of the batch, its positions of a row."""
+"""Find the parts that one rank holds: its shards of the weights, its rows of the batch, its
+positions of a row."""
 
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 @dataclass(frozen=True)
 class OwnedShard:
-    """What this rank holds of one weight."""
+    """Shard of one weight that this rank holds."""
 
     name: str
     shape: list[int]  # of the whole weight
@@ -20,8 +21,8 @@ class OwnedShard:
 
 
 def shard_of(name: str, weight: DTensor) -> OwnedShard:
-    """By an experiment: a weight of this layout, in which each rank has written its number, is
-    gathered. All ranks call this. Raises ValueError for a shard that is no rectangle."""
+    """Find the shard by an experiment: a weight of this layout, in which each rank has written its
+    number, is gathered. All ranks call this. Raises ValueError for a shard that is no rectangle."""
     rank = dist.get_rank()
     mine = torch.full_like(weight.to_local(), rank)
     owners = DTensor.from_local(
@@ -41,8 +42,8 @@ def shard_of(name: str, weight: DTensor) -> OwnedShard:
 
 
 def cuts_of(weight: DTensor) -> list[str]:
-    """The placements, in the order of the mesh. A strided shard is a shard of what the dimensions
-    behind it have cut."""
+    """Return the placements, in the order of the mesh. A strided shard is a shard of the part that
+    later dimensions have cut."""
     cuts = []
     for placement in weight.placements:
         cuts.append("Replicate()" if placement.is_replicate() else f"Shard({placement.dim})")
@@ -50,15 +51,15 @@ def cuts_of(weight: DTensor) -> list[str]:
 
 
 def elements(model: nn.Module) -> tuple[int, int]:
-    """Of all weights: how many elements this rank holds, and how many there are."""
+    """Return the elements of all weights that this rank holds, and the total."""
     weights = list(model.parameters())
     held = sum(weight.to_local().numel() for weight in weights)
     return held, sum(weight.numel() for weight in weights)
 
 
 def positions(hidden: Tensor, tokens: Tensor, table: Tensor) -> range:
-    """The positions whose hidden states a rank has before the first block. They are still rows
-    of the embedding there. Raises ValueError if they are not.
+    """Return the positions whose hidden states a rank has before the first block. They are still
+    rows of the embedding there. Raises ValueError if they are not.
 
     hidden [b, t, D]; tokens int64 [b, T]; table [V, D], the whole embedding.
     """

@@ -21,7 +21,7 @@ NARROWEST = 3  # columns of a phase without collectives
 
 
 def draw(seen: list[Seen]) -> str:
-    """All ranks must have called the same collectives in the same order."""
+    """Draw the step. All ranks must have called the same collectives in the same order."""
     stretches = [[part for part in rank.stretches if is_drawn(part)] for rank in seen]
     if len({order_of(parts) for parts in stretches}) > 1:
         raise ValueError("the ranks did not call the same collectives")
@@ -49,7 +49,7 @@ def is_drawn(part: PhaseSpan) -> bool:
 
 
 def order_of(parts: Iterable[PhaseSpan]) -> tuple:
-    """What must be the same on all ranks."""
+    """Return the part of a call that must be the same on all ranks."""
     return tuple(
         (part.phase, one.kind, one.dimension) for part in parts for one in part.collectives
     )
@@ -88,7 +88,7 @@ def draw_legend(picture: Picture, x: float, y: float, colors: dict[str, str]) ->
 def draw_band(
     picture: Picture, y: float, stretches: list[list[PhaseSpan]], colors: dict[str, str]
 ) -> None:
-    """A part of the step. stretches: by rank."""
+    """Draw a part of the step. stretches: by rank."""
     lanes = y + 30
     columns = columns_of(stretches[0])
     for rank in range(len(stretches)):
@@ -138,7 +138,7 @@ def draw_collective(
 
 
 def boxes_of(lanes: float, ranks: tuple[int, ...]) -> list[tuple[float, float]]:
-    """Upper and lower ends: one box over ranks that are neighbours, otherwise a box for each."""
+    """Return upper and lower ends: one box over adjacent ranks, otherwise a box for each."""
     together = ranks[-1] - ranks[0] == len(ranks) - 1
     firsts = ranks[:1] if together else ranks
     lasts = ranks[-1:] if together else ranks

@@ -1,5 +1,5 @@
-"""A picture as SVG text: rectangles, lines and words on a background of its own, so that it can be
-read on a light page and on a dark one. Equal calls give equal bytes."""
+"""Draw a picture as SVG text: rectangles, lines and words on an opaque background, so that it can
+be read on a light page and on a dark one. Equal calls give equal bytes."""
 
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
@@ -48,7 +48,7 @@ class Picture:
         )
 
     def cells(self, xs: Sequence[float], y: float, size: float, fill: str) -> None:
-        """A row of squares."""
+        """Draw a row of squares."""
         square = f"h{size:g}v{size:g}h{-size:g}z"
         squares = "".join(f"M{x:g} {y:g}{square}" for x in xs)
         self.parts.append(f'<path d="{squares}" fill="{fill}" stroke="{RULE}"/>')
@@ -61,7 +61,7 @@ class Picture:
     def band(
         self, left: float, right: float, left_y: float, right_y: float, height: float, fill: str
     ) -> None:
-        """A ribbon of this height from one side to the other."""
+        """Draw a ribbon of this height from one side to the other."""
         middle = (left + right) / 2
         upper = f"M{left:g} {left_y:g}C{middle:g} {left_y:g} {middle:g} {right_y:g} "
         upper += f"{right:g} {right_y:g}"

@@ -1,4 +1,4 @@
-"""What one rank does in one real step: its collectives in order, and how experts get their rows.
+"""Record one real step of one rank: its collectives in order, and how experts get their rows.
 
 Everything is read from PyTorch: operators pass a dispatch mode, the phases of a step are labels of
 `record_function`, and hooks tell which module computes.
@@ -44,7 +44,7 @@ class SeenCollective:
 
 @dataclass(frozen=True)
 class PhaseSpan:
-    """A part of a step in one phase. Between phases the name is empty."""
+    """Part of a step in one phase. Between phases the name is empty."""
 
     phase: str
     collectives: list[SeenCollective] = field(default_factory=list)
@@ -52,7 +52,7 @@ class PhaseSpan:
 
 @dataclass(frozen=True)
 class Routes:
-    """The forward of one mixture of experts on one rank."""
+    """Routes of one mixture of experts in a forward on one rank."""
 
     chosen: list[list[int]] = field(default_factory=list)  # the experts of each token
     all_to_alls: list[list[int]] = field(default_factory=list)  # rows sent to each rank
@@ -60,7 +60,7 @@ class Routes:
 
 
 class StepWatch(TorchDispatchMode):
-    """A context manager around a step. On a CPU backward runs in this thread, so it is seen too."""
+    """Context manager around a step. On a CPU backward runs in this thread, so it is seen too."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class StepWatch(TorchDispatchMode):
         return out
 
     def phase(self) -> str:
-        """The innermost label that is a phase."""
+        """Return the innermost label that is a phase."""
         phases = [label for label in self.labels if label in PHASES]
         return phases[-1] if phases else ""
 
@@ -158,7 +158,7 @@ def watch_module(name: str, module: nn.Module, watch: StepWatch) -> None:
 
 
 def calling_function() -> str:
-    """The innermost function of this repository, without those of this file."""
+    """Return the innermost function of this repository, without those of this file."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ or not of_ours(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,16 +1,16 @@
-"""One command that measures everything on the accelerator at hand, the most valuable first.
+"""Measure everything on the accelerator at hand, the most valuable first.
 
     python -m lab.bench.device [--minutes 9] [--json runs/device.json] [--only NAME ...] [--again]
 
-Each part runs in a process of its own with a time limit. Its result goes into the JSON file as soon
-as it is there, so nothing is lost when the command is cut off, and a second call goes on with what
-is missing or has failed. --minutes is a budget: a part that does not fit into what is left of it is
-listed as not run. --only names the parts to run, and --again repeats those that are done.
+Each part runs in a separate process with a time limit. Its result goes into the JSON file at once,
+so nothing is lost when the command is cut off, and a second call continues with missing and failed
+parts. --minutes is a budget: a part that does not fit into what is left of it is listed as not run.
+--only names the parts to run, and --again repeats those that are done.
 
-Beside the JSON file are written, with the same name: the tables as Markdown, ready for
-docs/performance.md; a device for `python -m tools.plan --device runs/device.toml`; and a folder
-with the log of every part. On a CPU the sizes are small. Exit code 0: nothing has failed; 1: a part
-has failed, the table says why; 2: wrong arguments, nothing was started; 130: stopped by Ctrl-C.
+Also written, with the same name: the tables as Markdown, ready for docs/performance.md; a device
+for `python -m tools.plan --device runs/device.toml`; and a folder with the log of every part. On a
+CPU the sizes are small. Exit code 0: nothing has failed; 1: a part has failed, the table says why;
+2: wrong arguments, nothing was started; 130: stopped by Ctrl-C.
 """
 
 import argparse
@@ -69,30 +69,28 @@ PARTS = [  # the most valuable first
         {"cuda": (75, f"{MEASURE} step 8B_layers"), "cpu": (60, f"{MEASURE} step 8B_layers")},
     ),
     Section(
-        "beside TorchTitan",
+        "vs TorchTitan",
         {
-            "cuda": (75, f"{MEASURE} beside torchtitan"),
-            "cpu": (60, f"{MEASURE} beside torchtitan"),
+            "cuda": (75, f"{MEASURE} compare torchtitan"),
+            "cpu": (60, f"{MEASURE} compare torchtitan"),
         },
     ),
     Section(
-        "beside TorchTitan, selective",
+        "vs TorchTitan, selective",
         {
-            "cuda": (60, f"{MEASURE} beside torchtitan_selective"),
-            "cpu": (60, f"{MEASURE} beside torchtitan_selective"),
+            "cuda": (60, f"{MEASURE} compare torchtitan_selective"),
+            "cpu": (60, f"{MEASURE} compare torchtitan_selective"),
         },
     ),
-    Section("1B beside TorchTitan", {"cuda": (60, f"{MEASURE} beside torchtitan_1B")}),
+    Section("1B vs TorchTitan", {"cuda": (60, f"{MEASURE} compare torchtitan_1B")}),
+    Section("vocabulary vs TorchTitan", {"cuda": (60, f"{MEASURE} compare torchtitan_vocabulary")}),
     Section(
-        "vocabulary beside TorchTitan", {"cuda": (60, f"{MEASURE} beside torchtitan_vocabulary")}
+        "vs the bare loop",
+        {"cuda": (60, f"{MEASURE} compare bare"), "cpu": (40, f"{MEASURE} compare bare")},
     ),
     Section(
-        "beside the bare loop",
-        {"cuda": (60, f"{MEASURE} beside bare"), "cpu": (40, f"{MEASURE} beside bare")},
-    ),
-    Section(
-        "beside Hugging Face",
-        {"cuda": (60, f"{MEASURE} beside hf"), "cpu": (50, f"{MEASURE} beside hf")},
+        "vs Hugging Face",
+        {"cuda": (60, f"{MEASURE} compare hf"), "cpu": (50, f"{MEASURE} compare hf")},
     ),
     Section(
         "attention",
@@ -177,8 +175,7 @@ PARTS = [  # the most valuable first
 
 
 def run(part: Section, kind: str, left: float, logs: Path) -> dict:
-    """Run a part in a process of its own for at most `left` seconds. Returns its entry in the
-    record."""
+    """Run a part in a separate process for at most `left` seconds. Returns its entry in the record."""
     usual, arguments = part.by_device[kind]
     if left < usual:
         return {
@@ -204,7 +201,7 @@ def run(part: Section, kind: str, left: float, logs: Path) -> dict:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
             code = None
-        finally:  # whatever it has started ends with it, also after Ctrl-C
+        finally:  # its child processes end with it, also after Ctrl-C
             end_group(process)
     entry = {
         "seconds": round(time.monotonic() - began, 1),
@@ -293,11 +290,11 @@ def arguments(argv: list[str], names: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None, parts: list[Section] = PARTS) -> int:
-    """The command line in this file's first lines. Returns the exit code."""
+    """Run the command line in this file's first lines. Returns the exit code."""
     names = [part.name for part in parts]
     try:
         flags = arguments(sys.argv[1:] if argv is None else argv, names)
-        # in a process of its own, since this one must hold nothing of the GPU
+        # in a separate process, since this one must hold nothing of the GPU
         machine = child(MEASURE, "about")
         kind = machine.pop("kind")
         record = Record(flags.json, machine, names)

@@ -1,6 +1,5 @@
-"""Does it run on this device, and does it compute what a plain model computes? The checks of
+"""Check that a run works on this device and computes what a plain model computes, for
 `lab.bench.device`.
-
     python -m lab.bench.device.checks [NAME ...] [--json out.json]          # all of CHECKS by default
 
 The judge of all numbers is a plain model in float64 on the CPU: a loop of a few lines with
@@ -87,7 +86,7 @@ def config(device: torch.device, *options: str) -> Config:
 
 
 def batches() -> list[dict[str, Tensor]]:
-    """One for each step, int64 [1, ROWS, TOKENS]; some labels do not count."""
+    """Return one batch for each step, int64 [1, ROWS, TOKENS]; some labels do not count."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(STEPS):
@@ -99,7 +98,7 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A detached copy on the CPU; of a DTensor with the parts of all ranks."""
+    """Return a detached copy on the CPU; of a DTensor with the parts of all ranks."""
     x = x.detach()
     return (x.full_tensor() if isinstance(x, DTensor) else x).to("cpu", copy=True)
 
@@ -109,7 +108,7 @@ Seen = dict[str, dict[str, Tensor]]
 
 
 def judge(cfg: Config) -> Seen:
-    """The numbers of a run of `cfg`, from a plain float64 model on the CPU."""
+    """Compute the numbers of a run of `cfg` with a plain float64 model on the CPU."""
     family, args = train.architecture(cfg)
     model = family.build(args)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
@@ -134,8 +133,8 @@ def judge(cfg: Config) -> Seen:
 
 
 def trained(cfg: Config, has_logits: bool = True) -> Seen:
-    """The same numbers from `train.build` and `train.train_step` on the device. has_logits: false
-    on a mesh whose ranks share sequences or layers, where no rank has them."""
+    """Return the same numbers from `train.build` and `train.train_step` on the device. has_logits:
+    false on a mesh whose ranks share sequences or layers, where no rank has them."""
     job = train.build(cfg)
     model = job.model
     device = job.mesh.device
@@ -165,8 +164,8 @@ def trained(cfg: Config, has_logits: bool = True) -> Seen:
 
 
 def share_of(batch: dict[str, Tensor], job: train.Job) -> dict[str, Tensor]:
-    """This rank's part of a batch: its rows, in microbatches, and of every row its part of the
-    sequence."""
+    """Return this rank's part of a batch: its rows, in microbatches, and of every row its part of
+    the sequence."""
     rows = ROWS // job.mesh.dp_size
     first = job.mesh.dp_rank * rows
     places = torch.cat(
@@ -180,14 +179,14 @@ def share_of(batch: dict[str, Tensor], job: train.Job) -> dict[str, Tensor]:
 
 
 def logits(h: Tensor, weight: Tensor) -> Tensor:
-    """The head that returns logits, on whole tensors."""
+    """Return the logits of the head, on whole tensors."""
     h, weight = (x.full_tensor() if isinstance(x, DTensor) else x for x in (h, weight))
     return h @ weight.t()
 
 
 def differences(seen: Seen, wanted: Seen) -> dict[str, float]:
-    """The largest relative error of each kind; infinite for initial weights that are not equal bit
-    by bit."""
+    """Return the largest relative error of each kind; infinite for initial weights that are not
+    equal bit by bit."""
     errors = {}
     for kind, tensors in wanted.items():
         assert tensors.keys() == seen[kind].keys(), f"{kind}: {tensors.keys() ^ seen[kind].keys()}"
@@ -254,7 +253,8 @@ def bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
 
 
 def control(device: torch.device, folder: Path) -> dict[str, float]:
-    """The comparison must see a coarser type: TF32 on a GPU that has it, bfloat16 elsewhere."""
+    """Check that the comparison detects a coarser dtype: TF32 on a GPU that has it, bfloat16
+    elsewhere."""
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     cfg = config(device, *([] if has_tf32 else ["--training.param_dtype=bfloat16"]))
     with tf32(has_tf32):
@@ -264,7 +264,7 @@ def control(device: torch.device, folder: Path) -> dict[str, float]:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """Whether float32 matmuls on a GPU may use TF32 inside. A run does not allow it."""
+    """Allow TF32 inside float32 matmuls on a GPU, or forbid it, as a run does."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if allowed else before)
     try:
@@ -274,8 +274,8 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def float8(device: torch.device, folder: Path) -> dict[str, float]:
-    """The GEMMs of 8 bits, and the same rounded numbers multiplied in float32. A forward pass takes
-    any number of tokens: sampling has one."""
+    """Check GEMMs of 8 bits against the same rounded numbers multiplied in float32. A forward pass
+    takes any number of tokens: sampling has one."""
     errors = {}
     for name, recipe in RECIPES.items():
         torch.manual_seed(0)
@@ -335,8 +335,9 @@ def attention_errors(
 
 
 def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
-    """A save holds the state of its call although training goes on meanwhile, and comes back bit by
-    bit, with the state of the generators. On a GPU the copies go into pinned memory."""
+    """Check that a save holds the state of its call although training continues meanwhile, and
+    comes back bit by bit, with the state of the generators. On a GPU the copies go into pinned
+    memory."""
     job = train.build(config(device))
     materialise(job.optimizer)
 
@@ -376,7 +377,7 @@ def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
 
 
 def sampling(device: torch.device, folder: Path) -> dict[str, float]:
-    """The likeliest tokens, with keys and values kept and without, compared with those of the
+    """Compare the likeliest tokens, with keys and values kept and without, with those of the
     float64 model."""
     cfg = config(device)
     job = train.build(cfg)
@@ -410,13 +411,13 @@ def experts(device: torch.device, folder: Path) -> dict[str, float]:
 
 
 def experts_bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
-    """The grouped GEMM of a GPU, which takes no float32."""
+    """Check the grouped GEMM of a GPU, which takes no float32."""
     cfg = config(device, *EXPERTS, "--training.param_dtype=bfloat16")
     return {"loss and norm": differences(trained(cfg), judge(cfg))["loss and norm"]}
 
 
 def recorded(device: torch.device, folder: Path) -> dict[str, float]:
-    """Steps with `compile.cuda_graphs`, compared bit by bit with the same without; on a CPU, which
+    """Compare steps with `compile.cuda_graphs` bit by bit with the same without; on a CPU, which
     has no graphs, both without. Of two microbatches, so that gradients also add up in a graph."""
     errors = {}
     two = f"--training.local_batch_size={ROWS // 2}"
@@ -455,12 +456,12 @@ def repeatable_steps(cfg: Config) -> dict[str, Tensor]:
 
 
 def offload(device: torch.device, folder: Path) -> dict[str, float]:
-    """Weights and optimizer on the CPU, over groups of one rank."""
+    """Check weights and optimizer on the CPU, over groups of one rank."""
     return with_groups_of_one(device, "--parallelism.cpu_offload=true")
 
 
 def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:
-    """A run on the mesh of these options; every rank compares the parameters that it has."""
+    """Check a run on the mesh of these options; every rank compares the parameters that it has."""
     cfg = load_config(
         [*config_words(device), *options], meshes.world().size, meshes.world().local_size
     )
@@ -521,7 +522,8 @@ sys.exit(train.main(sys.argv[1:]))
 
 
 def error(device: torch.device, folder: Path) -> dict[str, float]:
-    """A rank that raises says so and ends at once, although the others wait for it in a collective."""
+    """Check that a rank that raises reports it and ends at once, although the others wait for it in
+    a collective."""
     ranks = 2 if device.type == "cpu" else min(2, torch.cuda.device_count())
     program = folder / "one_raises.py"
     program.parent.mkdir(parents=True, exist_ok=True)
@@ -573,7 +575,7 @@ class Check(NamedTuple):
     run: Callable[[torch.device, Path], dict[str, float]]
     limit: float  # of each error
     about: str
-    ranks: int = 1  # each with a device of its own
+    ranks: int = 1  # one device each
 
 
 CHECKS = {
@@ -610,12 +612,12 @@ CHECKS = {
 
 
 def failures(errors: dict[str, float], limit: float) -> list[str]:
-    """The things whose error is above the limit, or no number."""
+    """Return the errors above the limit, or not a number."""
     return [f"{name} {error:.2g}" for name, error in errors.items() if not error <= limit]
 
 
 def here(name: str, device: torch.device) -> tuple[list[str], dict[str, float]]:
-    """What is above the limit, and all errors, of a check on this process."""
+    """Return the errors above the limit, and all errors, of a check in this process."""
     check = CHECKS[name]
     with tempfile.TemporaryDirectory() as folder:
         errors = check.run(device, Path(folder))
@@ -624,8 +626,8 @@ def here(name: str, device: torch.device) -> tuple[list[str], dict[str, float]]:
 
 
 def apart(name: str) -> tuple[list[str], dict[str, float]]:
-    """The same of a check that takes several ranks, in processes of their own. The largest error of
-    any rank counts."""
+    """Return the same for a check that takes several ranks, in separate processes. The largest
+    error of any rank counts."""
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PLUMBLINE_ERRORS": folder}
         ranks = CHECKS[name].ranks
@@ -654,15 +656,15 @@ def apart(name: str) -> tuple[list[str], dict[str, float]]:
 
 
 def share_the_gpu(check: Check) -> bool:
-    """Whether there are fewer GPUs than this check has ranks."""
+    """Return True if there are fewer GPUs than this check has ranks."""
     return torch.cuda.is_available() and torch.cuda.device_count() < check.ranks
 
 
 def outcomes(
     names: list[str], device: torch.device
 ) -> Iterator[tuple[str, tuple[list[str], dict[str, float]]]]:
-    """What is above the limit, and all errors, of each check. On a GPU those that take several ranks
-    run at the same time, since nearly all of their seconds are those of starting."""
+    """Return the errors above the limit, and all errors, of each check. On a GPU those that take
+    several ranks run at the same time, since nearly all of their seconds are those of starting."""
     size = meshes.world().size
     with ThreadPoolExecutor(AT_ONCE if device.type == "cuda" else 1) as pool:
         started = {

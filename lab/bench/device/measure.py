@@ -1,13 +1,8 @@
-"""What `lab.bench.device` measures itself, one subject per process:
-
-    python -m lab.bench.device.measure (rates | step NAME | beside NAME | saves) [--json out.json]
-
-- rates: what `tools.plan` wants to know of a device, as the numbers of a row of
-  tools/plan/devices.toml.
+"""Measure the subjects of `lab.bench.device`, one per process:
 - step NAME: one of STEPS, through lab/bench/sections.py; 8B's layers are as many as fit, by the
   plan.
-- beside NAME: our step compared with that of the bare loop (bare), or of an installed peer: one of
-  BESIDE, through lab/bench/step.py.
+- compare NAME: our step compared with that of the bare loop (bare), or of an installed peer: one of
+  COMPARISONS, through lab/bench/step.py.
 - saves: how long training waits for a save, how much longer the steps during it take, and a load.
 
 On a CPU the sizes are small, so that all of it takes minutes: that is how the command is tested.
@@ -72,7 +67,7 @@ STEPS = {  # name -> options, by kind of device; a kind that is missing cannot r
 }
 ABOUT = {  # what the sizes on a CPU stand for
     "cuda": "",
-    "cpu": " On a CPU a small model stands for a large one: 8 layers of width 512 for 8B's and "
+    "cpu": " On a CPU a small model replaces a large one: 8 layers of width 512 for 8B's and "
     "for saves, 2 layers of "
     "1B for 1B.",
 }
@@ -96,8 +91,8 @@ OF_1B = (
 )
 ON_A_CPU = "--training.local_batch_size=2 --training.global_batch_size=2"
 TITANS = ("torchtitan", "torchtitan_autocast")
-BESIDE = {  # name -> contenders beside ours, options by kind of device
-    # nobody recomputes, because these two do not
+COMPARISONS = {  # name -> contenders against ours, options by kind of device
+    # no recomputation, because these two do none
     "bare": (("bare",), {"cuda": f"{SMALL_8B} {NONE}", "cpu": ON_A_CPU}),
     "hf": (("hf",), {"cuda": f"{SMALL_8B} {NONE}", "cpu": ON_A_CPU}),
     "torchtitan": (
@@ -133,15 +128,15 @@ def rates() -> dict:
 
 
 def measure_gpu() -> Device:
-    """This GPU as a device of the planner."""
+    """Measure this GPU as a device of the planner."""
     gpu = torch.device("cuda", 0)
     memory = torch.cuda.get_device_properties(gpu).total_memory / 2**30
     return as_device(torch.cuda.get_device_name(gpu), memory, rates_of(gpu))
 
 
 class Rates(NamedTuple):
-    """In bfloat16, at the sizes of 8B's layers. Attention: forward and backward together, with
-    heads of 128 numbers unless another width is named."""
+    """Rates in bfloat16, at the sizes of 8B's layers. Attention: forward and backward together,
+    with heads of 128 numbers unless another width is named."""
 
     matmul: float  # FLOP/s
     attention: float  # FLOP/s, of whole windows
@@ -152,8 +147,8 @@ class Rates(NamedTuple):
 
 
 def rates_of(device: torch.device, smaller: int = 1) -> Rates:
-    """For 8,192 tokens. smaller: divides the tokens and the copies, so that a CPU can rehearse
-    it."""
+    """Measure the rates for 8,192 tokens. smaller: divides the tokens and the copies, so that a CPU
+    can rehearse it."""
     how = {"device": device, "dtype": NARROW}
     tokens = 8192 // smaller
     x = torch.randn(tokens, 4096, **how)
@@ -192,8 +187,8 @@ def attention_rate(device: torch.device, tokens: int, width: int, packed: bool =
 
 
 def sustained(fn: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one of many calls in a row. On a GPU these are slower than a call alone: after
-    about a second its limit of power lowers the clock, as it does in training."""
+    """Return the seconds of one of many calls in a row. On a GPU these are slower than a call
+    alone: after about a second its power limit lowers the clock, as it does in training."""
     once = best(fn, device)
     if device.type != "cuda":
         return once
@@ -208,8 +203,8 @@ def sustained(fn: Callable[[], object], device: torch.device) -> float:
 
 
 def as_device(name: str, memory_gib: float, rates: Rates) -> Device:
-    """The planner's row of a GPU with these rates. The links to other GPUs are those of the table's
-    row of that name, if there is one, because one GPU cannot measure them."""
+    """Return the planner's row of a GPU with these rates. The links to other GPUs are those of the
+    table's row of that name, if there is one, because one GPU cannot measure them."""
     row = known_device(name)
     known = peak_flops(name)
     peak = known or rates.matmul
@@ -261,15 +256,15 @@ def one_step(name: str) -> dict:
 
 
 def layers_that_fit(options: list[str], share: float = 1.0) -> int:
-    """How many layers of these options one GPU's memory (or a share of it) holds, by the plan,
-    which adds what the allocator wastes. Raises InputError if not even one fits."""
+    """Return how many layers of these options one GPU's memory (or a share of it) holds, by the
+    plan, which adds the allocator's waste. Raises InputError if not even one fits."""
     room = torch.cuda.mem_get_info()[1] / 2**30 * share
     return most_layers(room, lambda layers: needed_gib([*options, f"--model.n_layers={layers}"]))
 
 
 def most_layers(room: float, needed: Callable[[int], float]) -> int:
-    """From what 2 and 4 layers need, since memory grows by the same amount with each layer. Raises
-    InputError."""
+    """Extrapolate from the memory of 2 and 4 layers, since it grows by the same amount with each
+    layer. Raises InputError."""
     at_two = needed(2)
     at_four = needed(4)
     layers = int(2 + (room - at_two) / ((at_four - at_two) / 2))
@@ -286,17 +281,18 @@ def planned_gib(options: list[str]) -> float:
 
 
 def needed_gib(options: list[str]) -> float:
-    """That, what the allocator wastes, and CUDA's context."""
+    """Return that memory with the allocator's waste and CUDA's context."""
     return ask_plan(options)["needed"]
 
 
 def ask_plan(options: list[str]) -> dict:
-    """In a process of its own, because PyTorch keeps the meshes of the plan's fake group in caches."""
+    """Plan in a separate process, because PyTorch keeps the meshes of the plan's fake group in
+    caches."""
     return harness.child("lab.bench.device.measure", "plan", *options)
 
 
 def plan(options: list[str]) -> dict:
-    """Runs in a process of its own, since it replaces the process group by a fake one."""
+    """Plan, in a separate process, since it replaces the process group by a fake one."""
     times_do_not_count = dict.fromkeys(
         ("memory_gb_per_s", "link_gb_per_s", "fabric_gb_per_s", "peak_tflops"), 1.0
     )
@@ -305,12 +301,12 @@ def plan(options: list[str]) -> dict:
     return {"live": made.live / 2**30, "needed": made.needed / 2**30}
 
 
-def beside(name: str) -> dict:
-    """name: of BESIDE. Raises InputError if this kind of device has no such comparison, or the
+def compare(name: str) -> dict:
+    """name: of COMPARISONS. Raises InputError if this kind of device has no such comparison, or the
     peer's package is not installed."""
-    contenders, by_kind = BESIDE.get(name, ((), {}))
+    contenders, by_kind = COMPARISONS.get(name, ((), {}))
     if KIND not in by_kind:
-        names = ", ".join(name for name, (_, kinds) in BESIDE.items() if KIND in kinds)
+        names = ", ".join(name for name, (_, kinds) in COMPARISONS.items() if KIND in kinds)
         raise InputError(f"{name!r} is not compared on a {KIND}; there are {names}")
     package = others.package_of(contenders[0])
     if not find_spec(package):
@@ -352,7 +348,7 @@ def saves(folder: Path) -> dict:
         checkpoints.load(job.model, job.optimizer)  # makes the buffers, as at every start
         size = sum(x.nbytes for x in state.tensors(job.model, job.optimizer).values()) / 1e9
         alone = statistics.median([step() for _ in range(2 + 2 * ROUNDS[KIND])][2:])
-        rounds = [beside_a_save(checkpoints, job, number, step) for number in (1, 2)]
+        rounds = [during_a_save(checkpoints, job, number, step) for number in (1, 2)]
         checkpoints.close()
         began = time.perf_counter()
         with manager() as resumed:
@@ -393,7 +389,7 @@ def saves(folder: Path) -> dict:
     }
 
 
-def beside_a_save(
+def during_a_save(
     checkpoints: CheckpointManager, job: train.Job, number: int, step: Callable[[], float]
 ) -> tuple[float, float, float, int]:
     """Save, and train until it is durable. Seconds that training waits, seconds of the steps beyond
@@ -421,7 +417,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("subject", choices=("rates", "step", "beside", "saves", "plan", "about"))
+    parser.add_argument("subject", choices=("rates", "step", "compare", "saves", "plan", "about"))
     parser.add_argument(
         "name", nargs="?", default="", help="of a step or a comparison, with _ for spaces"
     )
@@ -435,7 +431,7 @@ def main() -> int:
     reports = {
         "rates": rates,
         "step": lambda: one_step(args.name.replace("_", " ")),
-        "beside": lambda: beside(args.name.replace("_", " ")),
+        "compare": lambda: compare(args.name.replace("_", " ")),
         "saves": lambda: saves(folder),
     }
     try:

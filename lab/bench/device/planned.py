@@ -1,4 +1,4 @@
-"""Configurations planned and run on this device, side by side: time and memory.
+"""Plan configurations and run them on this device, to compare time and memory.
 
     python -m lab.bench.device.planned (planner | lengths) [--seconds 80] [--json out.json]
 
@@ -6,10 +6,10 @@
 - lengths: two of 8B's layers on one sequence of 32k tokens and more, with cuDNN's attention,
   FlashAttention, documents of 8k, and four of OLMo 3's layers, of which three have windows of 4k.
 
-Each configuration runs in a process of its own: two steps to warm up, three that count (one and one
+Each configuration runs in a separate process: two steps to warm up, three that count (one and one
 for very long sequences). As many as fit into memory together are built and compiled at the same
-time, and then timed one after the other. The JSON file is written after each, and what does not fit
-into --seconds is listed as not run. On a CPU the sizes are small.
+time, and then timed one after the other. The JSON file is written after each, and configurations
+that do not fit into --seconds are listed as not run. On a CPU the sizes are small.
 """
 
 import argparse
@@ -131,7 +131,7 @@ COLUMNS = (
 
 
 def lengths() -> list[dict[str, str]]:
-    """Each has the GPU for itself."""
+    """Return the long configurations. Each has the GPU for itself."""
     configurations = []
     for tokens, kind in LENGTHS:
         size = f"--model.max_seq_len={max(tokens, 131072)} {LENGTH}={tokens}"
@@ -140,7 +140,7 @@ def lengths() -> list[dict[str, str]]:
 
 
 def ran(options: list[str]) -> dict:
-    """The answer of `timed`. Ends the process with OUT_OF_MEMORY where memory is short."""
+    """Return the result of `timed`. Ends the process with OUT_OF_MEMORY where memory is short."""
     answers = sys.stdout
     try:
         with redirect_stdout(sys.stderr):  # a run may print
@@ -153,15 +153,15 @@ def ran(options: list[str]) -> dict:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Also that of the CPU's allocator, which is an ordinary RuntimeError, and of cuBLAS, which has
-    no memory of its own."""
+    """Return True also for the CPU's allocator, whose error is an ordinary RuntimeError, and for
+    cuBLAS's."""
     words = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
 
 
 def timed(options: list[str], answers: TextIO) -> dict:
-    """Runs in a process of its own, which waits for a line before it builds, says that it is ready,
-    and waits for a line before it times its steps."""
+    """Time a configuration, in a separate process, which waits for a line before it builds, says
+    that it is ready, and waits for a line before it times its steps."""
     cfg = load_config(options, 1, 1)
     sys.stdin.readline()
     job = train.build(cfg)
@@ -190,8 +190,8 @@ def timed(options: list[str], answers: TextIO) -> dict:
 
 
 def batch_of(cfg: Config, vocabulary: int) -> dict[str, Tensor]:
-    """One global batch of random tokens, in microbatches; with documents of DOCUMENT tokens where
-    they count."""
+    """Return one global batch of random tokens, in microbatches; with documents of DOCUMENT tokens
+    where they count."""
     t = cfg.training
     shape = (t.global_batch_size // t.local_batch_size, t.local_batch_size, t.seq_len)
     generator = torch.Generator().manual_seed(0)
@@ -203,14 +203,14 @@ def batch_of(cfg: Config, vocabulary: int) -> dict[str, Tensor]:
 
 
 def planned(options: list[str], device: Device) -> dict:
-    """Runs in a process of its own, since it replaces the process group by a fake one."""
+    """Plan, in a separate process, since it replaces the process group by a fake one."""
     made = make_plan(load_config(options, 1, 1), PlanInputs(1, 1, device, on_gpu=GPU))
     return {"seconds": made.time.seconds, "live": made.live / 2**30}
 
 
 class Runner:
-    """A process that runs one configuration. Lines that it does not write in time end it, and what
-    it said last is the reason."""
+    """Process that runs one configuration. It is ended when it does not write a line in time, and
+    its last line is the reason."""
 
     def __init__(self, options: str) -> None:
         self.late = False
@@ -230,7 +230,7 @@ class Runner:
             self.process.stdin.flush()
 
     def line(self, deadline: float) -> str:
-        """Its next line; "" if it has ended, or does not answer in time and is ended for it."""
+        """Return its next line; "" if it has ended, or does not answer in time and is ended for it."""
         left = max(0.0, deadline - time.monotonic())
         if not select.select([self.process.stdout], [], [], left)[0]:
             self.late = True
@@ -252,7 +252,7 @@ class Runner:
 
 
 def plan_apart(options: str, device: Device) -> dict:
-    """The answer of `planned`, in a process of its own."""
+    """Return the answer of `planned`, from a separate process."""
     try:
         numbers = device.model_dump_json()
         return harness.child(
@@ -263,7 +263,8 @@ def plan_apart(options: str, device: Device) -> dict:
 
 
 def row(name: str, seen: dict, plan: dict) -> list[str]:
-    """One configuration. What did not run has its reason instead of its step, and still its plan."""
+    """Return the row of one configuration. One that did not run has its reason instead of its step,
+    and still its plan."""
     has_run = "why" not in seen
     is_planned = "why" not in plan
     has_both = has_run and is_planned
@@ -286,7 +287,7 @@ def error(planned: float, measured: float) -> str:
 
 
 def errors(answers: dict[str, tuple[dict, dict]]) -> str:
-    """Median and worst error of time and of memory of all that ran and are planned."""
+    """Return median and worst error of time and of memory of all that ran and are planned."""
     both = [pair for pair in answers.values() if not ("why" in pair[0] or "why" in pair[1])]
     said = []
     for what in "seconds", "live":

@@ -1,5 +1,5 @@
-"""What `lab.bench.device` has measured so far: a JSON file, and the Markdown tables and the
-planner's device made of it."""
+"""Keep the results of `lab.bench.device`: a JSON file, and the Markdown tables and the planner's
+device made of it."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ class Record:
             disk.write_whole(str(path.absolute()), (text + "\n").encode())
 
     def summary(self) -> str:
-        """A Markdown table: what became of every part."""
+        """Return a Markdown table with the outcome of every part."""
         rows = ["| part | result | seconds | |", "| --- | --- | --- | --- |"]
         for name in self.names:
             entry = self.entries.get(name, {"state": NOT_RUN, "why": "not asked for yet"})
@@ -80,8 +80,8 @@ class Record:
         return "\n".join(rows)
 
     def markdown(self) -> str:
-        """The summary and the table of every part that has one. Numbers of a device that was not at
-        hand are missing, never those of a different one."""
+        """Return the summary and the table of every part that has one. Numbers of a device that was
+        not at hand are missing, never those of a different one."""
         about = ", ".join(f"{key} {value}" for key, value in self.machine.items())
         tables = [harness.table(*table, dict(machine)) for table, machine in self.tables()]
         lines = "\n\n".join(
@@ -108,8 +108,8 @@ class Record:
         ]
 
     def calibration(self) -> str:
-        """The device as a file for `tools.plan --device`; "" before the part that measures it is
-        done."""
+        """Return the device as a file for `tools.plan --device`; "" before the part that measures
+        it is done."""
         entry = self.entries.get(CALIBRATION, {})
         numbers = (entry.get("report") or {}).get("numbers") if entry.get("state") == DONE else None
         if not numbers:
@@ -128,7 +128,7 @@ class Record:
 
 
 def read_report(path: Path) -> dict | None:
-    """What a part has reported; None if it ended before."""
+    """Return the report of a part; None if it ended before."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 
 class OnTheWay:
-    """A send or receive of a GPU's tensor through a copy on the host: of all that a mesh asks for,
-    gloo itself moves only these not."""
+    """Send or receive of a GPU's tensor through a copy on the host: the only operations of a mesh
+    that gloo itself does not move."""
 
     def __init__(self, work: dist.Work, on_host: Tensor, received: Tensor | None) -> None:
         self.work = work
