@@ -170,7 +170,7 @@ def test_the_tokenizer_of_a_run_is_one_for_conversations(folders, tmp_path):
         quietly(data(source, tokenizer=str(path), chat_template=""))
 
 
-def test_a_completion_is_tokenised_beside_its_prompt():
+def test_a_completion_is_tokenised_with_its_prompt():
     tok = byte_tokenizer()
     made = answers.Completions(tok, False, True).encode({"prompt": "1+1=", "completion": "2"})
     assert tok.decode(made.ids) == "1+1=2<|endoftext|>"
@@ -319,7 +319,7 @@ def test_what_cannot_be_opened_is_a_sentence(tmp_path, folders):
 # prepared folders
 
 
-def test_answers_are_stored_beside_the_tokens_and_checked_with_them(tmp_path, monkeypatch):
+def test_answers_are_stored_with_the_tokens_and_checked_with_them(tmp_path, monkeypatch):
     """On any number of processes and parts; text is prepared as ever."""
     rows = conversations(60)
     source = write(tmp_path / "talks.jsonl", rows)

@@ -124,7 +124,7 @@ def drifted(options: list[str], folder: Path, fault) -> str:
 def test_a_rank_with_a_different_collective_is_named_before_a_sum_is_wrong(
     fault, options, tmp_path
 ):
-    """Of two ranks both are named, each with what it was about to do, and where."""
+    """Both of two ranks are named, each with its next collective and its line."""
     for end in run_ranks(2, drifted, [*options, *TWO, CHECKED], tmp_path, fault):
         assert end.startswith(
             "Drift: the ranks of group default_pg (ranks [0, 1]) do not run the same collective:"

@@ -46,7 +46,7 @@ def rows(found: compare_runs.Comparison) -> dict[str, compare_runs.MetricRow]:
     return {row.metric: row for row in found.rows}
 
 
-def test_the_same_run_is_bitwise_equal_whatever_the_machine_did(runs):
+def test_the_same_run_is_bitwise_equal_with_other_data_workers(runs):
     found = compare(runs["first"], runs["same"])
     assert found.code == 0 and found.verdict == "bitwise equal (steps 1 to 11)"
     assert {"loss", "grad_norm", "lr", "validation_loss"} <= rows(found).keys()

@@ -191,7 +191,7 @@ def compilations() -> int:
 
 @pytest.mark.slow
 @pytest.mark.cap(180)
-def test_other_documents_do_not_compile_anew():
+def test_other_documents_do_not_recompile():
     """Once for the first table, and once more for each of its four sizes that is found to change;
     the blocks share the code."""
     assert max(run_ranks(2, compilations)) <= 5

@@ -187,7 +187,7 @@ def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
 
 
 @pytest.mark.cap(300)
-def test_a_tied_weight_beside_experts_with_a_split_backward_equals_the_plain_model():
+def test_a_tied_weight_with_experts_and_a_split_backward_equals_the_plain_model():
     more = "--parallelism.pipeline_schedule=zbv --model.n_layers=4 --model.tied_embeddings=true"
     chosen = settings(experts="qwen3 experts", optimizer="sgd", accumulation="reduced once")
     check("ep2xpp2", [chosen], more.split(), factors=FACTORS)
@@ -418,7 +418,7 @@ def test_a_balancing_bias_moves_against_the_load_and_not_in_a_skipped_step():
 
 
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_a_router_multiplies_in_float32_whatever_the_type_of_the_weights(score):
+def test_a_router_multiplies_in_float32_for_weights_of_every_dtype(score):
     """In bfloat16 the scores would be off by 1e-3, which changes the experts of many tokens."""
     args = SimpleNamespace(
         n_experts=64,

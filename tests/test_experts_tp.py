@@ -131,7 +131,7 @@ def boxes_and_replicas(options: list[str]) -> tuple[list[str], list[str]]:
     return wrong, mismatching_replicas(job.model, job.optimizer, job.mesh, step=0)
 
 
-def test_checkpoints_take_the_right_boxes_and_replicas_are_alike():
+def test_checkpoints_take_the_right_boxes_and_replicas_are_equal():
     """The ranks of a tp group have different parts of the experts: that is no replica that differs."""
     ranks, options, _ = EXPERT_MESHES["experts on ep2xtp2"]
     base = [

@@ -32,7 +32,7 @@ def programs() -> list[str]:
     return names
 
 
-def test_every_program_begins_and_ends_alike():
+def test_every_program_begins_and_ends_the_same_way():
     """A `main` that is called by itself would show a traceback."""
     own = {
         "tools.launch": "leave(main(",

@@ -371,7 +371,7 @@ def compilations() -> int:
 
 
 @pytest.mark.cap(180)
-def test_other_documents_do_not_compile_anew():
+def test_other_documents_do_not_recompile():
     """Once for the first table, once more when its size is found to change; both blocks share the
     code."""
     assert run_ranks(1, compilations)[0] <= 3

@@ -109,7 +109,7 @@ def test_a_machine_that_is_lost_loses_what_an_interval_has(store, tmp_path):
     assert log.read_bytes().startswith(kept) and b"a line" in kept
 
 
-def test_sigterm_reaches_the_command_and_its_last_words_the_store(store, tmp_path):
+def test_sigterm_reaches_the_command_and_its_last_lines_the_store(store, tmp_path):
     folder = tmp_path / "run"
     process = started(folder)
     until(lambda: AT + "logs/rank-00000.log" in store.keys())
@@ -332,9 +332,7 @@ def test_what_is_newer_here_is_sent_and_not_replaced(known, ahead, store, tmp_pa
 
 
 @pytest.mark.parametrize("ahead", [YEARS, -YEARS])
-def test_what_another_machine_has_written_is_fetched_whatever_the_clock_says(
-    ahead, store, tmp_path
-):
+def test_files_of_another_machine_are_fetched_independent_of_clocks(ahead, store, tmp_path):
     """This machine has an older version, or one that went another way."""
     first = mirror.Mirror(tmp_path, location(URL))
     for name in "older", "another":

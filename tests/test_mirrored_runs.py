@@ -112,7 +112,7 @@ def test_a_published_checkpoint_asks_for_the_copy_of_its_metrics(store, tmp_path
     assert asked.read_bytes() == b".." and not lost.exists()  # both ranks, at step 6
 
 
-def test_a_url_stands_for_a_folder_a_mirror_and_a_store(tmp_path):
+def test_a_url_becomes_a_folder_a_mirror_and_a_store(tmp_path):
     cache = f"--data.cache={tmp_path}"
     cfg = load_config([f"--run.folder={URL}/", cache])
     assert cfg.run.folder == f"{tmp_path}/runs/{NAME}" and cfg.run.mirror == URL

@@ -486,7 +486,7 @@ def test_every_flavor_is_compared_with_what_was_published():
         if "debug" in flavor
     ],
 )
-def test_debug_flavors_are_small_and_otherwise_alike(name, flavor):
+def test_debug_flavors_are_small_and_otherwise_equal(name, flavor):
     """Runs of two families are compared on the same tokens. What has nothing to do with size is as
     published."""
     numbers, large = (
@@ -713,8 +713,7 @@ def test_positions_are_the_callers(name):
 
 @every_family
 def test_the_core_of_attention_can_be_replaced_from_outside(name):
-    """As context parallelism and a cache of keys and values do it: `forward` of the module, on one
-    instance."""
+    """Replaces `forward` of the module on one instance, as a fork may."""
     model, plain = built(name), built(name)
     core, seen = model.layers["1"].attention.core, []
     assert not list(core.parameters())

@@ -341,7 +341,7 @@ def test_files_that_are_no_rank_files(bpe, tmp_path):
 
 
 def test_merges_without_their_prefix_do_not_end_the_process(document, tmp_path):
-    """tokenizers cuts the prefix off whatever is there, and aborts inside a character."""
+    """tokenizers cuts the prefix off any text, and aborts inside a character."""
     damaged = json.loads(document)
     damaged["model"]["continuing_subword_prefix"] = "x"
     folder = write(tmp_path / "a", json.dumps(damaged))

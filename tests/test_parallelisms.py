@@ -98,7 +98,7 @@ def all_rotations() -> dict[str, list[float]]:
     return {family: errors_of_rotations(family) for family in MODELS}
 
 
-def test_positions_turn_queries_and_keys_in_float32_whatever_the_type_of_the_weights():
+def test_rotary_positions_are_applied_in_float32_for_weights_of_every_dtype():
     """The result is rounded to bfloat16 once. With tables in bfloat16 it is 20 times as far off."""
     for seen in run_ranks(2, all_rotations):
         for family, errors in seen.items():

@@ -419,7 +419,7 @@ def test_slow_links_are_exposed_and_fast_ones_hide(monkeypatch):
         assert time.seconds == pytest.approx(time.computing + time.exposed)
 
 
-def test_what_a_cpu_spends_beside_work_is_counted():
+def test_a_cpus_overhead_is_counted():
     step = apart(
         traced,
         config(["--activation_checkpoint.mode=selective", "--training.local_batch_size=8"], 1),

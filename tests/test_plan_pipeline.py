@@ -199,7 +199,7 @@ def asleep(schedule: str, microbatches: int, unit: float) -> list[tuple[float, f
 
 
 class Microbatches:
-    """Batches that nobody looks at."""
+    """Batches whose contents do not matter."""
 
     def __init__(self, microbatches: int) -> None:
         self.tokens = torch.zeros(microbatches, 1, 4, dtype=torch.int64)

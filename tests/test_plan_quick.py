@@ -108,7 +108,7 @@ def test_every_operator_gives_what_fake_tensor_mode_gives():
 
 
 @pytest.mark.parametrize("forgotten", ("shapes", "order"))
-def test_negative_control_arguments_that_are_not_alike_are_seen(monkeypatch, forgotten):
+def test_negative_control_arguments_that_differ_are_seen(monkeypatch, forgotten):
     def hasty(tensors: list[torch.Tensor]) -> bool:
         if forgotten == "shapes":
             return all(tensor.is_contiguous() for tensor in tensors)

@@ -354,7 +354,7 @@ def test_equal_meshes_of_different_jobs_are_traced_by_one_process():
         ["--model.family=deepseek_v3", "--model.flavor=debug", "--training.global_batch_size=16"],
     ),
 )
-def test_larger_spaces_are_searched_alike(options):
+def test_larger_spaces_have_the_same_search_result(options):
     """With tensor parallelism, with experts, with every schedule."""
     options = [*SMALL[:1], "--training.param_dtype=bfloat16", *options]
     space = Space(options, PlanInputs(4, 2, SLOW))

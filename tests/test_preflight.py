@@ -802,7 +802,7 @@ def test_checkpoints_that_must_have_room(options, kept):
     assert machine.checkpoints_kept(load_config([*TINY, *options])) == kept
 
 
-def test_the_temporary_folder_is_beside_the_runs_folder(tmp_path):
+def test_the_temporary_folder_is_next_to_the_runs_folder(tmp_path):
     assert (
         machine.temporary_place(tmp_path / "no" / "such" / "run", "1") == tmp_path / ".preflight-1"
     )

@@ -271,7 +271,7 @@ def test_second_call_opens_what_the_first_made(corpus: Path, tmp_path: Path) -> 
     assert before == {path: path.stat().st_mtime_ns for path in Path(first.folder).iterdir()}
 
 
-def test_whatever_decides_the_tokens_makes_a_new_folder(
+def test_a_change_of_anything_that_decides_the_tokens_makes_a_new_folder(
     corpus: Path, tmp_path: Path, bpe: tokenizer.Tokenizer
 ) -> None:
     rank_file = tmp_path / "mine.tiktoken"

@@ -201,7 +201,7 @@ def test_a_command_is_run_or_listed(command):
 
 
 def missing_paths(text: str) -> set[str]:
-    """Return what stands in backticks like a folder or a file of ours, and is none."""
+    """Return names in backticks that look like a folder or a file of ours, and are none."""
     names = re.findall(r"`([\w.-]+/[\w./-]*|\w+\.(?:py|md|sh))`", text)
     return {name for name in names if not (ROOT / name).exists()}
 

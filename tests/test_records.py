@@ -421,7 +421,7 @@ ODD_LINES = {
 }
 
 
-def test_a_name_on_the_way_to_the_text_stands_once(tmp_path: Path) -> None:
+def test_a_key_on_the_way_to_the_text_may_be_given_only_once(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b'{"meta": {"text": "lost", "text": "a"}}')
     assert 'has "meta.text" (data.text_field) twice' in read(path, "meta.text")[0][1]
     path = write(tmp_path / "b.jsonl", b'{"meta": {"text": "a"}, "text": "b", "id": {"n": 1}}')

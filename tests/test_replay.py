@@ -491,7 +491,7 @@ def test_a_run_of_adapters_is_replayed(more, adapters, capsys) -> None:
         assert code == 0 and f"checkpoints of [{step}], gradients of [{step}]" in said, said
 
 
-def test_adapters_beside_another_base_are_refused(adapters, tmp_path, capsys) -> None:
+def test_adapters_on_another_base_are_refused(adapters, tmp_path, capsys) -> None:
     other = tmp_path / "other"
     shutil.copytree(adapters[1], other)
     given = [str(adapters[0] / "config.toml"), "--run.seed=5"]

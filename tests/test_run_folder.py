@@ -157,7 +157,7 @@ def test_the_seconds_sum_to_the_clock_on_the_wall(interrupted):
     )
 
 
-def test_metrics_and_the_last_words_have_the_goodput(interrupted):
+def test_metrics_and_the_summary_have_the_goodput(interrupted):
     folder, _ = interrupted
     last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     result = account(read(folder))

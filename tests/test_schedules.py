@@ -41,7 +41,7 @@ def cases(ranks: int, most_microbatches: int) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_every_table_is_complete_and_never_stands_still(ranks):
+def test_every_table_is_complete_and_never_deadlocks(ranks):
     """Also with fewer microbatches than stages, and with numbers that the ranks do not divide."""
     for name, stages, microbatches in cases(ranks, 9):
         rank_of = placement(name, ranks, stages)

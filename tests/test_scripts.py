@@ -641,7 +641,7 @@ def test_fixture(shared, i):
 """
 
 
-def test_tests_run_beside_each_other_except_those_that_must_be_alone(repository: Path) -> None:
+def test_tests_run_in_parallel_except_those_that_must_be_alone(repository: Path) -> None:
     (repository / "tests" / "test_it.py").write_text(BESIDE)
     done = run(repository / "run_tests.sh", "-n", "3")
     assert done.returncode == 0 and "22 passed" in done.stdout, done.stdout
@@ -681,7 +681,7 @@ def test_waits(i):
 """
 
 
-def test_tests_that_wait_run_beside_tests_that_compute(repository: Path) -> None:
+def test_tests_that_wait_run_in_parallel_with_tests_that_compute(repository: Path) -> None:
     """One worker of three takes all that wait, although these come last in the file."""
     (repository / "tests" / "test_it.py").write_text(SIDE_BY_SIDE)
     done = run(repository / "run_tests.sh", "-n", "3")

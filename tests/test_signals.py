@@ -171,8 +171,7 @@ def start(
     ],
 )
 def test_a_signal_stops_the_run_at_any_point_with_a_checkpoint(window, options, tmp_path):
-    """At most one step later it is saved, and what is resumed is bitwise the run that nobody
-    stopped."""
+    """At most one step later it is saved, and the resumed run is bitwise the uninterrupted one."""
     assert ends(2, tmp_path / "ranks", start, tmp_path, options, window) == [75, 75]
     steps = WINDOWS[window]
     saved = sorted(int(p.name[5:]) for p in tmp_path.glob("checkpoints/step-*"))

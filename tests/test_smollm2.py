@@ -113,7 +113,7 @@ def train_here(options: list[str]) -> int:
 
 @pytest.mark.slow
 @pytest.mark.cap(600)
-def test_it_trains_alike_on_every_mesh(smollm2, tmp_path):
+def test_it_trains_to_equal_losses_on_every_mesh(smollm2, tmp_path):
     """Its weights, its tokenizer, STEPS steps. tp3, for 2 does not divide its 9 heads."""
     source = cut(smollm2, tmp_path / "hf")
     (tmp_path / "text.txt").write_text((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))

@@ -372,7 +372,7 @@ def test_control_without_the_hashes_a_flipped_byte_reaches_the_batch(
     assert store.status()["counts"]["flipped"] > 0
 
 
-def test_what_failed_ahead_is_tried_anew_when_it_is_needed(uploaded, store, tmp_path):
+def test_a_failed_read_ahead_is_retried_when_it_is_needed(uploaded, store, tmp_path):
     tokens = open_corpora(config(URL, tmp_path / "cache"), quiet).sources[""].train
     of_corpus = tokens.corpus.blocks
     store.rules({"kind": "gone"})
@@ -642,7 +642,7 @@ def test_control_of_text_that_is_read_once_a_flipped_byte_arrives(kinds, store, 
         assert content.read() != whole
 
 
-def test_text_that_never_comes_twice_alike_is_named(kinds, store):
+def test_text_that_differs_at_every_read_is_named(kinds, store):
     url = raw(store, kinds)
     store.rules({"kind": "flipped", "key": "one.txt"})
     with pytest.raises(InputError, match=r"one.txt: bytes 0 to \d+ came differently 4 times"):

@@ -97,7 +97,9 @@ def test_a_run_with_a_tokenizer_and_a_task_in_a_store(folder, store, tmp_path, c
     assert said[0] == said[1]
 
 
-def test_it_is_that_of_the_disk_with_what_lies_beside_it(folder, store, tmp_path, monkeypatch):
+def test_a_stored_file_equals_that_of_the_disk_with_its_companions(
+    folder, store, tmp_path, monkeypatch
+):
     cache = str(tmp_path / "cache")
     assert same(open_tokenizer(URL, cache), open_tokenizer(str(folder / "tokenizer.json")))
     made = []

@@ -168,7 +168,7 @@ def test_an_epoch_has_every_document_once_and_none_that_is_held_out(corpus, frac
         assert len(held_out) > 20 and sorted(held_out + found) == sorted(texts)
 
 
-def test_every_epoch_deals_the_units_anew(corpus, monkeypatch):
+def test_every_epoch_distributes_the_units_again(corpus, monkeypatch):
     """Each epoch has every unit once, and no two epochs have them in one order."""
     source, description = opened(options(corpus[0], stream_epochs=3))
     order, read, units = stream.begin(description), {}, len(source.units)

@@ -238,7 +238,7 @@ def test_published_rank_files(
         )
 
 
-def test_a_file_of_a_known_length_that_is_somebody_elses(tmp_path: Path) -> None:
+def test_a_file_of_the_right_length_with_other_content(tmp_path: Path) -> None:
     """50,257 is a popular size: such a tokenizer trained here has as many ranks as GPT-2's."""
     ranks = sorted(made_up(50_256), key=lambda token: (len(token), token))
     tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)), "gpt2")

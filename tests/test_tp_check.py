@@ -341,7 +341,7 @@ def test_one_layer_of_each_kind_computes(said):
     assert said["deepseek layers"] == ["0", "3"]  # three dense layers, then mixtures
 
 
-def test_the_table_of_styles_is_whole_and_stands_where_it_is_read():
+def test_the_table_of_styles_is_whole_and_in_its_documented_place():
     assert set(tp_check.TABLE) == set(tp.STYLES)
     drawn = tp_check.drawn().splitlines()
     read = [line.strip() for line in tp.__doc__.splitlines()]

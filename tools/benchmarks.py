@@ -1,8 +1,8 @@
-"""How published benchmarks are put: the settings of lm-evaluation-harness 0.4.13, one row each.
+"""Prompts of published benchmarks: the settings of lm-evaluation-harness 0.4.13, one row each.
 
-A convert function makes a line of a task's file (data/tasks.py) of a row as it is published, with
-the prompt and the choices of the harness's own file (lm_eval/tasks, under the same name). Where the
-choices stand in the context, as WinoGrande's do, every choice has a context of its own.
+A convert function turns a published row into a line of a task's file (data/tasks.py), with the
+prompt and the choices of the harness's own file (lm_eval/tasks, under the same name). Where the
+choices are part of the context, as in WinoGrande, every choice has a separate context.
 """
 
 import re
@@ -64,7 +64,7 @@ def boolq(row: Row) -> Row:
 
 
 def winogrande(row: Row) -> Row:
-    """What follows the gap is scored, behind the sentence up to it with either name in it."""
+    """Convert a row: the text after the gap is scored, given the sentence with either name in the gap."""
     before, _, after = row["sentence"].partition("_")
     contexts = [before + row["option1"], before + row["option2"]]
     return choice(contexts, [after.strip()] * 2, int(row["answer"]) - 1)

@@ -4,10 +4,10 @@ which step, and by how much?
     python -m tools.compare_runs runs/before runs/after --png difference.png
 
 compares every metric of two run folders at the steps that both have logged (floats in metrics.jsonl
-are exact, so equal is bitwise equal), the newest checkpoint of a step that both have, and whatever
-could explain a difference: options, data, code, versions, mesh, devices. Metrics of time and memory
-are left out. Exit code 0: bitwise equal (or, with --tolerance, equal to that); 1: they differ; 2:
-there is nothing to compare.
+are exact, so equal is bitwise equal), the newest checkpoint of a step that both have, and
+everything that could explain a difference: options, data, code, versions, mesh, devices. Metrics of
+time and memory are left out. Exit code 0: bitwise equal (or, with --tolerance, equal to that); 1:
+they differ; 2: there is nothing to compare.
 
 Rounding shows within a few steps and then grows, as training amplifies it: two meshes agree to 1e-7
 at first. A change of meaning shows at once at 1e-3 and more, in the loss of the first step if it is

@@ -1,4 +1,4 @@
-"""Generate text from a checkpoint, whatever mesh saved it, or from a folder of Hugging Face's.
+"""Generate text from a checkpoint that any mesh has saved, or from a folder of Hugging Face's.
 
     python -m tools.generate runs/llama_debug --prompt "def "
     python -m tools.generate runs/hf --prompt "def " --prompt "class "

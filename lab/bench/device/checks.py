@@ -3,9 +3,9 @@
     python -m lab.bench.device.checks [NAME ...] [--json out.json]          # all of CHECKS by default
 
 The judge of all numbers is a plain model in float64 on the CPU: a loop of a few lines with
-PyTorch's own cross-entropy, clipping and AdamW. It stays on the CPU whatever the device is, so the
-comparison says something on a CPU too: training in float32, by `train.build` and
-`train.train_step`, must agree with it to float32's rounding.
+PyTorch's own cross-entropy, clipping and AdamW. It stays on the CPU for every device, so the
+comparison is meaningful on a CPU too: training in float32, by `train.build` and `train.train_step`,
+must agree with it to float32's rounding.
 
 Each check takes the device and an empty folder, and returns an error for each thing that it looked
 at; none may exceed the check's limit. tests/test_device.py runs them on the CPU, tests/test_gpu.py
