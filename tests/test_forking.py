@@ -74,8 +74,10 @@ def test_every_example_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_is_short(name: str) -> None:
-    lines = (ROOT / "docs" / "forking" / f"{name}.diff").read_text().splitlines()
+def test_an_example_is_short_and_fits_the_tree(name: str) -> None:
+    diff = ROOT / "docs" / "forking" / f"{name}.diff"
+    subprocess.run(["git", "apply", "--check", diff], cwd=ROOT, check=True)
+    lines = diff.read_text().splitlines()
     changed = [line for line in lines if line[:1] in ("+", "-") and line[:3] not in ("+++", "---")]
     assert len(changed) <= MOST_LINES
 

@@ -265,7 +265,13 @@ def test_no_error_ends_the_copying_or_changes_the_exit_code(
     monkeypatch.setattr(lease, "PATIENCE", 1.0)
     assert mirror.main(["--seconds=0.1", URL, str(folder), *command(folder, 0.3, 7)]) == 7
     left[0] = 0
-    monkeypatch.setattr(lease.StoreLease, "release", lambda self: 1 / 0)
+    release = lease.StoreLease.release
+
+    def release_and_fail(self):
+        release(self)  # a lease that is never released keeps beating into the store of later tests
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(lease.StoreLease, "release", release_and_fail)
     assert mirror.main([URL, str(folder), *command(folder, 0.1, 7)]) == 7
 
 

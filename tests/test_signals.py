@@ -384,20 +384,20 @@ def test_a_batch_has_its_own_time_limit_on_top_of_the_steps(options, tmp_path):
 
 def dumping(folder: Path, seconds: float, by_faulthandler: bool = False) -> bool:
     """Stacks are written while threads that are not Python's call it for the first time, as gloo's
-    and autograd's do."""
-    libc, callback = (
-        ctypes.CDLL(None),
-        ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None),
-    )
+    and autograd's do. They are joined: one that outlives `callback` would call freed memory."""
+    libc = ctypes.CDLL(None)
+    callback = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
     (folder / "logs").mkdir()
     sys.setswitchinterval(1e-5)
     end = time.monotonic() + seconds
     with health.Watchdog(folder, 0) as watchdog:
         while time.monotonic() < end:
-            for _ in range(4):
-                libc.pthread_create(ctypes.byref(thread := ctypes.c_ulong()), None, callback, None)
-                libc.pthread_detach(thread)
+            threads = [ctypes.c_ulong() for _ in range(4)]
+            for thread in threads:
+                libc.pthread_create(ctypes.byref(thread), None, callback, None)
             faulthandler.dump_traceback(watchdog.file) if by_faulthandler else watchdog.stacks()
+            for thread in threads:
+                libc.pthread_join(thread, None)
             watchdog.file.seek(0)
             watchdog.file.truncate()
         watchdog.stacks()

@@ -620,7 +620,9 @@ def _goes_on_and_on(port: int, folder: Path, least: int) -> int:
                 checkpoints.poll()
             with suppress(InputError):  # what it says is among the words
                 checkpoints.close()
-        assert not [line for line in words if "waited" not in line], words
+        # a listing in which a bit of a name has flipped names what is no checkpoint
+        known = ("waited", "left alone")
+        assert not [line for line in words if not any(word in line for word in known)], words
         counts = Server(port, None).status()["counts"]
         faults = sum(counts.values())
         print(f"{faults} faults in {starts} starts", flush=True)
@@ -688,9 +690,12 @@ def _saves_without_looking(folder: Path, steps: list[int]) -> None:
 def test_a_conflict_is_no_answer(key, store, tmp_path):
     """409 is S3's word for two requests that meet: nothing was written, so the put is sent again.
     One that never ends is reported as such, and publishes no checkpoint."""
-    store.rules({"kind": "conflict", "key": key, "rate": 0.6, "count": 40})
+    # an object's put has TRIES tries: so many conflicts in a row that the last one succeeds
+    conflicts = objects.TRIES - 1
+    store.rules({"kind": "conflict", "key": key, "count": conflicts})
     (words,) = run_ranks(1, there, _saves_all_it_can, tmp_path, [1, 2, 3])
-    assert words == [] and store.status()["counts"]["conflict"] > 2
+    assert words == []
+    assert store.status()["counts"]["conflict"] == conflicts > 2
     store.rules()
     assert run_ranks(1, there, resume, tmp_path)[0][:2] == (3, [3.0])
     assert verify.main([URL, "--all"]) == 0
