@@ -62,6 +62,7 @@ from training.optim import (
     step_if,
 )
 from training.profiler import profiler
+from training.room import check_room
 from training.summary import summarise
 from training.validate import run_validation
 from training.z_loss import open_z_loss
@@ -418,7 +419,9 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
         # cuBLAS repeats itself only with a fixed workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # tokenising the text may take hours, so the watchdog is armed after it
+    # tokenising the text may take hours: so a model without room is refused before it, and the
+    # watchdog is armed after it
+    check_room(cfg, *architecture(cfg))
     corpora = open_corpora(cfg, logger.info, verifies=meshes.world().local_rank == 0)
     watchdog.arm(cfg.run.init_timeout_seconds, "build")
     job = build(cfg)

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import train
+from checkpoint.storage import local
 from configs.schema import InputError
 from parallelisms import mesh
+from tests.checkpoints import build
+from tests.ranks import run_ranks
 from tests.runs import environment
 from tools.launch.arguments import parse
+from training import room
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -94,3 +99,49 @@ def test_train_says_what_is_missing_of_the_world(settings, tmp_path):
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "./run_train.sh or torchrun" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_a_model_without_room_is_refused_before_its_text_is_read(tmp_path, capsys):
+    """The text is not even there."""
+    argv = ["configs/llama_405b.toml", f"--run.folder={tmp_path}", "--run.device=cpu"]
+    argv += ["--data.source=/no/such/text", "--data.tokenizer=bytes", "--compile.enabled=false"]
+    assert train.main([*argv, "--model.vocab_size=263"]) == 2
+    said = capsys.readouterr().err
+    assert "parameters, whose weights, gradients and optimizer state need 6," in said
+    assert not (tmp_path / "checkpoints").exists()
+
+
+STATES = (
+    "--optimizer.kind=adamw",
+    "--optimizer.moment_dtype=bfloat16",
+    "--optimizer.kind=sgd",
+    "--optimizer.kind=sgd --optimizer.momentum=0.9",
+    "--optimizer.kind=muon",
+    "--lora.rank=4 --lora.targets=wq,w1",
+)
+
+
+def test_the_state_of_a_step_is_counted_exactly():
+    """Muon's vectors keep two averages, and are counted with one."""
+    for options, (counted, held) in zip(STATES, run_ranks(1, counted_and_held)[0], strict=True):
+        largest = held if "muon" in options else counted + 1000
+        assert counted <= held <= largest, options
+
+
+def counted_and_held() -> list[tuple[int, int]]:
+    """Return the bytes of the state of a step, counted before and then really held."""
+    found = []
+    for options in STATES:
+        job = build(*options.split())
+        family, args = train.architecture(job.cfg)
+        parameters = list(job.model.parameters())
+        held = parameters + [p for p in parameters if p.requires_grad]  # their gradients
+        for state in job.optimizer.state.values():
+            held += [tensor for tensor in state.values() if tensor.ndim]
+        size = sum(local(tensor).nbytes for tensor in held)
+        counted = room.state_bytes(job.cfg, family, args)
+        room.check_room(job.cfg, family, args, memory=lambda: counted)
+        with pytest.raises(InputError, match="this machine has"):
+            room.check_room(job.cfg, family, args, memory=lambda: counted - 1)
+        found.append((counted, size))
+    return found

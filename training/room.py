@@ -1,0 +1,84 @@
+"""Refuse a model whose state cannot fit this machine, before hours of tokenising.
+
+The state of a training step has an exact size before anything is built: weights, their gradients, and
+what the optimizer keeps. It is the least that a step needs, since activations come on top, so what
+is refused here could not have run. `tools.plan` knows the rest.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.schema import Config, InputError
+from models.family import Family
+from parallelisms import dp
+from parallelisms import mesh as meshes
+from training.optimizers import OPTIMIZERS
+
+GIB = 2**30
+CGROUP = Path("/sys/fs/cgroup/memory.max")  # of this container, by cgroup v2; "max": no limit
+
+
+def state_bytes(cfg: Config, family: Family, args: Any) -> int:
+    """Count the bytes of the whole state, all ranks of one replica together.
+
+    Muon keeps one average of a matrix and two of everything else; all is counted as a matrix, so this
+    is never above the truth.
+    """
+    count = family.parameters(args)
+    trained = family.trained_parameters(args) if family.trained_parameters else count
+    master = dp.master_dtype(cfg.training)
+    rule = OPTIMIZERS[cfg.optimizer.kind].matrices
+    group = {"momentum": cfg.optimizer.momentum, **rule.options(cfg.optimizer)}
+    kept = [one for one in rule.state(group).values() if one.like_parameter]
+    of_optimizer = sum((one.dtype or master).itemsize for one in kept)
+    frozen = dp.DTYPES.get(cfg.training.param_dtype, torch.bfloat16)
+    return trained * (2 * master.itemsize + of_optimizer) + (count - trained) * frozen.itemsize
+
+
+def host_memory() -> int:
+    """Return the bytes that processes of this host may use at all, swap included."""
+    kilobytes = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        kilobytes[name] = int(rest.split()[0])
+    most = 1024 * (kilobytes["MemTotal"] + kilobytes.get("SwapTotal", 0))
+    with suppress(OSError, ValueError):
+        most = min(most, int(CGROUP.read_text()))
+    return most
+
+
+def check_room(
+    cfg: Config, family: Family, args: Any, memory: Callable[[], int] = host_memory
+) -> None:
+    """Raise InputError where the state of this run's ranks cannot fit the host, or the GPU.
+
+    memory: bytes of the host. A system that does not say how much it has is not judged.
+    """
+    here = meshes.world()
+    replicas = cfg.parallelism.data_parallel_replicate
+    of_rank = state_bytes(cfg, family, args) * replicas // here.size
+    device = meshes.pick_device(cfg.run, here.local_rank)
+    if device.type == "cuda" and not cfg.parallelism.cpu_offload:
+        needed, room, place = (
+            of_rank,
+            torch.cuda.get_device_properties(device).total_memory,
+            "this GPU",
+        )
+    else:
+        needed, place = of_rank * here.local_size, "this machine"
+        try:
+            room = memory()
+        except (OSError, KeyError, ValueError):
+            return
+    if needed <= room:
+        return
+    raise InputError(
+        f"the model has {family.parameters(args):,} parameters, whose weights, gradients and "
+        f"optimizer state need {needed / GIB:,.1f} GiB, and {place} has {room / GIB:,.1f} GiB: take "
+        "a smaller model.flavor, more machines or GPUs, or adapters (lora.rank); tools.plan says what "
+        "a step needs in all"
+    )
