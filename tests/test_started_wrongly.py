@@ -1,5 +1,7 @@
 """Starts that cannot work, by hand or by a script: each is one sentence before anything runs."""
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -101,14 +103,23 @@ def test_train_says_what_is_missing_of_the_world(settings, tmp_path):
     assert "./run_train.sh or torchrun" in done.stderr and not (tmp_path / "run").exists()
 
 
-def test_a_model_without_room_is_refused_before_its_text_is_read(tmp_path, capsys):
-    """The text is not even there."""
-    argv = ["configs/llama_405b.toml", f"--run.folder={tmp_path}", "--run.device=cpu"]
-    argv += ["--data.source=/no/such/text", "--data.tokenizer=bytes", "--compile.enabled=false"]
-    assert train.main([*argv, "--model.vocab_size=263"]) == 2
-    said = capsys.readouterr().err
-    assert "parameters, whose weights, gradients and optimizer state need 6," in said
-    assert not (tmp_path / "checkpoints").exists()
+def test_a_model_without_room_is_refused_before_its_text_is_read(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("a few words")
+    code, said = run_ranks(1, start_405b, text, tmp_path / "run")[0]
+    assert code == 2, said
+    assert "weights, gradients and optimizer state need 6,0" in said, said
+    assert not list((tmp_path / "run").rglob("*.npy")) and "tokens" not in said, said
+
+
+def start_405b(text: Path, folder: Path) -> tuple[int, str]:
+    argv = ["configs/llama_debug.toml", f"--run.folder={folder}", "--run.device=cpu"]
+    argv += ["--model.flavor=405B", f"--data.source={text}", "--data.tokenizer=bytes"]
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        code = train.main(argv)
+    return code, said.getvalue()
 
 
 STATES = (
@@ -117,7 +128,7 @@ STATES = (
     "--optimizer.kind=sgd",
     "--optimizer.kind=sgd --optimizer.momentum=0.9",
     "--optimizer.kind=muon",
-    "--lora.rank=4 --lora.targets=wq,w1",
+    '--lora.rank=4 --lora.targets=["wq","w1"] --checkpoint.load_path=/a/base',
 )
 
 

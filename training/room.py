@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from configs.schema import Config, InputError
-from models.family import Family
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from training.optimizers import OPTIMIZERS
@@ -22,7 +21,7 @@ GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # of this container, by cgroup v2; "max": no limit
 
 
-def state_bytes(cfg: Config, family: Family, args: Any) -> int:
+def state_bytes(cfg: Config, family: Any, args: Any) -> int:
     """Count the bytes of the whole state, all ranks of one replica together.
 
     Muon keeps one average of a matrix and two of everything else; all is counted as a matrix, so this
@@ -52,7 +51,7 @@ def host_memory() -> int:
 
 
 def check_room(
-    cfg: Config, family: Family, args: Any, memory: Callable[[], int] = host_memory
+    cfg: Config, family: Any, args: Any, memory: Callable[[], int] = host_memory
 ) -> None:
     """Raise InputError where the state of this run's ranks cannot fit the host, or the GPU.
 
@@ -63,11 +62,8 @@ def check_room(
     of_rank = state_bytes(cfg, family, args) * replicas // here.size
     device = meshes.pick_device(cfg.run, here.local_rank)
     if device.type == "cuda" and not cfg.parallelism.cpu_offload:
-        needed, room, place = (
-            of_rank,
-            torch.cuda.get_device_properties(device).total_memory,
-            "this GPU",
-        )
+        needed, place = of_rank, "this GPU"
+        room = torch.cuda.get_device_properties(device).total_memory
     else:
         needed, place = of_rank * here.local_size, "this machine"
         try:
