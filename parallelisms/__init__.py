@@ -1,10 +1,9 @@
-"""THE order in which parallelism is applied to a model.
+"""Apply all parallelism to a model, in the one order that works.
 
-A parallelism changes a model from outside in three ways: it replaces parameters by DTensors, it adds
-hooks, and where something else is computed it puts another module in the place, which
-`print(model)` shows. These are all of them; parameters keep their names and no method is replaced:
-
-| Module of the model | Module in its place | Why |
+A parallelism changes a model from outside in three ways: it replaces parameters by DTensors, it
+adds hooks, and where something else has to be computed it replaces a module, which `print(model)`
+shows. This table lists every replaced module; parameters keep their names and no method is
+replaced:  | Module of the model | Replaced by | Why |
 | --- | --- | --- |
 | `AttentionCore` | cp.py::GatheredKV | ranks exchange keys and values |
 | | cp.py::Ulysses | ranks exchange heads |
@@ -23,10 +22,9 @@ hooks, and where something else is computed it puts another module in the place,
 | `Experts` | models/lora.py::AdaptedExperts | adapters |
 
 Layers multiply with `models/local.py::local` of a weight, which is this rank's part of a DTensor.
-cores.py is the door to attention: a core that does not support AttentionSpec is refused by name.
-blocks.py wraps the `forward` of a block to recompute or compile it, as PyTorch does, and
-master_weights.py shows modules other weights while they compute.
-"""
+cores.py is the interface to attention: a core that does not support AttentionSpec is refused by
+name. blocks.py wraps the `forward` of a block to recompute or compile it, as PyTorch does, and
+master_weights.py gives modules bfloat16 copies of their weights while they compute."""
 
 import torch
 from torch import nn
@@ -40,8 +38,8 @@ VERSION = (int(MAJOR), int(MINOR))
 
 
 def check_torch(cfg: Config, shares_experts: bool, version: tuple[int, ...] = VERSION) -> None:
-    """Raises InputError for what this version of torch cannot do. shares_experts: whether several
-    ranks share the experts."""
+    """Raise InputError for options that this version of torch does not support. shares_experts:
+    whether several ranks share the experts."""
     schedule = cfg.parallelism.pipeline_schedule
     is_split = cfg.parallelism.pipeline_parallel > 1 and SCHEDULES[schedule].splits_backward
     if version < (2, 13) and is_split:
@@ -70,15 +68,15 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
        all that follows must see those. Tensor parallelism checks that no weight is left over, so
        the experts leave before it. Adapters, if there are any, are then split as their weights
        are.
-    2. Context parallelism takes the place of the attention of the heads that tensor parallelism
-       leaves on a rank.
-    3. Float8 replaces linear layers, so it comes before what wraps them.
+    2. Context parallelism replaces the attention cores, which then compute the heads that tensor
+    parallelism leaves on a rank. 3. Float8 replaces linear layers, so it comes before what wraps
+    them.
     4. Activation checkpointing and compile, block by block. A *selective* policy must be inside the
        compiled region, where the partitioner reads it; recomputing whole blocks must be outside,
        because compiled regions that checkpoint DTensor code as a whole fail on torch 2.13.
     5. Data parallelism last: it shards what tensor parallelism left on each rank (so a weight is
        sharded over both), and its hooks unshard the weights before, and outside of, everything
-       above. What is frozen beside adapters is so from then on.
+       above. Only then are the weights that adapters do not train frozen.
 
     The optimizer is built afterwards, on the sharded parameters (`train.build`).
     """

@@ -1,4 +1,4 @@
-"""An all-to-all that is on its way while something else is computed, in forward and in backward.
+"""Overlap an all-to-all with computation, in forward and in backward.
 
     pending = start(rows, received, sent, group)
     ...                                            # is computed meanwhile, from other tensors
@@ -24,15 +24,15 @@ class Route(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """An all-to-all that was begun. Somebody must wait for it."""
+    """An all-to-all that was started. Every one must be passed to `wait` once."""
 
-    arriving: Tensor  # [rows received, D]; nobody may read it yet
+    arriving: Tensor  # [rows received, D]; not to be read before `wait`
     link: Tensor  # [rows sent, D], without memory: leads autograd from `wait` to `start`
     route: Route
 
 
 def start(rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Pending:
-    """Rows [M, D] leave."""
+    """Start to send rows [M, D] to the ranks of the group, and return at once."""
     route = Route(received, sent, group)
     if torch.compiler.is_compiling():  # a compiler waits where the result is used first
         arriving = funcol.all_to_all_single_autograd(rows, received, sent, group)
@@ -41,7 +41,7 @@ def start(rows: Tensor, received: list[int], sent: list[int], group: dist.Proces
 
 
 def wait(pending: Pending) -> Tensor:
-    """The rows that have arrived."""
+    """Wait for the rows of the other ranks and return them."""
     if torch.compiler.is_compiling():
         return pending.arriving
     return WaitAllToAll.apply(pending.link, pending.arriving, pending.route)
@@ -55,7 +55,7 @@ def send(rows: Tensor, route: Route) -> Tensor:
 
 
 def arrived(rows: Tensor) -> Tensor:
-    """Wait for it."""
+    """Wait for the all-to-all, outside of autograd."""
     return torch.ops._c10d_functional.wait_tensor(rows)
 
 
@@ -64,7 +64,7 @@ class StartAllToAll(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, route: Route) -> tuple[Tensor, Tensor]:
         arriving = send(rows, route)
         ctx.mark_non_differentiable(arriving)
-        ctx.set_materialize_grads(False)  # of what arrives there is none here
+        ctx.set_materialize_grads(False)  # `arriving` has no gradient here
         return arriving, rows.new_empty(()).expand(rows.shape)
 
     @staticmethod

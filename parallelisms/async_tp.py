@@ -1,5 +1,5 @@
-"""Asynchronous tensor parallelism (`parallelism.async_tensor_parallel`): collectives of tensor
-parallelism overlap with GEMMs."""
+"""Overlap the collectives of tensor parallelism with GEMMs
+(`parallelism.async_tensor_parallel`)."""
 
 import operator
 import warnings
@@ -16,14 +16,14 @@ SYMMETRIC_MEMORY = ("cuda",)  # devices whose ranks can read each other's memory
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-# what stands between a sum and its reduce-scatter, where a sequence is split that is not the first
+# operators between a sum and its reduce-scatter, where the split sequence is not the first
 # dimension
 REARRANGE = (aten.cat.default, operator.getitem, aten.split.Tensor, aten.slice.Tensor)
 RESHAPE = (aten.reshape.default, aten.view.default)
 
 
 def check_overlap(device_type: str) -> None:
-    """Raises InputError if the ranks of a host cannot read each other's memory."""
+    """Raise InputError if the ranks of a host cannot read each other's memory."""
     if device_type not in SYMMETRIC_MEMORY:
         raise InputError(
             "parallelism.async_tensor_parallel = true needs GPUs that are connected by NVLink, "
@@ -33,10 +33,11 @@ def check_overlap(device_type: str) -> None:
 
 
 def overlap(tp_mesh: DeviceMesh) -> None:
-    """Asynchronous tensor parallelism (Wang et al., ASPLOS 2023, doi:10.1145/3567955.3567959), by
-    inductor. In blocks that are compiled after this call, an all-gather before GEMMs, and a GEMM
-    before a reduce-scatter, become one operator each: it sends pieces over NVLink while it
-    multiplies others. Raises InputError if ranks cannot read each other's memory."""
+    """Let inductor overlap the collectives of tensor parallelism with GEMMs (Wang et al., ASPLOS
+    2023, doi:10.1145/3567955.3567959). In blocks that are compiled after this call, an all-gather
+    before GEMMs, and a GEMM before a reduce-scatter, become one operator each: it sends pieces over
+    NVLink while it multiplies others. Raises InputError if ranks cannot read each other's
+    memory."""
     check_overlap(tp_mesh.device_type)
     from torch._inductor import config  # imported here because it takes two seconds
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -55,7 +56,7 @@ def overlap(tp_mesh: DeviceMesh) -> None:
     config._micro_pipeline_tp = True
     config.post_grad_custom_pre_pass = GraphPass(multiply_once)
     config.post_grad_custom_post_pass = GraphPass(gather_early)
-    config.reorder_for_peak_memory = False  # it would gather when all else is done
+    config.reorder_for_peak_memory = False  # it would move all-gathers to the end
     # torch 2.13 warns that this call is superfluous, but without it fuses nothing, in silence
     # (pytorch #193027).
     with warnings.catch_warnings():
@@ -64,11 +65,11 @@ def overlap(tp_mesh: DeviceMesh) -> None:
 
 
 def multiply_once(graph: fx.Graph) -> None:
-    """Where a reduce-scatter is of a sum of GEMMs, A1 B1 + A2 B2, make it one of [A1 A2] [B1; B2].
+    """Rewrite a reduce-scatter of a sum of GEMMs, A1 B1 + A2 B2, to one of [A1 A2] [B1; B2].
 
     Such a sum is the input's gradient of linear layers that share their input. Inductor fuses a
     reduce-scatter with one GEMM alone. The copy of the weights is the price; inductor writes the
-    gradients of activations into their places.
+    gradients of activations directly into the concatenated matrix.
     """
     for scatter in graph.find_nodes(op="call_function", target=SCATTER):
         add_in_gemm(scatter)
@@ -101,8 +102,8 @@ def add_in_gemm(scatter: fx.Node) -> None:
 
 
 def terms_of(node: fx.Node) -> list[tuple[fx.Node, fx.Node] | None]:
-    """The factors (gradient [..., O], weight [O, D]) of every GEMM in a sum; None for a term that is
-    something else, or that is used elsewhere too."""
+    """Return the factors (gradient [..., O], weight [O, D]) of every GEMM in a sum; None for a term
+    that is something else, or that is used elsewhere too."""
     parts = node.args if node.target is aten.add.Tensor and not node.kwargs else ()
     if parts and all(isinstance(part, fx.Node) and len(part.users) == 1 for part in parts):
         return [term for part in parts for term in terms_of(part)]
@@ -110,7 +111,8 @@ def terms_of(node: fx.Node) -> list[tuple[fx.Node, fx.Node] | None]:
 
 
 def factors_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Of reshape(mm(reshape(gradient), weight)), as a linear layer's backward is."""
+    """Return the factors of reshape(mm(reshape(gradient), weight)), the form of a linear layer's
+    backward, or None."""
     product = node.args[0] if node.target in RESHAPE else node
     if product.target is not aten.mm.default or len(product.users) > 1:
         return None
@@ -121,10 +123,10 @@ def factors_of(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def gather_early(graph: fx.Graph) -> None:
-    """All-gathers that no GEMM is fused with are for gradients of weights
-    (`activation_checkpoint.gather_again`). Start each right after the fused all-gather before it, and
-    wait for it at its first use: meanwhile backward computes the gradient of a weight, and
-    attention."""
+    """Start all-gathers that no GEMM is fused with right after the fused all-gather before them,
+    and wait at their first use. They are for gradients of weights
+    (`activation_checkpoint.gather_again`), and overlap with backward, which meanwhile computes the
+    gradient of a weight, and attention."""
     fused = None
     for node in list(graph.nodes):
         if node.target is torch.ops.symm_mem.fused_all_gather_matmul.default:
@@ -140,7 +142,7 @@ def gather_early(graph: fx.Graph) -> None:
 
 
 def inputs_of(node: fx.Node) -> set[fx.Node]:
-    """A node and all that it is computed from."""
+    """Return a node and all nodes that it is computed from."""
     found, left = {node}, [node]
     while left:
         given = set(left.pop().all_input_nodes) - found

@@ -1,11 +1,9 @@
-"""What is done to each block: activation checkpointing (Chen et al., arXiv:1604.06174), which
-recomputes in backward instead of keeping, and torch.compile, which compiles identical blocks once.
-
-A block's `forward` is replaced by a checkpointed or compiled version of it. Unlike a wrapper module
-this changes no parameter's name, and hooks stay where they belong: those of FSDP (on the block)
-gather weights outside the recomputed region and the graph, those of tensor parallelism (on the
-modules inside) move activations inside it.
-"""
+"""Wrap each block: in activation checkpointing (Chen et al., arXiv:1604.06174), which recomputes in
+backward instead of keeping, and in torch.compile, which compiles identical blocks once.  A block's
+`forward` is replaced by a checkpointed or compiled version of it. Unlike a wrapper module this
+changes no parameter's name, and hooks stay where they belong: those of FSDP (on the block) gather
+weights outside the recomputed region and the graph, those of tensor parallelism (on the modules
+inside) move activations inside it."""
 
 from functools import partial
 from typing import Any
@@ -22,14 +20,14 @@ from configs.schema import ActivationCheckpoint, Compile
 
 # Mode "selective" keeps the results of these operators and recomputes everything else (norms,
 # rotary positions, SiLU, casts), which is large to keep and cheap to redo. These are the operators
-# whose time is more than memory traffic. They are listed by name, because a model brings operators
-# of its own; tests/test_masking.py checks that each name exists.
+# whose time is more than memory traffic. They are listed by name, because some are custom operators
+# of this repository; tests/test_masking.py checks that each name exists.
 KEEP = {
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
     "aten._scaled_mm.default",  # training.float8
-    "aten.amax.default",  # its scales: not worth reading a matrix again
+    "aten.amax.default",  # its scales: recomputing them would read the matrix again
     # the matmuls of experts (models/kernels/grouped_product.py)
     "plumbline.grouped_product.default",
     "aten._scaled_dot_product_flash_attention.default",
@@ -41,16 +39,17 @@ KEEP = {
     # the same on a CPU (models/kernels/cpu/document_attention.py)
     "plumbline.document_attention.default",
     "plumbline.ruled_attention.default",  # attention with a window, sinks, a cap or a scale
-    # context parallelism: what it gathers is not gathered again
+    # context parallelism: keys and values are gathered once
     "plumbline.gathered_attention.default",
     "_c10d_functional.all_to_all_single.default",
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.reduce_scatter_tensor.default",
     "_c10d_functional.all_reduce.default",
 }
-# Of these, what activation_checkpoint.gather_again takes away. Within blocks only tensor parallelism
-# gathers so. Its gathered sequences are as large on every rank as without it, where all that is
-# computed from them is split (Korthikanti et al., arXiv:2205.05198, section 4.2.2).
+# The operators that activation_checkpoint.gather_again recomputes nevertheless. Within blocks only
+# tensor parallelism calls them. Its gathered sequences are as large on every rank as without it,
+# where all that is computed from them is split (Korthikanti et al., arXiv:2205.05198, section
+# 4.2.2).
 AGAIN = {
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.wait_tensor.default",  # or a compiler would keep its result

@@ -1,4 +1,4 @@
-"""FSDP2's contract, checked once on the running job before its first step (`debug.self_check`).
+"""Check FSDP2's contract once, on the running job before its first step (`debug.self_check`).
 
 Breaking one of these rules raises nothing in PyTorch: the job trains wrong, or hangs much later.
 docs/parallelism.md has each rule with its reason and what one sees when it is broken.
@@ -25,7 +25,7 @@ def verify(
     mesh: Mesh,
     same_on_all_ranks: dict[str, str],
 ) -> None:
-    """Raises InputError naming every rule that is broken, on all ranks alike.
+    """Raise InputError naming every rule that is broken, the same error on all ranks.
 
     same_on_all_ranks: what must not differ between processes, as name -> text (config, versions,
     data fingerprint). Ranks exchange 16 bytes each. Only if those show a problem do they send
@@ -60,14 +60,14 @@ def verify(
 
 
 def _digest(value: object) -> int:
-    """64 bits that change with the value."""
+    """Return 64 bits that change with the value."""
     return int.from_bytes(
         hashlib.sha256(json.dumps(value).encode()).digest()[:8], "big", signed=True
     )
 
 
 def _problems_by_rank(problems: list[list[str]]) -> list[str]:
-    """problems: of each rank. Returns each problem once, with the ranks that have it."""
+    """Return each problem once, with the ranks that have it. problems: of each rank."""
     ranks_by_problem: dict[str, list[int]] = {}
     for rank, texts in enumerate(problems):
         for text in texts:
@@ -79,8 +79,8 @@ def _problems_by_rank(problems: list[list[str]]) -> list[str]:
 
 
 def _shared_devices(devices: list[str]) -> list[str]:
-    """devices: the identity of each rank's GPU. Returns a sentence for each that several ranks
-    have."""
+    """Return a sentence for each GPU that several ranks have. devices: the identity of each rank's
+    GPU."""
     users: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
         users.setdefault(device, []).append(rank)
@@ -92,7 +92,8 @@ def _shared_devices(devices: list[str]) -> list[str]:
 
 
 def _differences(values: list[dict[str, str]]) -> list[str]:
-    """values: `same_on_all_ranks` of each rank. Returns a sentence for each that is not the same."""
+    """Return a sentence for each value that differs between ranks. values: `same_on_all_ranks` of
+    each rank."""
     sentences = []
     for name, value in values[0].items():
         found = [same.get(name) for same in values]
@@ -107,7 +108,7 @@ def _differences(values: list[dict[str, str]]) -> list[str]:
 
 
 def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh) -> list[str]:
-    """The rules that are broken on this rank, a sentence each."""
+    """Return a sentence for each rule that is broken on this rank."""
     return [
         *_wrong_modules(model, mesh),
         *_wrong_parameters(model, mesh),
@@ -116,8 +117,8 @@ def _broken_here(model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh)
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates. All others, a router's bias say, are their owner's
-    matter."""
+    """Return the parameters that the optimizer updates. All others, such as a router's bias, are
+    updated by the module that owns them."""
     return {name: param for name, param in model.named_parameters() if param.requires_grad}
 
 

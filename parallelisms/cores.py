@@ -1,19 +1,18 @@
-"""The door to a model's attention: what its cores say of themselves, and how others are put in their
-place.
+"""The interface to a model's attention: what a core declares, and how another one replaces it.
 
 A core is the module of a layer in which tokens see each other. It has no parameters. Another module
-takes its place where ranks share a sequence (parallelisms/cp.py) and where earlier tokens are kept
-(training/sample.py). It says
+replaces it where ranks share a sequence (parallelisms/cp.py) and where earlier tokens are kept
+(training/sample.py). It has
 
     spec        what it computes, so what ranks must exchange and what a cache must keep
     documents   what its forward needs of the borders of documents
 
-and is made of the core whose place it takes, which is its `core`.
+and is built from the core that it replaces, which is its `core`.
 
-A core follows its spec (`models/layers.py::AttentionCore`), or is its own: a class that overrides
-`forward` also says `supports_spec = True` or `supports_spec = False`. A core without support may
-compute anything, so context parallelism and the cache of sampling, which put another module in its
-place, refuse it by name; everything else leaves it alone. A core that says nothing is refused by all.
+A core follows its spec (`models/layers.py::AttentionCore`), or computes something else: a class
+that overrides `forward` also sets `supports_spec = True` or `supports_spec = False`. A core without
+support may compute anything, so context parallelism and the cache of sampling, which replace cores,
+refuse it by name; everything else leaves it alone. A core that sets neither is refused by all.
 """
 
 import logging
@@ -31,12 +30,12 @@ logger = logging.getLogger("plumbline")
 
 
 def check(model: nn.Module, mesh: Mesh, kernel: str) -> None:
-    """Raises InputError for a core that says nothing, for one that context parallelism cannot
-    replace, and for a spec that `kernel` (`training.attention`) does not compute. model: the whole
-    one, or a stage of a pipeline, before `parallelisms/cp.py` has replaced anything. Says what is
-    slow."""
+    """Raise InputError for a core that does not set `supports_spec`, for one that context
+    parallelism cannot replace, and for a spec that `kernel` (`training.attention`) does not
+    compute; log a warning where a kernel is slow. model: the whole one, or a stage of a pipeline,
+    before `parallelisms/cp.py` has replaced anything."""
     for core in model.cores():
-        is_replaced = "forward" in vars(core)  # on this one, by the family
+        is_replaced = "forward" in vars(core)  # the family replaced it on the instance
         if is_replaced or supports_spec(core) is None:
             name = type(core).__qualname__
             raise InputError(
@@ -65,7 +64,7 @@ def check(model: nn.Module, mesh: Mesh, kernel: str) -> None:
 
 
 class CoreOfRanks(nn.Module):
-    """Attention that ranks share, in the place of a core that computes whole sequences alone."""
+    """Attention that ranks share; it replaces a core that computes whole sequences alone."""
 
     supports_spec = True
 
@@ -76,14 +75,14 @@ class CoreOfRanks(nn.Module):
 
 
 class ModulePlace(NamedTuple):
-    """Where a module stands: `setattr(owner, name, other)` puts another one there."""
+    """An attribute that holds a module: `setattr(owner, name, other)` replaces it."""
 
     owner: nn.Module
     name: str
 
 
 def places(model: nn.Module, modules: Sequence[nn.Module]) -> list[ModulePlace]:
-    """Return the place of each of these modules of a model."""
+    """Return the attribute of the model that holds each of these modules."""
     found = {}
     for owner in model.modules():
         for name, child in owner.named_children():
@@ -92,14 +91,14 @@ def places(model: nn.Module, modules: Sequence[nn.Module]) -> list[ModulePlace]:
 
 
 def put(into: Sequence[ModulePlace], modules: Sequence[nn.Module]) -> None:
-    """Put these modules in the places."""
+    """Assign these modules to these attributes."""
     for place, module in zip(into, modules, strict=True):
         setattr(place.owner, place.name, module)
 
 
 @contextmanager
 def instead(model: nn.Module, old: Sequence[nn.Module], new: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the new modules stand in the places of the old ones."""
+    """Replace the old modules by the new ones, inside of the context."""
     into = places(model, old)
     put(into, new)
     try:
@@ -109,7 +108,7 @@ def instead(model: nn.Module, old: Sequence[nn.Module], new: Sequence[nn.Module]
 
 
 def supports_spec(core: Any) -> bool | None:
-    """Whether a core computes what its spec says; None: it does not say."""
+    """Return whether a core computes what its spec says; None if its class does not declare it."""
     for owner in type(core).__mro__:
         if "supports_spec" in vars(owner):
             return core.supports_spec
@@ -119,7 +118,7 @@ def supports_spec(core: Any) -> bool | None:
 
 
 def unsupported_attention(model: nn.Module) -> str | None:
-    """What keeps others from computing the model's attention, as a clause; None if nothing does."""
+    """Return why the model's attention cannot be replaced, as a clause; None if it can."""
     cores = model.cores()
     if len(cores) != len(model.layers):
         return (
@@ -133,9 +132,9 @@ def unsupported_attention(model: nn.Module) -> str | None:
 
 
 def check_flops(model: nn.Module, count: Callable[[Any, int], float], T: int) -> None:
-    """Raises InputError if layers have windows and the family's count of FLOPs (args, sequence
-    length) does not know it: without windows, every further token makes attention cost as much as
-    the one before it."""
+    """Raise InputError if layers have windows and the family's count of FLOPs (args, sequence
+    length) ignores them: without windows, every further token makes attention cost as much as the
+    one before it."""
     specs = {core.spec for core in model.cores() if supports_spec(core)}
     windows = [spec.window for spec in specs if spec.keys(T) < T]
     if not windows:

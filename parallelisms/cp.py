@@ -1,13 +1,14 @@
 """Context parallelism: the ranks of a cp group share every sequence, and each has an equal part of
 its tokens.
 
-All of a model works on single tokens but attention, so another module takes the place of that alone
+All of a model works on single tokens but attention, so only the attention core is replaced
 (`models/layers.py::AttentionCore`). There are two methods (`parallelism.context_parallel_method`):
 
 gather: a rank computes its own queries, and gathers the keys and values of all ranks for them
     (Llama 3, arXiv:2407.21783, section 3.3.2). It works for any number of heads. Backward gathers
-    them again, so that no rank keeps them meanwhile, and sends every rank the gradient of its own.
-    A rank's tokens are two parts of the sequence (`parallelisms/mesh.py::Mesh.token_ranges`).
+    them again, so that no rank keeps them meanwhile, and sends every rank the gradient of its keys
+    and values. A rank's tokens are two parts of the sequence
+    (`parallelisms/mesh.py::Mesh.token_ranges`).
 ulysses: an all-to-all gives each rank all tokens for some of the heads, and a second one swaps back
     (DeepSpeed-Ulysses, arXiv:2309.14509). In between, attention is that of one process. There must
     be a key/value head for every rank.
@@ -43,7 +44,7 @@ from parallelisms.mesh import Mesh
 
 
 def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
-    """Put attention that the ranks share in the place of every core, in place."""
+    """Replace every core by attention that the ranks share, in place."""
     if mesh.cp == 1:
         return model
     cores = model.cores()
@@ -57,7 +58,7 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
 
 
 def gathering(cores: list[Any], mesh: Mesh, shape: tuple[int, int]) -> list[nn.Module]:
-    """Return what takes the places of these cores. shape: sequences of a microbatch, and tokens of
+    """Return the cores that replace these ones. shape: sequences of a microbatch, and tokens of
     each. Cores of one window share their tables."""
     b, T = shape
     tables = {}
@@ -67,13 +68,13 @@ def gathering(cores: list[Any], mesh: Mesh, shape: tuple[int, int]) -> list[nn.M
 
 
 def window_of(spec: AttentionSpec, T: int) -> int:
-    """The window of a spec in sequences of T tokens; 0: it hides nothing."""
+    """Return the window of a spec in sequences of T tokens; 0: it hides nothing."""
     return 0 if spec.window is None or spec.window >= T else spec.window
 
 
 def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
     """Raise InputError if "gather" cannot run on this device in this type with heads of `width`
-    numbers. `tools/check.py` asks before anything is launched."""
+    numbers. `tools/check.py` calls this before anything is launched."""
     if device.type == "cuda" and not kernel_exists(device, dtype, width):
         raise InputError(
             'parallelism.context_parallel_method = "gather" needs on a GPU a 16-bit type and '
@@ -105,9 +106,9 @@ class VarlenMetadata:
     def of(
         cls, positions: Tensor, device: torch.device, mesh: Mesh, window: int = 0
     ) -> "VarlenMetadata":
-        """From the positions of whole sequences within their documents, int64 [b, T] on the CPU: 0
-        at every document's first token and at each sequence's. Without documents, the whole
-        sequence is one. window: the keys that a query sees; 0: all of its document."""
+        """Build it from the positions of whole sequences within their documents, int64 [b, T] on
+        the CPU: 0 at every document's first token and at each sequence's. Without documents, the
+        whole sequence is one. window: the keys that a query sees; 0: all of its document."""
         b, T = positions.shape
         token_ranges = mesh.token_ranges(T)
         # [b, parts, t / parts]
@@ -124,7 +125,7 @@ class VarlenMetadata:
             earlier = earlier.clamp(max=window - 1)
         lengths, counts = ends - first, ends - first + earlier
         starts, key_starts = (nn.functional.pad(x.cumsum(0), (1, 0)) for x in (lengths, counts))
-        # The keys of a piece are neighbours in their sequence.
+        # The keys of a piece are contiguous in their sequence.
         row = (first // here[0].numel()).repeat_interleave(counts)  # [m]
         begin = (here.flatten()[first] - earlier - key_starts[:-1]).repeat_interleave(counts)
         keys = _gathered_index(row, begin + torch.arange(len(begin)), T, b, mesh.cp)
@@ -140,8 +141,8 @@ class VarlenMetadata:
 
 
 def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> Tensor:
-    """Where a token is when the ranks' tokens [b, 2, T / 2 cp] stand one after another: rank r has
-    parts r and 2 cp - 1 - r."""
+    """Return the index of a token in the concatenation of the ranks' tokens [b, 2, T / 2 cp]: rank
+    r has parts r and 2 cp - 1 - r."""
     length = T // (2 * cp)
     part, offset = position // length, position % length
     rank = torch.minimum(part, 2 * cp - 1 - part)
@@ -174,7 +175,7 @@ class GatheredKV(CoreOfRanks):
         documents: dict[int, VarlenMetadata] | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """As `models/layers.py::AttentionCore`, of this rank's tokens."""
+        """Compute `models/layers.py::AttentionCore` for this rank's tokens."""
         if documents is None and q.shape[:2] != self.shape:
             given = tuple(q.shape[:2])
             raise ValueError(
@@ -225,10 +226,11 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """This rank's q [b, t, H, E], k [b, t, K, E] and v [b, t, K, V] -> attention [b, t, H, V] to
-    the keys of all ranks of the group, and its log-sum-exp, float32 [n, H]. The
-    tables and numbers of pieces are those of `VarlenMetadata`, the last four arguments those of an
-    `AttentionSpec`, with this rank's sinks [H]. Raises InputError where `check_kernel` does."""
+    """Compute this rank's part of attention: q [b, t, H, E], k [b, t, K, E] and v [b, t, K, V] ->
+    attention [b, t, H, V] to the keys of all ranks of the group, and its log-sum-exp, float32 [n,
+    H]. The tables and numbers of pieces are those of `VarlenMetadata`, the last four arguments
+    those of an `AttentionSpec`, with this rank's sinks [H]. Raises InputError where `check_kernel`
+    does."""
     check_kernel(q.device, q.dtype, q.shape[-1])
     all_k, all_v = _gather(k, v, keys, group)
     tensors = q.flatten(0, 1), all_k, _as_wide(q, all_v)
@@ -260,7 +262,8 @@ def attend_backward(
     scale: float | None = None,
     soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grad of q, k, v and the sinks of `attend`; of no sinks, an empty tensor."""
+    """Return the gradients of q, k, v and the sinks of `attend`; an empty tensor if there are no
+    sinks."""
     all_k, all_v = _gather(k, v, keys, group)
     grad, q_, out = (_as_wide(q, x.flatten(0, 1)) for x in (grad, q, out))
     tensors = grad, q_, all_k, _as_wide(q, all_v), out, lse
@@ -277,7 +280,7 @@ def attend_backward(
     pair = all_dk, all_dv[..., : v.shape[3]]
     size = _resolve_process_group(group).size()
     whole = grad.new_zeros(size * q_.shape[0], k.shape[2], k.shape[3] + v.shape[3])
-    # a key may be in two pieces: in those of a rank's two parts
+    # a key may be used by two pieces: by those of a rank's two parts
     whole.index_add_(0, keys, torch.cat(pair, -1))
     own = funcol.wait_tensor(
         torch.ops._c10d_functional.reduce_scatter_tensor(whole, "sum", size, group)
@@ -287,7 +290,7 @@ def attend_backward(
 
 
 def _gather(k: Tensor, v: Tensor, keys: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """The keys [m, K, E] and values [m, K, V] of all pieces."""
+    """Return the keys [m, K, E] and values [m, K, V] of all pieces."""
     pair = torch.cat((k, v), -1).flatten(0, 1)  # [n, K, E + V]: one message
     size = _resolve_process_group(group).size()
     everyone = funcol.wait_tensor(
@@ -297,8 +300,8 @@ def _gather(k: Tensor, v: Tensor, keys: Tensor, group: str) -> tuple[Tensor, Ten
 
 
 def _as_wide(q: Tensor, x: Tensor) -> Tensor:
-    """x with its last dimension as wide as that of q: kernels want values as wide as keys, and
-    zeros need not be sent."""
+    """Pad the last dimension of x with zeros to the width of q: kernels want values as wide as
+    keys, and zeros need not be sent."""
     missing = q.shape[-1] - x.shape[-1]
     return nn.functional.pad(x, (0, missing)) if missing else x
 
@@ -312,8 +315,7 @@ gathered_attention = torch.library.custom_op(
 gathered_attention_backward = torch.library.custom_op(
     "plumbline::gathered_attention_backward", attend_backward, mutates_args=()
 )
-# What the operators do, for a dispatch mode that must see the collectives and kernels inside of
-# them.
+# The same as plain functions, for a dispatch mode that must see the collectives and kernels inside.
 INSIDE = {
     torch.ops.plumbline.gathered_attention.default: attend,
     torch.ops.plumbline.gathered_attention_backward.default: attend_backward,
@@ -329,7 +331,7 @@ def _(q, k, v, *_):
 
 @gathered_attention_backward.register_fake
 def _(grad, q, k, v, out, lse, keys, starts, key_starts, longest, longest_keys, group, *spec):
-    sinks = spec[0] if spec else None  # defaults at the end do not arrive here
+    sinks = spec[0] if spec else None  # trailing default arguments are not passed
     of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
@@ -369,7 +371,8 @@ class Ulysses(CoreOfRanks):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, documents: Any, sinks: Tensor | None = None
     ) -> Tensor:
-        """As `models/layers.py::AttentionCore`, of this rank's tokens. documents: of all ranks'."""
+        """Compute `models/layers.py::AttentionCore` for this rank's tokens. documents: of all
+        ranks'."""
         cp = self.group.size()
         b, t = q.shape[:2]
         widths = [x.shape[2] // cp * x.shape[3] for x in (q, k, v)]
@@ -393,6 +396,6 @@ class Ulysses(CoreOfRanks):
 
     @classmethod
     def documents(cls, cores: list[Any], positions: Tensor, device: torch.device) -> Any:
-        """Return what the cores need whose work this is."""
+        """Return what the replaced cores need of the documents."""
         inner = [core.core for core in cores]
         return inner[0].documents(inner, positions, device)

@@ -1,8 +1,8 @@
-"""Data parallelism: FSDP2 (`fully_shard`), which is also our HSDP, our DDP and our mixed precision.
+"""Data parallelism: FSDP2 (`fully_shard`), which also serves as HSDP, DDP and mixed precision.
 
 One mechanism covers the four: sharded over `dp_shard` (with context parallelism, over `cp` too);
 replicated over `dp_replicate` on top (HSDP); replicated only, when nothing is sharded (DDP:
-gradients all-reduced block by block during backward, weights never gathered from anyone); and its
+gradients all-reduced block by block during backward, weights never gathered); and its
 MixedPrecisionPolicy keeps float32 masters of bfloat16 weights. A single rank needs no collectives:
 `parallelisms/master_weights.py` does the same arithmetic without FSDP2's buffers, so one process computes
 the same numbers as many. In float32 the model is then left alone: it is the plain model that every
@@ -33,7 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
-    """The type of the weights in forward and backward. `auto` is bfloat16 on hardware that
+    """Return the type of the weights in forward and backward. `auto` is bfloat16 on hardware that
     multiplies it faster than float32: GPUs since Ampere, CPUs with AMX or AVX512-BF16 (there 2.2x
     on matmuls of 2048^3, `docs/performance.md`)."""
     if cfg.param_dtype == "float64" and device.type != "cpu":
@@ -51,17 +51,16 @@ def param_dtype(cfg: Training, device: torch.device) -> torch.dtype:
 
 
 def master_dtype(cfg: Training) -> torch.dtype:
-    """The type of the weights that the optimizer updates."""
+    """Return the type of the weights that the optimizer updates."""
     return torch.float64 if cfg.param_dtype == "float64" else torch.float32
 
 
 def allocate(model: nn.Module, device: torch.device, cpu_offload: bool) -> None:
-    """Give the parameters of a model on `meta` memory without values. device: where forward
-    computes.
+    """Allocate the parameters of a model on `meta`, without values. device: where forward computes.
 
-    With `cpu_offload` they live on the CPU, and FSDP copies them to the device for forward and
-    backward. Whatever is fixed, a router's bias, is no DTensor and is read as it lies, so it lies on
-    the device.
+    With `cpu_offload` they are on the CPU, and FSDP copies them to the device for forward and
+    backward. A tensor that is not trained, such as a router's bias, is no DTensor and forward reads
+    it without a copy, so it is allocated on the device.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     if not cpu_offload:
@@ -98,7 +97,7 @@ def apply(model: Any, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Mo
 def fsdp_options(
     model: nn.Module, mesh: Mesh, training: Training, cfg: Parallelism
 ) -> dict[str, Any]:
-    """The arguments of `fully_shard` that all modules share."""
+    """Return the arguments of `fully_shard` that all modules share."""
     # Inputs are not cast: activations start at the embedding, in its type, and the rotary tables
     # stay float32.
     dtype = param_dtype(training, mesh.device)
@@ -122,7 +121,7 @@ def fsdp_options(
 
 
 def reshard_of_blocks(mesh: Mesh, cfg: Parallelism) -> Any:
-    """`reshard_after_forward`, or False where resharding frees nothing or costs too much."""
+    """Return `reshard_after_forward`, or False where resharding frees nothing or costs too much."""
     is_sharded = mesh.fsdp_mesh.size(-1) > 1
     if mesh.experts_mesh is not None and mesh.experts_mesh["edp"].size() > 1:
         is_sharded = True
@@ -134,7 +133,7 @@ def reshard_of_blocks(mesh: Mesh, cfg: Parallelism) -> Any:
 
 
 def shard_modules(model: Any, options: dict[str, Any], reshard: Any, keep_gathered: int) -> None:
-    """Blocks, output projection, root. reshard: `reshard_after_forward`."""
+    """Shard the blocks, the output projection, then the root. reshard: `reshard_after_forward`."""
     of_block = True if reshard == "default" else reshard
     of_output = False if reshard == "default" else reshard
     blocks = list(model.layers.values())
@@ -157,7 +156,7 @@ def prefetch(blocks: list[Any], ahead: int) -> None:
 
 
 def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None:
-    """Before each backward: whether it reduces gradients over the data-parallel ranks.
+    """Set, before each backward, whether it reduces gradients over the data-parallel ranks.
 
     accumulate "whole": only the backward of the last microbatch does, so every rank accumulates
     unsharded gradients (in the reduction's type: 32 GiB for 70B at tp 8). "sharded": every backward
@@ -172,8 +171,8 @@ def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None
 
 
 def keep_gathered(model: nn.Module, keep: bool) -> None:
-    """Whether the backward that comes leaves the weights unsharded, for the forwards after it: those
-    of other microbatches."""
+    """Set whether the next backward leaves the weights unsharded for the forwards of other
+    microbatches."""
     if isinstance(model, FSDPModule):
         model.set_reshard_after_backward(not keep)
 
@@ -181,9 +180,9 @@ def keep_gathered(model: nn.Module, keep: bool) -> None:
 def end_backward(model: nn.Module) -> None:
     """Run FSDP's post-backward by hand: reduce-scatter the gradients and reshard.
 
-    For a backward that computes the weights' gradients apart from the inputs' (parallelisms/pp.py).
-    FSDP runs its post-backward when the inputs' gradients are there, and the weights' are not yet.
-    Private API, as in PyTorch's own pipeline.
+    Needed after a backward that computes the weights' gradients apart from the inputs'
+    (parallelisms/pp.py): FSDP runs its post-backward when the inputs' gradients are there, and the
+    weights' are not yet. Private API, as in PyTorch's own pipeline.
     """
     if isinstance(model, FSDPModule):
         root = model._get_fsdp_state()

@@ -2,11 +2,11 @@
 dispatch rows to their experts.
 
 An ep group is taken from the ranks that have different tokens, dp_shard x cp x tp (GShard,
-arXiv:2006.16668). Of X experts a rank holds X / ep. Dispatch is an all-to-all that sends each row to
-the rank of its expert, combine is one that sends the result back: two in forward and two in
+arXiv:2006.16668). Of X experts a rank holds X / ep. Dispatch is an all-to-all that sends each row
+to the rank of its expert, combine is one that sends the result back: two in forward and two in
 backward, of exactly as many rows as there are, so none is dropped. FSDP shards the weights of a
 rank's experts over the edp = dp_shard x cp x tp / ep ranks that have the same experts, and all
-other weights as ever.
+other weights over all their ranks.
 
 Tensor parallelism splits no expert. Between blocks each of its ranks has a slice of the sequence,
 and a mixture works on single tokens, so a rank dispatches the tokens of its slice and gathers no
@@ -34,9 +34,9 @@ from parallelisms.mesh import Mesh
 
 
 def apply(model: nn.Module, mesh: Mesh, cfg: Parallelism) -> nn.Module:
-    """Leave this rank its experts, in place, give the mixtures a dispatcher that sends rows to those
-    of other ranks, and a balance loss that counts the tokens of whole sequences. The model is on
-    `meta`."""
+    """Shard the experts of every mixture over the ep group, in place, and give the mixtures a
+    dispatcher that sends rows to the experts of other ranks, and a balance loss that counts the
+    tokens of whole sequences. The model is on `meta`."""
     sharing_dims = [dim for dim in ("cp", "tp") if mesh.sizes[dim] > 1]
     sharing_sequences = [mesh.device_mesh.get_group(dim) for dim in sharing_dims]
     for mixture in model.mixtures().values():
@@ -53,8 +53,8 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Parallelism) -> nn.Module:
 
 
 def dispatchers(mesh: Mesh, cfg: Parallelism) -> Callable[[], nn.Module]:
-    """Return what makes dispatchers of the kind that the options ask for. Every rank calls this for
-    each of its stages, also for one without mixtures: it may open groups."""
+    """Return a factory of the dispatcher that the options select. Every rank calls this for each of
+    its stages, also for one without mixtures: it may open groups."""
     make: Callable[[], RemoteDispatcher]
     if cfg.expert_exchange == "hierarchical":
         make = partial(ep_hosts.HierarchicalDispatcher, *ep_hosts.open_groups(mesh))
@@ -66,7 +66,7 @@ def dispatchers(mesh: Mesh, cfg: Parallelism) -> Callable[[], nn.Module]:
 
 
 def distribute(experts: nn.Module, mesh: Mesh) -> None:
-    """Leave this rank its part of the experts, a models/moe.py::Experts, in place.
+    """Shard the experts, a models/moe.py::Experts, over the ep group, in place.
 
     An expert gets the rows of all ranks of its ep group, so its gradient is their sum already. FSDP
     then averages over edp = dp_shard * cp * tp / ep ranks. All other weights are averaged over
@@ -86,7 +86,7 @@ def shard(experts: nn.Module, names: list[str], mesh: Mesh) -> None:
 
 class BalanceLossOverRanks(nn.Module):
     """The balance loss where ranks share a sequence: the choices of its tokens are summed over them.
-    Each rank has the term of its own tokens."""
+    Each rank computes the term of its tokens."""
 
     def __init__(self, balance: nn.Module, groups: list[dist.ProcessGroup]):
         """balance: a models/moe.py::BalanceLoss; groups: of the ranks that share a sequence."""
@@ -102,10 +102,11 @@ class BalanceLossOverRanks(nn.Module):
 
 
 def rows_per_rank(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]]:
-    """How many rows go to each rank, and how many come from each. Both arguments: int64 [ranks, X /
-    ep].
+    """Return how many rows go to each rank, and how many come from each. Both arguments: int64
+    [ranks, X / ep].
 
-    This is a host-device sync. tools/plan, whose tensors have no values, replaces this function."""
+    This is a host-device sync. tools/plan, whose tensors have no values, replaces this function.
+    """
     # [2, ranks]: one copy to the host, so one sync
     both = torch.stack((leaving.sum(1), coming.sum(1)))
     sent, received = both.tolist()
@@ -114,7 +115,7 @@ def rows_per_rank(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]
 
 @dataclass
 class RowsToSend:
-    """The state of `AllToAllDispatcher` before the rows leave."""
+    """The state of `AllToAllDispatcher` before the rows are sent."""
 
     tokens: Tensor  # [N, D]
     order: Tensor  # int64 [M]: which (token, choice) each row is of, as in models/moe.py
@@ -159,14 +160,14 @@ class AllToAllDispatcher(RemoteDispatcher):
         return RowsToSend(tokens, order, weights, coming, sent, received)
 
     def send(self, state: RowsToSend) -> RowsInFlight:
-        """Dispatch: rank after rank, each by expert."""
+        """Dispatch the rows, sorted by rank and by expert within a rank."""
         per_token = state.weights.shape[1]
         rows = state.tokens[state.order // per_token]
         pending = async_all_to_all.start(rows, state.received, state.sent, self.group)
         return RowsInFlight(pending, state)
 
     def compute(self, state: RowsInFlight, experts: nn.Module) -> ResultsInFlight:
-        """Wait for the rows, run the experts, and let the results leave."""
+        """Wait for the rows, run the experts, and start to send the results back."""
         sizes = state.sizes
         coming = sizes.coming
         arrived = async_all_to_all.wait(state.pending)

@@ -1,16 +1,16 @@
-"""Hierarchical dispatch and combine: of an ep group that spans hosts, a token crosses the wire to
-each other host once, however many of its experts are there, and its result comes back once.
+"""Hierarchical dispatch and combine: in an ep group that spans hosts, a token crosses the network
+to each other host once, however many of its experts are there, and its result comes back once.  An
+ep group is hosts x ranks of a host. Dispatch goes in two steps. First each rank sends a token to
+its peer, the rank with the same local rank, on every host that has one of the token's experts. The
+peer then sends copies to the ranks of its host that have these experts, over the links inside the
+host. Combine goes back the same way. Each rank adds the weighted results of its experts, the peer
+adds these partial sums of its host's ranks, and the token's rank adds those of the hosts. So the
+weights of a token's experts are sent along with it. Backward retraces these steps: a gradient also
+crosses once in each direction. (DeepSeek-V3, arXiv:2412.19437, section 3.2.2, sends tokens by such
+a route.)
 
-An ep group is hosts x ranks of a host. Dispatch goes in two steps. First each rank sends a token to
-its peer, the rank with the same place, on every host that has one of the token's experts. The peer
-then sends copies to the ranks of its host that have these experts, over the links inside the host.
-Combine goes back the same way. Each rank adds the weighted results of its own experts, the peer adds
-these partial sums of its host's ranks, and the token's rank adds those of the hosts. So the weights
-of a token's experts travel beside it. Backward retraces these steps: a gradient crosses once in each
-direction too. (DeepSeek-V3, arXiv:2412.19437, section 3.2.2, sends tokens by such a route.)
-
-The flat exchange (parallelisms/ep.py) sends a row for each expert of a token. The sums here have
-another order, and in bfloat16 a partial sum is rounded before it is sent.
+The flat exchange (parallelisms/ep.py) sends a row for each expert of a token. The sums here are
+added in another order, and in bfloat16 a partial sum is rounded before it is sent.
 
 Shapes:  N tokens of this rank   D = dim   X experts   k experts of a token   H hosts   L ranks of a
          host   n tokens that have arrived at a step   m copies of them that are sent on
@@ -34,17 +34,17 @@ PEERS, HOST = "ep_peers", "ep_host"  # names of the two groups, in Mesh.more_gro
 
 
 class Dispatched(NamedTuple):
-    """What arrives at a step of dispatch."""
+    """Tokens that arrive at a step of dispatch."""
 
     x: Tensor  # [n, D]
-    # int64 [n, k]: counted from the first expert of this place, so those of others are outside of
-    # its range
+    # int64 [n, k]: counted from the first expert of this host or rank, so those of others are out
+    # of range
     experts: Tensor
     weights: Tensor  # [n, k], in the type of x: of the experts' results
 
 
 class Sizes(NamedTuple):
-    """How many copies of tokens this rank sends and gets, on the host."""
+    """The copies of tokens that this rank sends and gets, counted on the host."""
 
     to_peers: list[int]  # [H]
     from_peers: list[int]
@@ -54,10 +54,10 @@ class Sizes(NamedTuple):
 
 
 def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """The ranks with this one's place on the hosts of its ep group, and the ranks of its host.
-    Every rank calls this, for each of its stages: all share what the first one opens, so that
-    `Mesh.set_timeout` knows every group. Raises InputError, on every rank, where hosts have
-    different numbers of ranks."""
+    """Open two groups: the ranks with this one's local rank on the hosts of its ep group, and the
+    ranks of its host. Every rank calls this, for each of its stages: all share what the first one
+    opens, so that `Mesh.set_timeout` knows every group. Raises InputError, on every rank, where
+    hosts have different numbers of ranks."""
     if PEERS in mesh.more_groups:
         return mesh.more_groups[PEERS], mesh.more_groups[HOST]
     local = world().local_size  # configs/check.py: it divides ep
@@ -84,7 +84,8 @@ def open_groups(mesh: Mesh) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
 
 @dataclass
 class Visit:
-    """Copies of tokens on their way to the ranks of a group, and what the way back needs."""
+    """Copies of tokens on their way to the ranks of a group, and what their results need to come
+    back."""
 
     pending: Pending  # of rows [m, D + k]
     experts: Tensor  # int64 [n of the next step, k]; it must be waited for
@@ -106,7 +107,7 @@ class WayBack:
 
 @dataclass
 class VisitToPrepare:
-    """The state of `HierarchicalDispatcher` before the rows leave."""
+    """The state of `HierarchicalDispatcher` before the rows are sent."""
 
     tokens: Dispatched
     sizes: Sizes
@@ -126,7 +127,7 @@ class HierarchicalDispatcher(ep_chunks.RemoteDispatcher):
     """Dispatch and combine in two steps each, between hosts and inside of one."""
 
     def __init__(self, peers: dist.ProcessGroup, host: dist.ProcessGroup):
-        """Those of `open_groups`."""
+        """peers, host: the groups of `open_groups`."""
         super().__init__()
         self.peers = peers
         self.host = host
@@ -146,8 +147,8 @@ class HierarchicalDispatcher(ep_chunks.RemoteDispatcher):
         return VisitOfHosts(visit, sizes, state.experts_of_host)
 
     def compute(self, state: VisitOfHosts, experts: nn.Module) -> WayBack:
-        """Wait for the tokens of other hosts, let the ranks of this one compute, and let the sums of
-        their results leave."""
+        """Wait for the tokens of other hosts, let the ranks of this one compute, and start to send
+        the sums of their results back."""
         sizes = state.sizes
         of_rank = state.experts_of_host // self.host.size()
         here = arrive(self.peers, state.visit, state.experts_of_host)
@@ -184,7 +185,8 @@ def arrive(group: dist.ProcessGroup, visit: Visit, size: int) -> Dispatched:
 
 
 def send_back(group: dist.ProcessGroup, visit: Visit, results: Tensor) -> WayBack:
-    """Let the results [n of the next step, D] of the copies that came leave for their ranks."""
+    """Start to send the results [n of the next step, D] of the copies that came back to their
+    ranks."""
     pending = async_all_to_all.start(results, visit.sent, visit.received, group)  # [m, D]
     return WayBack(pending, visit.copies, visit.tokens)
 
@@ -195,8 +197,8 @@ def collect(way: WayBack) -> Tensor:
 
 
 def results_of(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:
-    """The weighted results of this rank's experts, added for each token -> [n, D]. size: their
-    number. rows: for all tokens together."""
+    """Return the weighted results of this rank's experts, added for each token -> [n, D]. size:
+    their number. rows: for all tokens together."""
     n, k = tokens.experts.shape
     is_here = (tokens.experts >= 0) & (tokens.experts < size)
     numbers = tokens.experts.where(is_here, size).flatten()  # [n k]; size: elsewhere
@@ -209,28 +211,29 @@ def results_of(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> 
 
 
 def added(rows: Tensor, places: Tensor, n: int) -> Tensor:
-    """The sum of the rows [m, D] of each place, in float32 -> [n, D]. places int64 [m]."""
+    """Add the rows [m, D] of each place in float32 -> [n, D]. places int64 [m]."""
     sums = rows.new_zeros(n, rows.shape[1], dtype=wide_type(rows.dtype))
     return sums.index_add(0, places, wide(rows)).to(rows.dtype)
 
 
 def reached(experts: Tensor, places: int, size: int) -> Tensor:
-    """Which of the places have an expert of each token: experts int64 [n, k] -> bool [n, places].
-    size: the experts of a place."""
+    """Return which of the places have an expert of each token: experts int64 [n, k] -> bool [n,
+    places]. size: the experts of a place."""
     numbers = torch.arange(places, device=experts.device)
     return (experts[:, :, None] // size == numbers).any(1)
 
 
 def first_true(flags: Tensor, count: int) -> Tensor:
-    """The positions, int64 [count], of the flags that are set, of which there are so many."""
+    """Return the positions, int64 [count], of the flags that are set, of which there are so
+    many."""
     return flags.flatten().logical_not().byte().argsort(stable=True)[:count]
 
 
 def exchange_sizes(
     chosen: Tensor, counts: Tensor, peers: dist.ProcessGroup, host: dist.ProcessGroup
 ) -> Sizes:
-    """What each step of dispatch sends, by two small all-to-alls and one host-device sync. chosen
-    int64 [N, k]; counts int64 [X]: the rows of each expert."""
+    """Exchange what each step of dispatch sends, by two small all-to-alls and one host-device sync.
+    chosen int64 [N, k]; counts int64 [X]: the rows of each expert."""
     hosts = peers.size()
     ranks = host.size()
     of_rank = len(counts) // (hosts * ranks)
@@ -239,16 +242,17 @@ def exchange_sizes(
     rows = counts.view(hosts, ranks, of_rank).sum(2)  # [H, L]
     leaving = torch.cat((to_hosts[:, None], to_ranks.sum(0), rows), 1)  # [H, 1 + 2 L]
     coming = funcol.wait_tensor(funcol.all_to_all_single(leaving, None, None, peers))
-    # [L, 2]: what all hosts want of each rank of this one, in copies and in rows
+    # [L, 2]: what all hosts send to each rank of this one, in copies and in rows
     inside = coming[:, 1:].sum(0).view(2, ranks).T.contiguous()
     arriving = funcol.wait_tensor(funcol.all_to_all_single(inside, None, None, host))
     return on_the_host(to_hosts, coming[:, 0], inside[:, 0], arriving)
 
 
 def on_the_host(to_peers: Tensor, from_peers: Tensor, to_ranks: Tensor, arriving: Tensor) -> Sizes:
-    """The numbers, int64 [H], [H], [L] and [L, 2], copied to the host at once.
+    """Copy the numbers, int64 [H], [H], [L] and [L, 2], to the host at once.
 
-    This is a host-device sync. tools/plan, whose tensors have no values, replaces this function."""
+    This is a host-device sync. tools/plan, whose tensors have no values, replaces this function.
+    """
     between = torch.stack((to_peers, from_peers))  # [2, H]
     inside = torch.stack((to_ranks, arriving[:, 0], arriving[:, 1]))  # [3, L]
     numbers = torch.cat((between.flatten(), inside.flatten())).tolist()

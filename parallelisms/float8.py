@@ -1,10 +1,9 @@
 """Float8 GEMMs in the blocks' linear layers (models/kernels/float8_product.py).
 
-Each parameter keeps its name, type and shape, so masters, FSDP and checkpoints do not notice. The
-GEMMs run at twice the rate of bfloat16, on GPUs that have the units. Embedding, norms, attention,
-routers, routed experts and the output projection stay as they are. Rounding is element-wise work,
-so float8 only pays if `compile.enabled` fuses it.
-"""
+Each parameter keeps its name, type and shape, so master weights, FSDP and checkpoints need no
+change. The GEMMs run at twice the rate of bfloat16, on GPUs that have the units. Embedding, norms,
+attention, routers, routed experts and the output projection stay as they are. Rounding is
+element-wise work, so float8 only pays if `compile.enabled` fuses it."""
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,8 @@ MULTIPLE = 16  # torch._scaled_mm only takes matrices whose sides are multiples 
 
 
 def check(recipe: str, device: torch.device, emulate: bool) -> None:
-    """Raises InputError if `device` cannot multiply so and the GEMMs are not emulated. recipe: a key
-    of CAPABILITY."""
+    """Raise InputError if `device` cannot multiply in float8 and the GEMMs are not emulated.
+    recipe: a key of CAPABILITY."""
     if emulate:
         return
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -34,7 +33,7 @@ def check(recipe: str, device: torch.device, emulate: bool) -> None:
 
 
 class Float8Linear(nn.Linear):
-    """Computes another layer's product in float8, with its parameters."""
+    """A linear layer that computes another layer's product in float8, with its parameters."""
 
     def __init__(self, linear: nn.Linear, recipe: Recipe):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
@@ -43,7 +42,7 @@ class Float8Linear(nn.Linear):
         self.recipe = recipe
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., in_features] -> [..., out_features]."""
+        """Multiply in float8: input [..., in_features] -> [..., out_features]."""
         return float8_linear(input, self.weight, self.bias, self.recipe)
 
 

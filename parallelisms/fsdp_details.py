@@ -1,5 +1,5 @@
-"""What FSDP2 needs for pipelines, for mixtures of experts and for `reshard_after_forward` = N, by its
-private API. A dense model without a pipeline that reshards wholly or not at all needs none of it."""
+"""The private API of FSDP2 that pipelines, mixtures of experts and `reshard_after_forward` = N
+need. A dense model without a pipeline that reshards wholly or not at all needs none of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,14 +16,15 @@ from parallelisms.mesh import Mesh
 
 
 def gathers_once(cfg: Parallelism) -> bool:
-    """Whether a stage of a pipeline all-gathers its weights once a step, and keeps them unsharded from
-    its first forward to its last backward. Otherwise it gathers them for each microbatch."""
+    """Return whether a stage of a pipeline all-gathers its weights once a step, and keeps them
+    unsharded from its first forward to its last backward. Otherwise it gathers them for each
+    microbatch."""
     return cfg.reshard_after_forward in ("default", False)
 
 
 def gather_ahead(model: nn.Module) -> None:
-    """Begin to all-gather all weights, in the order of forward, which waits for those of each module
-    as it comes to it. The optimizer has made its step, and nothing is unsharded."""
+    """Start to all-gather all weights, in the order of forward, in which each module waits for its
+    own. The optimizer has made its step, and nothing is unsharded."""
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()  # before the first forward FSDP does not know its root
         for module in model.modules():
@@ -33,7 +34,8 @@ def gather_ahead(model: nn.Module) -> None:
 
 @contextmanager
 def shared_groups() -> Iterator[None]:
-    """Inside, all modules with `reshard_after_forward` = N reshard to the same groups of N ranks.
+    """Let all modules with `reshard_after_forward` = N reshard to the same groups of N ranks,
+    inside of the context.
 
     FSDP2 opens two groups for each module (torch 2.13), so their number grows with the layers. It
     cannot be given groups that exist, so its private function that makes them is replaced by one
@@ -62,7 +64,7 @@ def shard_experts(model: nn.Module, mesh: Mesh, options: dict[str, Any], reshard
     pads the first dimension alone).
 
     A block is then one module of FSDP2 with weights on two meshes, by `options`. In torch 2.11 a module
-    has one mesh, so there the experts become modules of their own. Nobody prefetches these, and
+    has one mesh, so there the experts become separate FSDP modules. These are not prefetched, and
     selective checkpointing gathers them once more.
     """
     mixtures = model.mixtures().values()

@@ -1,11 +1,11 @@
-"""Whole matrices of sharded weights, for an optimizer whose update is a function of the whole matrix
-(training/muon.py).
+"""Gather whole matrices of sharded weights, for an optimizer whose update is a function of the
+whole matrix (training/muon.py).
 
-Every matrix is computed once, by one rank. The matrices are dealt to the ranks by cost, the largest
-first, each to the rank that has the least to do among those that hold a part of it. An all-to-all
-brings the parts to their owner, and a second one takes the results back to every rank that holds a
-part. Weights of experts are stacks of matrices: the experts that lie whole on one rank are computed
-there and travel nowhere.
+Every matrix is computed once, by one rank. The matrices are assigned to the ranks by cost, the
+largest first, each to the rank that has the least to do among those that hold a part of it. An
+all-to-all sends the parts to their owner, and a second one sends the results back to every rank
+that holds a part. Weights of experts are stacks of matrices: the experts that are whole on one rank
+are computed there and sent nowhere.
 
 With replicas (HSDP, DDP) a matrix is gathered inside the replica of its owner, and the result goes
 to all replicas. So they share the work too, and stay bitwise equal.
@@ -32,7 +32,7 @@ Box = tuple[Range, Range, Range]  # begin and end along X, R and C
 
 
 def stacked(tensor: Tensor) -> Tensor:
-    """A matrix as a stack of one: [R, C] -> [1, R, C]."""
+    """Return a matrix as a stack of one: [R, C] -> [1, R, C]."""
     return tensor if tensor.ndim == 3 else tensor[None]
 
 
@@ -44,12 +44,13 @@ def size_of(box: Box) -> int:
 
 
 def slices(box: Box, origin: Box) -> tuple[slice, ...]:
-    """Where a box lies in a tensor that begins at `origin`."""
+    """Return the slices of a box in a tensor that begins at `origin`."""
     return tuple(slice(b - o, e - o) for (b, e), (o, _) in zip(box, origin, strict=True))
 
 
 class Task(NamedTuple):
-    """One matrix, or some neighbours in a stack, and who has to do with it. Ranks are global."""
+    """One matrix, or some consecutive ones of a stack, with the ranks that send, compute and
+    receive it. Ranks are global."""
 
     weight: int  # its position in the list of weights
     experts: Range
@@ -60,11 +61,11 @@ class Task(NamedTuple):
 
 @dataclass
 class Layout:
-    """What each rank holds of a weight."""
+    """The part of a weight that each rank holds."""
 
     shape: tuple[int, int, int]
     boxes: dict[int, Box]  # global rank -> its part; a rank with an empty part is not there
-    coordinates: dict[int, tuple[int, ...]]  # of the ranks on the weight's mesh
+    coordinates: dict[int, tuple[int, ...]]  # of the ranks in the weight's mesh
     replicated: tuple[int, ...] = ()  # mesh dimensions whose ranks hold the same part
 
     def replica(self, rank: int) -> tuple[int, ...]:
@@ -72,8 +73,8 @@ class Layout:
 
 
 def layout_of(weight: Tensor, this_rank: int) -> Layout:
-    """Raises ValueError for a weight that is neither a matrix nor a stack of matrices, or whose
-    placement is no shard and no replica."""
+    """Return the layout of a weight. Raises ValueError for a weight that is neither a matrix nor a
+    stack of matrices, or whose placement is no shard and no replica."""
     if weight.ndim not in (2, 3):
         raise ValueError(
             f"a weight of shape {list(weight.shape)} is no matrix and no stack of them"
@@ -98,8 +99,8 @@ def layout_of(weight: Tensor, this_rank: int) -> Layout:
 
 
 def cuts_of(weight: DTensor) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """(dimension of the stack, mesh dimension) of each cut, in the order in which the cuts are made;
-    and the mesh dimensions that make none.
+    """Return (dimension of the stack, mesh dimension) of each cut, in the order in which the cuts
+    are made, and the mesh dimensions that cut nothing.
 
     FSDP shards what tensor parallelism has cut already: its placement is then a `_StridedShard`,
     whose cut comes second although its mesh dimension comes first.
@@ -121,20 +122,20 @@ def cuts_of(weight: DTensor) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
 
 
 def chunk(whole: Range, pieces: int, i: int) -> Range:
-    """Piece i of a range, as torch.chunk cuts it."""
+    """Return piece i of a range, as torch.chunk cuts it."""
     begin, end = whole
     size = -(-(end - begin) // pieces)
     return min(begin + size * i, end), min(begin + size * (i + 1), end)
 
 
 def clipped(box: Box, experts: Range) -> Box:
-    """The part of a box that belongs to these matrices of the stack."""
+    """Return the part of a box that belongs to these matrices of the stack."""
     (begin, end), *rest = box
     return ((max(begin, experts[0]), min(end, experts[1])), *rest)
 
 
 def deal(layouts: Sequence[Layout], cost: Callable[[int, int], float]) -> list[Task]:
-    """Every matrix of these weights, with its owner; the same list on all ranks.
+    """Assign every matrix of these weights to an owner; the same list on all ranks.
 
     cost: of a matrix with so many rows and columns.
     """
@@ -165,7 +166,7 @@ def deal(layouts: Sequence[Layout], cost: Callable[[int, int], float]) -> list[T
 
 
 def held_together(layout: Layout) -> Iterator[tuple[Range, dict[int, Box]]]:
-    """Runs of matrices that the same ranks hold, with the part that each of these holds."""
+    """Yield runs of matrices that the same ranks hold, with the part that each of these holds."""
     edges = sorted({edge for box in layout.boxes.values() for edge in box[0]})
     for experts in zip(edges, edges[1:], strict=False):
         holders = {}
@@ -177,7 +178,7 @@ def held_together(layout: Layout) -> Iterator[tuple[Range, dict[int, Box]]]:
 
 
 def rounds_of(tasks: Sequence[Task], layouts: Sequence[Layout]) -> list[dict[int, list[Task]]]:
-    """The tasks that need collectives, by owner, in rounds: in each an owner gathers at most
+    """Group the tasks that need collectives, by owner, in rounds: in each an owner gathers at most
     ROUND_ELEMENTS, or one matrix."""
     rounds: list[dict[int, list[Task]]] = []
     reached: dict[int, tuple[int, int]] = {}  # owner -> its last round, elements in it
@@ -197,7 +198,7 @@ def rounds_of(tasks: Sequence[Task], layouts: Sequence[Layout]) -> list[dict[int
 
 
 class MatrixPart(NamedTuple):
-    """A box of a weight in a buffer that goes to or comes from a rank."""
+    """A box of a weight in a buffer that is sent to or received from a rank."""
 
     weight: int
     box: Box
@@ -248,7 +249,7 @@ class AllToAll:
     work: Any
 
     def wait(self) -> Iterator[tuple[MatrixPart, Tensor]]:
-        """Each part with its values, flat."""
+        """Wait, and yield each part with its values, flat."""
         self.work.wait()
         sizes = [size_of(part.box) for part in self.parts]
         yield from zip(self.parts, self.received.split(sizes), strict=True)
@@ -313,7 +314,7 @@ class GatheredMatrices:
             self.put(going_back, shards)
 
     def compute_alone(self, task: Task, shard: Tensor, compute: Callable[[Tensor], Tensor]) -> None:
-        """A few matrices at a time, which bounds what `compute` needs."""
+        """Compute a few matrices at a time, which bounds the memory of `compute`."""
         begin = task.experts[0] - self.layouts[task.weight].boxes[self.me][0][0]
         end = begin + task.experts[1] - task.experts[0]
         at_once = max(1, ROUND_ELEMENTS // shard[0].numel())
@@ -322,11 +323,12 @@ class GatheredMatrices:
             matrices.copy_(compute(matrices))
 
     def part_of(self, shard: Tensor, part: MatrixPart) -> Tensor:
-        """A view of this rank's shard."""
+        """Return a view of this rank's shard."""
         return shard[slices(part.box, self.layouts[part.weight].boxes[self.me])]
 
     def gather(self, number: int, shards: list[Tensor]) -> AllToAll:
-        """Begin to bring this rank's matrices of a round here, and those of others to them."""
+        """Start to receive this rank's matrices of a round, and to send parts of those of
+        others."""
         here = self.rounds[number]
         leaving = [[self.part_of(shards[p.weight], p) for p in parts] for parts in here.gives]
         return self.exchange(leaving, here.gets, shards[0])
@@ -346,7 +348,7 @@ class GatheredMatrices:
         return AllToAll(sent, received, parts, work)
 
     def assemble(self, here: Round, coming: AllToAll, shards: list[Tensor]) -> dict[int, Tensor]:
-        """weight -> its matrices that this rank computes, [X, R, C]."""
+        """Return weight -> its matrices that this rank computes, [X, R, C]."""
         wholes = {}
         for weight, numbers in here.own.items():
             shape = self.layouts[weight].shape
@@ -357,7 +359,7 @@ class GatheredMatrices:
         return wholes
 
     def place_of(self, here: Round, part: MatrixPart) -> tuple[int | slice, ...]:
-        """Where a part lies among the matrices of its weight that this rank computes."""
+        """Return the index of a part among the matrices of its weight that this rank computes."""
         (expert, _), rows, columns = part.box
         number = here.own[part.weight].index(expert)
         return number, slice(*rows), slice(*columns)

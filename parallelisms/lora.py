@@ -35,7 +35,7 @@ from parallelisms.tp_plain import part_of
 
 
 class Split(NamedTuple):
-    """How tensor parallelism splits the adapters of a layer."""
+    """The split of a layer's adapters under tensor parallelism."""
 
     a: Shard | Replicate
     b: Shard | Replicate
@@ -55,9 +55,9 @@ SPLITS = {  # style (parallelisms/tp.py::STYLES) -> its row
 
 
 def apply(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, str]) -> None:
-    """Add the adapters of [lora], in place, split as the layers are, and give all other weights the
-    type in which they are computed. The model is on `meta`, and split by tensor parallelism already.
-    """
+    """Add the adapters of [lora], in place, split as the layers are, and cast all other weights to
+    the type in which they are computed. The model is on `meta`, and split by tensor parallelism
+    already."""
     if not cfg.lora.rank:
         return
     adapters.add(model, cfg.lora)
@@ -73,8 +73,8 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, str]) ->
 
 
 def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give all weights beside the adapters this type. What is not trained anyway, a router's bias, is
-    its owner's."""
+    """Cast all weights other than the adapters to this type. A tensor that is never trained, such
+    as a router's bias, keeps its type."""
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             if param.requires_grad and not adapters.is_adapter(name):
@@ -82,7 +82,7 @@ def keep_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class SplitLowRank(adapters.LowRank):
-    """What this rank's part of a layer's adapters adds to its output."""
+    """The output of this rank's part of a layer's adapters."""
 
     def __init__(self, scale: float, row: Split, mesh: DeviceMesh):
         super().__init__(scale)
@@ -90,7 +90,7 @@ class SplitLowRank(adapters.LowRank):
         self.mesh = mesh
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """As `LowRank`; a and b are DTensors, and x may be one."""
+        """Compute `LowRank`; a and b are DTensors, and x may be one."""
         if isinstance(x, DTensor):
             x = x.to_local(grad_placements=[self.row.input_gradient])
         out = super().forward(x, local(a), local(b))
@@ -100,21 +100,22 @@ class SplitLowRank(adapters.LowRank):
 
 
 def split(linear: nn.Module, row: Split, tp_mesh: DeviceMesh) -> None:
-    """Leave this rank its part of a layer's adapters, in place."""
+    """Shard a layer's adapters over the tensor-parallel ranks, in place."""
     linear.register_parameter("lora_a", part_of(linear.lora_a, tp_mesh, row.a))
     linear.register_parameter("lora_b", part_of(linear.lora_b, tp_mesh, row.b))
     linear.low_rank = SplitLowRank(linear.low_rank.scale, row, tp_mesh)
 
 
 def distribute(experts: nn.Module, mesh: Mesh) -> None:
-    """Leave this rank the adapters of its experts, in place."""
+    """Shard the adapters of the experts over the ep ranks, in place."""
     names = [name for name, _ in experts.named_parameters() if adapters.is_adapter(name)]
     ep.shard(experts, names, mesh)
 
 
 def freeze(model: nn.Module, lora: Lora) -> None:
-    """Train adapters alone. It comes last: FSDP shards what is frozen as it shards all else, and
-    would leave out what had no gradient before (a router's bias, parallelisms/dp.py)."""
+    """Freeze all weights other than the adapters. It comes last: FSDP shards what is frozen as it
+    shards all else, and would leave out what had no gradient before (a router's bias,
+    parallelisms/dp.py)."""
     if lora.rank:
         for name, param in model.named_parameters():
             param.requires_grad_(adapters.is_adapter(name))

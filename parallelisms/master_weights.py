@@ -25,10 +25,10 @@ def keep_master_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class MasterWeights:
-    """The copies of a model's parameters, and when the modules see them.
+    """Copies of a model's parameters, which its modules use during forward and backward.
 
     While forward runs, and while backward does (which may run parts of forward again), the copies
-    lie in their modules' `__dict__`, where `self.weight` finds them first. At all other times
+    are in their modules' `__dict__`, where `self.weight` finds them first. At all other times
     `layer.wq.weight` is the parameter itself, so an edit of a weight reaches what is trained. Only
     floating-point parameters that require a gradient are copied; a router's bias stays as it is.
 
@@ -81,9 +81,9 @@ class MasterWeights:
         return param.is_floating_point() and param.requires_grad and param.dtype != self.dtype
 
     def copy_of(self, master: nn.Parameter) -> torch.Tensor:
-        """The copy, with the values that the master has now.
+        """Return the copy, with the values that the master has now.
 
-        Each forward copies the values anew, except in the middle of a step. There the gradient is
+        Each forward copies the values again, except in the middle of a step. There the gradient is
         as the last backward left it, and the parameter has the same version. The version alone does
         not tell: fused AdamW does not count it up.
         """
@@ -92,7 +92,7 @@ class MasterWeights:
         elif self.version_of_copy[master] != master._version:
             self.copies[master].copy_(master)
         elif self.is_new_step(master):
-            # most often the same values: what is done to .data does not count as a change
+            # most often the same values: writing to .data does not count as a change
             self.copies[master].data.copy_(master)
         self.version_of_copy[master] = master._version
         # the master may have been frozen since

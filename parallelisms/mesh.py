@@ -1,7 +1,7 @@
 """The process group and the one DeviceMesh of a run: (pp, dp_replicate, dp_shard, cp, tp), and the
 few reductions the loop needs.
 
-`tp` is innermost, so that the ranks of one tensor-parallel group are neighbours on one host
+`tp` is innermost, so that the ranks of one tensor-parallel group are adjacent, on one host
 (NVLink). `pp` is outermost: the stages of a pipeline exchange the least, so the slowest links are
 theirs. Each rank trains on the batch rows of its data-parallel rank. The ranks of a tp group share
 these rows, and so do the ranks of a pipeline. Those of a cp group share them too, and each has
@@ -33,7 +33,7 @@ DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True)
 class World:
-    """What torchrun says about this process."""
+    """The environment variables of torchrun for this process."""
 
     rank: int
     size: int
@@ -42,8 +42,8 @@ class World:
 
 
 def world() -> World:
-    """From the environment; one process when torchrun did not set it. Raises InputError where half
-    of it is set: a process would train alone, and all of them in one folder."""
+    """Read them from the environment; one process when torchrun did not set it. Raises InputError
+    where half of it is set: a process would train alone, and all of them in one folder."""
     numbers = {}
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         if name in os.environ:
@@ -71,8 +71,8 @@ def world() -> World:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands, and one reduction for each set of ranks. `device_mesh` has the
-    DIMENSIONS, each of at least 1."""
+    """The mesh of a run as this rank sees it, and one reduction for each set of ranks.
+    `device_mesh` has the DIMENSIONS, each of at least 1."""
 
     device_mesh: DeviceMesh
     # 1-D: shard. 2-D: replicate over the first dimension, shard over the second (HSDP, DDP)
@@ -93,7 +93,7 @@ class Mesh:
     # The same ranks by pp, dp_replicate, edp, ep, where several ranks share the experts
     experts_mesh: DeviceMesh | None = None
     to_lower: dist.ProcessGroup | None = None  # a second pp group, for sends to lower ranks
-    # by name: those that a mesh opens when they are asked for
+    # by name: groups that are opened on demand
     more_groups: dict[str, dist.ProcessGroup] = field(default_factory=dict, compare=False)
     progress_counter: ProgressCounter = field(default_factory=counter_of_this_rank, compare=False)
 
@@ -107,8 +107,8 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By dimension. All but ep multiply to the number of ranks; an ep group is a part of other
-        dimensions."""
+        """Return the sizes by dimension. All but ep multiply to the number of ranks; an ep group is
+        a part of other dimensions."""
         return {
             "pp": self.pp,
             "dp_replicate": self.dp_replicate,
@@ -123,8 +123,8 @@ class Mesh:
         return self.device_mesh["tp"]
 
     def token_ranges(self, seq_len: int) -> list[range]:
-        """The positions of a sequence whose tokens this rank has, in their order there: equally
-        many on every rank of a cp group.
+        """Return the positions of a sequence whose tokens this rank has, in their order there:
+        equally many on every rank of a cp group.
 
         The work of a causal query is the number of keys before it. Where every rank computes its
         own queries, it gets one part near the beginning and one as near to the end, so that all
@@ -167,8 +167,8 @@ class Mesh:
         return x
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. A CPU collective (gloo): what the ranks must agree
-        on in every step travels with the loss instead (`train.Flags`)."""
+        """Return whether the flag is set on any rank. A CPU collective (gloo): what the ranks must
+        agree on in every step travels with the loss instead (`train.Flags`)."""
         self.progress_counter.advance()
         if self.size == 1:
             return flag
@@ -177,15 +177,16 @@ class Mesh:
         return bool(x)
 
     def gather(self, value: object) -> list:
-        """What each rank has, by rank; every rank of the mesh must call it. Small objects over the
-        CPU (gloo)."""
+        """Return the value of each rank, by rank; every rank of the mesh must call it. Small
+        objects over the CPU (gloo)."""
         self.progress_counter.advance()
         values: list = [None] * self.size
         dist.all_gather_object(values, value)
         return values
 
     def group_of_stage(self) -> dist.ProcessGroup:
-        """All ranks that have the same layers as this one. Every rank of the mesh must call it."""
+        """Return the group of all ranks that have the same layers as this one. Every rank of the
+        mesh must call it."""
         world = dist.group.WORLD
         if self.pp == 1 and world is not None:
             return world
@@ -209,12 +210,12 @@ class Mesh:
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def timeout(self) -> timedelta:
-        """The limit that `set_timeout` set, on a CPU."""
+        """Return the limit that `set_timeout` set, on a CPU."""
         return self.device_mesh.get_group("pp")._get_backend(torch.device("cpu")).options._timeout
 
 
 def pick_device(run: Run, local_rank: int) -> torch.device:
-    """This rank's own device. Raises InputError where CUDA is asked for and missing, or has fewer
+    """Return this rank's device. Raises InputError where CUDA is required and missing, or has fewer
     GPUs than ranks."""
     if run.device == "cpu" or (run.device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -310,8 +311,8 @@ def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int, has_experts: bo
 
 
 def open_experts_mesh(device: torch.device, sizes: tuple[int, ...], ep: int) -> DeviceMesh:
-    """The mesh of the experts' weights (parallelisms/ep.py), of the same ranks: ep is innermost, and
-    edp has the ranks with the same experts."""
+    """Open the mesh of the experts' weights (parallelisms/ep.py), of the same ranks: ep is
+    innermost, and edp has the ranks with the same experts."""
     pp, dp_replicate, dp_shard, cp, tp = sizes
     return init_device_mesh(
         device.type,
@@ -321,13 +322,13 @@ def open_experts_mesh(device: torch.device, sizes: tuple[int, ...], ep: int) -> 
 
 
 def fsdp_mesh(device_mesh: DeviceMesh) -> DeviceMesh:
-    """The part of the mesh that FSDP works on: dp_shard and cp as one dimension, and dp_replicate,
-    if it is above 1."""
+    """Return the part of the mesh that FSDP works on: dp_shard and cp as one dimension, and
+    dp_replicate, if it is above 1."""
     shard = "dp_shard"
     if device_mesh["cp"].size() > 1:
         shard = "dp_shard_cp"
         device_mesh["dp_shard", "cp"]._flatten(shard)
-    # to slice what is flattened shall go one day (torch 2.13); there is no other way yet
+    # slicing a flattened mesh is deprecated (torch 2.13); there is no other way yet
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Slicing a flattened dim")
         if device_mesh["dp_replicate"].size() > 1:

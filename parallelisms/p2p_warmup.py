@@ -1,5 +1,5 @@
-"""The connections of a pipeline: its second process group, and how its ranks meet before the first
-step. You can skip this file unless you use pipeline parallelism."""
+"""Open the connections of a pipeline before the first step, and its second process group. You can
+skip this file unless you use pipeline parallelism."""
 
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def group_to_lower_ranks(device_mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """A second pp group, for sends to lower ranks; None without a pipeline. All ranks call it.
+    """Open a second pp group, for sends to lower ranks; None without a pipeline. All ranks call it.
 
-    The mesh's own pp group carries what goes to higher ranks. NCCL runs what two ranks of a group
+    The mesh's own pp group carries the sends to higher ranks. NCCL runs what two ranks of a group
     send each other one after another. With one group for both directions, two ranks that send at
     the same time would wait for each other for ever.
     """
@@ -67,10 +67,10 @@ def _exchange(
 
 
 def p2p_pairs(ranks: int) -> list[tuple[int, int]]:
-    """The pairs of ranks of a pipeline that send each other something, the lower rank first. No
-    pair waits for more than two others, whatever the number of ranks."""
+    """Return the pairs of ranks of a pipeline that send to each other, the lower rank first. No
+    pair waits for more than two others, however many ranks there are."""
     even = [(i, i + 1) for i in range(0, ranks - 1, 2)]
     odd = [(i, i + 1) for i in range(1, ranks - 1, 2)]
-    # A loop of stages goes on at rank 0, and a tied weight is at both ends.
+    # A loop of stages continues at rank 0, and a tied weight is at both ends.
     ring = [(0, ranks - 1)] if ranks > 2 else []
     return even + odd + ring

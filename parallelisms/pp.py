@@ -1,7 +1,7 @@
 """Pipeline parallelism: the model is cut by depth into stages, and ranks work on different
 microbatches at the same time.
 
-A schedule (`parallelisms/schedules.py`) is a table of actions for each rank; this file plays it.
+A schedule (`parallelisms/schedules.py`) is a table of actions for each rank; this file runs it.
 The microbatches are those of gradient accumulation. Every rank reads the batch itself, so only hidden
 states and their gradients are sent, and their shape is known: [b, T / tp, D] in the type of the
 weights. The loss of a microbatch is divided by the tokens of the global batch before its
@@ -12,10 +12,9 @@ where a schedule splits the backward and FSDP reshards, ignores `accumulate_grad
 "sharded"`, needs as many microbatches as stages, runs additional forwards to learn shapes, and
 cannot be traced by the planner. Only its split of one backward into two halves is.
 
-A tied weight is a parameter of the first stage alone. The last stage works on a copy, which gets
-the values before each step and gives its gradient to the first stage afterwards. So the weight
-counts once in the norm, the optimizer and a checkpoint.
-"""
+A tied weight is a parameter of the first stage alone. The last stage works on a copy: it receives
+the values before each step, and its gradient is added to that of the first stage afterwards. So the
+weight counts once in the norm, the optimizer and a checkpoint."""
 
 import time
 from collections import deque
@@ -53,8 +52,8 @@ Inputs = Callable[[int], tuple[Tensor, Tensor, Callable, Any]]
 
 
 def layers_of_stages(cfg: Config, family: Any, args: Any) -> list[range]:
-    """The layers of every stage, as `parallelism.pipeline_layers` says or else by cost. Without a
-    pipeline there is one stage."""
+    """Return the layers of every stage, by `parallelism.pipeline_layers` or else balanced by cost.
+    Without a pipeline there is one stage."""
     p = cfg.parallelism
     if p.pipeline_layers:
         return schedules.consecutive(p.pipeline_layers)
@@ -71,7 +70,7 @@ def layers_of_stages(cfg: Config, family: Any, args: Any) -> list[range]:
 
 
 def own_stages(p: Parallelism, rank: int) -> list[int]:
-    """The numbers of the stages that this rank of a pipeline has."""
+    """Return the numbers of the stages that this rank of a pipeline has."""
     placement = schedules.placement(
         p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank
     )
@@ -79,24 +78,23 @@ def own_stages(p: Parallelism, rank: int) -> list[int]:
 
 
 def stages_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that this rank runs one by one: the stages of a pipeline, or the model
-    itself."""
+    """Return the parts of a model that this rank runs one by one: the stages of a pipeline, or the
+    model itself."""
     return list(model.stages.values()) if isinstance(model, PipelineStages) else [model]
 
 
 class PipelineStages(nn.Module):
-    """This rank's stages as one model, whose parameters have the names that they have in the whole
-    model.
+    """This rank's stages as one model, whose parameters have their names in the whole model.
 
-    The stages themselves are not submodules, their children are. Layers have their numbers in the
-    whole model as names, and no two stages have anything else in common but a tied weight, of which
+    The stages themselves are not submodules, their children are. Layers are named by their numbers
+    in the whole model, and no two stages have anything else in common but a tied weight, of which
     only the first stage's is a parameter here.
     """
 
     def __init__(
         self, stages: dict[int, nn.Module], layers_of_stages: list[range], mesh: Mesh, cfg: Config
     ) -> None:
-        """stages: this rank's by number, sharded and with memory; layers_of_stages: of all stages,
+        """stages: this rank's by number, sharded and allocated; layers_of_stages: of all stages,
         by number."""
         super().__init__()
         self.stages = stages
@@ -104,11 +102,12 @@ class PipelineStages(nn.Module):
         self.cfg = cfg.parallelism
         self.placement = schedules.placement(self.cfg.pipeline_schedule, mesh.pp, len(stages))
         self.dtype = dp.param_dtype(cfg.training, mesh.device)  # of hidden states
-        self.link: Any = Link(mesh)  # or what checks it: reliability/collectives.py::CheckedLink
+        self.link: Any = Link(mesh)  # or reliability/collectives.py::CheckedLink, which checks it
         self.layers_of_stages = layers_of_stages
         # (microbatches, whether there are forwards alone) -> table
         self.rank_tables: dict[tuple[int, bool], RankTable] = {}
-        # what this rank computed in the newest step, by half of it; the host's on a GPU
+        # the seconds that this rank computed in the newest step, by half of it; of the host on a
+        # GPU
         self.seconds: dict[str, float] = {}
         self.layers = nn.ModuleDict()
         for stage in stages.values():
@@ -129,7 +128,8 @@ class PipelineStages(nn.Module):
             )
 
     def table(self, microbatches: int, forward_only: bool = False) -> "RankTable":
-        """The table of a step with so many microbatches, as this rank sees it. It is made once."""
+        """Return the table of a step with so many microbatches, as this rank sees it. It is made
+        once."""
         key = microbatches, forward_only
         if key not in self.rank_tables:
             ranks = self.mesh.pp
@@ -142,8 +142,8 @@ class PipelineStages(nn.Module):
         return self.rank_tables[key]
 
     def describe(self, microbatches: int) -> str:
-        """The layers of every stage, and the bubble if all stages take the same time, and so do the
-        two halves of a backward (`tools.plan` says it for the real times)."""
+        """Describe the layers of every stage, and the bubble if all stages take the same time, and
+        so do the two halves of a backward (`tools.plan` computes it for the real times)."""
         seconds = {FORWARD: 1.0, BACKWARD: 2.0, BACKWARD_INPUT: 1.0, BACKWARD_WEIGHT: 1.0}
         timeline = schedules.timeline(
             self.table(microbatches).of_all_ranks, self.placement, lambda a: seconds[a.kind]
@@ -161,7 +161,7 @@ class PipelineStages(nn.Module):
         return [core for stage in self.stages.values() for core in stage.cores()]
 
     def documents(self, positions: Tensor, device: torch.device) -> Any:
-        """As that of `models/layers.py::Decoder`, for the cores of all these stages."""
+        """Return `models/layers.py::Decoder.documents` for the cores of all these stages."""
         cores: Any = self.cores()
         return cores[0].documents(cores, positions, device)
 
@@ -183,7 +183,7 @@ class PipelineStages(nn.Module):
         documents: Any = None,
         terms: None = None,
     ) -> Tensor:
-        """As that of `models/layers.py::Decoder`, without a backward. Every rank of the pipeline
+        """Run `models/layers.py::Decoder.forward` without a backward. Every rank of the pipeline
         calls it and returns what the loss head returned in the last stage. One stage works at a
         time: this is for sampling."""
 
@@ -200,15 +200,15 @@ class PipelineStages(nn.Module):
         return answer[0].to(self.mesh.device)
 
     def losses(self, microbatches: Any) -> Tensor:
-        """The summed loss of all microbatches, a float64 scalar: 0 on the ranks that have not the
-        last stage. Without a backward: for validation."""
+        """Return the summed loss of all microbatches, a float64 scalar: 0 on the ranks without the
+        last stage. No backward: for validation."""
         with torch.no_grad():
             shape = microbatches.tokens.shape[1:]
             return self._total(self._play(len(microbatches), True, microbatches, shape))
 
     def gradients(self, microbatches: Any, scale: Tensor) -> Tensor:
         """Compute the gradient of `scale` times the summed loss of all microbatches. Returns that
-        sum, a float64 scalar: 0 on the ranks that have not the last stage. microbatches: a
+        sum, a float64 scalar: 0 on the ranks without the last stage. microbatches: a
         training/microbatches.py::Microbatches."""
         shape = microbatches.tokens.shape[1:]
         step = self._play(len(microbatches), False, microbatches, shape, scale)
@@ -238,7 +238,7 @@ class PipelineStages(nn.Module):
         shape: torch.Size,
         scale: Tensor | None = None,
     ) -> "PipelineStep":
-        """shape: [b, T] of a microbatch."""
+        """Run the actions of one step. shape: [b, T] of a microbatch."""
         self._copy_tied()
         table = self.table(microbatches, forward_only)
         hidden = (shape[0], shape[1] // self.mesh.tp, self.args.dim)
@@ -256,7 +256,7 @@ class PipelineStages(nn.Module):
 
     @torch.no_grad()
     def _copy_tied(self) -> None:
-        """Give the last stage the values of the first stage's weight."""
+        """Send the values of the first stage's weight to the copy of the last stage."""
         original, copy = self.tied
         if original is not None and copy is not None:
             local(copy).copy_(local(original))
@@ -293,13 +293,14 @@ class PipelineStages(nn.Module):
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's shard."""
+    """Return this rank's shard."""
     return x.to_local() if isinstance(x, DTensor) else x
 
 
 def wait(work: dist.Work, mesh: Mesh) -> None:
-    """On a GPU this enqueues a wait, and NCCL knows its timeout. gloo's sends and receives do not
-    obey the timeout of their group unless it is given to `wait`."""
+    """Wait for a send or a receive. On a GPU this enqueues a wait, and NCCL knows its timeout.
+    gloo's sends and receives do not obey the timeout of their group unless it is given to
+    `wait`."""
     if mesh.device.type == "cpu":
         work.wait(mesh.timeout())
     else:
@@ -307,8 +308,8 @@ def wait(work: dist.Work, mesh: Mesh) -> None:
 
 
 def forward_table(placement: list[int], ranks: int, microbatches: int) -> Table:
-    """Forwards alone: as many microbatches as there are ranks go through all stages, then the next
-    ones."""
+    """Return a table of forwards alone: as many microbatches as there are ranks go through all
+    stages, then the next ones."""
     return [
         [
             Action(FORWARD, stage, m)
@@ -339,7 +340,7 @@ class RankTable:
 
 
 class PipelineStep:
-    """This rank's part of one step: what it has computed and still needs, by stage and microbatch."""
+    """This rank's part of one step: its results and pending inputs, by stage and microbatch."""
 
     def __init__(
         self,
@@ -372,7 +373,7 @@ class PipelineStep:
         }
         stages = len(self.model.placement)
         if self.scale is not None and self.gathers_once:
-            # while the first microbatch is with other ranks
+            # while other ranks work on the first microbatch
             for number in dict.fromkeys(action.stage for action in self.table.actions):
                 fsdp_details.gather_ahead(self.model.stages[number])
         for i, action in enumerate(self.table.actions):
@@ -391,8 +392,8 @@ class PipelineStep:
         self.messages.release()
 
     def forward(self, action: Action, stage: nn.Module) -> None:
-        """Keeps no hidden state that backward does not need: the hidden state itself is sent, and
-        only its edge in autograd's graph is kept."""
+        """Run forward without keeping a hidden state that backward does not need: the hidden state
+        itself is sent, and only its edge in autograd's graph is kept."""
         x, *others = self.inputs(action.microbatch)
         trains = self.scale is not None
         if not stage.first:
@@ -414,12 +415,13 @@ class PipelineStep:
             self.in_flight[action.stage, action.microbatch] = x, kept
 
     def splits(self, action: Action) -> bool:
-        """Whether the backward of this microbatch comes in two halves. The half for the input
-        wants the tensor itself."""
+        """Return whether the backward of this microbatch is split in two halves. The half for the
+        input needs the tensor itself."""
         return action._replace(kind=BACKWARD_INPUT) in self.table.place
 
     def gradient(self, action: Action, stage: nn.Module) -> Tensor | None:
-        """The gradient of this stage's output; None for the last stage, whose output is the loss."""
+        """Return the gradient of this stage's output; None for the last stage, whose output is the
+        loss."""
         if stage.last:
             return None
         return self.messages.take((GRADIENT, action.stage + 1, action.microbatch))
@@ -434,8 +436,8 @@ class PipelineStep:
             self.messages.give(result(action), x.grad)
 
     def backward_input(self, action: Action, stage: nn.Module) -> None:
-        """The half of a backward for which the stage before waits. The first stage has none: tokens
-        have no gradient."""
+        """Compute the half of a backward for which the stage before waits. The first stage has
+        none: tokens have no gradient."""
         if stage.first:
             return
         x, h = self.in_flight[action.stage, action.microbatch]
@@ -449,10 +451,11 @@ class PipelineStep:
         self.messages.give(result(action), gradient)
 
     def backward_weight(self, action: Action, stage: nn.Module) -> None:
-        """The other half. PyTorch computes it by one backward for each group of weights. FSDP's
-        post-backward would come after each of them, and reduce and reshard what other groups still
-        need: a tied weight has a gradient in two groups, and full checkpointing recomputes forward
-        in each. So its post-backward runs once, when all weights have their gradients."""
+        """Compute the gradients of the weights. PyTorch does it by one backward for each group of
+        weights. FSDP's post-backward would come after each of them, and reduce and reshard what
+        other groups still need: a tied weight has a gradient in two groups, and full checkpointing
+        recomputes forward in each. So its post-backward runs once, when all weights have their
+        gradients."""
         if stage.first:
             return self.backward(action, stage)
         rest = self.in_flight.pop((action.stage, action.microbatch))
@@ -463,13 +466,13 @@ class PipelineStep:
             dp.end_backward(stage)
 
     def hold_post_backward(self, stage: nn.Module) -> None:
-        """Let FSDP reduce no gradients and reshard no weights in the backward that comes now."""
+        """Keep FSDP from reducing gradients and resharding weights in the next backward."""
         dp.synchronise_gradients(stage, False, "whole")
         dp.keep_gathered(stage, True)
 
     def synchronise(self, number: int, stage: nn.Module) -> None:
-        """Before FSDP's post-backward. In the last backward of a stage it reduces the gradients over
-        the data-parallel ranks, and reshards, unless every forward does."""
+        """Prepare FSDP's post-backward: the last backward of a stage reduces the gradients over the
+        data-parallel ranks, and reshards, unless every forward does."""
         self.left[number] -= 1
         is_last = self.left[number] == 0
         dp.synchronise_gradients(stage, is_last, self.model.cfg.accumulate_gradients)
@@ -494,7 +497,7 @@ class Link:
         self.to_lower = mesh.to_lower
 
     def send(self, name: str, tensor: Tensor, rank: int) -> dist.Work:
-        """Start to send a tensor to that rank of the pipeline. name: what it is; nothing of it is
+        """Start to send a tensor to that rank of the pipeline. name: for error messages; it is not
         sent."""
         group = self.to_higher if rank > self.rank else self.to_lower
         return dist.isend(tensor, group=group, group_dst=rank)
@@ -521,7 +524,7 @@ class Messages:
         self.table = table
         self.shape = shape
         self.dtype = dtype
-        # what each rank sends to this one, as far as no receive has started
+        # the results that each rank sends to this one and whose receive has not started
         self.queues: dict[int, deque[Result]] = {}
         for key, t in table.coming.items():
             self.queues.setdefault(t.sender, deque()).append(key)
@@ -531,7 +534,7 @@ class Messages:
         self.waited = 0.0  # seconds that this rank has waited in receives
 
     def ask(self, key: Result) -> None:
-        """Start to receive this, after everything that its sender sends before it."""
+        """Start to receive this result, after everything that its sender sends before it."""
         if key not in self.table.coming:
             return
         sender = self.table.coming[key].sender
@@ -542,7 +545,7 @@ class Messages:
             self.arriving[first] = tensor, self.link.receive(name_of(first), tensor, sender)
 
     def take(self, key: Result) -> Tensor:
-        """What another stage has made."""
+        """Return the result of another stage, and wait for it."""
         if key in self.kept:
             return self.kept.pop(key)
         self.ask(key)
@@ -557,7 +560,7 @@ class Messages:
                 f"rank {transfer.sender}, which has failed or hangs: see its messages"
             ) from error
         self.waited += time.monotonic() - began
-        # Whatever its sender needed before it made this has reached it.
+        # Every input that its sender needed for this has arrived there.
         place = self.table.place
         done = place[transfer.made_by]
 
@@ -568,7 +571,7 @@ class Messages:
         return tensor
 
     def give(self, key: Result, tensor: Tensor) -> None:
-        """Hand over what this rank has made, to another rank or to its own next stage."""
+        """Pass a result of this rank to another rank or to this rank's next stage."""
         if key not in self.table.leaving:
             self.kept[key] = tensor
             return

@@ -1,5 +1,5 @@
-"""What a run that hangs leaves behind: how many collectives each rank has begun, and NCCL's flight
-recorder. You can skip this file."""
+"""Record for a run that hangs how many collectives each rank has begun, and NCCL's flight recorder.
+You can skip this file."""
 
 import logging
 import mmap
@@ -18,7 +18,8 @@ class ProgressCounter:
     """
 
     def __init__(self, path: str | None) -> None:
-        """path: of the file to make, 8 bytes on a disk of this host; None to count for nobody."""
+        """path: of the file to make, 8 bytes on a disk of this host; None to count without a
+        file."""
         self.count = 0
         self.memory: bytearray | mmap.mmap = bytearray(8)
         if path:
@@ -32,8 +33,8 @@ class ProgressCounter:
 
 
 def counter_of_this_rank() -> ProgressCounter:
-    """Its file is beside the one into which this rank writes its exception for the launcher; without
-    a launcher there is none."""
+    """Return the counter, whose file is in the folder of the file into which this rank writes its
+    exception for the launcher; without a launcher there is no file."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return ProgressCounter(error_file and f"{error_file}.begun")
 

@@ -1,16 +1,15 @@
 """Pipeline schedules: in which order each rank works on which microbatch of which stage.
 
-A schedule is a table of actions, one list for each rank. The runtime plays the table on real
-tensors, and `tools/plan` plays the same table on planned seconds, so that the bubble in a plan is
-that of the schedule that runs. Plain Python on numbers. What distinguishes the schedules is the
-table `configs/schema.py::SCHEDULES`.
+A schedule is a table of actions, one list for each rank. The runtime runs the table on real
+tensors, and `tools/plan` simulates the same table with planned seconds, so that the bubble in a
+plan is that of the schedule that runs. Plain Python on numbers. What distinguishes the schedules is
+the table `configs/schema.py::SCHEDULES`.
 
-The words. A model is cut into stages, numbered from 0; a rank has one or several of them. Backward
-gives the gradient of a stage's input and the gradients of its weights. A split backward does these
-two one after the other: other ranks wait for the first one only, so the second one can fill the
-time in which a rank would otherwise wait (arXiv:2401.10241). The first stage never splits: nobody
-waits for a gradient of tokens, so its whole backward can fill such time.
-"""
+A model is cut into stages, numbered from 0; a rank has one or several of them. Backward gives the
+gradient of a stage's input and the gradients of its weights. A split backward does these two one
+after the other: other ranks wait for the first one only, so the second one can fill the time in
+which a rank would otherwise wait (arXiv:2401.10241). The first stage never splits: tokens have no
+gradient that another rank waits for, so its whole backward can fill such time."""
 
 from collections.abc import Callable
 from itertools import islice
@@ -25,7 +24,7 @@ BACKWARD_WEIGHT = "backward_weight"
 
 
 class Action(NamedTuple):
-    """What a rank does with one microbatch of one of its stages."""
+    """One forward, backward or half backward of a microbatch in one of a rank's stages."""
 
     kind: str  # FORWARD, BACKWARD, BACKWARD_INPUT or BACKWARD_WEIGHT
     stage: int  # from 0, over all ranks
@@ -37,7 +36,7 @@ Timeline = list[list[tuple[Action, float, float]]]  # the same with begin and en
 
 
 def placement(schedule: str, ranks: int, stages_per_rank: int = 0) -> list[int]:
-    """The rank of every stage. stages_per_rank 0: the schedule's own number."""
+    """Return the rank of every stage. stages_per_rank 0: the schedule's own number."""
     rounds = stages_per_rank or SCHEDULES[schedule].default_stages
     turns_back = SCHEDULES[schedule].shape == "v"
     rank_of: list[int] = []
@@ -50,13 +49,13 @@ def placement(schedule: str, ranks: int, stages_per_rank: int = 0) -> list[int]:
 
 
 def least_microbatches(schedule: str, ranks: int) -> int:
-    """The fewest microbatches of a step with which the schedule can run."""
+    """Return the fewest microbatches of a step with which the schedule can run."""
     return max(1, SCHEDULES[schedule].microbatches_per_rank * ranks)
 
 
 def table(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Table:
-    """The actions of every rank: complete, and free of deadlock. stages_per_rank 0: the schedule's
-    own number.
+    """Return the actions of every rank: complete, and free of deadlock. stages_per_rank 0: the
+    schedule's own number.
 
     Raises ValueError for fewer microbatches than the schedule needs.
     """
@@ -70,7 +69,7 @@ def table(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) ->
     return _Scheduler(schedule, ranks, stages_per_rank, microbatches).table()
 
 
-# What an action makes, and what it needs ----------------------------------------------------------
+# Results and inputs of an action ------------------------------------------------------------------
 
 RESULTS = {
     FORWARD: "hidden",
@@ -82,14 +81,14 @@ Result = tuple[str, int, int]  # (a value of RESULTS, stage, microbatch)
 
 
 def result(action: Action) -> Result:
-    """What an action makes: the hidden state after its stage, the gradient of the one before it, or
-    those of its weights."""
+    """Return the result of an action: the hidden state after its stage, the gradient of the one
+    before it, or those of its weights."""
     return RESULTS[action.kind], action.stage, action.microbatch
 
 
 def needs(action: Action, stages: int) -> list[Result]:
-    """The results that must exist before an action can begin. Where the last of them comes from
-    another rank, it travels."""
+    """Return the results that must exist before an action can begin. If the last of them comes from
+    another rank, it is sent."""
     kind, stage, microbatch = action
     if kind == FORWARD:
         return [("hidden", stage - 1, microbatch)] if stage else []
@@ -103,7 +102,7 @@ def needs(action: Action, stages: int) -> list[Result]:
 
 
 class _Scheduler:
-    """Makes a table by playing the pipeline in ticks: a forward takes one tick, a whole backward
+    """Makes a table by simulating the pipeline in ticks: a forward takes one tick, a whole backward
     two, half a backward one.
 
     Whenever a rank is free, it takes the first of these that can be done: a forward, for which
@@ -131,7 +130,7 @@ class _Scheduler:
         return self.row.splits_backward and stage > 0
 
     def order(self, stage: int) -> tuple[str, ...]:
-        """The kinds of a stage's actions by their urgency; "" where the stage has none."""
+        """Return the kinds of a stage's actions by their urgency; "" where the stage has none."""
         if self.splits(stage):
             return FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
         return (FORWARD, "", BACKWARD) if self.row.splits_backward else (FORWARD, BACKWARD, "")
@@ -162,7 +161,7 @@ class _Scheduler:
         return actions
 
     def choose(self, rank: int, tick: int) -> Action | None:
-        """What this rank begins at this tick, if anything."""
+        """Return the action that this rank begins at this tick, or None."""
         forwards = [a for a in self.possible(0, rank, tick) if self.has_room(rank, a.stage)]
         if forwards:
             return min(forwards, key=self.forward_order)
@@ -172,7 +171,8 @@ class _Scheduler:
         return None
 
     def possible(self, urgency: int, rank: int, tick: int) -> list[Action]:
-        """The next action of this urgency for each stage of the rank, where what it needs is there."""
+        """Return the next action of this urgency for each stage of the rank whose inputs are
+        ready."""
         actions = []
         for stage in self.own[rank]:
             kind = self.orders[stage][urgency]
@@ -186,20 +186,20 @@ class _Scheduler:
         return actions
 
     def forward_order(self, action: Action) -> tuple[int, int]:
-        """Loop: as many microbatches as there are ranks go through one stage, then through the
-        next. V: back home first."""
+        """Return a forward's sort key. Loop: as many microbatches as there are ranks go through one
+        stage, then through the next. V: those on their way back to the first rank come first."""
         if self.row.shape == "v":
             return 0, -action.stage
         return action.microbatch // self.round, action.stage
 
     def has_room(self, rank: int, stage: int) -> bool:
-        """Whether the rank may hold the activations of one more microbatch of this stage.
+        """Return whether the rank may hold the activations of one more microbatch of this stage.
 
         Loop: a rank holds as many as it needs to stay busy until the first gradient is back. After
         its last stage's first forward this takes one tick per hop and direction, with several
         stages and whole backwards twice as many as the hops. A split backward holds activations
         until its second half has ended. V: as many in all as 1F1B holds on its first rank, and one
-        place stays free for the second stage, without which the pipeline would stand still.
+        place stays free for the second stage, without which the pipeline would deadlock.
         """
         own = self.own[rank]
         most = len(own) * self.ranks
@@ -214,19 +214,20 @@ class _Scheduler:
         return sum(self.ahead(s) for s in own) < most - self.ranks + 1 + hops
 
     def held(self, stage: int) -> int:
-        """Microbatches of a stage whose activations are held: from the begin of forward to that of
-        the end of backward."""
+        """Return the number of microbatches of a stage whose activations are held: from the begin
+        of forward to that of the end of backward."""
         last = BACKWARD_WEIGHT if self.splits(stage) else BACKWARD
         return self.begun[FORWARD][stage] - self.begun[last][stage]
 
     def ahead(self, stage: int) -> int:
-        """Microbatches of a stage that have begun forward and not yet backward."""
+        """Return the number of microbatches of a stage that have begun forward and not yet
+        backward."""
         first = BACKWARD_INPUT if self.splits(stage) else BACKWARD
         return self.begun[FORWARD][stage] - self.begun[first][stage]
 
 
 def _dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[Action]:
-    """One rank's actions, as the eight phases of dualpipe/dualpipev.py: (how often, what).
+    """Return one rank's actions, as the eight phases of dualpipe/dualpipev.py: (how often, what).
 
     f0, b0: forward and whole backward of the rank's first stage; f1, b1: of its second. i0, i1:
     first half of a backward; w: the second half of the earliest backward that has had only its
@@ -271,7 +272,7 @@ def _dualpipe_v(ranks: int, rank: int, microbatches: int) -> list[Action]:
     return actions
 
 
-# Playing a table ----------------------------------------------------------------------------------
+# Timing a table -----------------------------------------------------------------------------------
 
 
 def timeline(
@@ -281,7 +282,7 @@ def timeline(
     travel: Callable[[int, int], float] = lambda *_: 0.0,
     ready: Callable[[Action], float] = lambda _: 0.0,
 ) -> Timeline:
-    """When every action begins and ends, if each takes `seconds(action)`, none begins before
+    """Return when every action begins and ends, if each takes `seconds(action)`, none begins before
     `ready(action)`, and a result that another rank needs travels for `travel(sender, receiver)`
     seconds, during which both work on. Raises ValueError for a table in which ranks wait for each
     other for ever."""
@@ -315,8 +316,8 @@ def timeline(
 
 
 def bubble(played: Timeline) -> float:
-    """The share of the ranks' time in which they do nothing, from the first begin to the last end
-    of the step."""
+    """Return the share of the ranks' time in which they are idle, from the first begin to the last
+    end of the step."""
     entries = [entry for actions in played for entry in actions]
     busy = sum(end - begin for _, begin, end in entries)
     first = min(begin for _, begin, _ in entries)
@@ -325,7 +326,7 @@ def bubble(played: Timeline) -> float:
 
 
 class Transfer(NamedTuple):
-    """A result that goes from one rank to another."""
+    """A result that is sent from one rank to another."""
 
     sender: int  # rank
     receiver: int
@@ -334,14 +335,14 @@ class Transfer(NamedTuple):
 
 
 def transfers(table: Table, placement: list[int]) -> list[Transfer]:
-    """All that travels in a step, in one order that is possible for all ranks at once.
+    """Return all sends of a step, in one order that is possible for all ranks at once.
 
     If every rank starts its sends and receives in this order, then those of two ranks for each
     other are in the same order on both sides, which NCCL requires. A rank has to start all of its
     own up to what its next action needs, and those among them that are sends belong to actions that
     it has done already.
     """
-    wanted: dict[Result, Action] = {}  # what travels -> the action that needs it
+    wanted: dict[Result, Action] = {}  # result that is sent -> the action that needs it
     for rank, actions in enumerate(table):
         for action in actions:
             for needed in needs(action, len(placement)):
@@ -365,9 +366,9 @@ def transfers(table: Table, placement: list[int]) -> list[Transfer]:
 def stage_layers(
     n_layers: int, stages: int, weight_of_embedding: float, weight_of_head: float
 ) -> list[range]:
-    """The layers of every stage such that the most expensive stage is as cheap as possible. The
-    weights say what the embedding and the head, which the first and the last stage have besides,
-    cost in layers. Every stage gets a layer."""
+    """Return the layers of every stage such that the most expensive stage is as cheap as possible.
+    The weights are the costs of the embedding, in the first stage, and of the head, in the last, in
+    units of a layer. Every stage gets a layer."""
     if n_layers < stages:
         raise ValueError(f"{n_layers} layers are too few for {stages} stages")
     counts = [1] * stages
@@ -380,22 +381,23 @@ def stage_layers(
 
 
 def consecutive(counts: list[int] | tuple[int, ...]) -> list[range]:
-    """Ranges of these lengths, one after the other from 0: `parallelism.pipeline_layers` as numbers
-    of layers."""
+    """Return ranges of these lengths, one after the other from 0: `parallelism.pipeline_layers` as
+    numbers of layers."""
     starts = [sum(counts[:i]) for i in range(len(counts))]
     return [range(start, start + count) for start, count in zip(starts, counts)]
 
 
 def layers_text(layers: range) -> str:
-    """ "3-5", or "3" for a single layer: numbers from 0, as in the names of weights."""
+    """Format layers as "3-5", or "3" for a single layer: numbers from 0, as in the names of
+    weights."""
     return f"{layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"{layers.start}"
 
 
 def end_weights(
     args: Any, more: Any, parameters: Callable[[Any], int], flops: Callable[[Any], float]
 ) -> tuple[float, float]:
-    """`weight_of_embedding` and `weight_of_head` of `stage_layers`, from a family's functions of
-    its `Args`; `more`: the same numbers with one more layer.
+    """Return `weight_of_embedding` and `weight_of_head` of `stage_layers`, from a family's
+    functions of its `Args`; `more`: the same numbers with one more layer.
 
     The embedding costs next to no time, so what counts is its memory: its parameters over those of
     a layer. The first stage holds the most activations, too. The head counts by its matmuls: 6

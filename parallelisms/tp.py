@@ -1,16 +1,16 @@
 """Tensor parallelism (Shoeybi et al., arXiv:1909.08053) with sequence parallelism (Korthikanti et
 al., arXiv:2205.05198).
 
-A family's `tp_plan` says which style each of its modules gets; this file defines the styles.
+A family's `tp_plan` gives each of its modules a style; this file defines the styles.
 Between blocks a hidden state is split over the *sequence*, inside attention and MLP over *heads*
 and *hidden units*. So a block costs two all-gathers and two reduce-scatters in forward: the same
 bytes as the two all-reduces of plain tensor parallelism. And norms and residuals are computed once,
 not on every rank.
 
-What a rank has of a hidden state before and after a module with a style (parallelisms/tp_check.py
-compares every plan with this before a run begins). `whole` or `slice`: of the sequence; `any`: plain
-or DTensor. A container has no parameters, and gives this to the modules inside it; so does `other`,
-which has some of its own.
+The table shows what a rank has of a hidden state before and after a module with a style
+(parallelisms/tp_check.py compares every plan with it before a run begins). `whole` or `slice`: of the
+sequence; `any`: plain or DTensor. A container has no parameters, and gives this to the modules
+inside it; so does `other`, which also has parameters.
 
     style                       module    takes                        gives
     vocab_embedding             embedding whole, all features, plain   slice, all features, plain
@@ -91,7 +91,7 @@ class GatherSequence(ParallelStyle):
 
 
 class GatherSequenceSplitSinks(GatherSequence):
-    """The same for attention with a sink for each of its heads."""
+    """`GatherSequence` for attention with a sink for each of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return SplitSinks()._apply(super()._apply(module, device_mesh), device_mesh)
@@ -122,10 +122,9 @@ STYLES = {
 
 
 def apply(model: nn.Module, tp_mesh: DeviceMesh, plan: dict[str, str]) -> nn.Module:
-    """Give every module the style of the first row of `plan` (pattern of a module's name -> key of
-    STYLES) that matches its name, in place. The model, or the stage of a pipeline, is on `meta`, so
-    this costs nothing.
-    """
+    """Apply to every module the style of the first row of `plan` (pattern of a module's name -> key
+    of STYLES) that matches its name, in place. The model, or the stage of a pipeline, is on `meta`,
+    so this costs nothing."""
     if tp_mesh.size() == 1:
         return model
     for name, module in list(model.named_modules()):

@@ -1,7 +1,7 @@
-"""Asks before a run begins whether a plan of tensor parallelism fits the model, so that a mistake is
+"""Check before a run begins that a plan of tensor parallelism fits the model, so that a mistake is
 a sentence that names a module and its style, and not an exception from inside DTensor.
 
-`TABLE` says of each style (parallelisms/tp.py::STYLES) what a module with it takes and gives. First
+`TABLE` has for each style (parallelisms/tp.py::STYLES) what a module with it takes and gives. First
 the rows are compared with the modules. Then one layer of each kind computes once on `meta`: shapes
 without memory, values or messages. What every module gets there is compared with its row.
 """
@@ -22,7 +22,7 @@ from configs.schema import InputError
 from models.moe import Router
 from parallelisms import tp
 
-# Which tokens a rank has, which features of these, and as what kind of tensor.
+# The tokens that a rank has, the features of these, and the kind of tensor.
 WHOLE = "whole"
 SLICE = "slice"
 ALL = "all features"
@@ -57,7 +57,7 @@ WORDS = {  # in a sentence
 
 @dataclass(frozen=True)
 class Form:
-    """What a rank has of a hidden state."""
+    """The part of a hidden state that a rank has."""
 
     tokens: str
     features: str
@@ -73,7 +73,7 @@ class Form:
 
 @dataclass(frozen=True)
 class StyleRow:
-    """One style: which kind of module it fits, what that takes, and what it gives. A container gives
+    """One style: the kind of module it fits, what that takes, and what it gives. A container gives
     this to the modules inside it. A string: no hidden state."""
 
     kind: str
@@ -81,7 +81,7 @@ class StyleRow:
     gives: Form | str
 
 
-# The same table stands in parallelisms/tp.py, for those who read.
+# The docstring of parallelisms/tp.py shows the same table.
 TABLE = {
     "vocab_embedding": StyleRow(EMBEDDING, Form(WHOLE, ALL, PLAIN), Form(SLICE, ALL, PLAIN)),
     "vocab_weight": StyleRow(LINEAR, Form(SLICE, ALL, EITHER), "no logits (training/loss.py)"),
@@ -105,7 +105,7 @@ TABLE = {
 
 
 def check(plan: dict[str, str], whole_model: nn.Module, tp_mesh: DeviceMesh) -> None:
-    """Raises InputError for a plan that does not fit. whole_model: on `meta`, and not a stage of a
+    """Raise InputError for a plan that does not fit. whole_model: on `meta`, and not a stage of a
     pipeline, which has some of the modules; it is used up. All ranks find the same."""
     check_names(plan, whole_model)
     styles = styles_of(plan, whole_model)
@@ -119,7 +119,7 @@ def wrong(sentence: str) -> InputError:
 
 
 def drawn() -> str:
-    """The table as it stands in parallelisms/tp.py."""
+    """Return the table as in parallelisms/tp.py."""
     head = ["style", "module", "takes", "gives"]
     rows = [[style, row.kind, str(row.takes), str(row.gives)] for style, row in TABLE.items()]
     lines = []
@@ -129,8 +129,8 @@ def drawn() -> str:
 
 
 def check_names(plan: dict[str, str], whole_model: nn.Module) -> None:
-    """A misspelt row would leave a module whole on every rank. Only `output` may be missing, as in a
-    tied model."""
+    """Check that every row matches a module: a misspelt row would leave a module whole on every
+    rank. Only `output` may be missing, as in a tied model."""
     names = [name for name, _ in whole_model.named_modules()]
     for pattern, style in plan.items():
         if style not in tp.STYLES:
@@ -153,7 +153,7 @@ def near(word: str, words: list[str]) -> str:
 
 
 def styles_of(plan: dict[str, str], whole_model: nn.Module) -> dict[str, str]:
-    """Name of a module -> its style. The first row that matches counts."""
+    """Return name of a module -> its style. The first row that matches counts."""
     names = [name for name, _ in whole_model.named_modules()]
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
@@ -163,8 +163,8 @@ def styles_of(plan: dict[str, str], whole_model: nn.Module) -> dict[str, str]:
 
 
 def check_kinds(styles: dict[str, str], whole_model: nn.Module) -> None:
-    """Each module has a style for its kind, and each with parameters that are trained has one. The
-    experts are expert parallelism's."""
+    """Check that each module's style fits its kind, and that each module with trained parameters
+    has a style. The experts are left to expert parallelism."""
     for mixture in whole_model.mixtures().values():
         mixture.experts.requires_grad_(False)
     for name, module in whole_model.named_modules():
@@ -198,7 +198,7 @@ def kind_of(module: nn.Module) -> str:
 
 
 def fitting(kind: str, form: Form | None = None) -> str:
-    """Which styles fit a module of this kind, or one that gets this."""
+    """List the styles that fit a module of this kind, or one that gets this."""
     found = [
         style
         for style, row in TABLE.items()
@@ -216,7 +216,8 @@ def fits(form: Form, takes: Form) -> bool:
 
 
 def keep_one_layer_of_each_kind(styles: dict[str, str], whole_model: Any) -> None:
-    """Two layers are of one kind if their modules have the same classes, shapes and styles."""
+    """Delete layers whose kind is there already: two are of one kind if their modules have the same
+    classes, shapes and styles."""
     seen = set()
     for number, layer in list(whole_model.layers.items()):
         modules = []
@@ -233,8 +234,8 @@ def keep_one_layer_of_each_kind(styles: dict[str, str], whole_model: Any) -> Non
 def check_forms(
     plan: dict[str, str], styles: dict[str, str], model: Any, tp_mesh: DeviceMesh
 ) -> None:
-    """One forward pass on `meta`. What a module with a style gets is what its style takes, and each
-    block returns a slice."""
+    """Run one forward pass on `meta`, and check that a module with a style gets what its style
+    takes, and that each block returns a slice."""
     watch = PlanWatch(styles, model, tp_mesh.size())
     try:
         tp.apply(model, tp_mesh, plan)
@@ -253,7 +254,7 @@ def check_forms(
 
 
 def hidden_states(h: Tensor, weight: Tensor) -> Tensor:
-    """In the place of a loss head."""
+    """Return the hidden states; takes the place of a loss head."""
     return h
 
 
@@ -264,7 +265,7 @@ class PlanWatch:
     def __init__(self, styles: dict[str, str], model: Any, ranks: int):
         self.styles = styles
         self.ranks = ranks
-        # so long that a slice of a slice has several tokens too: one would be broadcast
+        # long enough that a slice of a slice has several tokens too: one would be broadcast
         self.T = 2 * ranks * ranks
         self.dim = model.args.dim
         self.widths = {name: widths(module) for name, module in model.named_modules()}
@@ -322,8 +323,8 @@ class PlanWatch:
             )
 
     def form_of(self, x: Tensor, width: int | None) -> Form:
-        """What this rank has. x: [1, T], [1, T, features], [1, T, heads, E], or without the 1; width:
-        features in one process."""
+        """Return what this rank has. x: [1, T], [1, T, features], [1, T, heads, E], or without the
+        1; width: features in one process."""
         shape = shape_of(x)
         count = shape[1] if shape[0] == 1 else shape[0]
         tokens = {self.T: WHOLE, self.T // self.ranks: SLICE}.get(count, f"{count} tokens")
@@ -337,7 +338,8 @@ class PlanWatch:
         return Form(tokens, features, DTENSOR if isinstance(x, DTensor) else PLAIN)
 
     def around(self, name: str) -> str:
-        """The module around this one, if it has no row: it could have gathered the sequence."""
+        """Return the module around this one, if it has no row: it could have gathered the
+        sequence."""
         parent = name.rpartition(".")[0]
         is_block = parent.count(".") < 2
         return "" if is_block or parent in self.styles else f" ({parent} has no row)"
@@ -355,7 +357,8 @@ class PlanWatch:
 
 
 def widths(module: nn.Module) -> tuple[int | None, int | None]:
-    """How many features a module takes and gives in one process; None: it does not say."""
+    """Return how many features a module takes and gives in one process; None where that is
+    unknown."""
     weight = getattr(module, "weight", None)
     if weight is None:
         return None, None
@@ -365,5 +368,5 @@ def widths(module: nn.Module) -> tuple[int | None, int | None]:
 
 
 def shape_of(x: Tensor) -> list[int]:
-    """Of what this rank has."""
+    """Return the shape of what this rank has."""
     return list(x.to_local().shape if isinstance(x, DTensor) else x.shape)

@@ -30,8 +30,8 @@ class SequenceSlice(ParallelStyle):
 
 
 class GatherPlain(ParallelStyle):
-    """All-gathers the first input over the sequence, as a plain tensor. Every rank uses it for heads
-    of its own, so backward reduce-scatters its gradient."""
+    """All-gathers the first input over the sequence, as a plain tensor. Every rank uses it for
+    other heads, so backward reduce-scatters its gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple) -> tuple:
@@ -63,7 +63,7 @@ class SplitEmbedding(nn.Embedding):
         self.first = rows * mesh.get_local_rank()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x int64 [B, T] -> [B, this rank's slice of T, D]."""
+        """Look up tokens: x int64 [B, T] -> [B, this rank's slice of T, D]."""
         weight = local(self.weight)
         own = x - self.first  # [B, T]
         is_own = (own >= 0) & (own < len(weight))
@@ -93,7 +93,7 @@ class PlainLinear(nn.Linear):
         self.weight = part_of(whole.weight, mesh, placement)
 
     def forward(self, input: Tensor) -> Tensor:
-        """input [..., in_features] -> [..., this rank's of out_features]."""
+        """Multiply: input [..., in_features] -> [..., this rank's of out_features]."""
         return F.linear(_plain(input), local(self.weight))
 
 
@@ -123,7 +123,7 @@ class SplitRMSNorm(nn.RMSNorm):
     of this rank] in and out (OLMo 2's QK-norm, models/olmo2.py).
 
     The sum of squares of a token goes over all columns, so it is all-reduced: one float32 per token
-    in forward, and its gradient in backward. A rank has the gains of its own columns. It sees the
+    in forward, and its gradient in backward. A rank has the gains of its columns. It sees the
     whole sequence, so their gradient is whole too.
     """
 
@@ -149,8 +149,8 @@ class NormOfColumns(ParallelStyle):
 
 
 class SumOverRanks(torch.autograd.Function):
-    """The sum of a tensor over the ranks of a group. Each rank uses it for columns of its own, so
-    its gradient is the sum of theirs."""
+    """Sums a tensor over the ranks of a group. Each rank uses it for other columns, so its
+    gradient is the sum of theirs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
