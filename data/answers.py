@@ -29,7 +29,7 @@ class Example(NamedTuple):
 
 
 class Format(Protocol):
-    """How the record of a line becomes tokens."""
+    """Interface of a format: turn the record of a line into tokens."""
 
     def encode(self, record: dict) -> Example: ...  # raises InvalidExample
 

@@ -99,7 +99,7 @@ def open_run(folder: str) -> Audited:
 
 
 def saved_steps(run: Path | Key) -> list[int]:
-    """Of its checkpoints, wherever they are. Raises InputError."""
+    """List the steps of the run's checkpoints, on disk or in a store. Raises InputError."""
     saved = []
     for folder in checkpoint_places(run):
         for name in places.folders_in(folder):

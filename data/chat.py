@@ -245,8 +245,8 @@ class Chat:
         return spans
 
     def end(self, text: str, first: int) -> int:
-        """Where an answer ends that begins at `first` of the text: after its last special token, if
-        only whitespace follows."""
+        """Return the end of the answer that begins at character `first` of the text: after its last
+        special token, if only whitespace follows."""
         stop = len(text)
         for match in self.special.finditer(text, first):
             if not text[match.end() :].strip():
@@ -353,14 +353,14 @@ def find_template(cfg: Data, tok: Tokenizer) -> Template:
 
 
 def _is_hugging_face(path: Path) -> bool:
-    """Whether the files of a Hugging Face tokenizer lie there. Only they say more than the
-    tokenizer that was made of them."""
+    """Return whether a folder holds the files of a Hugging Face tokenizer, which say more than the
+    tokenizer that was built from them."""
     return path.name == "tokenizer.json" and (path.parent / "tokenizer_config.json").is_file()
 
 
 def has_template(path: Path) -> bool:
-    """Whether the files of a Hugging Face tokenizer that has a template lie there. path: of its
-    tokenizer.json. Raises InputError."""
+    """Return whether a folder holds the files of a Hugging Face tokenizer with a chat template.
+    path: of its tokenizer.json. Raises InputError."""
     return _is_hugging_face(path) and bool(_of_hugging_face(path)[2])
 
 

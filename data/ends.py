@@ -131,7 +131,8 @@ def _ids(said: object) -> Iterator[int]:
 
 
 def _name(token: object) -> str:
-    """Of a token that is written as its name or as an object with its properties; "": of none."""
+    """Return the name of a token that is given as a string or as an object with its properties; ""
+    if there is none."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""

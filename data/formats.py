@@ -1,5 +1,5 @@
-"""What `data.format` says about the lines of a source: text, conversations, or prompts with their
-completions. Of the last two, only answers are trained on (data/answers.py).
+"""Turns the lines of a source into tokens as `data.format` says: plain text, conversations, or
+pairs of prompt and completion. In the last two only answers are trained on (data/answers.py).
 
 A format is described as JSON and written into the prepared folder (`format.json`), so that the
 folder explains itself and every process that makes a part does the same.

@@ -126,10 +126,11 @@ def _known(pair: tuple[bytes, bytes], made: dict) -> bool:
 
 
 def _meet(left: bytes, right: bytes, rank_of: dict[bytes, int], made: dict) -> bool:
-    """Whether merging the bytes of both makes just these two, before it joins them. Both are bytes
-    or in `made`, so the merges inside each happen in the order of ranks. This takes back, the last
-    first, those that touch the border between the two, and looks for a token across it that would
-    have come before. Of equal ranks the leftmost comes first."""
+    """Return whether BPE on the bytes of `left + right` reaches exactly these two tokens before it
+    merges them. Both are single bytes or in `made`, so the merges inside each happen in the order
+    of ranks. Merges that touch the border between the two are undone, the last first, and a token
+    across the border that would have been merged earlier is searched for. Of equal ranks the
+    leftmost merges first."""
     while True:
         a, b = made.get(left), made.get(right)
         if a is None and b is None:
@@ -302,8 +303,8 @@ def read_file(path: Path, end: str = "", cache: str | None = None) -> Tokenizer:
 
 
 def _are_in(ids: Any, known: set[int]) -> bool:
-    """Whether config.json names these ids of tokens, one or several. Its default, 2, often stands for
-    an ordinary word."""
+    """Return whether the token ids of config.json, one or several, are in the vocabulary. Its
+    default, 2, is often the id of an ordinary word."""
     every = ids if isinstance(ids, list) else [ids]
     return bool(every) and all(type(id) is int and id in known for id in every)
 
@@ -382,9 +383,9 @@ def _added(document: dict) -> list[Added]:
 
 
 def prove(document: dict, added: list[Added]) -> Proof:
-    """What tiktoken needs to make the ids of `tokenizers`. Raises ValueError, with the reason, if
-    nothing shows that they would be the same, and KeyError, TypeError or the like for a document of
-    another shape."""
+    """Return the ranks and the regular expression with which tiktoken gives the ids of
+    `tokenizers`. Raises ValueError, with the reason, if nothing shows that they would be the same,
+    and KeyError, TypeError or the like for a document of another shape."""
     model = document["model"]
     if model.get("type", "BPE") != "BPE":
         raise ValueError(f"it is a {model['type']} model, not a byte-level BPE")
@@ -435,7 +436,7 @@ def prove(document: dict, added: list[Added]) -> Proof:
 
 
 def _normalizes(document: dict) -> bool:
-    """Whether a text becomes NFC first, which is all that may happen to it."""
+    """Return whether texts are normalised to NFC. Raises ValueError for any other normalizer."""
     steps = library.steps_of(document.get("normalizer"), "normalizers")
     other = [step["type"] for step in steps if step["type"] != "NFC"]
     if other:
@@ -508,8 +509,8 @@ def _ranks(
 
 
 def _count_in_order(ranks: list[bytes], position: dict[tuple[bytes, bytes], int]) -> int:
-    """How many tokens merging by these ranks makes; -1 if the pairs that it needs are not all in the
-    list, in the order of their `position` there."""
+    """Count the tokens that merging by these ranks makes; -1 if the pairs that it needs are not all
+    in the list, in the order of their `position` there."""
     count = 0
     last = -1
     listed = {left + right: (left, right) for left, right in position}

@@ -1,4 +1,4 @@
-"""What a run would read: is it there, and does its tokenizer fit the model?
+"""Checks that a run's inputs exist and that its tokenizer fits the model.
 
 `tools/check.py` asks on each node before the ranks start, `data/open.py` when they open their text.
 So nothing here imports torch. A file or a connection is for what an option names by URL alone.
@@ -19,8 +19,8 @@ from data.tokenizer import Tokenizer
 
 
 def sources_of(cfg: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """What the run trains on, and [[validation.sets]]: name -> source. The source of a run without
-    a mixture is called ""."""
+    """Return the sources to train on and those of [[validation.sets]], as name -> source each. The
+    source of a run without a mixture is called ""."""
     rows = {row.name: row.source for row in cfg.data.mixture} or {"": cfg.data.source}
     return rows, {row.name: row.source for row in cfg.validation.sets}
 

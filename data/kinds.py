@@ -16,7 +16,7 @@ POINTER = b"version https://git-lfs"  # how a clone without Git LFS has a large 
 
 
 class FileKind(NamedTuple):
-    """How files of a kind begin, and what to do with one."""
+    """First bytes of a kind of file, its name, and advice to the user."""
 
     begins: bytes
     is_called: str

@@ -114,7 +114,8 @@ class LibraryTokenizer(Tokenizer):
         return np.array(self._ask(self.in_text, text).ids, self.dtype)
 
     def has_other_ids(self) -> bool:
-        """Whether tiktoken gives other ids for MANY_KINDS than the library, against the proof."""
+        """Return whether tiktoken gives other ids for MANY_KINDS than the library, against the
+        proof."""
         made = build(self.document)
         made.encode_special_tokens = True
         try:
@@ -159,8 +160,8 @@ class LibraryTokenizer(Tokenizer):
         return [np.array(one.ids, self.dtype) for one in made]
 
     def encode_rendered(self, text: str) -> Encoded:
-        """As `Tokenizer.encode_rendered`. The bytes of a character that several tokens share are
-        counted to the first of them."""
+        """Encode a rendered conversation, as `Tokenizer.encode_rendered` does. The bytes of a
+        character that several tokens share are counted to the first of them."""
         text.encode()
         made = self.proved.ranks(text, rendered=True) if self.proved else None
         if made is None or made[1]:  # the offsets are those of the text, not of what NFC made
@@ -189,8 +190,8 @@ class LibraryTokenizer(Tokenizer):
 
     @property
     def byte_lengths(self) -> list[int]:
-        """How many bytes of text each id stands for, as in `Tokenizer`. Raises ValueError where
-        only a text tells (`encode_with_bytes`)."""
+        """List the bytes of text of each id, as `Tokenizer.byte_lengths` does. Raises ValueError
+        where they depend on the text (`encode_with_bytes`)."""
         if not self.is_byte_level:
             raise ValueError("the tokens of this tokenizer have no length of their own")
         lengths = [0] * self.n_vocab
@@ -200,9 +201,10 @@ class LibraryTokenizer(Tokenizer):
         return lengths
 
     def encode_with_bytes(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """As `Tokenizer.encode_with_bytes`. Where the bytes of the tokens are not those of the text,
-        they come from the library's offsets: a token has what lies between the end of the token
-        before it and its own, and the last one also what follows it."""
+        """Encode a text and count the bytes of each token, as `Tokenizer.encode_with_bytes` does.
+        Where the bytes of the tokens are not those of the text, the library's offsets count: a
+        token gets the bytes between the end of the token before it and its own end, and the last
+        one also those that follow it."""
         total = len(text.encode())
         if self.is_byte_level:
             ids = self.encode(text)
@@ -218,8 +220,8 @@ class LibraryTokenizer(Tokenizer):
 
     @cached_property
     def _bytes_of_id(self) -> dict[int, bytes]:
-        """Of a byte-level vocabulary, as the library's decoder reads it: a token with a letter that
-        stands for no byte is taken as it is."""
+        """Map the ids of a byte-level vocabulary to bytes, as the library's decoder reads it: a
+        token with a letter that stands for no byte is taken literally."""
         byte_of = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
 
         def content(word: str) -> bytes:
@@ -252,7 +254,7 @@ class LibraryTokenizer(Tokenizer):
     # the saved file
 
     def found(self) -> dict:
-        """What opening the document has found, as JSON."""
+        """Describe as JSON what was found when the document was opened."""
         proof = self.proved.proof if self.proved else None
         return {
             "split": proof.split if proof else None,  # first, as data/saved_tokenizer.py looks
@@ -264,7 +266,8 @@ class LibraryTokenizer(Tokenizer):
         }
 
     def save(self, path: str) -> None:
-        """As `Tokenizer.save`: the file holds the document, what lay beside it, and the proof."""
+        """Save the document, its companion files and the proof to one file, for
+        `Tokenizer.save`."""
         saved = self.found() | {"beside": dict(self.beside), "document": self.document}
         with open(path, "w", encoding="ascii") as file:
             file.write(json.dumps(saved))
@@ -315,7 +318,8 @@ def added_by(library: tokenizers.Tokenizer) -> list[Added]:
 
 
 def byte_offsets(text: str, offsets: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Where tokens begin and end in the UTF-8 of a text, int64 [n] each. offsets: in characters."""
+    """Return the begin and the end of each token in the UTF-8 of a text, int64 [n] each. offsets:
+    in characters."""
     places = np.array(offsets, np.int64).reshape(-1, 2)
     if text.isascii():
         return places[:, 0], places[:, 1]
@@ -336,7 +340,8 @@ def shares(stops: np.ndarray, total: int) -> np.ndarray:
 
 
 def is_byte_level(document: dict) -> bool:
-    """Whether its tokens are bytes, each written as a letter (data/tokenizer.py::letters_of_bytes)."""
+    """Return whether tokens are bytes, each written as a letter
+    (data/tokenizer.py::letters_of_bytes)."""
     decoder = document.get("decoder") or {}
     is_bpe = document["model"].get("type", "BPE") == "BPE"
     steps = steps_of(document.get("pre_tokenizer"), "pretokenizers")
@@ -348,8 +353,9 @@ def _is_to_bytes(step: dict) -> bool:
 
 
 def loses_text(document: dict, added: list[Added], is_proved: bool) -> bool:
-    """Whether the bytes of a byte-level tokenizer's tokens may be other than those of a text. is_proved:
-    tiktoken makes its ids, so its cuts remove nothing (data/hf_tokenizer.py::prove)."""
+    """Return whether the bytes of a byte-level tokenizer's tokens may differ from those of the
+    text. is_proved: tiktoken makes its ids, so its cuts remove nothing
+    (data/hf_tokenizer.py::prove)."""
     steps = steps_of(document.get("pre_tokenizer"), "pretokenizers")
     removes = not is_proved and any(step.get("behavior") == "Removed" for step in steps)
     prefixes = any(step.get("add_prefix_space") for step in steps)

@@ -40,7 +40,8 @@ Batch = dict[str, torch.Tensor]
 
 
 class Ranks(Protocol):
-    """What the data must know about the other ranks. `parallelisms/mesh.py::Mesh` has all of it."""
+    """Interface through which the data sees the other ranks; `parallelisms/mesh.py::Mesh` has all
+    of it."""
 
     @property
     def dp_rank(self) -> int: ...  # which share of each global batch is this rank's
@@ -148,7 +149,8 @@ class Corpora:
         return held_out
 
     def audit_hint(self, step: int, windows: list[list[int]]) -> str:
-        """Where a person finds the text of a step. windows: the `window` of each rank's batch."""
+        """Name the command that shows the text of a step. windows: the `window` of each rank's
+        batch."""
         return f"`python -m data.audit {self.cfg.run.folder} --steps={step}` shows its documents"
 
 
@@ -255,7 +257,7 @@ class Batches:
 
     @property
     def is_stored(self) -> bool:
-        """Whether some of its text is in a store."""
+        """Return whether any of the text is in a store."""
         return any(tokens.is_stored for tokens in self.sources)
 
     def locate(self, step: int) -> tuple[np.ndarray, np.ndarray]:

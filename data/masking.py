@@ -1,4 +1,4 @@
-"""Where documents begin inside windows, for attention that stays inside a document
+"""Finds the beginnings of documents inside windows, for attention that stays inside a document
 (`data.mask_documents`)."""
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ def document_begins(
     stop: np.ndarray,
     length: int,
 ) -> np.ndarray:
-    """Whether a token of a window is the first of a document, bool [rows, length]. The window of
-    each row has the tokens [start, stop) of its `source` (int64 [rows] each), at most `length`. If
-    it has fewer, the padding after them is a document too."""
+    """Mark the first token of each document in each window, bool [rows, length]. The window of each
+    row has the tokens [start, stop) of its `source` (int64 [rows] each), at most `length`. If it
+    has fewer, the padding after them is a document too."""
     begins = np.zeros((len(start), length), bool)
     for i in np.unique(source):
         rows = np.flatnonzero(source == i)

@@ -51,7 +51,7 @@ def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
 
 
 def describe_run(cfg: Config, sources: dict[str, Prepared]) -> dict:
-    """What decides the order of the training data, as JSON."""
+    """Describe as JSON all that decides the order of the training data."""
     weights = {"": [[0, 1.0]]}
     for entry in cfg.data.mixture:
         weights[entry.name] = [[0, entry.weight], *map(list, entry.schedule)]
@@ -103,8 +103,8 @@ def _check_tokenizers(opened: list) -> None:
 
 
 def _sets(sources: dict, further: dict[str, Prepared]) -> dict[str, Tokens]:
-    """What is held out of each source that holds something out, and the further sets: what these
-    hold out, or else all of their text."""
+    """Collect the validation sets: the held-out text of each source that has some, and of each
+    further set its held-out text or else all of its text."""
     sets = {}
     for name, corpus in sources.items():
         if len(corpus.validation):

@@ -70,8 +70,8 @@ class Segment:
     sources: tuple[Source, ...]
 
     def locate(self, sample: np.ndarray) -> Pair:
-        """For samples of this segment (int64 [n], ascending): the source of each, and how many
-        samples of that source came before it in the run; int64 [n] each."""
+        """Return the source of each sample of this segment (int64 [n], ascending), and the number
+        of samples of that source before it in the run; int64 [n] each."""
         if len(self.sources) == 1:
             return np.zeros_like(sample), sample + self.sources[0].consumed
         block, slot = np.divmod(sample, BLOCK)
@@ -87,14 +87,14 @@ class Segment:
         return source, consumed[source] + block * share[source] + before
 
     def slots(self, block: int) -> Pair:
-        """For the slots of a block: the source of each, and how many slots of that source are before
+        """Return the source of each slot of a block, and the number of slots of that source before
         it; int64 [BLOCK] each."""
         shares = tuple(source.share for source in self.sources)
         return _slots(shares, derived_key(self.seed, ""), self.sample + block * BLOCK)
 
     def consumed(self, samples: int) -> list[int]:
-        """How many samples of each source the run has consumed when `samples` of this segment are
-        done."""
+        """Count the samples of each source that the run has consumed after `samples` samples of
+        this segment."""
         blocks, left = divmod(samples, BLOCK)
         partial = np.zeros(len(self.sources), np.int64)  # of the block that is not complete
         if left:
@@ -173,7 +173,7 @@ class Order:
         return total
 
     def consumed(self, step: int) -> list[int]:
-        """How many samples of each source (of the segment of `step`) the run has consumed before
-        `step`."""
+        """Count the samples of each source (of the segment of `step`) that the run has consumed
+        before `step`."""
         segment = self.segment(step)
         return segment.consumed((step - segment.step) * segment.global_batch_size)

@@ -48,7 +48,7 @@ class PackedTokens(Tokens):
         return self.packed[seq_len]
 
     def are_answers(self, start: int, stop: int) -> np.ndarray:
-        """Whether each token of [start, stop) is of an answer, bool."""
+        """Return which tokens of [start, stop) belong to an answer, bool [stop - start]."""
         # an odd number of borders lies at or before a token of an answer
         before = self.answers.searchsorted(start, "right")
         inside = self.answers[before : self.answers.searchsorted(stop, "left")]
@@ -76,7 +76,7 @@ def pack(starts: np.ndarray, total: int, room: int) -> tuple[np.ndarray, np.ndar
 
 
 def count(tokens: Tokens, seq_len: int) -> int:
-    """How many windows a split has."""
+    """Count the windows of a split."""
     if isinstance(tokens, PackedTokens):
         return len(tokens.windows(seq_len))
     return max(0, (len(tokens) - 1) // seq_len)

@@ -38,7 +38,7 @@ class Added(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """What tiktoken needs to make the ids of a tokenizer.json."""
+    """Ranks and regular expression with which tiktoken gives the ids of a tokenizer.json."""
 
     ranks: list[bytes]
     ids: list[int]  # of the ranks
@@ -146,8 +146,8 @@ class Proved:
 
     @cached_property
     def patterns(self) -> tuple[re.Pattern, re.Pattern]:
-        """Of the added tokens before and after the normalizer. Of two that begin at the same
-        place the longer one is meant."""
+        """Compile the patterns that find the added tokens before and after the normalizer. Of two
+        that begin at the same place the longer one wins."""
         return names_pattern(self.before), names_pattern(self.after)
 
 

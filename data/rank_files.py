@@ -74,7 +74,7 @@ def _llama4_special_tokens() -> list[str]:
 
 
 class RankFile(NamedTuple):
-    """What a published rank file does not say."""
+    """Facts about a published rank file that the file itself does not contain."""
 
     split: str
     ranks: int
@@ -222,7 +222,7 @@ def _digest(content: bytes) -> str:
 
 
 def _lines(ranks: list[bytes]) -> list[bytes]:
-    """As files are published: in the order of ranks."""
+    """Format ranks as the lines of a published file, in their order."""
     return [b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(ranks)]
 
 

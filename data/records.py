@@ -414,7 +414,7 @@ class _Text:
 
 
 class _Nesting:
-    """How deep a place is in the brackets and strings of a value."""
+    """Nesting depth of the scanner's place in the brackets and strings of a value."""
 
     def __init__(self) -> None:
         self.depth = 0

@@ -163,8 +163,8 @@ def refuse_internal(name: str) -> None:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Where templates run: https://huggingface.co/docs/transformers/chat_templating_writing names
-    these settings and functions."""
+    """Build the sandboxed jinja2 environment of the templates, with the settings and functions that
+    https://huggingface.co/docs/transformers/chat_templating_writing names."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -201,9 +201,9 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def reply(source: str, request: dict | None) -> dict:
-    """What a request is answered with. request: the variables of a rendering, answered with `text`;
-    or None, answered with `reads`, the names of all variables that the template reads. Failures are
-    answered with `error`."""
+    """Answer a request. request: the variables of a rendering, answered with `text`; or None,
+    answered with `reads`, the names of all variables that the template reads. Failures are answered
+    with `error`."""
     try:
         template = _compiled(source)
         if request is None:

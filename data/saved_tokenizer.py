@@ -26,8 +26,8 @@ def load(path: str) -> Tokenizer:
 
 
 def is_saved(path: str) -> bool:
-    """Whether a file is what `Tokenizer.save` writes, as a run's folder has it. It begins with what
-    no other tokenizer.json begins with."""
+    """Return whether `Tokenizer.save` wrote the file, as into a run's folder. Its first key is one
+    that no other tokenizer.json begins with."""
     try:
         with open(path, "rb") as file:
             return b'"split"' in file.read(20)

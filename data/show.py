@@ -29,7 +29,7 @@ BRACKETS = ("[[", "]]")
 
 
 def colours(when: str) -> bool:
-    """Whether to write in colour. when: auto, always or never."""
+    """Return whether to write in colour. when: auto, always or never."""
     if when == "auto":
         return sys.stdout.isatty() and "NO_COLOR" not in os.environ
     return when == "always"
@@ -78,7 +78,7 @@ def row(run: Audited, step: int, number: int) -> dict:
 
 
 def as_text(shown: dict, tokenizer: Tokenizer, coloured: bool) -> str:
-    """What `row` returns, for a person."""
+    """Format the result of `row` for a terminal."""
     tokens, counts = shown["tokens"], shown["counts"]
     source = f"source {shown['source']}, " if shown["source"] else ""
     lines = [
@@ -122,6 +122,6 @@ def _in_its_place(
 
 
 def as_json(shown: dict) -> str:
-    """What `row` returns, as one line of JSON."""
+    """Format the result of `row` as one line of JSON."""
     lists = {key: shown[key].tolist() for key in ("tokens", "counts")}
     return json.dumps(shown | lists)

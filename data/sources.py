@@ -1,5 +1,4 @@
-"""Where text comes from: `documents(source)` yields (name, text) in an order that depends on names
-only.
+"""Reads text: `documents(source)` yields (name, text) in an order that depends on names only.
 
 | source                        | documents                                                                      | name      |
 |-------------------------------|--------------------------------------------------------------------------------|-----------|
@@ -188,8 +187,8 @@ def _place(piece: Piece, document: Document) -> str:
 
 
 def lines_before(piece: Piece) -> int:
-    """How many lines of the file begin before the piece, whose documents are numbered from there.
-    Reads up to the piece."""
+    """Count the lines of the file before the piece, whose documents are numbered from there. Reads
+    up to the piece."""
     if not piece.start or not _is(piece.file, JSON_LINES):
         return 0
     with open_file(piece.file) as file:
@@ -322,8 +321,9 @@ def _is_in_circle(path: str) -> bool:
 
 
 def _is_build_record(path: str) -> bool:
-    """Whether a file tells how this very Python was compiled (_sysconfigdata_*.py, config-3.x-*/).
-    Without these files the corpus is the same on every machine with the same Python version."""
+    """Return whether a file records how this Python was compiled (_sysconfigdata_*.py,
+    config-3.x-*/). Without these files the corpus is the same on every machine with the same Python
+    version."""
     return "_sysconfigdata" in path or f"{os.sep}config-" in path
 
 
@@ -375,8 +375,8 @@ def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
 
 
 def _has_json_lines(file: File) -> bool:
-    """Whether a file begins with lines that are a JSON object each. What cannot be read is reported
-    later."""
+    """Return whether a file begins with lines that are a JSON object each. A file that cannot be
+    read is reported later."""
     try:
         with open_file(file) as content:
             return records.begins_with_lines(content.read(records.HEAD))
@@ -385,14 +385,15 @@ def _has_json_lines(file: File) -> bool:
 
 
 def has_records(file: File, json_files: str = RECORDS) -> bool:
-    """Whether a file is JSON records by its name, compressed or not. json_files: as data.json_files."""
+    """Return whether a file is JSON records by its name, compressed or not. json_files: as
+    data.json_files."""
     kinds = JSON_LINES if json_files == AS_TEXT else (*JSON_LINES, JSON)
     return _is(file, (*kinds, *(kind + packed for kind in kinds for packed in COMPRESSED)))
 
 
 def json_reading(cfg: Data, files: list[File]) -> list[str]:
-    """What distinguishes how .json files are read from how they once were: as text if they were not
-    compressed, else as JSON lines. What was prepared then keeps its name."""
+    """Return the part of a fingerprint that tells how .json files are read, where that is not as
+    once: as text if uncompressed, else as JSON lines. So folders prepared then keep their name."""
     changed = JSON if cfg.json_files == RECORDS else tuple(JSON + packed for packed in COMPRESSED)
     return (
         [f"json {cfg.json_files}"] if any(f.path.lower().endswith(changed) for f in files) else []
@@ -471,7 +472,7 @@ def _unpacked(file: File, suffix: str) -> Any:
 
 
 def _reader(path: str, json_files: str) -> Callable[..., Generator[Document, None, int]]:
-    """What reads a file, by its name without the suffix of its compression."""
+    """Return the reader of a file, by its name without the suffix of its compression."""
     if path.endswith(JSON_LINES):
         return records.lines
     if path.endswith(JSON) and json_files == RECORDS:

@@ -30,9 +30,9 @@ def describe(
     global_batch_size: int,
     skip: Sequence[tuple[int, int]] = (),
 ) -> dict:
-    """What decides the order, as JSON. sources: (name, fingerprint, Tokens, [[step, weight], ...])
-    of each; a weight holds from its step on, the first from step 0. skip: data.skip. Raises
-    InputError if a source has less than one window, or is there twice."""
+    """Describe as JSON all that decides the order. sources: (name, fingerprint, Tokens, [[step,
+    weight], ...]) of each; a weight holds from its step on, the first from step 0. skip: data.skip.
+    Raises InputError if a source has less than one window, or is there twice."""
     described = []
     names_of_text: dict[str, list[str]] = {}
     for name, fingerprint, tokens, weights in sources:

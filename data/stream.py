@@ -80,9 +80,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class StreamSource:
-    """What is read, how it is cut, and how it becomes tokens. Equal `fingerprint`s mean the same
-    names, sizes and options. Whether the text is the same too is only seen when it is read
-    again."""
+    """A source that is tokenised while the run trains: its files, how they are cut, and how they
+    become tokens. Equal `fingerprint`s mean the same names, sizes and options. Whether the text is
+    the same too is only seen when it is read again."""
 
     cfg: Data
     tokenizer: Tokenizer
@@ -126,7 +126,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
 
 
 def _fingerprint(cfg: Data, pieces: list[sources.Piece], every: int) -> str:
-    """Of the names and sizes of the files, how they are cut, and how they are read."""
+    """Hash the names and sizes of the files, how they are cut, and how they are read."""
     cut = []
     for piece in pieces:
         file = piece.file
@@ -149,7 +149,7 @@ def _fingerprint(cfg: Data, pieces: list[sources.Piece], every: int) -> str:
 
 
 def describe(source: StreamSource, seed: int, seq_len: int, global_batch_size: int) -> dict:
-    """What decides the order, as JSON."""
+    """Describe as JSON all that decides the order."""
     return {
         "fingerprint": source.fingerprint,
         "tokenizer": source.tokenizer.fingerprint,

@@ -84,7 +84,7 @@ class EncodedTask:
     truncated: list[int] = field(default_factory=list)  # lines that are longer than the window
 
     def describe(self, window: int) -> str:
-        """What will be scored, and what is cut."""
+        """Describe the rows that will be scored and those whose context is cut, for the log."""
         text = f"evaluation {self.name}: {len(self.rows)} {UNITS[self.kind]}"
         if not self.truncated:
             return text
@@ -254,7 +254,7 @@ def first(tokenizer: Tokenizer) -> int:
 def _requests(
     row: Question | Text, tokenizer: Tokenizer, delimiter: str, window: int
 ) -> Iterator[ScoreRequest]:
-    """What a row asks for, however long its context is."""
+    """Yield the requests of a row, with contexts of any length."""
     if isinstance(row, Question):
         for number, choice in enumerate(row.choices):
             context = row.context_of(number)

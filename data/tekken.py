@@ -43,7 +43,7 @@ SPECIAL_TOKENS = (
 
 
 def is_tekken(path: Path) -> bool:
-    """Whether a .json file is one of Mistral's, by its name or its first lines."""
+    """Return whether a .json file is one of Mistral's, by its name or its first lines."""
     try:
         with open(path, "rb") as file:
             return "tekken" in path.name or b'"default_num_special_tokens"' in file.read(4096)

@@ -167,8 +167,7 @@ class Tokenizer:
 
     @property
     def byte_lengths(self) -> list[int]:
-        """How many bytes of text each id stands for, 0 for special tokens: needed to count a loss
-        per byte."""
+        """List the bytes of text of each id, 0 for special tokens: needed for a loss per byte."""
         lengths = [0] * self.n_vocab
         for id, token in zip(self.ids or range(len(self.ranks)), self.ranks):
             lengths[id] = len(token)
@@ -299,7 +298,7 @@ def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:
 
 
 def has_long_whitespace(text: str) -> bool:
-    """Whether a run of whitespace is longer than tiktoken's regular expressions can take."""
+    """Return whether a run of whitespace is longer than tiktoken's regular expressions can take."""
     return len(text) > LONGEST_WHITESPACE and bool(_LONG_WHITESPACE.search(text))
 
 

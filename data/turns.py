@@ -37,9 +37,9 @@ def of_run(run: Path, tok: Tokenizer) -> Chat | None:
 
 
 def find(folder: Path, tok: Tokenizer, template: str) -> Chat:
-    """How the model in a folder, a run's or one of Hugging Face's, is asked. template: as
-    data.chat_template; "": the one of the run, or of the tokenizer's files. Raises InputError if
-    there is none."""
+    """Return the chat template of the model in a folder, a run's or one of Hugging Face's.
+    template: as data.chat_template; "": the one of the run, or of the tokenizer's files. Raises
+    InputError if there is none."""
     from data import chat
 
     of_tokenizer = folder / "tokenizer.json"

@@ -237,7 +237,7 @@ class ServedBatches:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal or a debugger (proc(5), the state in
+    """Return whether a process is stopped by a signal or a debugger (proc(5), the state in
     /proc/PID/stat)."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:

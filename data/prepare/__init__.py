@@ -108,7 +108,7 @@ def prepare(
 
 
 def is_tokenised(source: str) -> bool:
-    """Whether a source is a prepared folder, here or in a store, which is asked."""
+    """Return whether a source is a prepared folder, here or in a store, which gets a request."""
     return is_prepared_there(source) if places.is_url(source) else is_prepared(source)
 
 
@@ -202,7 +202,8 @@ def _lock(path: str, log: Log) -> Iterator[int]:
 
 
 def _engine(on: str, most: int, lock: int, log: Log) -> Engine:
-    """What makes the parts."""
+    """Return the engine that makes the parts: processes of this machine, or tasks of a Ray
+    cluster."""
     if on == RAY:
         return cluster.RayCluster(log)
     return Processes(most or len(os.sched_getaffinity(0)), lock)
@@ -244,8 +245,8 @@ def _make(
 
 
 def _is_finished(temporary: str, key: str) -> bool:
-    """Whether a process was killed after it wrote the manifest, which comes last, and before the
-    rename."""
+    """Return whether an earlier process was killed between writing the manifest, which comes last,
+    and the rename."""
     with suppress(InputError):
         return read_manifest(temporary)["key"] == key
     return False

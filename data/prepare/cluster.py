@@ -83,7 +83,8 @@ class RayCluster(AbstractContextManager):
         progress: Callable[[int], object],
         add: Callable[[int, dict], None],
     ) -> None:
-        """As workers.Processes.make. `progress` counts finished parts."""
+        """Make the parts as Ray tasks, like workers.Processes.make. `progress` counts finished
+        parts."""
         import ray
 
         task = ray.remote(num_cpus=1, max_retries=RETRIES)(make_part)
@@ -108,8 +109,8 @@ class RayCluster(AbstractContextManager):
 def make_part(
     folder: str, plan: dict[str, bytes], part: int, change: dict
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """What a task does, on whichever machine: make the part. plan: as PrepareJob.plan. Returns what
-    workers.answer returns, and the files of the part where this machine does not see the folder."""
+    """Make the part, as a Ray task on any machine. plan: as PrepareJob.plan. Returns the result of
+    workers.answer, and the files of the part where this machine does not see the folder."""
     is_shared = _sees(folder, plan)
     job = _load(folder) if is_shared else _load(_own_folder(tuple(plan.items())).name)
     for index in sorted({index for index, *_ in job.parts[part]}):
@@ -146,8 +147,8 @@ def _load(folder: str) -> PrepareJob:
 
 
 def _is_same(file: sources.File) -> bool:
-    """Whether this machine has the file that the plan names. What is no path is left to its
-    reader."""
+    """Return whether this machine has the same file as the plan names. Names that are no paths are
+    checked by their reader."""
     if not os.path.isabs(file.path):
         return True
     try:

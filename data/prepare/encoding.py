@@ -57,8 +57,8 @@ def encode(
 
 
 def is_sized(cfg: Data, tok: tokenizer.Tokenizer, split: str) -> bool:
-    """Whether the bytes of each token of a split are recorded: of what a run may validate on, where
-    the ids do not tell them."""
+    """Return whether the split gets a table of the bytes of each token: where a run may validate on
+    it and the ids alone do not tell them."""
     return not tok.exact_lengths and (split == "validation" or not cfg.validation_fraction)
 
 

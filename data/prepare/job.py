@@ -50,7 +50,7 @@ Log = Callable[[str], object]
 
 @dataclass
 class PrepareJob:
-    """What the processes that make a folder share."""
+    """Everything that the processes which prepare one folder share."""
 
     folder: str
     cfg: Data
@@ -270,9 +270,9 @@ class PrepareJob:
         )
 
     def _continued(self, records: list[dict]) -> list[tuple[int, int]]:
-        """For each part: the file that its first piece continues, and how many lines of it earlier
-        parts have; (-1, 0) if the part begins with a new file. A part numbers the lines of a
-        continued file from its own first line."""
+        """Return, for each part, the file that its first piece continues and the number of lines of
+        it that earlier parts have; (-1, 0) if the part begins with a new file. A part numbers the
+        lines of a continued file from its own first line."""
         before: dict[int, int] = {}  # file -> lines in the parts so far
         continued = []
         for pieces, record in zip(self.parts, records, strict=True):
@@ -381,7 +381,7 @@ class PrepareJob:
 
 
 def allowed_failures(cfg: Data) -> float:
-    """How many documents may be unreadable."""
+    """Return the number of unreadable documents that are tolerated."""
     return float("inf") if cfg.source == "stdlib" else cfg.skip_failed
 
 
@@ -471,7 +471,7 @@ def _divide(files: list[sources.File], size: int) -> list[list[tuple]]:
 
 
 def change_of_sides(records: list[dict], fraction: float) -> dict:
-    """How to deal with documents so that neither split is empty. {"low": score} ("high"): the text
+    """Move documents between the splits so that neither is empty. {"low": score} ("high"): the text
     with this score is held out (trained on) although its hash says otherwise. "cut": all documents
     are the same text, which is cut in two."""
     if not records:  # files without a line or a row

@@ -199,8 +199,7 @@ def work(job: PrepareJob, threads: int) -> int:
 
 
 class Progress:
-    """How much of the source is read: a bar for a person at a terminal, otherwise a line every five
-    seconds."""
+    """Progress of reading the source: a bar at a terminal, otherwise a line every five seconds."""
 
     def __init__(self, total: int, done: int, log: Callable[[str], object]) -> None:
         """total, done: bytes of the source, and how many of them earlier processes have read."""

@@ -32,7 +32,7 @@ logger = logging.getLogger("plumbline")
 
 
 class Blocks:
-    """What a process reads of the shards of one corpus."""
+    """Reader of the shards of one corpus in a store, for one process."""
 
     def __init__(
         self, key: Key, sizes: dict[str, int], hashes: np.ndarray, path: str, limit: int
@@ -143,7 +143,7 @@ class Blocks:
         )
 
     def _kept(self, number: int, size: int) -> bytes:
-        """What lies in the block's slot."""
+        """Read the content of the block's slot."""
         try:
             return os.pread(self._descriptor(), size, number % self.slots * BLOCK)
         except OSError:

@@ -83,7 +83,8 @@ class StoredCorpus:
             return 0
 
     def path(self, name: str) -> str:
-        """Where a file of the corpus lies on this host; it is fetched if it does not."""
+        """Return the path of a file of the corpus on this host, fetching it first if it is not
+        there."""
         path = os.path.join(self.folder, name)
         if name in self.files and not self._is_here(path):
             with self._lock():
@@ -231,8 +232,9 @@ def read_manifest(url: str) -> dict:
 
 
 def is_prepared_there(url: str) -> bool:
-    """As configs/schema.py::is_prepared, of a store. An upload that was killed counts as one: its
-    manifest is missing, and it is no text."""
+    """Return whether a store has a prepared folder there, as configs/schema.py::is_prepared does
+    for a disk. A folder whose upload was killed counts as one: its manifest is missing, and it is
+    no text."""
     key = key_of(url)
     if glob.has_magic(key.path):
         return False

@@ -1,5 +1,5 @@
-"""Where the file of a tokenizer lies that an option names: here, in a folder, on the hub (hub.py), or
-in a store: `data.tokenizer = "s3://bucket/llama/tokenizer.json"`.
+"""Finds the file of the tokenizer that an option names: on this host, in a folder, on the hub
+(hub.py), or in a store: `data.tokenizer = "s3://bucket/llama/tokenizer.json"`.
 
 One in a store is fetched into a folder of `data.cache`, with the files beside it that say how a text
 begins and ends, and what its chat template is. The folder's name is a hash of what the store has, so

@@ -1,4 +1,4 @@
-"""What a source that is a URL names: objects, by their names, as a folder has files."""
+"""Lists the objects that a source given as a URL names, as a folder has files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMES = ("s3://", "gs://", "az://")
 
 
 def is_url(source: str) -> bool:
-    """Whether a source lies in an object store."""
+    """Return whether a source is a URL of an object store."""
     return source.startswith(SCHEMES)
 
 
@@ -45,7 +45,7 @@ def folders_in(place: Path | Key) -> list[str]:
 
 
 def out_place(text: str) -> str:
-    """What an option `--out` of argparse names: a folder, or a place in a store."""
+    """Parse an option `--out` of argparse: a folder, or a URL of a store."""
     try:
         return str(location(text)) if "://" in text else text
     except InputError as error:
