@@ -348,10 +348,10 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
         wanted = range(start, steps)
         batches = corpora.batches(order, wanted, mesh, job.args.vocab_size, pin_memory)
         while step < steps and not stopping:
-            clock.lap("other")
+            clock.record("other")
             watchdog.arm(patience + cfg.data.timeout_seconds, "data")
             batch = next(batches)
-            data_seconds = clock.lap("data")
+            data_seconds = clock.record("data")
 
             watchdog.arm(patience, "forward")
             lr = learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule)
@@ -387,26 +387,26 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             if every(step, cfg.metrics.interval) or step in (start + 1, steps) or stopping:
                 line = meter.line(step, order, result.loss, result.grad_norm, lr)
                 metrics.log(step, line | clock.metrics())
-            clock.lap("other")
+            clock.record("other")
             if every(step, cfg.validation.interval) or step == steps:
                 stopping |= run_validation(
                     job, held_out, corpora.tokenizer, metrics, step, stop, watchdog
                 )
-                clock.lap("validation")
+                clock.record("validation")
             if every(step, cfg.evaluation.interval) or step == steps:
                 stopping |= run_evaluation(job, tasks, metrics, step, stop, watchdog)
-                clock.lap("validation")
+                clock.record("validation")
             if every(step, cfg.checkpoint.interval) or step == steps or stopping:
                 save()
-                clock.lap("save")
+                clock.record("save")
                 clock.saved()
             if every(step, cfg.run.gc_interval):
                 gc.collect()
         batches.close()
         if batches.problem and step > start:
             save()
-        clock.lap("other")
-    clock.lap("save")  # the one in flight
+        clock.record("other")
+    clock.record("save")  # the one in flight
     watchdog.rest()
     batches.check(step)
     summary = summarise(job, corpora.tokenizer, step, meter, metrics)

@@ -8,8 +8,8 @@ and no rank is left waiting for one that gave up. What concerns one option alone
 `configs/schema.py`.
 
 Like all of `configs/` this imports no torch, unless model.flavor is a folder. What a family of
-models demands of its own numbers stands in models/flavors/, and what a mesh demands of them here: a
-family says which number is which (`models/options.py::Numbers`).
+models demands of its sizes is in models/flavors/, and what a mesh demands of them is here: a family
+says which number is which (`models/options.py::Numbers`).
 """
 
 import glob
@@ -156,7 +156,7 @@ def _batch_repair(global_batch: int, ranks: int, local: int | None) -> str:
 
 
 def trains_bpe(data: Data) -> bool:
-    """Whether a tokenizer of data.bpe_vocab_size will be trained for a source of the run.
+    """Return whether a tokenizer of data.bpe_vocab_size will be trained for a source of the run.
 
     A prepared folder has its own tokenizer. A path that does not exist may be such a folder on the
     machines of the run, so it counts as one; they check again.
@@ -173,13 +173,14 @@ def _is_elsewhere(source: str) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Whether reshard_after_forward is a number of ranks: neither true, false nor "default"."""
+    """Return whether reshard_after_forward is a number of ranks: neither true, false nor
+    "default"."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def no_flash(param_dtype: str, width: int) -> bool:
-    """Whether FlashAttention and cuDNN do not take this type, or heads of `width` numbers
-    (models/kernels/document_attention.py::kernel_exists)."""
+    """Return whether FlashAttention and cuDNN lack a kernel for this dtype, or for a head dimension
+    of `width` (models/kernels/document_attention.py::kernel_exists)."""
     return param_dtype in ("float32", "float64") or width % 8 != 0 or width > 256
 
 
@@ -188,7 +189,7 @@ def _no_flash(c: SimpleNamespace) -> bool:
 
 
 def _splits_heads(c: SimpleNamespace, heads: int) -> bool:
-    """Whether ranks that swap heads for tokens would get parts of heads."""
+    """Return whether Ulysses would have to split a head over ranks."""
     p = c.parallelism
     is_swapped = p.context_parallel > 1 and p.context_parallel_method == "ulysses"
     return is_swapped and heads % (p.context_parallel * p.tensor_parallel) != 0
@@ -872,7 +873,7 @@ RULES = {
     ),
     "lora_base": (
         lambda c: c.lora.rank > 0 and not (c.checkpoint.load_hf or c.checkpoint.load_path),
-        "{lora.rank} trains adapters beside the weights of a model, and none is named: set "
+        "{lora.rank} trains adapters of a model's weights, and none is named: set "
         "checkpoint.load_hf or checkpoint.load_path",
     ),
     "lora_load": (
@@ -880,8 +881,8 @@ RULES = {
             c.lora.rank > 0
             and (c.checkpoint.load_path_content != "model" or c.checkpoint.exclude_from_loading)
         ),
-        "{lora.rank} trains adapters beside all weights of checkpoint.load_path and nothing else "
-        "that is there: remove {checkpoint.load_path_content} and "
+        "{lora.rank} trains adapters of all weights of checkpoint.load_path and loads nothing "
+        "else that is there: remove {checkpoint.load_path_content} and "
         "{checkpoint.exclude_from_loading}",
     ),
     "lora_export": (
@@ -901,7 +902,7 @@ RULES = {
     "lora_async": (
         lambda c: c.lora.rank > 0 and c.parallelism.async_tensor_parallel,
         "{parallelism.async_tensor_parallel} together with {lora.rank} is not supported, since "
-        "nobody has tried the two: use one of them",
+        "it is untested: use one of them",
     ),
     "load_path": (
         lambda c: c.checkpoint.exclude_from_loading and not c.checkpoint.load_path,
@@ -961,7 +962,7 @@ RULES = {
     "experts_async": (
         lambda c: c.model.n_experts and c.parallelism.async_tensor_parallel,
         "{parallelism.async_tensor_parallel} together with experts ({model.n_experts}) is not "
-        "supported, since nobody has tried the two: set it to false",
+        "supported, since it is untested: set it to false",
     ),
 }
 
@@ -1019,7 +1020,8 @@ def broken_rules(
 
 
 def _split(family: Numbers, model: SimpleNamespace) -> SimpleNamespace:
-    """What a mesh splits of a model, as far as the family has it and it is known."""
+    """Collect the sizes of a model that a mesh splits, as far as the family has them and they are
+    known."""
     keys = {name: getattr(family, name) for name in ("heads", "kv_heads", "hidden_units")}
     known = {name: getattr(model, key) for name, key in keys.items() if key in vars(model)}
     return SimpleNamespace(**known)

@@ -1,5 +1,5 @@
-"""What a process asks of the CPU and of the libraries below PyTorch: how threads wait, which
-library runs float32 GEMMs, what memory is kept.
+"""Sets up the CPU and the libraries below PyTorch for a process: how threads wait, which library
+runs float32 GEMMs, what memory is kept.
 
 Import this module before torch: OpenMP reads its settings when its library is loaded. `train.py`
 and the packages whose modules are started with `python -m` (tools, data, checkpoint) do so first of
@@ -73,8 +73,8 @@ def float32_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> None:
 
 
 def bfloat16_is_fast() -> bool:
-    """Whether oneDNN multiplies bfloat16 faster than float32 here: with AMX or AVX512-BF16, unless
-    its environment forbids their use. Elsewhere a GEMM takes a hundred times longer than in
+    """Return whether oneDNN multiplies bfloat16 faster than float32 here: with AMX or AVX512-BF16,
+    unless its environment forbids their use. Elsewhere a GEMM takes a hundred times longer than in
     float32."""
     import torch
 
@@ -87,8 +87,8 @@ def bfloat16_is_fast() -> bool:
 
 
 def bfloat16_slowness() -> float:
-    """How many times longer a bfloat16 GEMM of 256^3 takes here than one in float32. Measured in a
-    fifth of a second where that is much."""
+    """Measure how many times longer a bfloat16 GEMM of 256^3 takes here than one in float32. Takes
+    a fifth of a second where that is much."""
     import torch
 
     seconds = []
@@ -104,6 +104,6 @@ def bfloat16_slowness() -> float:
 
 
 def cpu_settings() -> None:
-    """What a run on a CPU asks of the libraries, once torch is loaded."""
+    """Apply the settings of a run on a CPU that need torch to be loaded."""
     keep_memory()
     float32_products()

@@ -1,4 +1,4 @@
-"""Guess what a person meant who wrote something else, for the sentence that refuses it."""
+"""Suggest the option or value that a misspelt one was meant to be, for the error message."""
 
 import math
 import re

@@ -61,7 +61,7 @@ for _table, _model in TABLES.items():
 
 
 class ConfigError(InputError):
-    """What is wrong with a configuration; `problems` has one line for each mistake."""
+    """Mistakes in a configuration; `problems` has one line for each."""
 
     def __init__(self, problems: list[str]):
         self.problems = problems
@@ -88,8 +88,8 @@ def load_config(
     An option that was not set and follows from others, such as training.local_batch_size, gets its
     number. Raises ConfigError.
 
-    typed: whether a person wrote these arguments, who means one thing by an option; a program may
-    put later ones over earlier ones.
+    typed: whether a user typed these arguments, so that an option given twice is a mistake; a
+    program may override earlier ones by later ones.
     """
     path, overrides, problems, doubtful = _arguments(argv)
     if typed:
@@ -98,7 +98,7 @@ def load_config(
     try:
         tables = read_toml(path)
     except ConfigError as error:
-        # nobody knows what the file was to say, so no rule can be checked
+        # the content of the file is unknown, so no rule can be checked
         tables = {}
         doubtful = set(OPTIONS)
         problems += error.problems
@@ -329,7 +329,7 @@ KINDS = {
 
 
 def _expected(option: dict, value: object, error: dict) -> str:
-    """What is allowed instead of `value`."""
+    """Describe the values that an option allows instead of `value`."""
     if len(error["loc"]) > 2 and "properties" in option.get("items", {}):
         return _expected_in_row(option["items"]["properties"], error)
     if error["type"] == "value_error":
@@ -345,7 +345,7 @@ def _expected(option: dict, value: object, error: dict) -> str:
 
 
 def _expected_in_row(fields: dict[str, dict], error: dict) -> str:
-    """What is allowed for one key of one table, in an option that is a list of tables."""
+    """Describe the values that one key allows in a table, in an option that is a list of tables."""
     row = error["loc"][1] + 1
     key = str(error["loc"][2])
     if error["type"] == "missing":
@@ -388,7 +388,7 @@ def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
         )
     meant = [option for option in OPTIONS if option.split(".")[1] == name]
     if meant and not isinstance(value, dict):
-        return f"{name}: stands in no table; did you mean {_either(meant)}?", set(meant)
+        return f"{name}: is outside of any table; did you mean {_either(meant)}?", set(meant)
     near = get_close_matches(name.lower().replace("-", "_"), TABLES, n=1)
     hint = f"did you mean [{near[0]}]?" if near else f"the tables are {', '.join(TABLES)}"
     kind = "table" if isinstance(value, dict) else "table or option"
@@ -401,7 +401,7 @@ def _either(names: Iterable[str]) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text on one line, whatever it contains, and not too long."""
+    """Escape and shorten a text so that it fits on one line."""
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= 300 else text[:297] + "..."
 

@@ -1,11 +1,11 @@
-"""How every program begins and ends: what Ctrl-C does to a tool, and a stop signal to a run that does
-not listen itself yet (reliability/stop.py), or not any more.
+"""Defines how every program begins and ends: the effect of Ctrl-C on a tool, and of a stop signal
+on a run outside of training (in it, reliability/stop.py handles them).
 
     tool               Ctrl-C: it ends with exit code 130 and one word, wherever it is, never with a
                        traceback; what `with` and `finally` clean up is cleaned up. Again: at once
     run                SIGTERM, SIGINT, SIGHUP and SIGUSR1 outside of training: exit code 75 and a
                        sentence, as there is nothing to save
-    a tool's servant   ignores Ctrl-C, which the tool answers
+    a child of a tool  ignores Ctrl-C, which the tool answers
 
 A tool that is silent for 5 s at a terminal says for how long it has been at work, and where it is.
 
@@ -147,7 +147,8 @@ def begin() -> None:
 
 
 def started_as() -> str | None:
-    """The module or the script that this process is; None if it is somebody else's."""
+    """Return the module or the script of ours that this process runs; None if it is another
+    program."""
     words = sys.orig_argv
     script = sys.argv[0] if sys.argv else ""
     if (
@@ -172,7 +173,7 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
     before = sys.unraisablehook
 
     def unraisable(about: "sys.UnraisableHookArgs") -> None:
-        """Where Python would drop the exception, such as in `__del__`."""
+        """Exit at Ctrl-C also where Python would drop the exception, such as in `__del__`."""
         if about.exc_type is KeyboardInterrupt:
             leave(INTERRUPTED, "interrupted")
         before(about)
@@ -218,7 +219,7 @@ def is_ours(file: str) -> bool:
 
 def end_children() -> None:
     """Kill the processes of multiprocessing, which would be waited for, and the server that forks
-    them: it may import torch for seconds before it notices that nobody asks any more."""
+    them: it may import torch for seconds before it notices that its parent is gone."""
     if "multiprocessing.process" not in sys.modules:  # importing it takes longer than all the rest
         return
     for child in sys.modules["multiprocessing.process"].active_children():
@@ -245,7 +246,7 @@ def write_stderr(sentence: str) -> None:
     try:
         os.write(2, f"{start}{sentence}\n".encode())
     except OSError:
-        pass  # nobody reads
+        pass  # stderr is closed
 
 
 def leave(code: int, sentence: str = "") -> NoReturn:

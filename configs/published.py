@@ -52,7 +52,7 @@ def described(
 
 
 def is_folder(flavor: object) -> bool:
-    """Whether a value of `model.flavor` names a folder with a config.json."""
+    """Return whether a value of `model.flavor` names a folder with a config.json."""
     return isinstance(flavor, str) and "\0" not in flavor and Path(flavor, "config.json").is_file()
 
 

@@ -1,5 +1,5 @@
-"""What only several ranks need: the options of a mesh, and those that have a meaning on some meshes
-alone.
+"""Lists the options that only several ranks need: those of a mesh, and those that have a meaning on
+some meshes alone.
 
 `configs/check.py` refuses such an option where no rank needs it, and a tool that computes a run's
 configuration again in one process (tools.parity, tools.replay, lab.simulate) drops it. Both read

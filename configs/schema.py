@@ -85,7 +85,8 @@ def _folder(value: str) -> str:
 
 
 def dots_in(url: str) -> str:
-    """What is wrong with a URL of a store whose path has . or .. between slashes; "" with others."""
+    """Return the problem with a URL of a store whose path has . or .. between slashes; "" with
+    others."""
     scheme, _, rest = url.partition("://")
     if scheme in ("s3", "gs", "az") and {".", ".."} & {*rest.split("/")}:
         return "has . or .. between slashes, and a store knows none: write the prefix that is meant"
@@ -207,9 +208,9 @@ class Table(BaseModel):
 
 
 class Derived(int):
-    """A number that nobody set, because it follows from other options (`configs/check.py::derive`).
-    It counts like any integer, but `configs/load.py::dump` does not write it as a setting, so that
-    it is derived anew wherever the file is read: on a different mesh, say."""
+    """A number that was not set and follows from other options (`configs/check.py::derive`). It
+    counts like any integer, but `configs/load.py::dump` does not write it as a setting, so that it
+    is derived again wherever the file is read: on a different mesh, for example."""
 
 
 class Run(Table):
@@ -341,8 +342,8 @@ class EvaluationTask(Table):
 
 
 def is_prepared(source: str) -> bool:
-    """Whether a source is a folder that `python -m data.prepare` made. One of these files may be
-    missing: the code that opens the folder says so."""
+    """Return whether a source is a folder that `python -m data.prepare` made. One of these files
+    may be missing: the code that opens the folder says so."""
     path = os.path.expanduser(source)
     return (
         sum(
@@ -468,7 +469,8 @@ class Training(Table):
     loss_chunk_tokens: int = Field(1024, ge=1)
     """Tokens for which the loss holds float32 logits at the same time."""
     z_loss: float = Field(0.0, ge=0)
-    """Factor of the z-loss, log^2 of the softmax's denominator (PaLM: 1e-4); logged beside the loss."""
+    """Factor of the z-loss, log^2 of the softmax's denominator (PaLM: 1e-4); logged in addition to
+    the loss."""
     max_skipped_steps: int = Field(3, ge=0)
     """Steps in a row that may be skipped (a non-finite loss or gradient, a spike) before the run
     fails."""
@@ -507,7 +509,7 @@ class Optimizer(Table):
     momentum: float | None = Field(None, ge=0, lt=1)
     """Momentum of SGD (not set: 0) and of Muon (not set: 0.95)."""
     nesterov: bool = True
-    """Of Muon: whether the newest gradient counts once more beside the momentum."""
+    """Of Muon: Nesterov momentum, which adds the newest gradient once more."""
     ns_steps: int = Field(5, ge=1, lt=100)
     """Of Muon: Newton-Schulz iterations that orthogonalise a matrix."""
     ns_dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
@@ -521,8 +523,8 @@ class Optimizer(Table):
 
 class Lora(Table):
     rank: int = Field(0, ge=0)
-    """Train adapters of this rank beside frozen weights (LoRA, arXiv:2106.09685); 0: train the whole
-    model."""
+    """Train adapters of this rank and freeze all weights (LoRA, arXiv:2106.09685); 0: train the
+    whole model."""
     alpha: float = Field(16.0, gt=0)
     """An adapter's output is multiplied by alpha / rank."""
     targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
@@ -546,8 +548,7 @@ class LRSchedule(Table):
 
 
 class Schedule(NamedTuple):
-    """What distinguishes a pipeline schedule. `parallelisms/schedules.py` makes its table of
-    actions."""
+    """Properties of a pipeline schedule. `parallelisms/schedules.py` makes its table of actions."""
 
     shape: Literal["loop", "v"]
     """How stages go to three ranks, for example: 0 1 2, 0 1 2, or 0 1 2, 2 1 0."""
@@ -762,8 +763,8 @@ class Debug(Table):
     """Before step 1, check that blocks are sharded, the optimizer has all parameters and all ranks
     the same config."""
     replica_check_interval: int = Field(0, ge=0)
-    """Steps between comparisons of the state that several ranks should hold alike (silent
-    corruption); 0: never."""
+    """Steps between comparisons of state that is replicated on several ranks (silent corruption);
+    0: never."""
     replay_interval: int = Field(0, ge=0)
     """Steps between checks that compute a gradient twice and name the rank whose two results
     differ; 0: never."""

@@ -35,8 +35,8 @@ class Format(Protocol):
 
 
 class Completions:
-    """`prompt` and `completion`. Both are tokenised by themselves, so the prompt has the tokens that
-    it has when the model is asked."""
+    """`prompt` and `completion`. They are tokenised separately, so the prompt has the same tokens
+    as at inference."""
 
     def __init__(self, tok: Tokenizer, add_bos: bool, add_eos: bool) -> None:
         self.tok = tok
@@ -78,7 +78,7 @@ def example(form: Format, line: str) -> Example | str:
     except (ValueError, RecursionError) as error:
         # not JSON, or half a character (a lone surrogate), which is no text
         return f"is not JSON of text ({error!r:.200})"
-    # the first token of a document is nobody's label
+    # the first token of a document is never a label
     if not made.answers[1:].any():
         return "has an answer without a token to learn"
     return made

@@ -1,4 +1,5 @@
-"""Conversations as text, by the template of their tokenizer, and which of it is an answer.
+"""Renders conversations with the chat template of their tokenizer, and finds the answers in the
+text.
 
 data/rendering.py runs the template, which gets what transformers gives it: the messages, the names of
 special tokens, and of the line `tools`, `documents` and the variables in `chat_template_kwargs`.
@@ -7,7 +8,7 @@ data/whole.py checks that nothing that was said is missing in the text.
 Which characters are answers? If the template has `{% generation %}` blocks, they are what these
 contain. Otherwise answer i is what follows when message i is added to the messages before it, with
 the prompt for an answer. It ends with the last special token if only whitespace follows, since
-nobody asks a model for what comes after its end token.
+nothing is generated after the end token.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Chat:
             raise InputError(f"data.chat_template: it is not valid Jinja: {error}") from error
         self.marks_answers = bool(GENERATION.search(template.source))
         self.id_of = dict(zip(tok.special_tokens, tok.special_ids, strict=True))
-        # of two names that begin alike the longer one is meant
+        # where one name is a prefix of another, the longer one wins
         names = sorted(self.id_of, key=len, reverse=True)
         self.special = re.compile("(" + "|".join(map(re.escape, names)) + ")")
 
@@ -238,7 +239,7 @@ class Chat:
             if not (after.startswith(before) and text.startswith(after)) or after == before:
                 raise InvalidExample(
                     f"has an answer (message {i + 1}) that its template renders in another way when "
-                    "the conversation goes on, so nobody can tell where it is: give a template with "
+                    "the conversation goes on, so where it is cannot be told: give a template with "
                     "{% generation %} blocks (data.chat_template), as plain and chatml have"
                 )
             spans.append((len(before), self.end(after, len(before))))
@@ -279,8 +280,8 @@ class Chat:
 
 
 def _advice_on_null(conversation: Conversation) -> str:
-    """Name a message without content. OpenAI writes null beside tool calls, which many templates
-    cannot take, in transformers either."""
+    """Name a message without content. OpenAI writes null where there are tool calls, which many
+    templates cannot take, in transformers either."""
     without = [
         i for i, message in enumerate(conversation.messages, 1) if message.get("content") is None
     ]
@@ -366,7 +367,7 @@ def has_template(path: Path) -> bool:
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, str], list[str], str]:
     """(named special tokens, all special tokens, chat template or "") of a tokenizer.json and the
-    files beside it. Raises InputError for a file that cannot be read."""
+    files of its folder. Raises InputError for a file that cannot be read."""
     folder = path.parent
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -379,14 +380,14 @@ def _of_hugging_face(path: Path) -> tuple[dict[str, str], list[str], str]:
             if token is not None:
                 tokens[name] = token
         source = config.get("chat_template") or ""
-        beside = folder / "chat_template.jinja"
-        if beside.is_file():
-            source = beside.read_text(encoding="utf-8")
+        template = folder / "chat_template.jinja"
+        if template.is_file():
+            source = template.read_text(encoding="utf-8")
         if isinstance(source, list):  # several, by name
             source = {row["name"]: row["template"] for row in source}.get("default", "")
         special = [row["content"] for row in added if row["special"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"data.chat_template: the files beside {path} cannot be read ({error!r})"
+            f"data.chat_template: the files in the folder of {path} cannot be read ({error!r})"
         ) from error
     return tokens, special, source

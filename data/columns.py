@@ -44,7 +44,7 @@ def _text_of(value: object, field: str) -> tuple[str, str]:
 
 
 def _values(column: pyarrow.Array | pyarrow.ChunkedArray, longest: int) -> Iterator[object]:
-    """Give each value of a column: bytes of text, TOO_LONG, or whatever else is there."""
+    """Give each value of a column: bytes of text, TOO_LONG, or a value of another type."""
     import pyarrow
 
     if isinstance(column, pyarrow.ChunkedArray):

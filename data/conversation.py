@@ -56,7 +56,7 @@ def read(
     for key in record.keys() & (set(reads) - own):
         if key != VARIABLES and record[key] is not None and key not in may_drop:
             raise InvalidExample(
-                f'has "{key}" beside its messages, which its template reads: put it under '
+                f'has "{key}" outside of its messages, which its template reads: put it under '
                 f'"{VARIABLES}"'
             )
     _check_the_rest(record, messages, may_drop)
@@ -92,8 +92,8 @@ def _check_the_rest(record: dict, messages: list[dict], may_drop: Collection[str
         is_copy = isinstance(value, str) and value.strip() in said
         if value and not is_copy and key not in may_drop:
             raise InvalidExample(
-                f'has "{key}" beside its messages, which no template gets: say it in a message, or '
-                f"{advice(key)}"
+                f'has "{key}" outside of its messages, which no template gets: say it in a message, '
+                f"or {advice(key)}"
             )
 
 

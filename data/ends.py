@@ -152,7 +152,7 @@ def _read(path: Path) -> dict:
 
 
 def _some(names: list[str]) -> str:
-    """A few of the names, for a person who has to choose."""
+    """Name a few of the tokens, those first that look like an end, for an error message."""
     if not names:
         return "its added tokens, of which it has none"
     likely = [name for name in names if "end" in name.lower() or "eo" in name.lower()]

@@ -20,7 +20,7 @@ FILE = "format.json"
 
 
 def describe(cfg: Data, tok: Tokenizer) -> dict:
-    """All that decides how `cfg` turns lines into tokens, beside the tokenizer, as JSON; {} for
+    """Describe as JSON how `cfg` turns lines into tokens, apart from the tokenizer; {} for
     text. Raises InputError if a conversation cannot be rendered at all."""
     if cfg.format == "text":
         return {}
@@ -61,7 +61,7 @@ def warning(folder: str, tok: Tokenizer) -> str:
 
 
 def load(folder: str) -> dict:
-    """The description that lies in a folder; {} for text."""
+    """Read the description from a prepared folder; {} for text."""
     try:
         with open(os.path.join(folder, FILE), encoding="ascii") as file:
             return json.load(file)

@@ -2,7 +2,7 @@
 the same ids as `tokenizers`.
 
 Both run byte-level BPE, but they describe it differently. tiktoken (and `Tokenizer`) keeps ranks:
-two neighbours may merge whenever their concatenation is a token, the lowest rank first.
+two adjacent tokens may merge whenever their concatenation is a token, the lowest rank first.
 `tokenizers` keeps a list of merges: pairs, the earliest in the list first. `merges` derives that
 list, so that both do the same to every text.
 
@@ -87,10 +87,11 @@ CUTS = {
     (DIGIT, SPLIT_GPT2): f"{DIGIT}|{_AFTER_DIGITS}",
     (NUMBER, SPLIT_GPT2): f"{NUMBER}|{_AFTER_DIGITS}",
 }
-# Of a published model's folder, what says how its tokenizer is used: kept with it (`beside`).
+# Files of a published model's folder that say how its tokenizer is used: kept with it
+# (`companions`).
 GENERATION = "generation_config.json"
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-BESIDE = (
+COMPANIONS = (
     "tokenizer_config.json",
     GENERATION,
     "special_tokens_map.json",
@@ -248,12 +249,12 @@ def _settings(begin: str, end: str, ids: dict[str, int], longest: int) -> dict[s
 
 
 def _own_files(tokenizer: library.LibraryTokenizer, longest: int) -> dict[str, Any]:
-    """The document as it was read, with the files that lay beside it. Those that are needed and were
-    not there are made."""
+    """Return the document as it was read and its companion files. Those that are needed and were
+    missing are made."""
     ids = dict(zip(tokenizer.special_tokens, tokenizer.special_ids, strict=True))
     end = tokenizer.end_of_text
     made = _settings(tokenizer.begin_of_text or end, end, ids, longest)
-    return {"tokenizer.json": tokenizer.document} | made | dict(tokenizer.beside)
+    return {"tokenizer.json": tokenizer.document} | made | dict(tokenizer.companions)
 
 
 def _pre_tokenizer(split: str) -> dict:
@@ -275,9 +276,9 @@ def read(folder: Path) -> Tokenizer:
 
 
 def read_file(path: Path, end: str = "", cache: str | None = None) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. The files beside it say how a text begins and ends, or
-    `end` (data.end_token): data/ends.py. cache: data.cache, where what a large file's proof has
-    found is kept; None: nowhere. Raises InputError."""
+    """Read a tokenizer.json. Its companion files say how a text begins and ends, or `end`
+    (data.end_token): data/ends.py. cache: data.cache, where the result of a large file's proof is
+    kept; None: nowhere. Raises InputError."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file")
     try:
@@ -288,8 +289,9 @@ def read_file(path: Path, end: str = "", cache: str | None = None) -> Tokenizer:
         document = json.loads(text)
         added = {row["id"]: row["content"] for row in document.get("added_tokens") or []}
         begin, end = begin_and_end(path.parent, added, end)
-        parts = {"document": document, "beside": beside(path.parent, set(added))}
-        make = functools.partial(opened, begin=begin, end=end, **parts)
+        files = companions(path.parent, set(added))
+        parts = {"document": document, "beside": files}
+        make = functools.partial(opened, document, begin, end, files)
         if cache is None or len(content) < kept_proofs.LEAST:
             return make()
         return kept_proofs.opened(kept_proofs.path_of(content, begin, end, cache), parts, make)
@@ -309,13 +311,12 @@ def _are_in(ids: Any, known: set[int]) -> bool:
     return bool(every) and all(type(id) is int and id in known for id in every)
 
 
-def beside(folder: Path, ids: set[int]) -> dict[str, Any]:
-    """The files of BESIDE that lie in a folder: parsed, or the text of a template. Tokens that only
-    config.json names, as folders of old have it, are those of generation_config.json. ids: of the
-    added tokens. Raises OSError,
-    and ValueError for one that is not JSON."""
+def companions(folder: Path, ids: set[int]) -> dict[str, Any]:
+    """Read the files of COMPANIONS that a folder has: as JSON, or the text of a template. Tokens
+    that only config.json names, as in older folders, count as those of generation_config.json. ids:
+    of the added tokens. Raises OSError, and ValueError for one that is not JSON."""
     found = {}
-    for name in BESIDE:
+    for name in COMPANIONS:
         if (folder / name).is_file():
             text = (folder / name).read_text(encoding="utf-8")
             found[name] = json.loads(text) if name.endswith(".json") else text
@@ -328,7 +329,7 @@ def beside(folder: Path, ids: set[int]) -> dict[str, Any]:
 
 
 def opened(
-    document: dict, begin: str | None, end: str, beside: dict[str, Any]
+    document: dict, begin: str | None, end: str, companions: dict[str, Any]
 ) -> library.LibraryTokenizer:
     """The tokenizer of a parsed tokenizer.json, run by tiktoken where that is proved to make the
     same ids. Raises InputError if the library cannot read it, KeyError if begin or end is none of
@@ -346,8 +347,8 @@ def opened(
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = f"{error} is unknown" if isinstance(error, KeyError) else str(error)
         added = library.added_by(library.build(document))
-        return library.LibraryTokenizer(document, added, begin, end, beside, None, reason)
-    tok = library.LibraryTokenizer(document, added, begin, end, beside, proof)
+        return library.LibraryTokenizer(document, added, begin, end, companions, None, reason)
+    tok = library.LibraryTokenizer(document, added, begin, end, companions, proof)
     if tok.has_other_ids():
         return tok.by_library("a text of many scripts has other ids in `tokenizers`")
     return tok
@@ -399,7 +400,7 @@ def prove(document: dict, added: list[Added]) -> Proof:
     split = CUTS[cuts]
     for row in added:
         if row.greedy and not row.special:
-            raise ValueError(f"its added token {row.name!r} depends on its neighbours")
+            raise ValueError(f"its added token {row.name!r} depends on the characters around it")
         if nfc and row.normalized and not unicodedata.is_normalized("NFC", row.name):
             raise ValueError(f"its added token {row.name!r} is not in NFC")
     byte_of = {letter: byte for byte, letter in enumerate(letters_of_bytes())}
@@ -417,7 +418,7 @@ def prove(document: dict, added: list[Added]) -> Proof:
         raise ValueError(f"its ids have gaps: {len(ids)} tokens, the highest id is {max(ids)}")
     lacking = {bytes([byte]) for byte in range(256)} - vocabulary.keys()
     following = len(model["vocab"])
-    for name, id in special.items():  # tokenizers numbers them so, whatever the file says
+    for name, id in special.items():  # tokenizers numbers them so and ignores the ids of the file
         if model["vocab"].get(name, following) != id:
             raise ValueError(f"its added token {name!r} has the id {id}, which tokenizers changes")
         following += name not in model["vocab"]

@@ -192,7 +192,7 @@ def parts(file: File) -> int:
 
 def batches(piece: Piece, field: str) -> Batches:
     """Give (row of the first, share of the piece, column) of each batch. The rows of a streamed
-    shard count from shard << 32, since nobody knows how many rows the shards before it have. Raises
+    shard count from shard << 32, since the row counts of the shards before it are unknown. Raises
     BadFile if there is no such column."""
     dataset, is_streamed = _open(piece.file)
     if not is_streamed:

@@ -26,10 +26,10 @@ def sources_of(cfg: Config) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def check_bpe(cfg: Config) -> None:
-    """Raises InputError if a BPE would have to be trained on several sources: each would get one of
-    its own."""
+    """Raises InputError if a BPE would have to be trained on several sources: each would get
+    another one."""
     rows, further = sources_of(cfg)
-    # what a store has is asked when it is opened
+    # a store is read when the run opens it
     here = [source for source in (rows | further).values() if not places.is_url(source)]
     unprepared = [source for source in here if not is_prepared(source)]
     if cfg.data.tokenizer == "bpe" and len(rows | further) > 1 and unprepared:
@@ -90,7 +90,7 @@ def _check_tokenizer(cfg: Config, vocab_size: int) -> None:
 
 
 def _check_source(cfg: Config, source: str, vocab_size: int) -> None:
-    if places.is_url(source):  # what it holds is asked by the run, not by each node
+    if places.is_url(source):  # read by the run, not by each node
         places.key_of(source)
     elif is_prepared(source):  # then `prepare` opens it, and makes nothing
         prepared = prepare(cfg.data.model_copy(update={"source": source}))

@@ -1,9 +1,9 @@
-"""Keeps in data.cache what opening a large tokenizer.json has found, so that every rank and every
-later start reads it in place of proving it again (data/hf_tokenizer.py).
+"""Caches the result of opening a large tokenizer.json in data.cache, so that every rank and every
+later start reads it instead of proving it again (data/hf_tokenizer.py).
 
 The name of a kept file is a hash of all that decides its content: the bytes of the tokenizer.json,
 the tokens that begin and end a text, the code that proves, and the version of `tokenizers`. Its
-first line is a hash of the rest. A file that is damaged is made anew.
+first line is a hash of the rest. A damaged file is written again.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def opened(
 ) -> library.LibraryTokenizer:
     """The tokenizer that is kept at `path`, or else the one of `make`, which is kept then.
 
-    parts: what is not kept, `document` and `beside`, as in `library.restored`. A cache that cannot
-    be written costs time alone: `make` is called again by the next rank."""
+    parts: `document` and `beside`, which the file does not hold, as in `library.restored`. A cache
+    that cannot be written costs time alone: `make` is called again by the next rank."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         digest, _, body = path.read_bytes().partition(b"\n")
         if hashlib.sha256(body).hexdigest().encode() == digest:

@@ -51,16 +51,17 @@ class LibraryTokenizer(Tokenizer):
         added: list[Added],
         begin: str | None,
         end: str,
-        beside: Mapping[str, Any],
+        companions: Mapping[str, Any],
         proof: Proof | None,
         reason: str = "",
         fingerprint: str = "",
     ) -> None:
-        """document: the parsed file. beside: as `Tokenizer.beside`. reason: why there is no proof.
-        fingerprint: if it is known (half a second otherwise). Raises KeyError if begin or end is no added token."""
+        """document: the parsed file. companions: as `Tokenizer.companions`. reason: why there is no
+        proof. fingerprint: if it is known (half a second otherwise). Raises KeyError if begin or
+        end is no added token."""
         self.document = document
         self.added = added
-        self.beside = beside
+        self.companions = companions
         self.reason = reason
         self.proved = Proved(proof, added) if proof else None
         self.engine = "tiktoken" if proof else "tokenizers"
@@ -132,7 +133,7 @@ class LibraryTokenizer(Tokenizer):
 
     def by_library(self, reason: str) -> LibraryTokenizer:
         """The same tokenizer without tiktoken."""
-        given = (self.document, self.added, self.begin_of_text, self.end_of_text, self.beside)
+        given = (self.document, self.added, self.begin_of_text, self.end_of_text, self.companions)
         return LibraryTokenizer(*given, None, reason)
 
     # ----------------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ class LibraryTokenizer(Tokenizer):
     def save(self, path: str) -> None:
         """Save the document, its companion files and the proof to one file, for
         `Tokenizer.save`."""
-        saved = self.found() | {"beside": dict(self.beside), "document": self.document}
+        saved = self.found() | {"beside": dict(self.companions), "document": self.document}
         with open(path, "w", encoding="ascii") as file:
             file.write(json.dumps(saved))
 

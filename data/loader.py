@@ -1,8 +1,8 @@
-"""The text of a run, and this rank's rows of each step as tensors.
+"""Serves the text of a run: this rank's rows of each step, as tensors.
 
 `Corpora` is what a run reads: the sources that it trains on, and the sets that it validates on.
-Streamed text (data/stream.py::StreamedCorpora) has the same methods. data/open.py opens the one or
-the other, and nobody else has to ask.
+Streamed text (data/stream.py::StreamedCorpora) has the same methods. data/open.py opens one or the
+other; the rest of the code does not distinguish them.
 
 A reader follows a batch in four hops: tokens on the disk (data/tokens.py), which window of which
 source is row r of step s (data/order.py, which defines the words), this rank's rows as tensors (here),
@@ -135,8 +135,8 @@ class Corpora:
         return rank_batches(self.cfg, tokens, order, ranks, vocab_size)
 
     def held_out(self, ranks: Ranks, vocab_size: int) -> dict[str, Batches]:
-        """This rank's batches of each set; {} without validation. Their order is that of seed 0
-        whatever run.seed is, so every run and every mesh is measured on the same sequences."""
+        """This rank's batches of each set; {} without validation. Their order is always that of
+        seed 0, so every run and every mesh is measured on the same sequences."""
         held_out: dict[str, Batches] = {}
         if not self.cfg.validation.interval:
             return held_out

@@ -18,7 +18,7 @@ def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
     """Open every source and every set of a run. A source is tokenised first if that has not been
     done; a stream (data.stream) is only opened.
 
-    log receives lines for a person. verifies: with data.verify, whether this rank hashes the files;
+    log receives progress messages. verifies: with data.verify, whether this rank hashes the files;
     one on each host does. Raises InputError: text that cannot be used, sources of different
     tokenizers, validation without a set.
     """

@@ -6,7 +6,7 @@ a resume replays nothing. The words, here and in data/loader.py:
     source        one tokenised text: `data.source`, or an entry of `data.mixture`
     window j      tokens [j*T, j*T + T + 1) of a source: T inputs and T labels. Every token is a label
                   once per epoch
-    epoch         one pass over all windows of a source, each epoch in an order of its own
+    epoch         one pass over all windows of a source, each epoch in a different order
     sample p      the p-th window that the run trains on, counted over all ranks
     row r         of step s: a sequence of its global batch of G rows, which is sample s*G + r
     segment       a stretch of steps in which shares, sources, seed, T and G stay the same

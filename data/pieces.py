@@ -20,7 +20,7 @@ class BadFile(Exception):
 class File(NamedTuple):
     name: str  # relative to the source, with forward slashes: the same on every machine
     path: str  # absolute, or a URL; for a Hugging Face dataset what `data.source` says
-    size: int  # bytes; 0 if nobody can tell (a stream)
+    size: int  # bytes; 0 if unknown (a stream)
     mtime_ns: int
 
 

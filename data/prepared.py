@@ -46,8 +46,8 @@ OF_BYTES = {"sizes": np.dtype("<u4")}
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenised corpus. Equal fingerprints mean equal tokens in both splits, whatever the machine
-    or the file times."""
+    """A tokenised corpus. Equal fingerprints mean equal tokens in both splits, on any machine and
+    with any file times."""
 
     folder: str  # or a URL; `train.folder` is on this machine
     tokenizer: tokenizer.Tokenizer

@@ -33,7 +33,7 @@ class Added(NamedTuple):
     name: str
     id: int
     special: bool  # found in rendered text alone
-    greedy: bool  # looks at its neighbours (lstrip, rstrip, single_word)
+    greedy: bool  # depends on the characters around it (lstrip, rstrip, single_word)
     normalized: bool  # looked for after the normalizer
 
 
@@ -56,7 +56,7 @@ class Proved:
         present = set(proof.ranks)
         every = [bytes([byte]) for byte in range(256)]
         lacking = [byte for byte in every if byte not in present]
-        # tiktoken needs all bytes; the library drops a character that has none of its own
+        # tiktoken needs all bytes; the library drops a character that has no token
         self.tokens = [*proof.ranks, *lacking]
         self.first_lacking = len(proof.ranks)
         self.first_added = len(self.tokens)
@@ -178,7 +178,7 @@ def nfc(text: str) -> str:
 @functools.cache
 def may_change() -> np.ndarray:
     """Mark the characters that NFC may change or join to others, and those unknown to Python: bool
-    [code points]. A table is asked four times as fast as a regular expression."""
+    [code points]. A look-up in a table is four times as fast as a regular expression."""
     marked = np.ones(CODE_POINTS, bool)
     marked[:PLANES] = [_is_unstable(chr(point)) for point in range(PLANES)]
     marked[JAMO.start : JAMO.stop] = True

@@ -1,9 +1,9 @@
 """Reads and writes tiktoken rank files: one line for each token, of its bytes and its rank.
 
 A rank file does not say the pattern that cuts text, nor the special tokens, and another pattern
-gives other ids without any error. So a file is read only if something says which pattern it was made
-for, in this order: its digest, for the published ones (DIGESTS); a `tokenizer.json` of the same ranks
-beside it, as data/train_tokenizer.py writes; `data.tokenizer_pattern`.
+gives other ids without any error. So a file is read only if something says which pattern it was
+made for, in this order: its digest, for the published ones (DIGESTS); a `tokenizer.json` of the
+same ranks in the same folder, as data/train_tokenizer.py writes; `data.tokenizer_pattern`.
 """
 
 from __future__ import annotations
@@ -81,9 +81,9 @@ class RankFile(NamedTuple):
     special_tokens: dict[str, int]  # name -> id
     end_of_text: str
     nfc: bool = False  # text is normalised before it is cut
-    # a tokenizer_config.json beside the file names the special tokens: other models of these ranks
-    # have others
-    named_beside: bool = False
+    # the special tokens are those of the tokenizer_config.json in its folder: other models of these
+    # ranks have others
+    named_in_config: bool = False
 
 
 def _numbered(names: list[str], first: int) -> dict[str, int]:
@@ -131,7 +131,7 @@ KNOWN_RANK_FILES = {
         163_584,
         _numbered(["[BOS]", "[EOS]", "<|im_end|>", "<|im_user|>", "<|im_assistant|>"], 163_584),
         "[EOS]",
-        named_beside=True,
+        named_in_config=True,
     ),
 }
 # SHA-256 of the published files. tiktoken's are those that it compares downloads with.
@@ -176,11 +176,11 @@ def from_rank_file(path: str, pattern: str = "", end: str = "") -> Tokenizer:
                 "leave the option out"
             )
         known = KNOWN_RANK_FILES[name]
-        if known.named_beside and ends.added_tokens(Path(path).parent):
+        if known.named_in_config and ends.added_tokens(Path(path).parent):
             return _with_added_tokens(path, ranks, known.split, end)
         return _with_special_tokens(ranks, known, end)
     if not pattern:
-        return _like_the_one_beside(path, ranks, end)
+        return _from_tokenizer_json(path, ranks, end)
     known = KNOWN_RANK_FILES.get(pattern)
     if known and len(ranks) == known.ranks and ranks[:256] == gpt2_bytes():
         return _with_special_tokens(ranks, known, end)
@@ -204,7 +204,7 @@ def _ranks(path: str, content: bytes) -> list[bytes]:
 
 
 def _instead(path: str, content: bytes) -> str:
-    """A name for what lies in place of a rank file, and what to do then."""
+    """Name the kind of file that was given as a rank file, with advice."""
     if content.startswith(kinds.POINTER):
         return "a pointer of Git LFS in place of the file: fetch it with git lfs pull"
     if content[:1] != b"\n" or b"<unk>" not in content[:1000]:
@@ -212,8 +212,8 @@ def _instead(path: str, content: bytes) -> str:
             "not a tiktoken rank file (lines of base64 and rank); give the tokenizer.json of the "
             "same model"
         )
-    beside = Path(path).parent / "tokenizer.json"
-    found = f"{beside}, beside it" if beside.is_file() else "the one published with this model"
+    document = Path(path).parent / "tokenizer.json"
+    found = str(document) if document.is_file() else "the one published with this model"
     return f"a SentencePiece model, which is not read; give its tokenizer.json instead: {found}"
 
 
@@ -237,10 +237,10 @@ def _with_special_tokens(ranks: list[bytes], known: RankFile, end: str) -> Token
     return hf_tokenizer.opened(document, None, end, {})
 
 
-def _like_the_one_beside(path: str, ranks: list[bytes], end: str) -> Tokenizer:
+def _from_tokenizer_json(path: str, ranks: list[bytes], end: str) -> Tokenizer:
     """The tokenizer of a tokenizer.json of the same ranks. Raises InputError if there is none."""
-    beside = Path(path).parent / "tokenizer.json"
-    found = hf_tokenizer.read_file(beside, end) if beside.is_file() else None
+    document = Path(path).parent / "tokenizer.json"
+    found = hf_tokenizer.read_file(document, end) if document.is_file() else None
     if found and found.proved and found.proved.proof.ranks == ranks:
         return found
     raise InputError(
@@ -251,8 +251,8 @@ def _like_the_one_beside(path: str, ranks: list[bytes], end: str) -> Tokenizer:
 
 
 def _with_added_tokens(path: str, ranks: list[bytes], split: str, end: str) -> Tokenizer:
-    """The special tokens are those that a tokenizer_config.json beside the file numbers
-    (added_tokens_decoder, as Kimi's does), or else <|endoftext|> alone."""
+    """Build the tokenizer with the special tokens of the tokenizer_config.json in the same folder
+    (added_tokens_decoder, as Kimi's), or else with <|endoftext|> alone."""
     folder = Path(path).parent
     added = ends.added_tokens(folder)
     added = {id: name for id, name in sorted(added.items()) if id >= len(ranks)}

@@ -22,7 +22,7 @@ from data.pieces import BUFFER, IN_LINE, TOO_LONG, UNREADABLE, BadFile, Document
 HEAD = 1 << 16  # bytes of a file that say how its records are laid out
 BLOCK = 1 << 18  # bytes that `values` looks at a time
 ESCAPED = 6  # bytes of a record for one byte of text, at most: \u0061
-OTHERS = 16 << 20  # bytes that a record may have beside its text
+OTHERS = 16 << 20  # bytes that a record may have besides its text
 NOTHING = "has nothing under"
 BOM = b"\xef\xbb\xbf"
 SPACE = re.compile(rb"[ \t\r\n]*")
@@ -76,7 +76,7 @@ def text_of(raw: bytes, field: str) -> tuple[str, str]:
 
 def _parsed(content: str) -> Any:
     """Parse JSON. Raises ValueError or RecursionError. Python refuses integers of more than 4,300
-    digits, which may stand beside a text."""
+    digits, which a record may have besides its text."""
     try:
         return json.loads(content)
     except ValueError as error:
@@ -404,7 +404,7 @@ class _Text:
         return b"".join(parts), size
 
     def _take_scalar(self) -> tuple[bytes, int]:
-        """Read a number, a name, or whatever else stands in place of a record."""
+        """Read a number, a name, or any other scalar that is no record."""
         begin = self.at
         found = SCALAR_END.search(self.block, begin)
         self.at = found.start() if found else len(self.block)

@@ -1,10 +1,10 @@
-"""Renders chat templates, in a process of its own that may be killed.
+"""Renders chat templates in a child process that may be killed.
 
-A template is a program in Jinja that came with a tokenizer, so nobody here has read it. jinja2's
-sandbox keeps it from Python's internals. It does not keep it from loops that never end, from strings
-of a terabyte, or from nesting at which Python's compiler gives up or crashes. So templates run in a
-child process with a limit of processor time and one of memory, and whatever happens to it becomes a
-sentence. Time is that of the processor, which a busy machine does not use up.
+A template is a program in Jinja that came with a tokenizer, which has not been reviewed. jinja2's
+sandbox keeps it from Python's internals. It does not keep it from loops that never end, from
+strings of a terabyte, or from nesting at which Python's compiler gives up or crashes. So templates
+run in a child process with a limit of processor time and one of memory, and any failure becomes an
+error message. Time is that of the processor, which a busy machine does not use up.
 
 It is the environment that transformers documents for chat templates: blocks are trimmed, `break` and
 `continue` work, `tojson` does not escape HTML, `raise_exception` raises. What is not there: all whose

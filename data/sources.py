@@ -4,7 +4,7 @@
 |-------------------------------|--------------------------------------------------------------------------------|-----------|
 | `stdlib`                      | every .py file of this Python's standard library but its tests and its tables  | file      |
 |                               | of characters (about 9 MB)                                                     |           |
-| a file                        | one document, whatever its suffix, unless it is one of those below             | file      |
+| a file                        | one document, with any suffix, unless it is one of those below                 | file      |
 | `.jsonl`, `.ndjson`           | one per line that is not blank: the string under `data.text_field`             | file:line |
 | `.json`                       | one per line, if each line is an object; otherwise one per element of an array, | file:line, |
 |                               | or per object. With `data.json_files = "text"` it is one document              | file:record |
@@ -21,7 +21,7 @@ Lines and records count from 1, rows from 0. Text is UTF-8, taken byte for byte 
 stays). If something cannot be read (bytes that are not UTF-8, a line that is not JSON, a truncated
 .gz), everything stops with its name, unless `data.skip_failed` allows as many failures: guessing
 would train on garbage, and skipping would change the corpus in silence. Only for the standard
-library is such a file skipped, since nobody chose it (CPython 3.10 to 3.13 have none outside their
+library is such a file skipped, since no user chose it (CPython 3.10 to 3.13 have none outside their
 tests).
 
 A file is read in `Piece`s, so that several processes can share a large one. A piece is a range of
@@ -117,7 +117,7 @@ SUFFIXES = (
     ".parquet",
     *(kind + packed for kind in (*TEXT, *JSON_LINES) for packed in COMPRESSED),
 )
-# Left out: tests (odd on purpose, and larger than all the rest), whatever was installed later, and
+# Left out: tests (odd on purpose, and larger than all the rest), packages installed later, and
 # tables that a program has made. A model that is trained for two minutes learns tables first, since
 # they repeat themselves, and writes them.
 STDLIB_LEFT_OUT = {

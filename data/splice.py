@@ -249,9 +249,9 @@ def _so_far(
 ) -> tuple[int, int]:
     """The key of a source, and how many of its samples are consumed before `step`.
 
-    They continue from the last segment with the same tokens, seed and seq_len, whatever its name
-    for the source was. If there is none, the source starts afresh. skip: further batches that count
-    as consumed although no step sees them."""
+    They continue from the last segment with the same tokens, seed and seq_len, under any name of
+    the source. If there is none, the source starts afresh. skip: further batches that count as
+    consumed although no step sees them."""
     seed = description["seed"]
     end = step  # of the segment that is looked at
     for segment in reversed(past):

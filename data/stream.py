@@ -89,7 +89,7 @@ class StreamSource:
     units: tuple[Unit, ...]
     fingerprint: str
     folder: str  # the source
-    train: tuple = ()  # the tokens, in a prepared corpus; here nobody knows them
+    train: tuple = ()  # the tokens, in a prepared corpus; unknown here
     validation: tuple = ()
 
 

@@ -271,7 +271,7 @@ def _continued(
     before, scored = encode_pair(tokenizer, context, continuation)
     if not scored:
         raise ValueError(
-            f"the tokenizer joins {what} with the context, so that it has no token of its own: "
+            f"the tokenizer joins {what} with the context, so that none of its tokens is separate: "
             "begin it at a space"
         )
     if len(scored) > window:

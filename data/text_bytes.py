@@ -1,8 +1,9 @@
-"""Bytes of text that the labels of a held-out set stand for, where the ids alone do not tell.
+"""Counts the bytes of text behind the labels of a held-out set, where the ids alone do not tell.
 
-Bits per byte compares models of different tokenizers, so it counts the bytes of the documents. Most
-tokenizers' ids have a length each (`Tokenizer.byte_lengths`). Where a normalizer changes the text, or
-a token stands for what was dropped, the preparation has written the table `sizes` beside the tokens.
+Bits per byte compares models of different tokenizers, so it counts the bytes of the documents. In
+most tokenizers each id has a fixed length (`Tokenizer.byte_lengths`). Where a normalizer changes
+the text, or a token stands for dropped bytes, the preparation has written the table `sizes` next to
+the tokens.
 """
 
 from __future__ import annotations

@@ -92,8 +92,8 @@ class Tokenizer:
     Here every text survives `decode(encode(text))`: bytes are tokens, so nothing is unknown."""
 
     engine = "tiktoken"  # what makes the ids; data/library.py has others
-    # the files that lay in the folder of a published tokenizer: {name: JSON, or the text of others}
-    beside: Mapping[str, Any] = MappingProxyType({})
+    # the other files of a published tokenizer's folder: {name: JSON, or the text of others}
+    companions: Mapping[str, Any] = MappingProxyType({})
     # ids that a published tokenizer puts before a text on its own: by these a harness scores it
     put_before: Sequence[int] = ()
     # True: the bytes of a text are the sum of `byte_lengths` of its ids; else `encode_with_bytes`
@@ -218,7 +218,7 @@ class Tokenizer:
 
     @cached_property
     def _names_in_text(self) -> re.Pattern:
-        # of two names that begin alike the longer one is meant
+        # where one name is a prefix of another, the longer one wins
         names = sorted(self.special_tokens, key=len, reverse=True)
         return re.compile("(" + "|".join(map(re.escape, names)) + ")")
 

@@ -87,8 +87,8 @@ class Tokens:
 
 
 def map_file(path: str, dtype: np.dtype) -> np.ndarray:
-    """The whole file as it lies on the disk, mapped. The result is a plain array, as slices of a
-    memmap object are slow."""
+    """Map a whole file into memory. The result is a plain array, as slices of a memmap object are
+    slow."""
     if os.path.getsize(path) < dtype.itemsize:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(path, dtype, mode="r"))

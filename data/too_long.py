@@ -1,4 +1,4 @@
-"""Which conversations fit into a window, and what a person is told about the others."""
+"""Finds the conversations that do not fit into a window, and reports them."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def check(
 
 
 def record(sources: dict, cfg: Config) -> dict:
-    """JSON for data.json: what the audit must know beside the order, and what data/turns.py must
-    know of conversations."""
+    """Return the part of data.json about conversations: those that were dropped, for the audit, and
+    their format, for data/turns.py."""
     lines = []
     chat: dict = {}
     for source in sources.values():

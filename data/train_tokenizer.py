@@ -72,7 +72,7 @@ def _texts(source: str, field: str, characters: int, json_files: str) -> Iterato
 
 def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
     """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the
-    text back. `tokenizers` is asked too."""
+    text back. Checks `tokenizers` too."""
     forms = {
         RANKS: rank_files.from_rank_file(str(out / RANKS), "llama3"),
         "tokenizer.json": hf_tokenizer.read(out),

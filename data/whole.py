@@ -1,11 +1,12 @@
-"""Checks that a template has rendered all that was said.
+"""Checks that a chat template has rendered every text of the conversation.
 
 A template may leave out a part of a message without a word: a name, a system turn, the reasoning
 before an answer, what comes after the first three characters. So the conversation is rendered once
-more, with each of its texts between marks of its own that no text has. Where the marks come out, in
-order and with the text between them unchanged, the text is there, and not by chance. A template that looks
-at what it renders may answer the marks with another text; then the texts themselves are searched for.
-Whitespace around a text may go, also around `<think>` and `</think>` in it.
+more, with each of its texts between marks that occur in no text and differ for each. Where the
+marks come out, in order and with the text between them unchanged, the text is there, and not by
+chance. A template that looks at what it renders may answer the marks with another text; then the
+texts themselves are searched for. Whitespace around a text may go, also around `<think>` and
+`</think>` in it.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Workers:
     """torchdata's StatefulDataLoader, in a thread that may block so that the trainer does not.
 
     In the main thread the loader has two faults. When a worker dies, its handler of SIGCHLD raises
-    in the middle of whatever the trainer is doing. And to receive a batch it asks the worker for a
+    in the middle of the trainer's work. And to receive a batch it asks the worker for a
     file descriptor, so a stopped worker blocks it without a limit and without being named. Here the
     trainer waits for a queue, with a limit, and looks at the processes. The thread also spends the
     milliseconds that it takes to receive a batch.
@@ -118,8 +118,8 @@ class Workers:
                     raise LoaderError(self._silent(step)) from None
 
     def stop(self) -> None:
-        """End the workers at once, whatever they are doing, because they only read. The thread ends
-        with them."""
+        """Kill the workers at once, which is safe because they only read. The thread ends with
+        them."""
         if self.stopped.is_set():
             return
         self.stopped.set()

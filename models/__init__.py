@@ -18,8 +18,8 @@ FAMILIES = ("llama", "qwen3", "deepseek_v3", "olmo2", "gpt_oss")
 
 
 class Registry(Mapping):
-    """Family name -> the value of this name in its module of one package, which is imported when it
-    is asked for."""
+    """Family name -> the value of this name in its module of one package, which is imported at its
+    first use."""
 
     def __init__(self, package: str, value: str, names: tuple[str, ...] = FAMILIES):
         self.package = package

@@ -143,8 +143,8 @@ class Formats:
     the same, but for a name of theirs with a `#`: there, the parameter is one tensor for each
     expert, and `#` is the expert's number."""
     hf_ignored: Callable[[Any], str]
-    """(args) -> a regular expression for the whole names of further tensors that such files may have
-    and nobody reads."""
+    """(args) -> a regular expression for the whole names of further tensors in such files, which
+    are ignored."""
 
     hf_tied: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
     """The tensors that are one in a model with tied embeddings: the embedding and the output

@@ -50,14 +50,15 @@ def add(model: nn.Module, lora: Any) -> None:
 
 
 def new_adapter(like: Tensor, *shape: int) -> nn.Parameter:
-    """Without values, on the device of a weight and in its type, which is float32 while nobody has
-    changed it."""
+    """Allocate an uninitialised adapter on the device of a weight and in its dtype, which is
+    float32 before any cast."""
     return nn.Parameter(torch.empty(shape, dtype=like.dtype, device=like.device))
 
 
 class LowRank(nn.Module):
-    """What the adapters of a linear layer add to its output. It has no parameters: tensor parallelism
-    puts another module in its place (parallelisms/lora.py), and their names stay."""
+    """Low-rank product that a linear layer's adapters add to its output. It has no parameters:
+    tensor parallelism puts another module in its place (parallelisms/lora.py), and their names
+    stay."""
 
     def __init__(self, scale: float):
         super().__init__()

@@ -48,7 +48,7 @@ def crash_in(stacks: Path) -> str:
 
 
 def memory_kills() -> int:
-    """How many processes the kernel of this machine has killed since it started because memory was
+    """Count the processes that the kernel of this machine has killed since boot because memory was
     short (/proc/vmstat); 0 where it does not say."""
     try:
         text = Path("/proc/vmstat").read_text(encoding="ascii")

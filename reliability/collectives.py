@@ -36,7 +36,7 @@ NAMESPACES = ("c10d", "_c10d_functional")
 # CheckedLink compares.
 SILENT = ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "recv_any_source_")
 TO_OR_FROM_ONE = ("gather_", "scatter_")  # the other ranks call these without the list
-# Of parallelisms/gather_matrices.py: each rank sends and gets a length of its own.
+# Of parallelisms/gather_matrices.py: each rank sends and gets a different length.
 UNEVEN = "alltoall_base_"
 # the others of c10d take the result first
 IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
@@ -248,8 +248,8 @@ def _named(group: dist.ProcessGroup) -> str:
 
 def _call() -> tuple[str, str]:
     """The kind of reduction, if the caller gave one, and the calling lines: the innermost of torch
-    and the two innermost of this repository. There may be fewer: on a GPU backward runs in a thread
-    of its own, which begins with a hook of FSDP."""
+    and the two innermost of this repository. There may be fewer: on a GPU backward runs in a
+    separate thread, which begins with a hook of FSDP."""
     kind = ""
     of_torch = []
     ours = []
@@ -269,8 +269,8 @@ def _call() -> tuple[str, str]:
 
 
 class Remembered(Watch):
-    """Hashes of what this rank puts into each collective, in order, and then of whatever `add` is
-    given."""
+    """Hashes of the inputs of this rank's collectives, in order, and then of the arguments of
+    `add`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,8 +34,8 @@ def write_whole(path: str, content: bytes) -> None:
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside `out`. At the end it is synced and becomes `out`; after an exception
-    nothing of it is left."""
+    """Create a temporary folder in the parent of `out`. At the end it is synced and becomes `out`;
+    after an exception nothing of it is left."""
     temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
     try:
         temporary.mkdir(parents=True)

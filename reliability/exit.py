@@ -17,8 +17,8 @@ CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class RunFailed(InputError):
-    """What ended a run that had trained: 2 would say that nothing was started, and a launcher starts
-    nothing again after it."""
+    """Failure of a run that had trained. Exit code 2 would say that nothing was started, and a
+    launcher does not restart after it."""
 
 
 def refuse(error: Exception) -> int:

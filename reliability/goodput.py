@@ -1,5 +1,5 @@
-"""Where the seconds of a run go: a clock writes them down during each start, and `account` adds up
-all starts.
+"""Accounts for the seconds of a run: a clock writes them down during each start, and `account` adds
+up all starts.
 
 Goodput is the productive share of all seconds, not counting those between an orderly end and the
 next start. Seconds inside a start come from the monotonic clock. The wall clock only tells how long
@@ -57,8 +57,8 @@ class Clock:
             self.file = os.open(path / "time.jsonl", os.O_WRONLY | os.O_CREAT, 0o644)
             self.write(stays=True, ago=age)
 
-    def lap(self, kind: str) -> float:
-        """Count the seconds since the last lap as `kind`, and return them. Until the first step is
+    def record(self, kind: str) -> float:
+        """Count the seconds since the last call as `kind`, and return them. Until the first step is
         done they are `starting`."""
         now = time.monotonic()
         seconds = now - self.since
@@ -75,7 +75,7 @@ class Clock:
     def resume(self, step: int) -> None:
         """The loop goes on after this step. What was reached before, also in this start, stays on
         record."""
-        self.lap("other")
+        self.record("other")
         if self.at is not None:
             self.write(stays=True)
         self.at = step
@@ -88,9 +88,9 @@ class Clock:
         self.write()
 
     def end_step(self, step: int, skipped: bool, stalled: float) -> float:
-        """This step is finished. Returns the seconds since the last lap: they are productive unless
+        """This step is finished. Returns the seconds since the last record: they are productive unless
         the step was skipped, and `stalled` of them go to the save in flight."""
-        seconds = self.lap("other" if skipped else "productive")
+        seconds = self.record("other" if skipped else "productive")
         self.move(stalled, "productive", "save")
         self.step(step)
         return seconds
@@ -167,8 +167,9 @@ class Past:
 
     @property
     def did_nothing(self) -> bool:
-        """Whether it ended before it did a step, because its input was wrong or nothing was left to
-        do. Such a start is no interruption, and its seconds are not the run's."""
+        """Return whether the start ended before it did a step, because its input was wrong or
+        nothing was left to do. Such a start is no interruption, and its seconds are not the
+        run's."""
         steps = {line["step"] for line in self.steps}
         return len(steps) < 2 and self.ended.get("exit_code") in (0, 2)
 
@@ -214,7 +215,7 @@ def read_json(path: Path) -> dict:
 
 @dataclass
 class Account:
-    """Where the time of a run went."""
+    """Time of a run, by kind of use."""
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
     steps: int = 0  # that count
@@ -318,7 +319,7 @@ def _segments(start: Past) -> list[dict]:
 
 
 def _redone(starts: list[list[dict]]) -> list[tuple[int, float]]:
-    """For each start: how many of its steps a later resume threw away, and the seconds they had
+    """Count, for each start, the steps that a later resume threw away, and the seconds they had
     taken."""
     # resumed: the lowest step from which a later stretch went on
     result, resumed = [], float("inf")

@@ -1,5 +1,4 @@
-"""What may end a run, or warn a person, because of its numbers: one object that the training loop
-asks by name.
+"""Ends a run, or warns, because of its numbers: one object that the training loop calls by name.
 
 The numbers that are judged are global, so all ranks come to the same verdict at the same step.
 """

@@ -98,7 +98,7 @@ class Watchdog:
             faulthandler.unregister(signal.SIGALRM)
             faulthandler.disable()
             own = os.fstat(self.file.fileno())
-            with contextlib.suppress(OSError):  # a full disk; or somebody has removed the folder
+            with contextlib.suppress(OSError):  # a full disk; or the folder was removed
                 self.file.close()
                 is_own = os.path.samestat(own, self.path.stat())
                 if is_own and own.st_size == 0:
@@ -253,7 +253,7 @@ def mismatching_replicas(
 
 
 def _differ(mesh: Mesh, numbers: dict[str, float]) -> bool:
-    """Whether any number differs between ranks: if not, the largest equals the smallest."""
+    """Return whether any number differs between ranks: if not, the largest equals the smallest."""
     if mesh.size == 1:
         return False
     x = torch.tensor([[value, -value] for value in numbers.values()], dtype=torch.float64)

@@ -70,14 +70,14 @@ class Unreachable(InputError):
 
 
 class Version(NamedTuple):
-    """Of an object, as a conditional put names it."""
+    """Version of an object, as a conditional put names it."""
 
     e_tag: str | None
     number: str | None  # Google's generation
 
 
 class Stat(NamedTuple):
-    """Of an object."""
+    """Size, time and version of an object."""
 
     size: int  # bytes
     mtime_ns: int
@@ -85,7 +85,7 @@ class Stat(NamedTuple):
 
 
 def location(text: "str | Path | Key") -> "Path | Key":
-    """Where a person means by a path or a URL. Raises InputError for a URL that is none of ours."""
+    """Parse a path or a URL. Raises InputError for a URL that is none of ours."""
     url = STORE_URL.fullmatch(str(text))
     if isinstance(text, Path) or "://" not in str(text):
         return Path(text)
@@ -103,8 +103,8 @@ def location(text: "str | Path | Key") -> "Path | Key":
 
 
 def checkpoint_places(run: "Path | Key") -> list["Path | Key"]:
-    """Where the checkpoints of a run may be: beside its files, or in its checkpoint.store. Raises
-    Unreachable."""
+    """List the places where a run may have checkpoints: in its folder, and in its checkpoint.store.
+    Raises Unreachable."""
     places = [run / "checkpoints"]
     options = run / "config.toml"
     try:
@@ -116,7 +116,8 @@ def checkpoint_places(run: "Path | Key") -> list["Path | Key"]:
 
 
 def check_mirrored(url: str) -> None:
-    """Raises InputError if nobody keeps the copy of this run's folder that run.mirror asks for."""
+    """Raise InputError if no mirror process keeps the copy of this run's folder that run.mirror
+    asks for."""
     if url and os.environ.get(MIRRORED) != str(location(url)):
         raise InputError(
             f"run.mirror = {url}: nothing copies the run's folder there: start the run with "
@@ -125,8 +126,8 @@ def check_mirrored(url: str) -> None:
 
 
 def ask_mirror() -> None:
-    """Have what keeps the copy of this run's folder, if anything does, send what is new now. Nobody
-    waits for it, and whether it can be asked is its own business."""
+    """Ask the mirror process, if there is one, to send the new files of this run's folder now.
+    Returns at once, and a mirror that cannot be reached is no error."""
     with contextlib.suppress(OSError):
         if path := os.environ.get(ASKED):
             with open(path, "ab") as file:
@@ -134,7 +135,7 @@ def ask_mirror() -> None:
 
 
 def missing_package(url: str) -> str:
-    """What is said where obstore is not installed."""
+    """Return a sentence about installing obstore if it is missing; "" if it is there."""
     if importlib.util.find_spec("obstore"):
         return ""
     return (
@@ -195,7 +196,7 @@ def _process() -> int:
 
 
 def cause(error: Exception) -> str:
-    """What a person wants to know of obstore's errors. They quote requests, and so might hold a
+    """Summarise an error of obstore in a few words. Its text quotes requests, and so might hold a
     signature."""
     text = str(error).partition("\n\nDebug source")[0]
     if CREDENTIALS.search(text):
@@ -242,7 +243,7 @@ class Key:
 
     @property
     def is_protected(self) -> bool:
-        """Whether TLS notices what a network damages."""
+        """Return whether TLS detects damage by the network."""
         return not _is_true(_from_environment(self.scheme, "allow_http"))
 
     def __truediv__(self, name: str) -> "Key":
@@ -322,7 +323,7 @@ class Key:
         return self._call(_get_range, start, end)
 
     def read_agreed(self, start: int, end: int) -> bytes | memoryview:
-        """`read_range` of what has no hash. Without TLS it is read until it comes twice alike."""
+        """Read a range that has no hash. Without TLS it is read until two reads agree."""
         content = self.read_range(start, end)
         if self.is_protected:
             return content
@@ -365,8 +366,8 @@ class Key:
         return _stat(self._call(obstore.head))
 
     def stats_below(self) -> dict[str, "Stat"]:
-        """What `below` has, with times. The empty object that a console makes of the prefix itself
-        is left out."""
+        """List the objects of `below` with sizes and times. The empty object that a console makes
+        of the prefix itself is left out."""
         rows = self._call(_list)
         start = len(self.path) + 1 if self.path else 0
         return {row["path"][start:]: _stat(row) for row in rows if row["path"][start:]}
@@ -421,8 +422,8 @@ class Key:
         return held, version
 
     def keeps_condition(self, content: bytes, mode: Any) -> bool:
-        """Whether the store refuses to put this object, which is there and has these bytes, under a
-        condition that does not hold. Raises Unreachable."""
+        """Return whether the store refuses to put this object, which is there and has these bytes,
+        under a condition that does not hold. Raises Unreachable."""
         import obstore
 
         try:
@@ -460,14 +461,14 @@ class Key:
 
 
 def conflicts() -> tuple:
-    """What a conditional put raises if its condition does not hold."""
+    """Return the exceptions that a conditional put raises if its condition does not hold."""
     from obstore.exceptions import AlreadyExistsError, PreconditionError
 
     return AlreadyExistsError, PreconditionError
 
 
 def _holds(mode: Any, version: Version | None) -> bool:
-    """Whether the condition of a put holds for the version that is there, if any is."""
+    """Return whether the condition of a put holds for the version that is there, if any is."""
     if mode == "create":
         return version is None
     return version is not None and mode.get("e_tag") == version.e_tag

@@ -1,4 +1,5 @@
-"""Where a rank is, in a file of the run's folder that outlives the rank. You can skip this file.
+"""Writes a rank's position to a file of the run's folder that outlives the rank. You can skip this
+file.
 
 Each rank writes its step, microbatch, phase and layer into memory that is mapped to
 <folder>/logs/rank-00000.position: one `pack_into` from each hook, no system call, no operator. A
@@ -82,7 +83,7 @@ class Position:
         kill the process (SIGBUS)."""
         # PyTorch reads this when the first process group is made
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-        # A file of its own, not the one of an earlier start written over: a process that still has
+        # A new file, instead of overwriting that of an earlier start: a process that still has
         # that one mapped would die when it is shortened (SIGBUS).
         self.path.unlink(missing_ok=True)
         with open(self.path, "xb+") as file:
@@ -164,7 +165,8 @@ class Position:
         self._write()
 
     def _end_forward(self, layer: int, module: nn.Module, args: tuple, output: Any) -> None:
-        """What the block returned gets a gradient when the backward of the block begins."""
+        """Register the hook of the block's backward, which begins when the block's output gets its
+        gradient."""
         for x in output if isinstance(output, tuple) else (output,):
             if isinstance(x, Tensor) and x.requires_grad:
                 x.register_hook(partial(self._backward, layer, self.microbatch))
@@ -184,7 +186,7 @@ class Position:
         self._text(ABOUT_AT, STANDING_AT, about)
 
     def _text(self, at: int, end: int, content: Any) -> None:
-        """Write JSON there; what is too long is left out as a whole, which the reader is told."""
+        """Write JSON there; what is too long is left out as a whole, and a note says so."""
         data = json.dumps(content).encode()
         if len(data) > end - at - LENGTH.size:
             data = json.dumps({"too long": len(data)}).encode()
@@ -216,7 +218,8 @@ class Position:
             SEEN.pack_into(self.memory, SEEN_AT, now, moved, 0.0, *gap)
 
     def _standing(self) -> dict[str, Any]:
-        """What only a rank that stands still is asked. A part that cannot be had is a sentence."""
+        """Collect the diagnostics of a rank that hangs. A part that fails is replaced by the
+        error."""
         parts: dict[str, Callable[[], Any]] = {
             "threads": threads,
             "state": state_of_main_thread,
@@ -238,8 +241,8 @@ FORWARD, BACKWARD = PHASES.index("forward"), PHASES.index("backward")
 
 
 def threads() -> list[dict[str, Any]]:
-    """Of each Python thread but this one, the main one first: the file of its innermost frame, and
-    its two innermost lines of this repository. A thread without such a line is left out."""
+    """List the Python threads but this one, the main one first: the file of the innermost frame,
+    and the two innermost lines of this repository. A thread without such a line is left out."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = frames_of_others()
@@ -329,7 +332,8 @@ def flights() -> list[list[Any]]:
 
 
 def as_row(entry: dict[str, Any]) -> list[Any]:
-    """Of an entry of a flight recorder. Messages between two ranks are counted apart."""
+    """Shorten an entry of a flight recorder to a row. Messages between two ranks are counted
+    apart."""
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
     return [
         entry["process_group"][0],
@@ -363,8 +367,8 @@ def _ticks(process: int) -> int:
 
 
 def unanswered() -> list[str]:
-    """Addresses to which the kernel sends again and again what this process has written, because
-    nobody there says that it came."""
+    """List the addresses to which the kernel retransmits what this process has written, because no
+    acknowledgement arrives."""
     own = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:

@@ -1,4 +1,4 @@
-"""What a run writes about itself, once for each start, in `<run.folder>/starts/0001/`, `0002/`, ...
+"""Records a run, once for each start, in `<run.folder>/starts/0001/`, `0002/`, ...
 
     start.json     command, overrides, code, versions, environment, hosts and devices, mesh
     given.toml     the configuration file as it was given
@@ -153,7 +153,7 @@ class Start:
         """Record facts about this start that are known only now."""
         if self.path:
             self.facts |= facts
-            self.clock.lap("other")
+            self.clock.record("other")
             self.clock.write()
             self._write("start.json", json.dumps(self.facts, indent=1, default=str) + "\n")
 
@@ -179,12 +179,12 @@ class Start:
             }
 
     def failures(self) -> tuple[int, int, str]:
-        """How the starts just before this one failed: (the step that none of them got past, how
-        many in a row, the reason of the last). A start counts only if it had the same options and
-        code as this one, so that a change of either is a new try, only if it had begun to train,
-        since others say nothing about a step, and only if its cause is that of the others. One that
-        was killed from outside after it had done a step ends the row. (-1, 0, "") if there is none,
-        and on every rank but 0."""
+        """Return the failures of the starts just before this one: (the step that none of them got
+        past, how many in a row, the reason of the last). A start counts only if it had the same
+        options and code as this one, so that a change of either is a new try, only if it had begun
+        to train, since others say nothing about a step, and only if its cause is that of the
+        others. One that was killed from outside after it had done a step ends the row. (-1, 0, "")
+        if there is none, and on every rank but 0."""
         none = (-1, 0, "")
         if not self.path:
             return none
@@ -207,7 +207,8 @@ class Start:
         return step, len(counted), reason
 
     def _says_nothing(self, past: Past) -> bool:
-        """Whether a start did not begin to train, or ended in order before it had done a step."""
+        """Return whether a start did not begin to train, or ended in order before it had done a
+        step."""
         steps = past.steps
         did_nothing = not steps or steps[0]["step"] == steps[-1]["step"]
         return not steps or (past.ended.get("exit_code") in ORDERLY and did_nothing)
@@ -229,8 +230,8 @@ class Start:
         return last, why, past.ended.get("reason", why or "a kill")
 
     def fails_again_and_again(self, mesh: Mesh, limit: int) -> bool:
-        """Whether at least `limit` starts in a row just before this one failed after the same step
-        (run.max_failures_at_step; 0: never). Called by all ranks."""
+        """Return whether at least `limit` starts in a row just before this one failed after the
+        same step (run.max_failures_at_step; 0: never). Called by all ranks."""
         failed_step, count, reason = mesh.gather(self.failures())[0]
         if not limit or count < limit:
             return False
@@ -247,8 +248,8 @@ class Start:
         return True
 
     def summary(self) -> str:
-        """One line for a person about where the time of the whole run went. Only rank 0 calls it."""
-        self.clock.lap("other")
+        """Summarise in one line where the time of the whole run went. Only rank 0 calls it."""
+        self.clock.record("other")
         self.clock.write()
         return account(read(self.folder)).line()
 
@@ -260,7 +261,7 @@ class Start:
                 # After a failure the seconds since the last step count as detecting: the run waited
                 # in vain.
                 if code in ORDERLY or not self.clock.started:
-                    self.clock.lap("other")
+                    self.clock.record("other")
                     self.clock.write()
                 about = {
                     "ended": _utc(),
@@ -298,8 +299,8 @@ class Start:
                 raise RunFailed(str(error)) from error
 
     def _is_gone(self, error: BaseException | None) -> bool:
-        """Whether the error came because somebody has removed the run's folder. Ranks other than 0
-        may have none of their own."""
+        """Return whether the error came because the run's folder was removed. Ranks other than 0
+        may not have one."""
         if isinstance(error, (InputError, OSError)) and not self.folder.is_dir():
             return self.path is not None or isinstance(error, FileNotFoundError)
         return False
@@ -333,8 +334,8 @@ def source_hash() -> str:
 
 
 def same_on_all_ranks(options: str, corpora: Any) -> dict[str, str]:
-    """What no two ranks of a run may differ in: configuration, data and code. options: the resolved
-    configuration, as TOML; corpora: a data/loader.py::Corpora."""
+    """Return all that must be equal on the ranks of a run: configuration, data and code. options:
+    the resolved configuration, as TOML; corpora: a data/loader.py::Corpora."""
     return {
         "config": options,
         "torch": torch.__version__,
@@ -345,7 +346,7 @@ def same_on_all_ranks(options: str, corpora: Any) -> dict[str, str]:
 
 
 def changes() -> str:
-    """How the source files, new ones included, differ from the commit: a diff of at most DIFF_BYTES
+    """Return the diff of the source files, new ones included, from the commit: at most DIFF_BYTES
     characters."""
     sources = ("--", ".", ":!tests", ":!tools", ":!docs")
     diff = _git("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", *sources)
@@ -372,8 +373,8 @@ def changes() -> str:
 
 
 def _git(*arguments: str) -> str:
-    """What git prints about this checkout; "" if there is no git, no checkout, or no answer within
-    20 seconds."""
+    """Return git's output about this checkout; "" if there is no git, no checkout, or no answer
+    within 20 seconds."""
     command = ["git", "--no-optional-locks", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, timeout=20, stdin=subprocess.DEVNULL)

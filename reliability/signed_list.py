@@ -26,7 +26,7 @@ logger = logging.getLogger("plumbline")
 
 
 def is_readable(name: str) -> bool:
-    """Whether obstore reads a name: its rules for a path."""
+    """Return whether obstore reads a name: its rules for a path."""
     if re.search(r"[\x00-\x1f\x7f]", name):
         return False
     return not any(part in ("", ".", "..") for part in name.strip("/").split("/"))

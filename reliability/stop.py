@@ -1,8 +1,8 @@
 """Stops a run on request: after a signal, or when its time limit is over.
 
 Before the first step is done there is nothing new to save, so the process ends at once. After it
-the loop is told, and all ranks stop at the end of the same step with a checkpoint. If the same
-signal comes again, the process ends at once.
+the training loop is notified, and all ranks stop at the end of the same step with a checkpoint. If
+the same signal comes again, the process ends at once.
 
 Python runs signal handlers on the main thread, and only between two Python instructions: a main
 thread that waits for another rank would never run one. So a second thread listens too, on the pipe
@@ -44,7 +44,7 @@ class Stop:
         self.deadline = born + 60 * max_minutes if max_minutes else math.inf
 
     def asked(self) -> bool:
-        """Whether this process was asked to stop, or its time is over."""
+        """Return whether this process was told to stop, or its time is over."""
         return self.heard or time.monotonic() > self.deadline
 
     def __enter__(self) -> "Stop":
@@ -108,7 +108,7 @@ class Stop:
             logger.warning(f"{request}: stopping after this step and saving{again}")
 
     def _leave(self, code: int, reason: str) -> None:
-        """End the process, whatever the main thread is doing or waiting for."""
+        """End the process at once, even if the main thread is busy or waits."""
         logger.warning(reason)
         self.end(code, reason)
         os._exit(code)

@@ -111,11 +111,11 @@ BAD_FILES = {
     ),
     "key outside tables": (
         "momentum = 0.9",
-        "momentum: stands in no table; did you mean optimizer.momentum?",
+        "momentum: is outside of any table; did you mean optimizer.momentum?",
     ),
     "key of several tables": (
         "steps = 5",
-        "steps: stands in no table|training.steps or profiler.steps or validation.steps",
+        "steps: is outside of any table|training.steps or profiler.steps or validation.steps",
     ),
     "sequence parallelism": (
         "[parallelism]\nsequence_parallel = 2",
@@ -433,7 +433,7 @@ BAD_ARGUMENTS = {
     ),
     "no table": (
         ["--tensor_parallel=2"],
-        "tensor_parallel: stands in no table; did you mean parallelism.tensor_parallel?",
+        "tensor_parallel: is outside of any table; did you mean parallelism.tensor_parallel?",
     ),
     "nothing of that name": (
         ["--xyzzy"],

@@ -331,7 +331,7 @@ def test_files_that_are_no_rank_files(bpe, tmp_path):
     with pytest.raises(InputError, match="a SentencePiece model, .* the one published with"):
         open_tokenizer(str(path))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InputError, match=f"instead: {tmp_path}/tokenizer.json, beside it"):
+    with pytest.raises(InputError, match=f"instead: {tmp_path}/tokenizer.json"):
         open_tokenizer(str(path))
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 2183982\n"
     for name in (path.name, "tokenizer.json"):
@@ -441,7 +441,7 @@ def test_a_large_file_is_proved_once(document, tmp_path, monkeypatch):
     assert [proved(), proved()] == [1, 0]
     assert [proved("</s>"), proved(), proved("</s>")] == [1, 0, 0]
     write(tmp_path / "a", document, **{CONFIG: {"bos_token": "<s>", "x": 1}})
-    assert open_tokenizer(str(path), str(cache), end="</s>").beside[f"{CONFIG}.json"]["x"] == 1
+    assert open_tokenizer(str(path), str(cache), end="</s>").companions[f"{CONFIG}.json"]["x"] == 1
     assert proved() == 0
     for kept_file in cache.iterdir():
         content = bytearray(kept_file.read_bytes())

@@ -218,7 +218,7 @@ def test_fingerprints_stay(opened, tmp_path: Path) -> None:
     same = (again.fingerprint, again.engine, again.eot_id, again.bos_id, again.dtype)
     assert same == (tok.fingerprint, tok.engine, tok.eot_id, tok.bos_id, tok.dtype)
     assert again.encode(TEXTS[1]).tolist() == tok.encode(TEXTS[1]).tolist()
-    assert dict(again.beside) == dict(tok.beside)
+    assert dict(again.companions) == dict(tok.companions)
     written = hf_tokenizer.files(again, 64)
     assert written["tokenizer.json"] == json.loads(path.read_text(encoding="utf-8"))
 

@@ -424,7 +424,7 @@ def test_a_lap_is_of_one_kind_and_the_kinds_sum_to_the_time(tmp_path, monkeypatc
     clock = Clock(tmp_path)
     for kind, seconds in (("data", 1), ("productive", 2)):
         now[0] += seconds
-        assert clock.lap(kind) == (6 if kind == "data" else 2)
+        assert clock.record(kind) == (6 if kind == "data" else 2)
     assert clock.seconds["starting"] == 8, "all of the first step, and what was before"
     clock.step(1)
     for kind, seconds in (
@@ -435,7 +435,7 @@ def test_a_lap_is_of_one_kind_and_the_kinds_sum_to_the_time(tmp_path, monkeypatc
         ("save", 64),
     ):
         now[0] += seconds
-        clock.lap(kind)
+        clock.record(kind)
     clock.move(10, "productive", "save")
     clock.move(100, "productive", "save")  # never more than there is
     assert clock.seconds == {
@@ -448,20 +448,20 @@ def test_a_lap_is_of_one_kind_and_the_kinds_sum_to_the_time(tmp_path, monkeypatc
     }
 
 
-def laps_after_the_batches(options: list[str], folder: Path) -> list[str]:
-    """Return the kinds of the laps after the workers of the batches have ended."""
+def kinds_after_the_batches(options: list[str], folder: Path) -> list[str]:
+    """Return the kinds of seconds recorded after the workers of the batches have ended."""
     seen: list[str] = []
-    lap, close = Clock.lap, data.loader.PreparedBatches.close
+    record, close = Clock.record, data.loader.PreparedBatches.close
 
-    def noted_lap(clock: Clock, kind: str) -> float:
+    def noted_record(clock: Clock, kind: str) -> float:
         seen.append(kind)
-        return lap(clock, kind)
+        return record(clock, kind)
 
     def noted_close(batches: data.loader.PreparedBatches) -> None:
         close(batches)
         seen.clear()
 
-    Clock.lap, data.loader.PreparedBatches.close = noted_lap, noted_close
+    Clock.record, data.loader.PreparedBatches.close = noted_record, noted_close
     assert run(options, folder) == (0, "")
     return seen
 
@@ -470,7 +470,7 @@ def test_the_seconds_of_closing_the_batches_are_none_of_a_save(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     options = [*tiny_run(tmp_path), *SAVED, "--training.steps=4"]
-    (seen,) = run_ranks(1, laps_after_the_batches, options, folder)
+    (seen,) = run_ranks(1, kinds_after_the_batches, options, folder)
     assert seen[:2] == ["other", "save"]
 
 
@@ -577,7 +577,7 @@ def test_a_run_that_goes_back_by_itself_has_redone_those_steps(tmp_path):
             if start.clock.at == 5 and step == 4:
                 start.resume(3)
             start.clock.since -= 1.0  # a second passes
-            start.clock.lap("productive")
+            start.clock.record("productive")
             start.clock.step(step)
             if step == 3:
                 start.clock.saved()
@@ -606,7 +606,7 @@ def test_failures_at_one_step_are_counted_across_meshes_but_not_across_options(t
         ):
             step, times, _ = start.failures()
             start.resume(0)
-            start.clock.lap("productive")
+            start.clock.record("productive")
             start.clock.step(3)
             raise RuntimeError("it fails after step 3")
         return step, times

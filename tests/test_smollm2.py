@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 import train
 from checkpoint import hf
 from data import turns
-from data.hf_tokenizer import BESIDE
+from data.hf_tokenizer import COMPANIONS
 from tests.published import published
 from tests.ranks import run_ranks
 from tests.runs import series
@@ -36,7 +36,7 @@ def cut(source: Path, folder: Path) -> Path:
     folder.mkdir()
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
-    for name in ("tokenizer.json", *BESIDE):
+    for name in ("tokenizer.json", *COMPANIONS):
         if (source / name).exists():
             shutil.copy(source / name, folder)
     stem = "model.layers."
@@ -94,7 +94,7 @@ def test_it_goes_in_and_out_unchanged(smollm2, tmp_path):
 def assert_used_alike(source: Path, out: Path) -> None:
     import transformers
 
-    for name in ("tokenizer.json", *BESIDE):
+    for name in ("tokenizer.json", *COMPANIONS):
         if not (source / name).exists():
             continue
         there, here = ((folder / name).read_text(encoding="utf-8") for folder in (source, out))

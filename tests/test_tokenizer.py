@@ -382,7 +382,7 @@ BY_LIBRARY = {  # what changes a document, and why tiktoken does not run it
     "merges reversed": (lambda d: d["model"]["merges"].reverse(), "merges are not in the order"),
     "greedy": (
         lambda d: d["added_tokens"].append(added("<x>", 1200, lstrip=True)),
-        "depends on its neighbours",
+        "depends on the characters around it",
     ),
 }
 
@@ -474,7 +474,7 @@ def test_what_is_proved_is_run_by_tiktoken(
     tok.save(str(tmp_path / "saved"))
     again = saved_tokenizer.load(str(tmp_path / "saved"))
     assert (again.fingerprint, again.engine) == (tok.fingerprint, tok.engine)
-    assert again.by_library("for a test").fingerprint != "" and again.beside == tok.beside
+    assert again.by_library("for a test").fingerprint != "" and again.companions == tok.companions
 
 
 def test_a_wrong_proof_is_seen(code_bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:

@@ -99,8 +99,8 @@ LOSES = {  # name: template, line, what is named, data.chat_may_drop that allows
         '"enable_thinking" in "chat_template_kwargs", which its template does not read',
         "chat_template_kwargs",
     ),
-    "beside": (FAITHFUL, said("q", "a") | {"system": "Be kind."}, '"system" beside', "system"),
-    "pictures": (FAITHFUL, said("q", "a") | {"images": ["a.png"]}, '"images" beside', "images"),
+    "beside": (FAITHFUL, said("q", "a") | {"system": "Be kind."}, '"system" outside', "system"),
+    "pictures": (FAITHFUL, said("q", "a") | {"images": ["a.png"]}, '"images" outside', "images"),
     "weight": (FAITHFUL, with_keys(2, train=False), '"train" in a message (3)', "train"),
 }
 
@@ -229,7 +229,7 @@ def test_reasons_are_in_the_report_and_an_option_allows_them(tmp_path, capsys, m
     assert command.main() == 0
     text = capsys.readouterr().out
     assert 'talks.jsonl:2 has "name" in message 2' in text
-    assert 'talks.jsonl:3 has "system" beside its messages' in text
+    assert 'talks.jsonl:3 has "system" outside of its messages' in text
     assert "1 kept, 0 empty, 0 too long, 2 failed" in text
     assert '1 failed: has "name" in message N, which its template leaves out or changes' in text
     monkeypatch.setattr(sys, "argv", ["prepare", *told, "--chat-may-drop", "name", "system"])

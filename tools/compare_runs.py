@@ -1,5 +1,4 @@
-"""Find whether a change altered the numbers of a run, from which step on, and by how much. From
-which step, and by how much?
+"""Find whether a change altered the numbers of a run, from which step on, and by how much.
 
     python -m tools.compare_runs runs/before runs/after --png difference.png
 

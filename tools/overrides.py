@@ -2,7 +2,7 @@
 
 
 def with_options(argv: list[str], options: dict[str, str]) -> list[str]:
-    """Return argv with these options in place of its own."""
+    """Return argv with these options replaced."""
     kept = [
         argument for argument in argv if argument.split("=")[0].removeprefix("--") not in options
     ]

@@ -178,7 +178,7 @@ def batch_of(requests: Sequence[ScoreRequest], share: Share, mesh: Mesh) -> Batc
         batch[name] = torch.from_numpy(at(token_ranges, array)).view(shape)
     if mesh.zigzag:
         # attention to gathered keys is prepared for windows of the training length; for others it
-        # is told where sequences begin
+        # needs the positions where sequences begin
         positions = torch.arange(share.length).expand(rows, -1)
         batch["positions"] = positions.reshape(*shape[:2], share.length)
     return batch

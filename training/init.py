@@ -1,7 +1,7 @@
 """Initial values as a pure function of (seed, parameter name, global index): bitwise the same on
 every mesh.
 
-A rank computes the values of its own shard and nothing else, from the global index of each of its
+A rank computes the values of its shard and nothing else, from the global index of each of its
 elements. So neither the mesh, nor uneven shards, nor the order in which parameters are visited can
 change a bit. There is no generator state, no communication and no full tensor: of 405B parameters
 on 1,024 ranks, each rank computes its 400 million values.
@@ -93,7 +93,7 @@ def normal_values(index: Tensor, key: int, std: float) -> Tensor:
 
 
 def global_ids(param: Tensor) -> list[Tensor]:
-    """For each dimension, the global indices that this rank's shard holds: int64 [local size].
+    """Return the global indices of this rank's shard in each dimension: int64 [local size].
 
     Shards are cut as by torch.chunk. If FSDP shards what tensor parallelism has already cut, FSDP's
     placement is a `_StridedShard`, whose cut comes second although its mesh dimension comes first.

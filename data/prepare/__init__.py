@@ -16,9 +16,9 @@ text land in the same split. There is one exception: when a split would be empty
 lowest (or highest) hash changes sides and the parts that contain it are made again. A corpus of a
 single text is cut in two.
 
-**A folder appears whole or not at all.** It is written beside its final name, flushed to the disk
-and then renamed, by one process at a time (the kernel frees the lock when all processes that hold
-it are dead).
+**A folder appears whole or not at all.** It is written under a temporary name in the same
+directory, flushed to the disk and then renamed, by one process at a time (the kernel frees the lock
+when all processes that hold it are dead).
 
 job.py plans the parts and merges them, part.py makes one, encoding.py turns a document into tokens,
 workers.py runs several processes, cluster.py several machines, and __main__.py is the command.
@@ -67,7 +67,7 @@ def prepare(
     it is not there.
 
     Any number of processes may call this at once. A source that is a prepared folder is opened as
-    it is. `log` receives lines for a person. `workers` is the largest number of processes to use; 0
+    it is. `log` receives progress messages. `workers` is the largest number of processes to use; 0
     means one per core. `on`: "here", or "ray" (cluster.py). InputError: the source, the tokenizer,
     the cache or Ray cannot be used."""
     if on == RAY:
@@ -90,7 +90,7 @@ def prepare(
         try:
             os.makedirs(parent, exist_ok=True)
             with _lock(f"{folder}.lock", log) as lock:
-                if not _is_there(folder):  # nobody made it while we waited for the lock
+                if not _is_there(folder):  # no other process made it meanwhile
                     open_engine = functools.partial(_engine, on, workers, lock, log)
                     _make(folder, key, cfg, files, log, open_engine)
         except OSError as error:
@@ -124,7 +124,7 @@ def _cached(cfg: Data, key: str) -> str:
 
 
 def _is_there(folder: str) -> bool:
-    """An empty folder does not count: somebody made it so that it would be filled."""
+    """Return whether the folder has content. An empty one was created in order to be filled."""
     return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
@@ -163,9 +163,9 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
         if re.search(rb'"special"\s*:\s*false', content):
             # such tokens are found in text; in a folder that older code has made they are not
             content += b"found"
-        if path.suffix == ".json":  # the files beside it say how a text begins and ends
-            beside = ends.files_that_decide(path.parent)
-            content += b"".join(file.read_bytes() for file in beside)
+        if path.suffix == ".json":  # its companion files say how a text begins and ends
+            companions = ends.files_that_decide(path.parent)
+            content += b"".join(file.read_bytes() for file in companions)
         kind = hashlib.sha256(content).hexdigest()
     options = [
         cfg.validation_fraction,

@@ -3,11 +3,12 @@
 Ray schedules the parts over the machines, and retries a part whose process or machine is lost. A
 part is finished when its record is in place (part.py), so nothing of a lost process is taken. Two
 processes may make one part at a time, if a machine was only thought to be lost: they write under
-names of their own, and both put the same bytes in place.
+different names, and both put the same bytes in place.
 
-A machine that does not see the folder makes a part in one of its own, and Ray carries the files to the
-machine of the command. So a store is enough to read from; that machine needs room for the corpus. This
-repository, its Python and a source that is no URL must have the same paths on all machines.
+A machine that does not see the folder makes a part in a temporary folder, and Ray carries the files
+to the machine of the command. So a store is enough to read from; that machine needs room for the
+corpus. This repository, its Python and a source that is no URL must have the same paths on all
+machines.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Counts why documents were left out, by kinds: of a corpus with 900 failures, a person wants to know that
-880 have one cause."""
+"""Counts why documents were dropped, by kind of reason: of 900 failures in a corpus, 880 may have
+one cause."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def answer(
         return job.make(part, change, threads, progress)
     except InputError as error:
         return {"input_error": str(error)}
-    except BrokenPipeError:  # of `progress`: nobody listens
+    except BrokenPipeError:  # of `progress`: the reader is gone
         raise
     except OSError as error:
         return {"os_error": [error.errno, error.strerror]}

@@ -4,10 +4,11 @@ A block is BLOCK bytes of a shard, fewer at its end. Blocks are numbered through
 `hashes` of the corpus has the hash of each, and no byte is used before its block has that hash.
 
 The local copy is one sparse file with a slot for each block, or as many as `data.cache_gb` allows:
-block n lies in slot n % slots. A slot holds what was put there last. It has no label and no lock,
-because its content is hashed at each read: what is another block, half written or damaged is
-fetched. So any number of ranks and workers of a host share the file. Windows come in random order,
-each once an epoch, so no rule of replacement would keep more useful blocks than this one.
+block n is kept in slot n % slots. A slot holds what was put there last. It has no label and no
+lock, because its content is hashed at each read: a block that is another one, half written or
+damaged is fetched. So any number of ranks and workers of a host share the file. Windows come in
+random order, each once an epoch, so no rule of replacement would keep more useful blocks than this
+one.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Blocks:
         return b"".join(parts)[start - begin : stop - begin]
 
     def whole(self, shard: str) -> bytes:
-        """A shard as the store has it, whatever is kept here: in few requests."""
+        """Fetch a whole shard from the store in few requests, without the local copy."""
         size = self.sizes[shard]
         length = SCANNED * BLOCK
         ranges = [(start, min(start + length, size)) for start in range(0, size, length)]

@@ -1,9 +1,10 @@
 """A prepared corpus in an object store, as data/stores/upload.py has put it there.
 
-It is the folder of data/prepared.py, with `hashes` (data/stores/blocks.py) beside the tables. Its
-manifest is hashed itself (`sum`), and it comes last, so what has one is whole. Everything but the
-shards is fetched whole when it is first asked for, compared with its SHA-256, and kept in a folder of
-`data.cache`, once for all ranks of a host. That folder also has the local copies of blocks.
+It is the folder of data/prepared.py, with `hashes` (data/stores/blocks.py) in addition to the
+tables. Its manifest is hashed itself (`sum`), and it comes last, so what has one is whole.
+Everything but the shards is fetched whole when it is first asked for, compared with its SHA-256,
+and kept in a folder of `data.cache`, once for all ranks of a host. That folder also has the local
+copies of blocks.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class StoredCorpus:
             ) from error
 
     def __reduce__(self) -> tuple:
-        """A process that receives this object opens files and connections of its own."""
+        """Pickle the URL alone: the process that receives it opens its own files and
+        connections."""
         return StoredCorpus, (self.url, self.manifest, self.cfg)
 
     def check(self) -> None:

@@ -29,20 +29,19 @@ class Named(NamedTuple):
         return f"hf:{self.repo}" + (f"@{self.revision}" if self.revision else "")
 
 
-def fetched(name: str, files: Sequence[str], beside: Sequence[str]) -> str:
-    """The path of the tokenizer that `hf:...` names.
+def fetched(name: str, files: Sequence[str], companions: Sequence[str]) -> str:
+    """Return the path of the tokenizer that `hf:...` names.
 
-    files: the names that it may have in a repository, the first that is there counts. beside: those
-    that are fetched with it, as far as they are there. InputError: it cannot be had.
-    """
-    found = _fetched(name, tuple(files), tuple(beside))
+    files: the names that it may have in a repository, the first that is there counts. companions:
+    those that are fetched with it, if they exist. InputError: it cannot be had."""
+    found = _fetched(name, tuple(files), tuple(companions))
     if isinstance(found, InputError):
         raise found
     return found
 
 
 @functools.cache
-def _fetched(name: str, files: tuple[str, ...], beside: tuple[str, ...]) -> str | InputError:
+def _fetched(name: str, files: tuple[str, ...], companions: tuple[str, ...]) -> str | InputError:
     """Once for a process, also where it fails: a hub that does not answer takes its time."""
     parts = HUB_NAME.fullmatch(name)
     if not parts:
@@ -52,22 +51,22 @@ def _fetched(name: str, files: tuple[str, ...], beside: tuple[str, ...]) -> str 
         )
     asked = Named(parts["repo"], parts["file"] or "", parts["revision"] or "")
     try:
-        return _fetch(asked, (asked.file,) if asked.file else files, beside)
+        return _fetch(asked, (asked.file,) if asked.file else files, companions)
     except InputError as error:
         return error
 
 
-def _fetch(asked: Named, files: tuple[str, ...], beside: tuple[str, ...]) -> str:
+def _fetch(asked: Named, files: tuple[str, ...], companions: tuple[str, ...]) -> str:
     for file in files:
         path = _file(asked, file)
         if path:
             break
     else:
         raise InputError(_without_tokenizer(asked, files))
-    # all of one version, though somebody may push another meanwhile
+    # all files of one version, even if another is pushed meanwhile
     parts = PurePath(file)
     commit = PurePath(path).parents[len(parts.parts) - 1].name
-    for name in beside:
+    for name in companions:
         _file(asked._replace(revision=commit), str(parts.parent / name))
     return path
 

@@ -1,10 +1,10 @@
 """Finds the file of the tokenizer that an option names: on this host, in a folder, on the hub
 (hub.py), or in a store: `data.tokenizer = "s3://bucket/llama/tokenizer.json"`.
 
-One in a store is fetched into a folder of `data.cache`, with the files beside it that say how a text
-begins and ends, and what its chat template is. The folder's name is a hash of what the store has, so
-a file that is replaced there is another tokenizer here, and a file that is here needs no look at its
-content. `tools/check.py` fetches it once for a host, before the ranks start.
+One in a store is fetched into a folder of `data.cache`, with the companion files that say how a
+text begins and ends, and what its chat template is. The folder's name is a hash of the stored
+files, so a file that is replaced there is another tokenizer here, and a file that is here needs no
+look at its content. `tools/check.py` fetches it once for a host, before the ranks start.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ FILES = (
     "qwen.tiktoken",
     "tokenizer.model",
 )
-# And what lies beside it (data/ends.py, data/chat.py).
-BESIDE = (
+# Its companion files (data/ends.py, data/chat.py).
+COMPANIONS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",
@@ -45,7 +45,7 @@ def tokenizer(name: str, cache: str) -> str:
     """The path of the file of the tokenizer that an option names. One on the hub or in a store is
     fetched, if it is not here yet. Raises InputError."""
     if name.startswith(hub.PREFIX):
-        return hub.fetched(name, FILES, BESIDE)
+        return hub.fetched(name, FILES, COMPANIONS)
     if is_url(name):
         return _fetched(name, cache)
     path = os.path.expanduser(name)
@@ -71,7 +71,7 @@ def _fetched(url: str, cache: str) -> str:
         raise InputError(
             f"data.tokenizer: {url} is not there: name a file of a tokenizer"
         ) from None
-    for name in BESIDE if url.endswith(".json") else ():
+    for name in COMPANIONS if url.endswith(".json") else ():
         try:
             found[key.parent / name] = (key.parent / name).stat()
         except FileNotFoundError:

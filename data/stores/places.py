@@ -20,8 +20,8 @@ def is_url(source: str) -> bool:
 
 
 def key_of(url: str, soon: bool = True) -> Key:
-    """soon: whether somebody waits for what it says. Raises InputError where the package that speaks
-    to stores is missing."""
+    """Parse the URL of an object. soon: whether a caller waits for its content. Raises InputError
+    where the package that speaks to stores is missing."""
     if problem := missing_package(url):
         raise InputError(problem)
     scheme, _, rest = url.partition("://")

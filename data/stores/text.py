@@ -16,10 +16,10 @@ BUFFER = 1 << 16  # bytes that Python reads of them at a time
 
 
 class ObjectFile(io.RawIOBase):
-    """An object, opened for reading. The range after the one that is read is fetched meanwhile.
+    """An object, opened for reading. The next range is fetched while one is read.
 
-    Text has no hashes. TLS notices what a network damages; without it, each range is read until it
-    comes twice alike (reliability/objects.py::Key.read_agreed)."""
+    Text has no hashes. TLS notices what a network damages; without it, each range is read until two
+    reads agree (reliability/objects.py::Key.read_agreed)."""
 
     def __init__(self, url: str, size: int) -> None:
         self.key = key_of(url)

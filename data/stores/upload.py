@@ -32,7 +32,7 @@ def upload(prepared: Prepared, url: str, log: Callable[[str], object] = print) -
     total = sum(file["bytes"] for file in files.values())
     log(f"{url}: {len(files):,} files, {total / 1e6:,.1f} MB")
     tables = []
-    first = {"names.starts": 1, "tokenizer.json": 2}  # so that nobody takes the rest for text
+    first = {"names.starts": 1, "tokenizer.json": 2}  # lest the rest look like text
     for name in sorted(files, key=lambda name: (first.get(name, 3), name)):
         path = os.path.join(prepared.folder, name)
         if file_sha256(path) != files[name]["sha256"]:

@@ -194,7 +194,7 @@ class Playback:
 
     - FSDP's all-gather starts when the previous one has been copied out
       (`FSDPParamGroup.wait_for_unshard`), so the next block is unsharded while this one is
-      computed. Compute waits for the all-gather of its own weights.
+      computed. Compute waits for the all-gather of the block's weights.
     - FSDP's reduce-scatter (and HSDP's all-reduce) starts when the block's gradients are there.
       Clipping waits for the last.
     - An exchange of experts starts when the one before of its group has ended. Compute

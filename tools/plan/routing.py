@@ -2,8 +2,8 @@
 or as a run has recorded it.
 
 Only the number of rows on each rank depends on the routing. With expert parallelism a rank computes
-the rows of its own experts, from all ranks. So the rank whose experts get the most tokens needs the
-most memory, and all others wait for it. The plan is of that rank, in every MoE layer.
+the rows of the experts it holds, from all ranks. So the rank whose experts get the most tokens
+needs the most memory, and all others wait for it. The plan is of that rank, in every MoE layer.
 """
 
 from math import comb

@@ -66,7 +66,7 @@ ACTION = re.compile(r"(\w+) of stage \d+, microbatch (\d+)")
 aten = torch.ops.aten
 c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
-DEVICE_OF = torch.ops.prim.device.default  # a fake tensor is asked for its device
+DEVICE_OF = torch.ops.prim.device.default  # looks up the device of a fake tensor
 
 # Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call
 # a collective's size.
