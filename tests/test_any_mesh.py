@@ -328,6 +328,7 @@ def moments_swapped() -> None:
     storage.box_of = box_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [nothing, moments_swapped])
 def test_swapped_shards_of_a_moment_are_seen(change: Callable, runs: Runs) -> None:
     """... and without the mistake there is nothing to see."""

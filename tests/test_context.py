@@ -130,15 +130,14 @@ def test_three_ranks_equal_the_plain_model():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "mesh, combination",
     [
         ("cp2", settings(documents="masked", checkpointing="selective")),
-        pytest.param(
-            "cp2", settings(method="ulysses", checkpointing="selective"), marks=pytest.mark.slow
-        ),
-        pytest.param("cp2xtp2", settings(checkpointing="full"), marks=pytest.mark.slow),
+        ("cp2", settings(method="ulysses", checkpointing="selective")),
+        pytest.param("cp2xtp2", settings(checkpointing="full"), marks=pytest.mark.exhaustive),
         pytest.param(
             "fsdp2xcp2",
             settings(method="ulysses", documents="masked"),
@@ -197,10 +196,12 @@ def test_other_documents_do_not_recompile():
     assert max(run_ranks(2, compilations)) <= 5
 
 
+@pytest.mark.slow
 def test_offloaded_weights_equal_the_plain_model():
     check("cp2", [settings()], ["--parallelism.cpu_offload=true"], factors=FACTORS)
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32():
     """The same check as
     tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters, for both
@@ -416,6 +417,7 @@ def kept(options: list[str], seq_len: int) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.slow
 def test_activations_fall_with_the_number_of_ranks():
     """The second half of 512 tokens needs on each of 4 ranks a quarter of what it needs on one
     process. (Weights are in both numbers of a difference.) The keys of all ranks, were they kept,

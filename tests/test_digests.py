@@ -86,11 +86,16 @@ def plain() -> dict[str, Numbers]:
     "kind, mesh",
     [
         ("dense", "fsdp3"),
-        ("dense", "pp2xtp2"),
-        ("dense", "hsdp2x2"),
-        ("muon", "cp2"),
-        ("adapters", "fsdp2xtp2"),
-        ("experts", "ep2xcp2"),
+        *(
+            pytest.param(kind, mesh, marks=pytest.mark.slow)
+            for kind, mesh in (
+                ("dense", "pp2xtp2"),
+                ("dense", "hsdp2x2"),
+                ("muon", "cp2"),
+                ("adapters", "fsdp2xtp2"),
+                ("experts", "ep2xcp2"),
+            )
+        ),
         pytest.param("dense", "fsdp2xcp2xtp2", marks=pytest.mark.exhaustive),
         pytest.param("dense", "pp2xfsdp2xtp2", marks=pytest.mark.exhaustive),
         pytest.param("muon", "fsdp2xtp2", marks=pytest.mark.exhaustive),

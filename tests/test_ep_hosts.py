@@ -373,18 +373,15 @@ def test_a_mesh_of_two_hosts_equals_the_plain_model():
 IN_CHUNKS = "--parallelism.expert_chunks=3"
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "mesh, more",
     [
         ("ep2", []),
-        pytest.param("ep4 by host", [], marks=pytest.mark.slow),
-        pytest.param(
-            "ep2xpp2",
-            ["--parallelism.pipeline_schedule=zero_bubble", "--model.n_layers=4"],
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("experts on ep2xtp2", [], marks=pytest.mark.slow),
+        ("ep4 by host", []),
+        ("ep2xpp2", ["--parallelism.pipeline_schedule=zero_bubble", "--model.n_layers=4"]),
+        pytest.param("experts on ep2xtp2", [], marks=pytest.mark.exhaustive),
     ],
 )
 def test_chunks_on_a_mesh_equal_the_plain_model(mesh, more):
@@ -433,7 +430,7 @@ def test_one_expert_gets_every_token():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # CI compiles an exchange in chunks
 @pytest.mark.cap(300)
 def test_compiled_blocks_equal_the_plain_model():
     chosen = settings(experts="deepseek_v3", checkpointing="selective")

@@ -127,6 +127,7 @@ def test_many_ranks_equal_the_plain_model(mesh, chosen):
     check(mesh, [chosen | {"clipping": "in force"}], factors=FACTORS | CONTEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", ["cp2", pytest.param("ep2xcp2", marks=pytest.mark.exhaustive)])
 def test_documents_and_uneven_labels_equal_the_plain_model(mesh):
@@ -174,6 +175,7 @@ def test_schedules_equal_the_plain_model(mesh, schedule, layers, experts):
     check(mesh, chosen, more, factors=FACTORS | CONTEXT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp2", "experts on tp2"])
 def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
     """They used to be summed in every forward without a reader: each sum kept memory for good."""
@@ -186,6 +188,7 @@ def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 def test_a_tied_weight_with_experts_and_a_split_backward_equals_the_plain_model():
     more = "--parallelism.pipeline_schedule=zbv --model.n_layers=4 --model.tied_embeddings=true"
@@ -226,12 +229,13 @@ def test_selective_checkpointing_keeps_the_products_of_experts():
     assert run_ranks(1, products_of_experts, ["none", "selective", "full"])[0] == [6, 6, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "mesh, experts, checkpointing",
     [
         ("ep2", "deepseek_v3", "selective"),
-        pytest.param("one", "qwen3 experts", "full", marks=pytest.mark.slow),
+        pytest.param("one", "qwen3 experts", "full", marks=pytest.mark.exhaustive),
         pytest.param("ep2xcp2", "qwen3 experts", "none", marks=pytest.mark.exhaustive),
     ],
 )
@@ -244,6 +248,7 @@ def test_compiled_mesh_equals_the_plain_model(mesh, experts, checkpointing):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", ["ep4", pytest.param("ep2xfsdp2", marks=pytest.mark.exhaustive)])
 def test_one_expert_gets_every_token(mesh):
@@ -266,6 +271,7 @@ def test_fewer_experts_than_ranks_that_share_them():
     check("ep2xfsdp2", [settings(experts="qwen3 experts")], more, factors=FACTORS | CONTEXT)
 
 
+@pytest.mark.slow
 def test_offloaded_experts_equal_the_plain_model():
     check(
         "ep2",
@@ -303,6 +309,7 @@ def test_offload_leaves_what_fsdp_does_not_move_where_it_is_read():
     assert {device for _, device in homes["false"]} == {"meta"}
 
 
+@pytest.mark.slow
 def test_bfloat16_is_near_float32():
     """Like tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters. Some
     tokens choose other experts, so the bound for gradients is wider. A gradient that is twice as
@@ -538,6 +545,7 @@ FLOAT8 = [  # sides that are multiples of 16
 ]
 
 
+@pytest.mark.slow
 def test_float8_on_two_ranks_that_share_experts_is_near_one_rank():
     """Like tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank. Some tokens choose
     other experts."""

@@ -36,8 +36,8 @@ SEQUENCE = 64 * 96 * 4  # bytes
     "mesh, more",
     [
         ("tp2", []),
-        pytest.param("tp2", COMPILED, marks=pytest.mark.slow, id="tp2-compiled"),
-        pytest.param("fsdp2xtp2", [], marks=pytest.mark.slow),
+        pytest.param("tp2", COMPILED, marks=pytest.mark.exhaustive, id="tp2-compiled"),
+        pytest.param("fsdp2xtp2", [], marks=pytest.mark.exhaustive),
         pytest.param("pp2xtp2", [], marks=pytest.mark.slow),
     ],
 )
@@ -100,6 +100,7 @@ def scattered(options: list[str]) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 def test_a_plan_copies_the_weights_of_gemms_that_become_one():
     """First the MLP's, then attention's: inductor fuses a reduce-scatter with one GEMM."""
     mlp = 2 * 308 // 2 * 96 * 4
@@ -155,6 +156,7 @@ def planned(options: list[str]) -> int:
     return sum(kept) - SEQUENCE // 2  # its output, which the third block keeps
 
 
+@pytest.mark.slow
 @pytest.mark.cap(120)
 def test_a_compiled_block_keeps_what_is_planned():
     """Two gathered sequences less. Kept without a compiler are also the sums of two matmuls, before

@@ -94,6 +94,7 @@ def children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 def test_ctrl_c_while_any_tool_is_imported():
     """Before it knows its arguments. Those that stand for a run are 75."""
@@ -108,6 +109,7 @@ def test_ctrl_c_while_any_tool_is_imported():
             assert done == (130, "", "interrupted\n"), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [
@@ -187,7 +189,10 @@ def program(folder: Path, main: str, end: str = "program.run(main)") -> Started:
     return started
 
 
-@pytest.mark.parametrize("main", MAINS)
+@pytest.mark.parametrize(
+    "main",
+    [pytest.param(main, marks=() if main == "cleans up" else pytest.mark.slow) for main in MAINS],
+)
 def test_ctrl_c_at_any_moment_of_a_tool(main, tmp_path):
     code, out, err = program(tmp_path, MAINS[main]).gets(signal.SIGINT).end()
     assert (code, err) == (130, "interrupted\n")
@@ -195,6 +200,7 @@ def test_ctrl_c_at_any_moment_of_a_tool(main, tmp_path):
     assert not list(tmp_path.glob("temporary/*"))
 
 
+@pytest.mark.slow
 def test_without_it_there_is_a_traceback(tmp_path):
     """The negative control."""
     started = program(tmp_path, MAINS["cleans up"], "sys.exit(main())")
@@ -202,6 +208,7 @@ def test_without_it_there_is_a_traceback(tmp_path):
     assert code == -signal.SIGINT and "Traceback" in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_again_ends_a_tool_that_takes_long_to_clean_up(tmp_path):
     """The echo of the first one does not."""
     main = """
@@ -217,7 +224,16 @@ def test_ctrl_c_again_ends_a_tool_that_takes_long_to_clean_up(tmp_path):
     assert (code, err) == (130, "interrupted again: ended at once\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        *(
+            pytest.param(number, marks=pytest.mark.slow)
+            for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+        ),
+    ],
+)
 def test_a_run_that_does_not_listen_yet_is_75(number):
     """torch is being imported."""
     code, out, err = Started(sys.executable, "train.py").wait_until(listens).gets(number).end()
@@ -225,6 +241,7 @@ def test_a_run_that_does_not_listen_yet_is_75(number):
     assert (code, out, err) == (75, "", sentence)
 
 
+@pytest.mark.slow
 def test_what_nohup_ignores_stays_ignored():
     line = f"trap '' HUP; exec {sys.executable} train.py"
     started = Started("bash", "-c", line).wait_until(listens).gets(signal.SIGHUP)
@@ -249,7 +266,14 @@ def test_a_rank_that_waits_for_the_others_is_75(tmp_path):
     assert code == 75 and re.match(r"stopped by SIGUSR1 outside of training, .*\n$", err), err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),
+        signal.SIGINT,
+    ],
+)
 def test_a_signal_before_the_configuration_is_checked(number):
     """The script gets it alone, as Slurm's --signal=B: sends it."""
     started = Started("./run_train.sh").wait_until(children)

@@ -194,6 +194,7 @@ def with_experts_as_one_matrix(run: list[str], dp_size: int) -> dict:
     return parity.trajectory(run, dp_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, more, mistake",
     [
@@ -436,6 +437,7 @@ def saved_muon(folder: Path, steps: int, then: int, *more: str) -> dict[str, np.
     return {n: whole(t).numpy().copy() for n, t in live.items() if not n.startswith("rng.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_resumed_run_goes_on_bitwise_and_on_another_mesh_to_rounding(tmp_path, experts):
     """Saved during the next step, by two ranks; read by the same two, by one, and by four."""

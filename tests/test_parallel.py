@@ -72,7 +72,7 @@ def test_every_two_settings_meet_in_the_matrix():
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(mesh, marks=() if MESHES[mesh][0] == 2 else pytest.mark.slow)
+        pytest.param(mesh, marks=() if mesh in ("fsdp2", "tp2", "pp2") else pytest.mark.slow)
         for mesh in FEW_RANKS
     ],
 )
@@ -127,7 +127,7 @@ def test_every_combination_equals_the_plain_model(mesh, numbers):
 @pytest.mark.parametrize(
     ("mesh", "schedule"),
     [
-        ("pp2", "interleaved_1f1b"),
+        pytest.param("pp2", "interleaved_1f1b", marks=pytest.mark.slow),
         ("pp2", "zbv"),
         pytest.param("pp2", "dualpipe_v", marks=pytest.mark.slow),
         # where the backward is split, gradients are easily lost when FSDP frees the weights in
@@ -166,9 +166,9 @@ def test_every_schedule_equals_the_plain_model(mesh, schedule):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 def test_a_tied_weight_stays_gathered_for_the_whole_second_half_of_a_backward():
-    """Same as above, in the default suite."""
     tied = combination_of(
         optimizer="sgd", accumulation="reduced once", embeddings="tied", checkpointing="full"
     )
@@ -224,7 +224,7 @@ TWO_STAGES_A_RANK = [
 ]
 
 
-@pytest.mark.parametrize("reshards", [False, True])
+@pytest.mark.parametrize("reshards", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_pipeline_gathers_the_weights_of_all_stages_before_its_first_forward(reshards):
     """And never again in the step. Negative control: weights that are freed after each forward are
     gathered as they are needed."""
@@ -250,6 +250,7 @@ def gathered_before_the_update(*args: object) -> list:
         return trajectories(*args)
 
 
+@pytest.mark.slow
 def test_negative_control_weights_of_the_step_before_are_seen():
     chosen = combination_of(optimizer="sgd", accumulation="reduced once")
     with (
@@ -276,19 +277,12 @@ def test_compiled_mesh_equals_the_plain_model(mesh, checkpointing):
     check(mesh, [combination_of(checkpointing=checkpointing)], COMPILED)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # CI has tp2 with gather_again, in tests/test_gather_again.py
 @pytest.mark.cap(300)
 @pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
 )
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        "cp2xtp2",
-        # tp2 alone: with more in tests/test_gather_again.py
-        *(pytest.param(mesh, marks=pytest.mark.exhaustive) for mesh in ("tp2", "fsdp2xtp2")),
-    ],
-)
+@pytest.mark.parametrize("mesh", ["cp2xtp2", "tp2", "fsdp2xtp2"])
 def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
     """And it does something: inductor rewrites nothing, in silence, where it does not find its
     patterns. Per block a step has two all-gathers before matmuls and two reduce-scatters after them
@@ -300,7 +294,7 @@ def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
     assert [seen.calls for seen in results] == [dict.fromkeys(FUSED, 4 * blocks)] * ranks
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.cap(300)
 @pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
@@ -419,13 +413,12 @@ def test_same_mesh_twice_is_bitwise_equal():
         assert all(np.array_equal(first[key][n], second[key][n]) for n in first[key])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, more",
     [
         ("fsdp4", []),
-        pytest.param(
-            "hsdp2x4", ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow
-        ),
+        ("hsdp2x4", ["--parallelism.data_parallel_replicate=2"]),
     ],
 )
 def test_weights_kept_sharded_over_some_ranks_equal_the_plain_model(mesh, more):
@@ -487,7 +480,7 @@ def offloaded(options: list[str], dp_size: int) -> dict:
     return trajectory([*options, "--parallelism.cpu_offload=true"], dp_size)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", "hsdp2x2"])
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("hsdp2x2", marks=pytest.mark.slow)])
 def test_cpu_offload_equals_the_plain_model(mesh):
     ranks, options, dp_size = MESHES[mesh]
     problems = compare(
@@ -500,7 +493,10 @@ def bfloat16(options: list[str], dp_size: int) -> dict:
     return trajectory([*options, "--training.param_dtype=bfloat16"], dp_size)
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", "fsdp2xtp2", "ddp2"])
+@pytest.mark.parametrize(
+    "mesh",
+    ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp2xtp2", "ddp2"))],
+)
 def test_bfloat16_is_near_float32_and_keeps_float32_masters(mesh):
     """bfloat16 has 8 bits of mantissa: the loss agrees to 2^-8, and the first update, made on
     float32 masters, is no coarser than the gradients' own error."""
@@ -513,7 +509,7 @@ def test_bfloat16_is_near_float32_and_keeps_float32_masters(mesh):
     assert all(w.dtype == np.float32 for w in seen["weights"].values())
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", "ddp2"])
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("ddp2", marks=pytest.mark.slow)])
 def test_gradients_are_summed_over_ranks_in_float32(mesh):
     """Two ranks are one process with two microbatches, which adds their bfloat16 gradients in
     float32. A sum in bfloat16 would be off by 1e-3."""
@@ -535,9 +531,8 @@ FLOAT8 = [  # sides that are multiples of 16
 ]
 
 
-@pytest.mark.parametrize(
-    "mesh", ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("cp2", "pp2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["fsdp2", "cp2", "pp2"])
 def test_float8_on_two_ranks_is_near_one_rank(mesh):
     """Each rank has its own scales for its tokens, so the two agree up to rounding to 8 bits: 3
     bits of mantissa."""

@@ -98,7 +98,12 @@ CASES = {  # name: (ranks, the options of each case)
 }
 QUICK = ("single-bf16", "ddp2")
 # every option of these is in another case
-REPEATED = ("fsdp2-full-accumulate", "fsdp2xtp2")
+REPEATED = (
+    "fsdp2-full-accumulate",
+    "fsdp2xtp2",
+    "tp2-selective-accumulate",
+    "hsdp2x2-selective",
+)
 
 
 def marked(name: str, quick: tuple[str, ...], repeated: tuple[str, ...]):
@@ -203,7 +208,7 @@ WHOLE = {  # the same step with all layers traced, and put together from a few: 
 
 @pytest.mark.cap(120)
 @pytest.mark.parametrize(
-    "name", [n if n == "never-reshard" else pytest.param(n, marks=pytest.mark.slow) for n in WHOLE]
+    "name", [marked(name, ("never-reshard",), ("hsdp-tp-accumulate",)) for name in WHOLE]
 )
 def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
     ranks, options = WHOLE[name]
@@ -769,7 +774,7 @@ CONTEXT_CASES = {  # name: (ranks, the options of each case)
     "five layers": (2, [[FULL, CP2]]),
     "gather on 4 ranks": (4, [[SELECTIVE, CP4, *TWO]]),
 }
-REPEATED_CONTEXT = ("five layers", "gather on 4 ranks")
+REPEATED_CONTEXT = ("five layers", "gather on 4 ranks", "ulysses and tp")
 
 
 @pytest.mark.cap(240)

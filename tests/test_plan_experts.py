@@ -125,7 +125,7 @@ CASES = {  # name: (ranks, (routing, options) of each case)
 
 
 # every dimension of these is in another case
-REPEATED = ("ep2xfsdp2", "ep4", "ep2xtp2")
+REPEATED = ("ep2xfsdp2", "ep4", "ep2xtp2", "ep2xcp2")
 
 
 def marked(name: str):
@@ -178,7 +178,11 @@ def real_step_by_host(options: list[str]) -> tuple:
 
 @pytest.mark.slow
 @pytest.mark.cap(240)
-@pytest.mark.parametrize("options", [[*DEEPSEEK, FULL], [*QWEN3, SELECTIVE]], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [[*DEEPSEEK, FULL], pytest.param([*QWEN3, SELECTIVE], marks=pytest.mark.exhaustive)],
+    ids=str,
+)
 def test_memory_and_collectives_by_host_are_those_of_a_real_step(options):
     """Negative control: the plan of the flat exchange has other collectives."""
     options = [*options, *BY_HOST]

@@ -171,6 +171,7 @@ def test_the_search_traces_less(small):
     assert small.asked < 14
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("seconds", "needed"))
 def test_negative_control_a_bound_that_is_too_tight_changes_the_answer(small, monkeypatch, name):
     exact = getattr(Bounds, name)
@@ -219,10 +220,12 @@ def broken_bounds_of_ulysses() -> list[str]:
     return broken_bounds(Space(options, inputs, choices, one_by_one))
 
 
+@pytest.mark.slow
 def test_no_plan_with_ulysses_is_below_its_bounds():
     assert not broken_bounds_of_ulysses()
 
 
+@pytest.mark.slow
 def test_negative_control_all_to_alls_of_ulysses_that_are_counted_twice_are_seen(monkeypatch):
     """Count them as if compute waited for them as it waits for rows of experts."""
 
@@ -270,12 +273,14 @@ def is_best(row: Candidate, rows: list[Candidate]) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_front_of_a_search_misses_no_plan_that_it_does_not_name(small):
     assert not wrong_fronts(small)
     found = small.found(small.of_memory(100.0), 1)
     assert len(front.front(found.traced)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", ("all are beaten", "the slowest"))
 def test_negative_control_a_wrong_front_is_found(small, monkeypatch, mistake):
     if mistake == "all are beaten":
@@ -309,6 +314,7 @@ def test_where_nothing_fits_the_nearest_is_named(small, monkeypatch):
     assert f"the nearest is {nearest.choice}, which" in str(error.value)
 
 
+@pytest.mark.slow
 def test_where_backward_is_split_full_recomputation_needs_more():
     """So its not fitting says nothing of the other modes."""
     halves = Choice(1, 1, "none", 1, "sharded", 2, "zero_bubble", 2)
@@ -323,6 +329,7 @@ def test_where_backward_is_split_full_recomputation_needs_more():
     assert state.leaner(halves._replace(schedule="interleaved_1f1b"))
 
 
+@pytest.mark.slow
 def test_plans_that_share_traces_are_those_that_do_not():
     """Pipelines with one and with two stages on each rank, whose stages have 4 and 2 layers."""
     cfg = load_config([*SMALL, "--model.n_layers=8"])
@@ -336,6 +343,7 @@ def test_plans_that_share_traces_are_those_that_do_not():
     assert shared == first + second and first[0].seconds != second[0].seconds
 
 
+@pytest.mark.slow
 def test_equal_meshes_of_different_jobs_are_traced_by_one_process():
     """A pipeline's tensor-parallel group has the ranks of the one before, and another name."""
     cfg = load_config([*SMALL, "--training.global_batch_size=16"])

@@ -906,6 +906,7 @@ def started(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 @pytest.mark.cap(160)
 def test_run_train_sh_preflight(place):
     """Two ranks under our launcher: all checks of a data-parallel run."""

@@ -192,7 +192,13 @@ TEXTS = (
 )
 
 
-@pytest.fixture(scope="module", params=FILES)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=() if name in ("qwen3", "smollm2") else pytest.mark.slow)
+        for name in FILES
+    ],
+)
 def opened(request: pytest.FixtureRequest) -> Iterator[tuple[File, Path, tokenizer.Tokenizer]]:
     """Each file, opened once for all tests."""
     file = FILES[request.param]

@@ -386,6 +386,7 @@ def run_with_a_passing_fault(options: list[str], folder: Path) -> tuple[int, str
     return run(options, folder)
 
 
+@pytest.mark.slow
 def test_a_fault_that_has_passed_before_the_next_checkpoint_is_located(
     tmp_path, capsys, monkeypatch
 ) -> None:
@@ -404,7 +405,16 @@ def test_a_fault_that_has_passed_before_the_next_checkpoint_is_located(
     assert code == 1 and said.splitlines()[2].startswith("3   record   "), said
 
 
-@pytest.mark.parametrize("fault", COMPUTED)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            fault,
+            marks=() if fault in (swapped_token, wrong_mask, wrong_sum) else pytest.mark.slow,
+        )
+        for fault in COMPUTED
+    ],
+)
 def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
     arguments = [str(healthy) if word == "RUN" else word for word in COMPUTED[fault]]
     code, said = ask([str(healthy), ASKED, *arguments], capsys, fault)
@@ -423,6 +433,7 @@ def options_of(run: Path) -> list[Path]:
     return [run / "config.toml", *sorted(run.glob("starts/*/config.toml"))]
 
 
+@pytest.mark.slow
 def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
     other = tmp_path / "other"
     shutil.copytree(healthy, other)
@@ -438,6 +449,7 @@ def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
     assert f"operator   {where}" in said.splitlines()[-1], said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments, compared",
     [
@@ -483,6 +495,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return base, trained
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", MESHES)
 def test_a_run_of_adapters_is_replayed(more, adapters, capsys) -> None:
     for step in "1", "3":
@@ -491,6 +504,7 @@ def test_a_run_of_adapters_is_replayed(more, adapters, capsys) -> None:
         assert code == 0 and f"checkpoints of [{step}], gradients of [{step}]" in said, said
 
 
+@pytest.mark.slow
 def test_adapters_on_another_base_are_refused(adapters, tmp_path, capsys) -> None:
     other = tmp_path / "other"
     shutil.copytree(adapters[1], other)
@@ -504,6 +518,7 @@ def test_adapters_on_another_base_are_refused(adapters, tmp_path, capsys) -> Non
         ask([str(other), "--steps=3"], capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", MESHES)
 def test_a_run_of_streamed_text_is_replayed(more, tmp_path, capsys) -> None:
     given = [*tiny_run(tmp_path), "--training.steps=4", "--checkpoint.interval=2"]
@@ -516,6 +531,7 @@ def test_a_run_of_streamed_text_is_replayed(more, tmp_path, capsys) -> None:
     assert code == 0 and "metrics of steps [3, 4], checkpoints of [4]" in said, said
 
 
+@pytest.mark.slow
 def test_a_run_with_averages_in_bfloat16_is_replayed(tmp_path, capsys) -> None:
     given = [*tiny_run(tmp_path), "--training.steps=4", "--checkpoint.interval=2"]
     folder = tmp_path / "run"
@@ -543,6 +559,7 @@ def test_steps_are_recomputed_with_the_options_of_their_start(tmp_path, capsys, 
     assert code == 1 and "lr" not in said, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, warned", [("auto", True), ("float32", False)])
 def test_a_tolerance_that_proves_nothing_is_said(dtype, warned, tmp_path, capsys):
     given = [*tiny_run(tmp_path), "--training.steps=3", f"--training.param_dtype={dtype}"]

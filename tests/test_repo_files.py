@@ -125,6 +125,7 @@ def test_the_citation_and_the_badges_say_what_the_project_says():
     ]
 
 
+@pytest.mark.slow
 def test_the_types_of_the_reading_core_are_right():
     done = subprocess.run(
         [sys.executable, "-m", "mypy", "--no-incremental", *reading.CORE],

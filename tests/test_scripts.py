@@ -157,7 +157,9 @@ LAUNCH = (sys.executable, "-m", "tools.launch")
 # The launcher -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codes, expected", [("0 2", 2), ("0 9", 9)])
+@pytest.mark.parametrize(
+    "codes, expected", [("0 2", 2), pytest.param("0 9", 9, marks=pytest.mark.slow)]
+)
 def test_exit_code_of_the_failing_rank(stand_in: Path, codes: str, expected: int) -> None:
     done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "exit", *codes.split())
     assert done.returncode == expected
@@ -183,6 +185,7 @@ def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> N
     assert "noise" not in "".join(closing)
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_long_to_end_is_still_the_first_to_fail(stand_in: Path) -> None:
     """Another one fails because of it and ends sooner."""
     done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise-slowly")
@@ -214,7 +217,9 @@ def test_the_store_of_several_nodes_listens_on_the_masters_own_address() -> None
             assert listener.getsockname()[0] == expected, address
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(
     stand_in: Path, number: signal.Signals
 ) -> None:
@@ -225,6 +230,7 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(
     assert out.count(f"stopped by {number.name}") == 2, "both ranks saved, each told once"
 
 
+@pytest.mark.slow
 def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
     """The terminal is closed: SIGHUP. The ranks of a run under nohup must not end with it."""
     line = shlex.join(str(word) for word in (*LAUNCH, "--nproc-per-node=2", stand_in, "wait"))
@@ -237,6 +243,7 @@ def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
     assert (code, err) == (75, "") and out.count("stopped by SIGTERM") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> None:
     started = Started(
@@ -258,6 +265,7 @@ def test_a_rank_that_left_no_stacks_has_none_to_read(tmp_path: Path) -> None:
     assert named(log) == f"; its log: {log}, its stacks: {stacks}"
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_the_second_interrupt_kills(stand_in: Path) -> None:
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2)
@@ -313,6 +321,7 @@ def test_two_nodes_meet_at_the_master_and_stop_together(stand_in: Path) -> None:
     assert [node.returncode for node in nodes] == [75, 75]
 
 
+@pytest.mark.slow
 def test_a_master_port_that_is_taken_is_one_sentence(stand_in: Path) -> None:
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -393,6 +402,7 @@ def test_one_process_runs_without_a_launcher_from_any_folder(repository: Path) -
     assert shown["argv"] == arguments and shown["cwd"] == str(repository)
 
 
+@pytest.mark.slow
 def test_ranks_share_out_the_cores_and_meet_on_the_loopback(repository: Path) -> None:
     (repository / "train.py").write_text(PRINT_ENVIRONMENT)
     done = run(repository / "run_train.sh", NGPU="4")
@@ -406,6 +416,7 @@ def test_ranks_share_out_the_cores_and_meet_on_the_loopback(repository: Path) ->
     assert all(s["MASTER_ADDR"] == "127.0.0.1" and int(s["MASTER_PORT"]) > 0 for s in shown)
 
 
+@pytest.mark.slow
 def test_slurm_tells_the_nodes_who_they_are(
     repository: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -452,6 +463,7 @@ def test_a_run_of_one_node_in_a_step_of_two_has_node_rank_0(repository: Path) ->
     assert (shown["RANK"], shown["WORLD_SIZE"]) == (None, None), "one process needs no ranks"
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_script_saves_and_returns_75(repository: Path) -> None:
     train = (repository / "train.py").read_text().replace("sys.argv[1]", '"wait"')
     (repository / "train.py").write_text(train)
@@ -486,6 +498,7 @@ def wheel(folder: Path, version: str) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__")
@@ -549,6 +562,7 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     assert start().communicate(timeout=60) == (f"{tmp_path}/active/bin/python3\n", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first, build", [("probe===1.4", "1.4"), ("", "1.4+cpu"), ("probe===7", "1.4+cpu")]
 )
@@ -595,6 +609,7 @@ def test_hangs():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_the_tests_are_chosen_by_marker_and_capped(repository: Path) -> None:
     (repository / "tests" / "test_it.py").write_text(TESTS.format(slow=True))
@@ -606,6 +621,7 @@ def test_the_tests_are_chosen_by_marker_and_capped(repository: Path) -> None:
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow, code", [(True, 0), (False, 1)])
 def test_ci_runs_all_but_the_exhaustive_tests(repository: Path, slow: bool, code: int) -> None:
     (repository / "tests" / "test_it.py").write_text(
@@ -641,6 +657,7 @@ def test_fixture(shared, i):
 """
 
 
+@pytest.mark.slow
 def test_tests_run_in_parallel_except_those_that_must_be_alone(repository: Path) -> None:
     (repository / "tests" / "test_it.py").write_text(BESIDE)
     done = run(repository / "run_tests.sh", "-n", "3")
@@ -681,6 +698,7 @@ def test_waits(i):
 """
 
 
+@pytest.mark.slow
 def test_tests_that_wait_run_in_parallel_with_tests_that_compute(repository: Path) -> None:
     """One worker of three takes all that wait, although these come last in the file."""
     (repository / "tests" / "test_it.py").write_text(SIDE_BY_SIDE)
@@ -695,6 +713,7 @@ def test_tests_that_wait_run_in_parallel_with_tests_that_compute(repository: Pat
     )
 
 
+@pytest.mark.slow
 def test_programs_that_tests_start_can_be_interrupted(repository: Path) -> None:
     """... also where the suite was started with SIGINT ignored, by nohup or as the background job
     of a script."""
@@ -725,6 +744,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end, code", [("leave", 75), ("sys.exit", -signal.SIGABRT)])
 def test_a_launcher_ends_with_its_code_while_a_thread_hears_of_other_nodes(end, code):
     """The second row is the negative control: what Python's own exit does to such a thread."""
@@ -742,12 +762,17 @@ def test_a_launcher_ends_with_its_code_while_a_thread_hears_of_other_nodes(end, 
     "program",
     [
         "tools.compare_runs",
-        "tools.goodput",
-        "tools.generate",
-        "checkpoint.verify",
-        "data.audit",
-        "configs.load",
-        "tools.plan",
+        *(
+            pytest.param(program, marks=pytest.mark.slow)
+            for program in (
+                "tools.goodput",
+                "tools.generate",
+                "checkpoint.verify",
+                "data.audit",
+                "configs.load",
+                "tools.plan",
+            )
+        ),
     ],
 )
 def test_a_program_whose_reader_has_left_ends_quietly(program):

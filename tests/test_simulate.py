@@ -93,7 +93,10 @@ NEXT = 1e-3
 KERNELS = 3e-5  # relative: what the rounding of other kernels makes of gradients of float32
 
 
-@pytest.mark.parametrize("model", PLAIN_MODELS)
+@pytest.mark.parametrize(
+    "model",
+    ["llama", *(pytest.param(model, marks=pytest.mark.slow) for model in list(PLAIN_MODELS)[1:])],
+)
 def test_one_gpu_is_the_cpu(run, model, tmp_path):
     """The numbers of the plain model on the CPU, within the rounding of other kernels."""
     options = [*ADAMW, *PLAIN_MODELS[model]]
@@ -163,7 +166,7 @@ def marked(mesh: str) -> object:
     marks = []
     if mesh in EXHAUSTIVE:
         marks.append(pytest.mark.exhaustive)
-    elif ALL_MESHES[mesh][0] > 2:
+    elif mesh != "fsdp2":
         marks.append(pytest.mark.slow)
     return pytest.param(mesh, marks=marks)
 
@@ -388,7 +391,10 @@ def run_on_the_cpu(simulator, corpus, tmp_path_factory):
     return run_on_the_cpu
 
 
-@pytest.mark.parametrize("name", WHOLE_RUNS)
+@pytest.mark.parametrize(
+    "name",
+    ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in list(WHOLE_RUNS)[1:])],
+)
 def test_a_run_trains_as_on_the_cpu(run, run_on_the_cpu, corpus, name, tmp_path):
     """With an asynchronous save, validation, a sample at the end: the losses of one CPU process, to
     bfloat16's rounding. Of those in SANITIZED, no race between streams."""
@@ -414,6 +420,7 @@ def test_a_run_trains_as_on_the_cpu(run, run_on_the_cpu, corpus, name, tmp_path)
         assert loss == pytest.approx(wanted[step], rel=2e-3), f"validation after step {step}"
 
 
+@pytest.mark.slow
 def test_kernels_of_a_step_and_of_a_sample(run):
     """cuDNN's attention plans every new shape, and a sample has one for each token. A loss in
     pieces sums the gradient of its weight inside the GEMM."""
@@ -430,6 +437,7 @@ def test_kernels_of_a_step_and_of_a_sample(run):
     assert [name for name in used if "flash_attention" in name]
 
 
+@pytest.mark.slow
 @pytest.mark.cap(200)
 def test_a_resumed_run_is_bitwise_the_whole_one(run, corpus, tmp_path):
     """Also after SIGTERM, with what the GPU's generator has drawn; and a model that was exported is
@@ -463,6 +471,7 @@ def test_a_resumed_run_is_bitwise_the_whole_one(run, corpus, tmp_path):
     assert not (whole.findings + stopped.findings + resumed.findings + loaded.findings)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_with_its_error(run, corpus, tmp_path):
     """It says what happened and leaves; it does not wait for ranks that wait for it, as NCCL's end
     of a group would."""
@@ -489,11 +498,13 @@ def test_negative_control_a_number_read_in_a_step(run, corpus, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_negative_control_a_copy_from_pageable_memory(run, corpus, tmp_path):
     outcome = run(1, simulated.with_mistake, a_run(corpus, tmp_path / "run"), "pageable")
     assert "a copy from pageable memory" in str(waits_in_steps(outcome))
 
 
+@pytest.mark.slow
 def test_negative_control_a_tensor_of_the_host_in_a_product(run, corpus, tmp_path):
     outcome = run(1, simulated.with_mistake, a_run(corpus, tmp_path / "run"), "host tensor")
     assert not outcome.whole
@@ -503,6 +514,7 @@ def test_negative_control_a_tensor_of_the_host_in_a_product(run, corpus, tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_negative_control_a_read_on_another_stream(run, tmp_path):
     raced = run(1, simulated.reads_on_another_stream, sanitize=True)
     assert not raced.whole and "CUDASanitizerErrors" in raced.explain()
@@ -512,6 +524,7 @@ def test_negative_control_a_read_on_another_stream(run, tmp_path):
     assert ordered.whole, ordered.explain()
 
 
+@pytest.mark.slow
 def test_negative_control_pinned_memory_written_too_early(run, tmp_path):
     early = run(1, simulated.writes_pinned_memory, False)
     assert any(
@@ -521,12 +534,14 @@ def test_negative_control_pinned_memory_written_too_early(run, tmp_path):
     assert not run(1, simulated.writes_pinned_memory, True, folder=tmp_path / "late").findings
 
 
+@pytest.mark.slow
 def test_negative_control_host_memory_read_too_early(run, tmp_path):
     assert run(1, simulated.reads_before_it_arrives, True).results == [50.0]
     early = run(1, simulated.reads_before_it_arrives, False, folder=tmp_path / "early").results[0]
     assert early != early, "it has arrived before anybody waited"
 
 
+@pytest.mark.slow
 def test_negative_control_a_result_used_before_its_collective(run, tmp_path):
     slow = PATIENT | {"PLUMBLINE_SIMULATED_NCCL_DELAY": "100000"}
     assert run(2, simulated.uses_a_result_too_early, True, environment=slow).results == [8.0, 8.0]
@@ -536,6 +551,7 @@ def test_negative_control_a_result_used_before_its_collective(run, tmp_path):
     assert all(total != total for total in early)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake, sentences",
     [
@@ -573,6 +589,7 @@ def test_negative_control_ranks_that_do_not_agree(run, mistake, sentences):
         assert sentence in "\n".join(outcome.findings), outcome.explain()
 
 
+@pytest.mark.slow
 def test_negative_control_nccl_takes_no_memory_of_the_host(run):
     outcome = run(2, simulated.host_memory, environment=HASTY)
     assert (
@@ -580,6 +597,7 @@ def test_negative_control_nccl_takes_no_memory_of_the_host(run):
     )
 
 
+@pytest.mark.slow
 def test_every_kind_of_collective(run):
     outcome = run(3, simulated.collectives)
     assert outcome.whole, outcome.explain()
@@ -595,6 +613,7 @@ def test_every_kind_of_collective(run):
     assert not outcome.findings
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_leaves_the_next_one_alone(simulator, tmp_path):
     """A test's time limit raises while the ranks work: their answer must not be taken for that of
     the next run."""
@@ -616,6 +635,7 @@ RECORDS = {"recorded"}  # and no CUDA graphs
 STARTS = {"error"}  # starts its own processes; test_a_rank_that_raises_ends_with_its_error
 
 
+@pytest.mark.slow
 @pytest.mark.cap(200)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_checks_of_a_device_pass(run, tmp_path, ranks):
@@ -635,6 +655,7 @@ def test_the_checks_of_a_device_pass(run, tmp_path, ranks):
 # ------------------------------------------------------------------------------------- the command
 
 
+@pytest.mark.slow
 def test_the_command_reports_a_run(tmp_path):
     command = [
         sys.executable,
@@ -657,6 +678,7 @@ def test_the_command_reports_a_run(tmp_path):
         assert sentence in done.stdout, done.stdout
 
 
+@pytest.mark.slow
 def test_the_command_says_where_a_step_must_wait_and_where_it_should_not():
     needed = (True, "item", "parallelisms/ep.py:86", 6)
     mistake = (True, "item", "training/loss.py:7", 3)

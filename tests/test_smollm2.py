@@ -70,6 +70,7 @@ def test_its_texts_are_those_of_transformers(smollm2):
     assert answer == "The capital of France is Paris."
 
 
+@pytest.mark.slow
 def test_it_goes_in_and_out_unchanged(smollm2, tmp_path):
     """Weights and everything that says how they are used."""
     import transformers

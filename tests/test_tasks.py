@@ -393,7 +393,16 @@ CONTEXTS = (
 )
 
 
-@pytest.mark.parametrize("name", ["llama2", "gemma3", "llama3_1", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("llama2", "gemma3", "llama3_1", "deepseek_v3")
+        ),
+    ],
+)
 def test_a_published_tokenizer_encodes_contexts_and_choices_as_in_the_harness(name):
     """Including its prefix tokens, its spaces in front of words, and added tokens in a text."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
@@ -423,6 +432,7 @@ def test_a_published_tokenizer_encodes_contexts_and_choices_as_in_the_harness(na
             assert tasks.encode_pair(ours, context, continuation) == want, (context, continuation)
 
 
+@pytest.mark.slow
 @pytest.mark.cap(400)
 def test_a_real_model_scores_real_questions_as_in_the_harness(tmp_path):
     """SmolLM2-135M on some questions of each benchmark; on more by hand, with lab/bench/tasks.py."""

@@ -185,9 +185,14 @@ EACH_TIME = [TWO_MICROBATCHES, "--parallelism.accumulate_gradients=sharded"]
     "mesh, more",
     [
         ("fsdp2", EACH_TIME),
-        ("tp2", [FULL]),
-        ("pp2", [TWO_MICROBATCHES, "--activation_checkpoint.mode=selective"]),
-        ("cp2", []),
+        *(
+            pytest.param(mesh, more, marks=pytest.mark.slow)
+            for mesh, more in (
+                ("tp2", [FULL]),
+                ("pp2", [TWO_MICROBATCHES, "--activation_checkpoint.mode=selective"]),
+                ("cp2", []),
+            )
+        ),
     ],
     ids=["fsdp2", "tp2", "pp2", "cp2"],
 )

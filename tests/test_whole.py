@@ -360,6 +360,7 @@ def short_of_time(monkeypatch):
     rendering._renderer.cache_clear()
 
 
+@pytest.mark.slow
 def test_threads_share_a_renderer_and_one_harm_does_not_reach_the_others(short_of_time):
     good, bad = form(FAITHFUL), form(LONG + FAITHFUL)
     found: list = []
@@ -376,6 +377,7 @@ def test_threads_share_a_renderer_and_one_harm_does_not_reach_the_others(short_o
     assert sum("processor time" in made for made in found if isinstance(made, str)) == 2
 
 
+@pytest.mark.slow
 def test_worker_processes_end_with_the_sentence(tmp_path, monkeypatch):
     lines = [said("q", "a " * 40) for _ in range(40)]
     source = write(tmp_path / "talks.jsonl", lines)
@@ -463,7 +465,13 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("name, line", OF_PUBLISHED)
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        pytest.param(*row, marks=() if row[0] == "smollm2" else pytest.mark.slow)
+        for row in OF_PUBLISHED
+    ],
+)
 def test_published_templates_are_rendered_as_transformers_does(name, line):
     theirs = pytest.importorskip("transformers.utils.chat_template_utils")
     path = published(name) / "tokenizer.json"
@@ -505,7 +513,10 @@ IDS = {  # a model's tokenizer, and a template where its own is not taken
 }
 
 
-@pytest.mark.parametrize("name", IDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == "smollm2" else pytest.mark.slow) for name in IDS],
+)
 def test_published_tokenizers_give_conversations_the_ids_of_transformers(name):
     """And the same answers, where the template has blocks. Llama 2's tokens have no bytes of their
     own, Gemma's change the text first."""

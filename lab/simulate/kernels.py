@@ -25,7 +25,7 @@ from lab.simulate.attention import WRITTEN_OUT
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parent.parent.parent
 HERE = str(Path(__file__).resolve().parent)
-TORCH = str(Path(torch.__file__).resolve().parent)
+TORCH = str(Path(torch.__file__).parent)  # as frames have it: .venv may be a link
 CPU_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 # keys whose kernels take tensors of a CPU
