@@ -238,7 +238,7 @@ RUNS = [  # options, whether there are documents
     "mesh, runs",
     [
         ("cp2", RUNS),
-        ("cp2xtp2", RUNS[1:3]),
+        pytest.param("cp2xtp2", RUNS[1:3], marks=pytest.mark.slow),
         pytest.param("pp2xcp2", RUNS[2:], marks=pytest.mark.slow),
     ],
 )
@@ -294,6 +294,7 @@ def test_checkpointing_on_one_rank(oracles):
     assert not parity.compare("selective", seen[0], oracles[False])
 
 
+@pytest.mark.slow
 @pytest.mark.simulated
 @pytest.mark.skipif(build.missing() is not None, reason=build.missing() or "")
 def test_on_a_simulated_gpu(tmp_path):
@@ -340,6 +341,7 @@ def compiled_graphs(specs: list[AttentionSpec]) -> int:
     return counter.frame_count
 
 
+@pytest.mark.slow
 def test_torch_compile_compiles_one_block_for_each_rule():
     first = AttentionSpec(window=5, scale=0.6, sinks=True)
     second = AttentionSpec(window=7, scale=0.7, sinks=True)
@@ -542,7 +544,13 @@ def test_a_count_that_knows_no_window_is_refused():
 
 
 @pytest.mark.parametrize(
-    "mesh", [[], [CP2, *GATHER], [CP2, ULYSSES]], ids=["one", "gather", "ulysses"]
+    "mesh",
+    [
+        [],
+        pytest.param([CP2, *GATHER], marks=pytest.mark.slow),
+        pytest.param([CP2, ULYSSES], marks=pytest.mark.slow),
+    ],
+    ids=["one", "gather", "ulysses"],
 )
 def test_the_plan_counts_the_keys_of_each_window(mesh):
     """All ranks together do what the family derives from the sizes, and the time is that of what

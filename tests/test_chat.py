@@ -639,7 +639,16 @@ def compare(results: list[dict], oracle: dict) -> list[str]:
     return problems
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", "ddp2", "tp2", "cp2", "pp2", "fsdp2xtp2"])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "fsdp2",
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in ("ddp2", "tp2", "cp2", "pp2", "fsdp2xtp2")
+        ),
+    ],
+)
 def test_a_mesh_computes_what_one_process_computes(mesh, options, oracle):
     ranks, more, _ = MESHES[mesh]
     rows = 1 if mesh == "pp2" else 2
@@ -651,7 +660,7 @@ def test_a_mesh_computes_what_one_process_computes(mesh, options, oracle):
     assert without == [step == expected for step in range(3)]
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", "cp2"])
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("cp2", marks=pytest.mark.slow)])
 def test_negative_control_a_loss_over_the_answers_of_each_rank(mesh, options, oracle):
     """Every number shows it, and not only where a rank has no answers."""
     ranks, more, _ = MESHES[mesh]

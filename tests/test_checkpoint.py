@@ -73,10 +73,10 @@ from training.optimizers import materialise
     ("source", "target", "more"),
     [
         ("1x1", "2x2", []),
-        ("2x2", "1x1", []),
-        ("4x1", "1x2", ["--model.tied_embeddings=true"]),
-        ("1x2", "2x1", []),
-        ("2x1", "2x1", ["--optimizer.kind=sgd"]),
+        pytest.param("2x2", "1x1", [], marks=pytest.mark.slow),
+        pytest.param("4x1", "1x2", ["--model.tied_embeddings=true"], marks=pytest.mark.slow),
+        pytest.param("1x2", "2x1", [], marks=pytest.mark.slow),
+        pytest.param("2x1", "2x1", ["--optimizer.kind=sgd"], marks=pytest.mark.slow),
     ],
 )
 def test_state_is_bitwise_the_same_on_another_mesh(source, target, more, tmp_path):
@@ -101,6 +101,7 @@ def saved_and_loaded(deep: Path, one: Path, options: list[str]) -> list[list[lis
     ]
 
 
+@pytest.mark.slow
 def test_state_is_bitwise_the_same_on_another_number_of_stages(tmp_path):
     """Weights, moments and the tied weight, of which the stages of a pipeline hold one each."""
     deep, one = tmp_path / "deep", tmp_path / "one"
@@ -229,6 +230,7 @@ def _generators(folder: Path, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(4), torch.rand(4)
 
 
+@pytest.mark.slow
 def test_generators_go_on_where_they_were_on_the_same_mesh(tmp_path):
     first = run_ranks(2, _generators, tmp_path, True)
     again = run_ranks(2, _generators, tmp_path, False)
@@ -312,6 +314,7 @@ def _save_and_change(folder: Path, bug: str | None) -> None:
     checkpoints.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [None, "aliased", "impatient"])
 def test_a_save_holds_the_state_of_its_call(bug, tmp_path):
     """With controls that show that the test sees a torn save."""

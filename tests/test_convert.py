@@ -122,6 +122,7 @@ def hf_folder(tmp_path_factory) -> Path:
 # Hugging Face
 
 
+@pytest.mark.slow
 def test_an_exported_model_begins_and_ends_texts_as_its_tokenizer_does(hf_folder, tmp_path):
     """Llama 3's texts begin with one token and end with another. `generate` reads both of two
     files."""
@@ -338,9 +339,9 @@ def load_gather_scatter_save(
     ("ranks", "more"),
     [
         (1, []),
-        (3, []),
+        pytest.param(3, [], marks=pytest.mark.slow),
         (4, ["--parallelism.tensor_parallel=2"]),
-        (4, ["--parallelism.data_parallel_replicate=2"]),
+        pytest.param(4, ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow),
     ],
     ids=["1x1", "3x1", "2x2", "hsdp"],
 )
@@ -508,6 +509,7 @@ def in_tokenizers(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return lambda text: built.encode(text, add_special_tokens=False).ids
 
 
+@pytest.mark.slow
 def test_tokenizers_gives_tiktokens_ids(trained):
     theirs, rng = in_tokenizers(trained), random.Random(1)
     texts = [

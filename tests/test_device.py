@@ -64,6 +64,7 @@ def errors_on_ranks(names: list[str], folder: Path) -> dict[str, dict[str, float
     return {name: checks.CHECKS[name].run(CPU, folder / name) for name in names}
 
 
+@pytest.mark.slow
 def test_the_checks_of_two_ranks_pass_on_a_cpu(tmp_path):
     names = [name for name, check in checks.CHECKS.items() if check.ranks == 2]
     assert len(names) == 6
@@ -149,6 +150,7 @@ def errors_with_a_mistake(folder: Path) -> dict[str, dict[str, float] | str]:
     return seen
 
 
+@pytest.mark.slow
 def test_negative_controls_each_check_sees_a_mistake(tmp_path):
     seen = run_ranks(1, errors_with_a_mistake, tmp_path)[0]
     for name, errors in seen.items():

@@ -376,13 +376,14 @@ def assert_same(ranks: list, want: list[list[float]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [*NOW, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in LATER)]
+    "mesh", ["fsdp2xtp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in LATER)]
 )
 def test_every_mesh_finds_the_log_likelihoods_of_one_process(mesh, files, oracles):
     count, options, _ = ALL_MESHES[mesh]
     assert_same(run_ranks(count, counted, options, files), oracles["llama"])
 
 
+@pytest.mark.slow
 def test_heads_swapped_for_tokens_and_experts_on_several_ranks(files, oracles):
     options = [*CONTEXT_MESHES["cp2"][1], ULYSSES]
     assert_same(run_ranks(2, counted, options, files), oracles["llama"])
@@ -390,7 +391,9 @@ def test_heads_swapped_for_tokens_and_experts_on_several_ranks(files, oracles):
     assert_same(run_ranks(count, counted, [*EXPERTS, *options], files), oracles["experts"])
 
 
-@pytest.mark.parametrize("bug", ["a rank drops its requests", "context is counted"])
+@pytest.mark.parametrize(
+    "bug", ["a rank drops its requests", pytest.param("context is counted", marks=pytest.mark.slow)]
+)
 def test_negative_control(bug, files, oracles):
     with pytest.raises(AssertionError, match="Not equal to tolerance"):
         assert_same(run_ranks(2, counted, [], files, bug), oracles["llama"])
@@ -457,7 +460,8 @@ def written() -> dict[str, tuple[list, list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "mesh", ["tp2", *NOW, "ep2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in LATER)]
+    "mesh",
+    ["tp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("fsdp2xtp2", "ep2", *LATER))],
 )
 def test_every_mesh_finds_the_tokens_that_one_process_would_not_write(mesh, written):
     count, options, _ = ALL_MESHES[mesh]
@@ -466,6 +470,7 @@ def test_every_mesh_finds_the_tokens_that_one_process_would_not_write(mesh, writ
     assert run_ranks(count, mistakes_of, [*family, *options], requests) == [wrong] * count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug, mesh", [("rows of a rank", "tp2"), ("the microbatch", "pp2")])
 def test_negative_control_mistakes_are_miscounted(bug, mesh, written):
     count, options, _ = ALL_MESHES[mesh]
@@ -533,7 +538,7 @@ def part(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_evaluation_leaves_no_trace_in_training(ranks, options, files, tmp_path):
     """Losses, norms, weights, moments, biases of experts and torch's random numbers, bitwise."""
     mesh = ["--parallelism.expert_parallel=2"] if ranks > 1 else []

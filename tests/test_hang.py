@@ -195,6 +195,7 @@ def test_the_culprit_is_named_among_eight(tmp_path: Path) -> None:
     assert {way for way in EXPECTED if not right(way, found[way])} == set()
 
 
+@pytest.mark.slow
 def test_the_network_is_named(hosts: Hosts, tmp_path: Path) -> None:
     """Two ranks on each of two hosts, between which the cable is cut."""
     hung = Hung(tmp_path / "run", hangs.cut_off, hosts.names)

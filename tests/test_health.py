@@ -170,6 +170,7 @@ def always_bad(folder: Path, options: list[str], steps: int) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_at_every_start_is_not_retried_for_ever(options, tmp_path):
     options = [*options, "--training.max_skipped_steps=1", "--checkpoint.keep_last=1"]
     for _ in range(3):

@@ -163,7 +163,7 @@ def all_variants(names: list[str], mesh_options: list[str], dp_size: int) -> dic
 @pytest.mark.cap(240)
 @pytest.mark.parametrize(
     "mesh",
-    [m if m in ("one", "tp2", "pp2") else pytest.param(m, marks=pytest.mark.slow) for m in MESHES],
+    [pytest.param(mesh, marks=() if mesh == "one" else pytest.mark.slow) for mesh in MESHES],
 )
 def test_packed_documents_equal_each_document_alone(mesh):
     ranks, options, dp_size, names = MESHES[mesh]
@@ -306,6 +306,7 @@ def as_on_cuda(names: list[str], mesh_options: list[str], dp_size: int) -> dict:
     return all_variants(names, mesh_options, dp_size)
 
 
+@pytest.mark.slow
 @pytest.mark.cap(240)
 @pytest.mark.parametrize(
     "mesh, names",
@@ -452,7 +453,14 @@ def beside_hugging_face(shape: str) -> dict:
     }
 
 
-@pytest.mark.parametrize("shape", ["llama3.1", "llama3.2", "qwen3"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "llama3.1",
+        pytest.param("llama3.2", marks=pytest.mark.slow),
+        pytest.param("qwen3", marks=pytest.mark.slow),
+    ],
+)
 def test_equals_hugging_face_on_each_document(shape):
     pytest.importorskip("transformers")
     seen = run_ranks(1, beside_hugging_face, shape)[0]

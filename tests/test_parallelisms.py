@@ -134,6 +134,7 @@ def three_ways() -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.slow
 def test_blocks_are_compiled_by_the_backend_that_is_named():
     """Both blocks have the same code, which is compiled once. Only aot_eager hands it to
     AOTAutograd."""
@@ -401,6 +402,7 @@ def reductions_of_a_step(runs: list[list[str]]) -> list[int]:
 REDUCTIONS = {"1f1b": ([5, 6], [5, 5]), "zero_bubble": ([5, 6], [5, 5]), "zbv": ([7, 4], [6, 4])}
 
 
+@pytest.mark.slow
 def test_a_stage_reduces_its_gradients_once_in_a_step_also_where_the_backward_is_split():
     base = (
         "--model.n_layers=8 --parallelism.pipeline_parallel=2 --training.local_batch_size=1 "

@@ -96,7 +96,7 @@ CASES = {  # name: (ranks, the options of each case)
         [[SELECTIVE, SHARDED, HSDP, "--training.local_batch_size=1"]],
     ),
 }
-QUICK = ("single-bf16", "ddp2")
+QUICK = ("single-bf16",)
 # every option of these is in another case
 REPEATED = (
     "fsdp2-full-accumulate",
@@ -216,6 +216,7 @@ def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
     assert few == whole
 
 
+@pytest.mark.slow
 def test_blocks_that_differ_are_all_traced():
     """A stretch that repeats with another period than assumed is not put together from one block."""
     cfg = config(
@@ -300,6 +301,7 @@ def plan_of_fork(edits: dict[str, str], folder: str, labelled_loss: bool = True)
     return step.peak(), peaks(step), collectives(step)
 
 
+@pytest.mark.slow
 def test_a_fork_may_rename_what_it_imports(tmp_path):
     """The planner knows the phases of a step by their labels, not by the functions that are called
     in them."""
@@ -327,6 +329,7 @@ def test_a_fork_may_rename_what_it_imports(tmp_path):
     assert ours == theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", trace.PHASES)
 def test_a_fork_without_a_label_is_told_so(phase, tmp_path):
     """Negative control of the labels: without one of them the plan would be wrong in silence."""
@@ -348,8 +351,15 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float]:
     "ranks, options, recomputed",
     [
         (1, [NONE, "--training.local_batch_size=4"], (0.0, 0.1)),
-        (4, [TP2, SELECTIVE, "--training.local_batch_size=1"], (0.0, 0.1)),
-        (2, [FULL, "--model.tied_embeddings=true", "--training.local_batch_size=2"], (0.15, 0.34)),
+        pytest.param(
+            4, [TP2, SELECTIVE, "--training.local_batch_size=1"], (0.0, 0.1), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            2,
+            [FULL, "--model.tied_embeddings=true", "--training.local_batch_size=2"],
+            (0.15, 0.34),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
@@ -360,6 +370,7 @@ def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
     assert recomputed[0] <= repeated / derived <= recomputed[1]
 
 
+@pytest.mark.slow
 def test_counted_flops_of_adapters_have_no_gradients_of_weights():
     """Nothing is trained in front of the first block, so its first layers and their adapters need no
     gradient of their input. The formula does not leave that out."""
@@ -789,6 +800,7 @@ def test_memory_and_collectives_with_context_parallelism(name):
         assert_same_step(apart(traced, config(options, ranks), ranks, ranks, False), outcomes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_a_step_of_a_cp_group_is_put_together_from_few_layers(method):
     options = [
@@ -812,6 +824,7 @@ def most_by_kind(options: list[str]) -> dict[str, int]:
     return traced(config([*shape, FULL, *options], 8), 8, 8, True).highest_by_kind()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
 def test_activations_and_loss_fall_with_the_ranks(method):
     cp4 = [
@@ -826,6 +839,7 @@ def test_activations_and_loss_fall_with_the_ranks(method):
         assert four[kind] <= 0.35 * one[kind], kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [[CP2], pytest.param([CP2, TP2, FULL, ULYSSES], marks=pytest.mark.slow)]
 )

@@ -447,6 +447,7 @@ def played(place: Path) -> list[dict[str, tuple[int, str]]]:
     return run_ranks(4, play_all, place, timeout=240)
 
 
+@pytest.mark.slow
 @pytest.mark.cap(260)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(played, name):
@@ -456,6 +457,7 @@ def test_a_fault_is_named(played, name):
     assert not any(rank[name][1] for rank in played[1:]), "rank 0 alone speaks"
 
 
+@pytest.mark.slow
 @pytest.mark.cap(260)
 def test_a_healthy_cluster_passes_every_check_and_nothing_stays_behind(played, place):
     page = json.loads((place / "healthy.json").read_text())
@@ -465,6 +467,7 @@ def test_a_healthy_cluster_passes_every_check_and_nothing_stays_behind(played, p
     assert not (place / "runs").exists() and not list(place.rglob(".preflight-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.cap(260)
 def test_what_needs_a_failed_check_is_left_out_and_the_rest_goes_on(played):
     assert "bandwidth" not in played[0]["config"][1], "only what was asked for"

@@ -238,6 +238,7 @@ def test_the_standard_library_is_read_without_its_tables() -> None:
 # ---- the tokenised corpus
 
 
+@pytest.mark.slow
 def test_every_document_of_the_standard_library_survives(tmp_path: Path) -> None:
     """The default corpus and tokenizer, once, for real."""
     cfg = Data(cache=str(tmp_path))
@@ -534,7 +535,7 @@ CHAT = {"format": "chat", "chat_template": "plain"}
     "options, part_bytes, every",
     [
         ({}, 10**9, 8),
-        (CHAT, 10**9, 8),
+        pytest.param(CHAT, 10**9, 8, marks=pytest.mark.slow),
         pytest.param({}, 10**9, 1, marks=pytest.mark.exhaustive),
         pytest.param({}, 3000, 1, marks=pytest.mark.slow),
         pytest.param(CHAT, 8000, 3, marks=pytest.mark.slow),
@@ -560,6 +561,7 @@ def test_killed_at_any_file_operation_and_run_again(
         assert other.format == options.get("format", "text")
 
 
+@pytest.mark.slow
 def test_killed_at_random_times_and_all_at_once(corpus: Path, tmp_path: Path) -> None:
     """Three processes at once, killed at a random moment, four times over; then three that are left
     alone: all succeed, one of them made the corpus, and it is what an undisturbed process makes."""
@@ -731,6 +733,7 @@ def test_a_dataset_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Mon
         prepare(data("hf:org/name", tmp_path))
 
 
+@pytest.mark.slow
 def test_neither_processes_nor_kills_change_a_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,7 +139,9 @@ def check_pair(made: Callable, source: str, target: str, place: Path) -> None:
     assert differences(made("1x1", None), again, 1e-5) == {}, f"{source} -> {target}"
 
 
-@pytest.mark.parametrize(("source", "target"), FAST)
+@pytest.mark.parametrize(
+    ("source", "target"), [FAST[0], pytest.param(*FAST[1], marks=pytest.mark.slow)]
+)
 def test_resumed_on_another_mesh_the_loss_is_equal_and_no_sample_is_lost(
     source, target, made, tmp_path
 ):

@@ -93,10 +93,10 @@ def both_ways(options: list[str]) -> list[tuple[list[float], list[torch.Tensor]]
     "options",
     [
         [],
-        ["--model.tied_embeddings=true"],
-        ["--activation_checkpoint.mode=full"],
-        ["--activation_checkpoint.mode=selective"],
-        COMPILED,
+        pytest.param(["--model.tied_embeddings=true"], marks=pytest.mark.slow),
+        pytest.param(["--activation_checkpoint.mode=full"], marks=pytest.mark.slow),
+        pytest.param(["--activation_checkpoint.mode=selective"], marks=pytest.mark.slow),
+        pytest.param(COMPILED, marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -296,6 +296,7 @@ def test_sharp_attention_has_the_gradient_of_the_plain_one():
         assert ((a.double() - b).norm() / b.norm()) < 4 * 2**-8
 
 
+@pytest.mark.slow
 def test_attention_compiles_whole():
     torch.manual_seed(0)
     tensors = [torch.randn(1, heads, 70, 8).bfloat16() for heads in (4, 2, 2, 4)]
@@ -538,7 +539,7 @@ def phases(options: list[str]) -> list[str]:
     "options",
     [
         ["--activation_checkpoint.mode=selective"],
-        COMPILED,
+        pytest.param(COMPILED, marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
@@ -579,11 +580,11 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
     ("ranks", "options"),
     [
         (1, []),
-        (1, ["--activation_checkpoint.mode=selective"]),
-        (1, ["--optimizer.moment_dtype=bfloat16"]),
+        pytest.param(1, ["--activation_checkpoint.mode=selective"], marks=pytest.mark.slow),
+        pytest.param(1, ["--optimizer.moment_dtype=bfloat16"], marks=pytest.mark.slow),
         (2, []),
-        (2, ["--parallelism.data_parallel_replicate=2"]),
-        (2, ["--parallelism.tensor_parallel=2"]),
+        pytest.param(2, ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow),
+        pytest.param(2, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.slow),
     ],
     ids=str,
 )

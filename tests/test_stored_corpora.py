@@ -163,6 +163,7 @@ def test_batches_are_bitwise_those_of_a_disk(where, masked, uploaded, tmp_path):
             assert wanted[0]["tokens"].shape[2] == sum(map(len, ranks_own.token_ranges(T)))
 
 
+@pytest.mark.slow
 def test_batches_of_several_shards_are_too(corpus, store, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "PART_BYTES", 4000)
     disk = Data(source=str(corpus), cache=str(tmp_path / "disk"), tokenizer="bytes")
@@ -260,6 +261,7 @@ def test_later_steps_are_asked_for_while_the_first_is_used(uploaded, store, tmp_
     stream_of.close()
 
 
+@pytest.mark.slow
 def test_workers_open_the_store_themselves(uploaded, tmp_path, monkeypatch):
     """After this process has used it, whose threads they would not have."""
     monkeypatch.setattr(blocks, "BLOCK", 1 << 16)  # workers are fresh, and so are their constants
@@ -395,6 +397,7 @@ MANY = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "least", [200, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.cap(3000)])]
 )

@@ -490,7 +490,15 @@ def damaged(store: Server, key: str, how: str) -> None:
         store.remove(key)
 
 
-@pytest.mark.parametrize("how", ["flipped", "header", "cut", "gone"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "flipped",
+        pytest.param("header", marks=pytest.mark.slow),
+        pytest.param("cut", marks=pytest.mark.slow),
+        pytest.param("gone", marks=pytest.mark.slow),
+    ],
+)
 def test_a_damaged_object_is_named_and_the_checkpoint_before_used(how, store, tmp_path):
     run_ranks(2, there, save_all, tmp_path, [10, 20])
     key = shards(store, 20)[1]
@@ -548,7 +556,10 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind == "reset" else pytest.mark.slow) for kind in FAULTS],
+)
 def test_no_fault_loses_or_damages_anything(kind, store, tmp_path):
     """Saves, then resumes that save more, under one kind of fault. Nothing is lost, damaged, or
     reported as such."""
@@ -788,6 +799,7 @@ def test_a_store_without_conditions_is_refused_at_the_start(quirk, said, store, 
 BAD = [AT + "logs//x", AT + "./x", AT + "step-00000001/../x", AT + "a\nb", AT + "/x"]
 
 
+@pytest.mark.slow
 def test_a_name_that_cannot_be_read_hides_no_other(store, tmp_path, capsys):
     """`a//b` in a prefix makes obstore's listing fail. All else goes on, with the folders that a
     console has made, and more objects than a page has."""

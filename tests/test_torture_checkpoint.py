@@ -171,7 +171,7 @@ def check_whole(folder: Path, expected: Callable[[int, int], float]) -> tuple[in
     return verify.parse_name(verify.published(folder)[0])
 
 
-@pytest.mark.parametrize("async_save", [True, False])
+@pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.slow)])
 @short_and_long("trials", [4], [16], [50])
 def test_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, tmp_path):
     """One folder, many deaths: each trial resumes what the one before left, lease and half-written
@@ -190,6 +190,7 @@ def test_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, 
     assert newest >= least and least > trials / 6  # it did save in between
 
 
+@pytest.mark.slow
 @short_and_long("trials", [3], [16], [50])
 def test_a_step_saved_again_is_old_or_new_and_never_a_mixture(trials, tmp_path):
     """Going back to step 1, whose future was saved already, and killed while saving that again with
@@ -714,6 +715,7 @@ def trains_while_it_saves(folder: Path, seconds: float) -> tuple[list[float], li
     return quiet, during, waited
 
 
+@pytest.mark.slow
 @short_and_long("seconds", [0.3], [5.0])
 def test_training_continues_while_slow_files_are_written(seconds, tmp_path):
     for quiet, during, waited in run_ranks(2, trains_while_it_saves, tmp_path, seconds):
@@ -746,6 +748,7 @@ def stopped_while_removing(options: list[str], folder: Path, seconds: float) -> 
     return code, time.monotonic() - began[0] if began else 0.0
 
 
+@pytest.mark.slow
 def test_no_rank_waits_for_the_removal_of_old_checkpoints(tmp_path):
     """However slow the file system is: the removal takes longer than a step may, and a stop still
     ends as a stop."""

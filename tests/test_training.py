@@ -361,6 +361,7 @@ def one_at_a_time(logits: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
     return passes_of_loss.replace_by_gradient(logits, *more[:-1], everywhere)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_compiled_passes_compute_what_pytorchs_operators_do(dtype):
     """With labels that do not count, a last piece that is shorter, and z-loss. Negative control:
@@ -538,6 +539,7 @@ def norm_on_a_mesh() -> tuple[float, float, float]:
     )
 
 
+@pytest.mark.slow
 def test_the_norm_is_exact_on_any_mesh():
     for error, scaled, theirs in run_ranks(4, norm_on_a_mesh):
         assert error < 2e-7 and scaled < 1e-5
@@ -610,6 +612,7 @@ def check_real_sizes(meshes: dict[str, tuple[int, list[str], int]], options: lis
         assert theirs > 1e-5, f"{name}: the control, PyTorch's norm, is off by only {theirs:.1e}"
 
 
+@pytest.mark.slow
 def test_loss_and_norm_of_the_debug_preset_do_not_depend_on_the_mesh():
     """At the sizes of its tensors (the embedding has 1 M elements), with two of its six layers."""
     check_real_sizes(
