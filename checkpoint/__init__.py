@@ -1,1 +1,1 @@
-import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
+import configs.cpu  # noqa: F401  sets how threads wait, before torch is loaded

@@ -1,9 +1,8 @@
-"""What a run that trains adapters (models/lora.py) saves, and the weights that it trains them beside:
-its base.
+"""Checkpoints of a run that trains adapters (models/lora.py), and their base: the frozen weights.
 
-A checkpoint holds the adapters and their optimizer state alone. The base is read at every start, from
-`checkpoint.load_hf` or `checkpoint.load_path`. The manifest says where it came from, and has a hash
-of its values. Adapters belong to these values, so a run does not go on beside others.
+A checkpoint holds the adapters and their optimizer state alone. The base is read at every start,
+from `checkpoint.load_hf` or `checkpoint.load_path`. The manifest records where it came from, and a
+hash of its values. Adapters belong to these values, so a run does not resume with another base.
 """
 
 import hashlib
@@ -29,9 +28,9 @@ logger = logging.getLogger("plumbline")
 
 
 def read(folder: Path | Key) -> dict[str, Tensor]:
-    """The adapters of a checkpoint, unsharded, by the names of their parameters
-    ("layers.0.attention.wq.lora_a"). folder: a checkpoint, or a run's folder: its newest one. Raises
-    InputError for one without adapters, and for a damaged one."""
+    """Return the adapters of a checkpoint, unsharded, by the names of their parameters
+    ("layers.0.attention.wq.lora_a"). folder: a checkpoint, or a run's folder: its newest one.
+    Raises InputError for one without adapters, and for a damaged one."""
     path = verify.newest(location(folder))
     try:
         manifest = verify.read_manifest(path)
@@ -48,8 +47,8 @@ def read(folder: Path | Key) -> dict[str, Tensor]:
 
 
 def load_base(job: Any, families: Mapping[str, Any], checkpoints: Any) -> None:
-    """Fill the frozen weights of a train.Job, and have every manifest say which they are. Called by
-    all ranks, before `checkpoints`, a checkpoint/manager.py::CheckpointManager, loads anything.
+    """Fill the frozen weights of a train.Job, and record in every manifest which they are. Called
+    by all ranks, before `checkpoints`, a checkpoint/manager.py::CheckpointManager, loads anything.
 
     families: what Hugging Face's files are of each family, by name. Raises InputError.
     """
@@ -72,7 +71,7 @@ def load_base(job: Any, families: Mapping[str, Any], checkpoints: Any) -> None:
 
 
 def check_whole(path: Path, manifest: dict) -> None:
-    """Raises InputError for a checkpoint of adapters, where a whole model is wanted."""
+    """Raise InputError for a checkpoint of adapters, where a whole model is wanted."""
     if "base" in manifest["facts"]:
         raise InputError(
             f"checkpoint.load_path: {path} holds adapters of the weights of "
@@ -82,8 +81,8 @@ def check_whole(path: Path, manifest: dict) -> None:
 
 
 def in_stored_types(live: Mapping[str, Tensor], manifest: dict) -> dict[str, Tensor]:
-    """The live tensors on `meta`, in the types that a checkpoint has them in, if these are types of
-    floating point: a base in bfloat16 may be read from float32."""
+    """Return the live tensors on `meta`, in the types that a checkpoint has them in, if these are
+    types of floating point: a base in bfloat16 may be read from float32."""
     wanted = {}
     for name, tensor in live.items():
         row = manifest["tensors"].get(name, {})
@@ -94,8 +93,8 @@ def in_stored_types(live: Mapping[str, Tensor], manifest: dict) -> dict[str, Ten
 
 
 def other_base(saved: dict, here: dict) -> list[str]:
-    """Sentences that say why adapters of a checkpoint do not fit this run. Both arguments: the facts
-    of a manifest."""
+    """Return sentences that say why adapters of a checkpoint do not fit this run. Both arguments:
+    the facts of a manifest."""
     if "base" not in saved and "base" not in here:
         return []
     if "base" not in saved:
@@ -116,7 +115,7 @@ def other_base(saved: dict, here: dict) -> list[str]:
 
 
 def hash_of(tensors: Mapping[str, Tensor], mesh: Any, group: dist.ProcessGroup | None) -> str:
-    """A hash of the values of these tensors, as 16 digits: the same on every mesh, and for the same
+    """Hash the values of these tensors, as 16 digits: the same on every mesh, and for the same
     values in another type. All ranks of `group` call it; None: this process has all of each.
 
     It is the sum over all elements of their bits, as a float32, times a pseudo-random number of the
@@ -140,7 +139,7 @@ def hash_of(tensors: Mapping[str, Tensor], mesh: Any, group: dist.ProcessGroup |
 
 
 def counts_here(tensor: Tensor, mesh: Any) -> bool:
-    """Whether this rank is the first of those that hold the same shard of a tensor."""
+    """Return whether this rank is the first of those that hold the same shard of a tensor."""
     if not isinstance(tensor, DTensor):
         ranks_of_a_stage = mesh.size // mesh.pp
         return mesh.rank % ranks_of_a_stage == 0

@@ -1,4 +1,4 @@
-"""How the ranks of a checkpoint agree: what one rank's error is to the others, and who wrote what.
+"""Let the ranks of a checkpoint agree: on the error of any of them, and on what each has written.
 
 Each rank plans, writes and reads its own part. It then sends rank 0 two numbers (`gather_files`),
 and one all-reduce tells all ranks whether any has failed (`agree`). DCP's collectives
@@ -25,8 +25,9 @@ NO_FILE = [-1, "0" * 16]  # the row of a rank that has failed to write
 
 
 def gather_files(file: list, group: dist.ProcessGroup) -> list[list]:
-    """On rank 0, the rows of all ranks' files in the manifest: each file's size and the hash of its
-    header. An empty list on the other ranks. A rank that has written nothing gives NO_FILE."""
+    """Return, on rank 0, the rows of all ranks' files in the manifest: each file's size and the
+    hash of its header. An empty list on the other ranks. A rank that has written nothing gives
+    NO_FILE."""
     size, header_hash = file
     # int64, two per rank: 16 bytes
     row = torch.tensor([size, int.from_bytes(bytes.fromhex(header_hash), "big", signed=True)])

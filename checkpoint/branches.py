@@ -1,8 +1,8 @@
-"""The checkpoint of another run from which a new one branches off: `checkpoint.branch_from`.
+"""Find the checkpoint of another run from which a new one branches off: `checkpoint.branch_from`.
 
-A branch goes on with weights, optimizer, data position and step, in a folder of its own. So several
-endings of one run, such as decays of a WSD schedule (Hu et al., arXiv:2404.06395), cost their own steps
-alone.
+A branch goes on with weights, optimizer, data position and step, in a new folder. So several
+endings of one run, such as decays of a WSD schedule (Hu et al., arXiv:2404.06395), cost their own
+steps alone.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ from reliability.objects import Key, location
 
 
 def find(text: str) -> Path | Key:
-    """The checkpoint that `RUN@STEP` names, or the newest of RUN; RUN is a folder, a URL, or a
-    checkpoint. Raises InputError."""
+    """Return the checkpoint that `RUN@STEP` names, or the newest of RUN; RUN is a folder, a URL, or
+    a checkpoint. Raises InputError."""
     name, at, step = text.rpartition("@")
     if not at or not step.isdecimal():
         name, step = text, ""

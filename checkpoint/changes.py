@@ -1,7 +1,8 @@
-"""What a resumed run does otherwise than the run that wrote its checkpoint, in the names of options.
+"""Report the options that a resumed run changes from those in its checkpoint.
 
-A change of schedule bends the learning rate in silence, and a hash tells a person nothing. So one line
-names each option that changed, and the learning rate of the next step as it was to be and as it is.
+A change of schedule bends the learning rate in silence, and a hash does not tell which option
+changed. So one line names each option that changed, and the learning rate of the next step before
+and after the change.
 """
 
 import json
@@ -15,13 +16,13 @@ from training.optim import learning_rate
 
 # Tables of options whose change changes what is computed; the mesh is compared by its sizes.
 TABLES = ("model", "data", "training", "optimizer", "lr_schedule", "lora")
-# Options of these that say where things are, and how they are read.
+# Options in these tables that are only places of files, and ways to read them.
 ELSEWHERE = ("data.cache", "data.workers", "data.prefetch")
 
 
 def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
-    """All that changed, or nothing. facts: of this run, with the resolved options as TOML in
-    "config"; mesh: sizes by dimension."""
+    """Describe all changes in one line; "" if there are none. facts: of this run, with the resolved
+    options as TOML in "config"; mesh: sizes by dimension."""
     before, now = options(manifest["facts"]), options(facts)
     changed = []
     for name in sorted(before.keys() & now.keys()):
@@ -35,7 +36,7 @@ def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
     if not changed:
         return ""
     step = manifest["step"]
-    # the next step, or the last one where the schedule had no more
+    # the next step, or the last one where the schedule has ended
     at = min(step, before.get("training.steps", step + 1) - 1)
     rates = [_rate(of, at) for of in (manifest["facts"], facts)]
     if rates[0] != rates[1] and None not in rates:
@@ -44,8 +45,8 @@ def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
 
 
 def options(facts: dict) -> dict[str, Any]:
-    """The options in a manifest, by name; none for one that has no configuration, such as a converted
-    model."""
+    """Return the options in a manifest, by name; none for one that has no configuration, such as a
+    converted model."""
     try:
         tables = tomli.loads(facts["config"])
     except (KeyError, TypeError, ValueError):
@@ -58,8 +59,9 @@ def options(facts: dict) -> dict[str, Any]:
 
 
 def refused(saved: dict, here: dict) -> list[str]:
-    """Sentences that say why a checkpoint is not of this run. saved, here: facts of both. Other
-    numbers of the model follow from another family, so that is all that is said then."""
+    """Return sentences that say why a checkpoint is not of this run. saved, here: facts of both.
+    Other numbers of the model follow from another family, so a different family is then the only
+    sentence."""
     families = saved.get("family"), here.get("family")
     if None not in families and families[0] != families[1]:
         return state.mismatches(families[0], families[1], "model.family")
@@ -80,8 +82,8 @@ def refused(saved: dict, here: dict) -> list[str]:
 
 
 def _rate(facts: dict, step: int) -> float | None:
-    """The learning rate that these options give the step after so many; None where they no longer
-    make a configuration."""
+    """Return the learning rate that these options give the step after so many; None where they are
+    no longer a valid configuration."""
     try:
         cfg = Config.model_validate(_known(tomli.loads(facts["config"])))
         warmup = cfg.lr_schedule.warmup_steps
@@ -96,7 +98,7 @@ def _rate(facts: dict, step: int) -> float | None:
 
 
 def _known(tables: dict) -> dict:
-    """What the learning rate is a function of."""
+    """Return the tables of options that the learning rate depends on."""
     steps = tables["training"]["steps"]
     lr = tables["optimizer"]["lr"]
     fields = tables["lr_schedule"]

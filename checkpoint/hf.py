@@ -1,15 +1,14 @@
-"""The model in Hugging Face's terms, in and out, without transformers.
+"""Load and export models as Hugging Face folders, without transformers.
 
 In: a folder as the hub holds it, `config.json` and safetensors files. `load` fills a live model on
-any mesh, each rank reading its own slices; `python -m tools.convert from-hf` makes a checkpoint
-of it. Out: `export` makes such a folder of a checkpoint, whatever mesh saved it. The fields of
-config.json and the names of tensors come from the model's family (`models/formats/`). Tensors are
-renamed, and a family may say how theirs have another shape (`models/family.py::TensorLayout`): bfloat16
-and float16 widen exactly to the float32 that we train in, and bfloat16 narrows back to the same
-bytes.
+any mesh, each rank reading its own slices; `python -m tools.convert from-hf` makes a checkpoint of
+it. Out: `export` makes such a folder of a checkpoint saved on any mesh. The fields of config.json
+and the names of tensors come from the model's family (`models/formats/`). Tensors are renamed, and
+a family may declare another shape for theirs (`models/family.py::TensorLayout`): bfloat16 and
+float16 widen exactly to the float32 that we train in, and bfloat16 narrows back to the same bytes.
 
 One tensor of theirs is in memory at a time. A folder from elsewhere is not trusted: no pickle is read, an
-index can only name files beside it, and the tensors must be exactly those of the model that
+index can only name files in its folder, and the tensors must be exactly those of the model that
 `config.json` describes.
 """
 
@@ -48,12 +47,12 @@ WIDENED = ("F32", "BF16", "F16")  # types of weights that float32 holds exactly
 SHARD_SIZE = 5_000_000_000  # bytes of one exported file at most, unless one tensor has more
 NO_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 
-# A family is given to these functions as its models/family.py::Formats, or by its name and those of
-# all families. `args` is an instance of that family's Args.
+# These functions take a family as its models/family.py::Formats, or by its name and those of all
+# families. `args` is an instance of that family's Args.
 
 
 def formats_of(families: Mapping[str, Any], name: str) -> Any:
-    """The formats of a family. Raises InputError for one that has none."""
+    """Return the formats of a family. Raises InputError for one that has none."""
     if name not in families:
         raise InputError(
             f"the family {name} has no models/formats/{name}.py, so its weights cannot be read from "
@@ -65,8 +64,8 @@ def formats_of(families: Mapping[str, Any], name: str) -> Any:
 def read_model(
     folder: Path, families: Mapping[str, Any], unnamed: str | None = None
 ) -> tuple[str, Any]:
-    """The name of the family that a folder's config.json describes, and its Args. Every reader of
-    such a folder asks here.
+    """Return the name of the family that a folder's config.json describes, and its Args. Every
+    reader of such a folder calls this.
 
     unnamed: the family of a file that has no model_type, the first one if not given. Raises
     InputError for a model of none of these families, or with parts that ours does not have.
@@ -84,8 +83,9 @@ def read_model(
 
 
 def _has_own_head(folder: Path, tied: tuple[str, str]) -> bool:
-    """Whether a folder whose config.json says that two tensors are one has both, and they differ, as
-    where a trainer has untied them. transformers 5 keeps both then, and so do we, with a warning."""
+    """Return whether a folder has two tensors that differ although its config.json ties them, as
+    where a trainer has untied them. transformers 5 keeps both then, and so do we, with a
+    warning."""
     if not (folder / ONE_FILE).is_file() and not (folder / INDEX).is_file():
         return False  # a configuration alone
     there = inventory(folder)
@@ -100,7 +100,7 @@ def _has_own_head(folder: Path, tied: tuple[str, str]) -> bool:
 
 
 def _rows(there: dict[str, "Stored"], name: str) -> Iterator[Tensor]:
-    """A matrix, a few rows at a time, in float32."""
+    """Yield a matrix, a few rows at a time, in float32."""
     stored = there[name]
     rows, columns = stored.shape
     step = max(1, PIECE // max(1, columns))
@@ -109,7 +109,7 @@ def _rows(there: dict[str, "Stored"], name: str) -> Iterator[Tensor]:
 
 
 def _are_equal(there: dict[str, "Stored"], one: str, other: str) -> bool:
-    """Whether two matrices have the same values."""
+    """Return whether two matrices have the same values."""
     if there[one].shape != there[other].shape or len(there[one].shape) != 2:
         return False
     pairs = zip(_rows(there, one), _rows(there, other), strict=True)
@@ -119,7 +119,7 @@ def _are_equal(there: dict[str, "Stored"], one: str, other: str) -> bool:
 def check_model(
     folder: Path, families: Mapping[str, Any], name: str, numbers: dict[str, Any]
 ) -> None:
-    """Raises InputError unless a folder's config.json describes a model of this family with these
+    """Raise InputError unless a folder's config.json describes a model of this family with these
     numbers.
 
     numbers: those of the family's Args. max_seq_len may differ, because no weight depends on it.
@@ -141,7 +141,7 @@ def check_model(
 
 
 def read_json(path: Path) -> dict:
-    """A JSON object from a file that somebody else wrote. Raises InputError."""
+    """Read a JSON object from an untrusted file. Raises InputError."""
     if path.exists() and not path.is_file():  # a pipe would block for ever
         raise InputError(f"{path} is not a regular file")
     try:
@@ -169,7 +169,8 @@ class Stored(NamedTuple):
 
 
 def inventory(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder by Hugging Face's name; reads the headers only. Raises InputError."""
+    """Return every tensor of a folder by Hugging Face's name; reads the headers only. Raises
+    InputError."""
     found: dict[str, Stored] = {}
     for path in _files(folder):
         try:
@@ -189,8 +190,8 @@ def inventory(folder: Path) -> dict[str, Stored]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """A file may be a symbolic link, as all are in the hub's cache; a name that leads out of the
-    folder is refused."""
+    """List the safetensors files of a folder. A file may be a symbolic link, as all are in the
+    hub's cache; a name that leads out of the folder is refused."""
     if (folder / ONE_FILE).is_file():
         return [folder / ONE_FILE]
     index = folder / INDEX
@@ -219,7 +220,7 @@ def check_tensors(
     wanted: Shapes,
     types: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> None:
-    """Raises InputError, naming some of the differences, if these (type, shape) by name are not the
+    """Raise InputError, naming some of the differences, if these (type, shape) by name are not the
     shapes wanted. types: of the tensors that may not have the types WIDENED."""
     lines = []
     for name, wanted_shape in wanted.items():
@@ -240,12 +241,13 @@ def check_tensors(
         )
 
 
-# in a name of theirs: the number of an expert. Ours has the weights of all experts in one parameter
+# the number of an expert in their names. We have the weights of all experts in one parameter
 EXPERT = "#"
 
 
 def in_files(theirs: str, shape: list[int]) -> Shapes:
-    """The tensors that a parameter of this shape is in their files, by name."""
+    """Return the shapes, by name, of the tensors that a parameter of this shape is stored as in
+    their files."""
     if EXPERT not in theirs:
         return {theirs: shape}
     names = [theirs.replace(EXPERT, str(i)) for i in range(shape[0])]
@@ -254,16 +256,16 @@ def in_files(theirs: str, shape: list[int]) -> Shapes:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Where a parameter of ours lies in a folder."""
+    """The tensors of a folder that hold a parameter of ours."""
 
     parts: dict[str, Stored]  # by name of theirs, in order: one tensor, or one of each expert
     stacked: bool
     shape: list[int]  # of the parameter
-    layout: Any = None  # a models/family.py::TensorLayout, if the family says one
+    layout: Any = None  # a models/family.py::TensorLayout, if the family declares one
 
     def read(self, box: tuple[slice, ...] = ()) -> Tensor:
-        """This box of the parameter, or all of it. Raises InputError where a file has changed since
-        its header was checked."""
+        """Read this box of the parameter, or all of it. Raises InputError where a file has changed
+        since its header was checked."""
         if self.layout is not None:
             whole = tuple(slice(0, size) for size in self.shape)
             return self.layout.read(box or whole, self._read_part)
@@ -282,8 +284,8 @@ class WeightFiles:
 def weights(
     folder: Path, family: Any, args: Any, shapes: dict[str, list[int]]
 ) -> dict[str, WeightFiles]:
-    """Where each parameter of ours lies in a folder, all of them and nothing else. shapes: those
-    that they must have.
+    """Return the stored tensors of each parameter of ours, after checking that the folder has all
+    of them and nothing else. shapes: those that they must have.
 
     Raises InputError.
     """
@@ -316,7 +318,7 @@ def weights(
 
 
 def _names_in(folder: Path, family: Any, args: Any, there: dict[str, Stored]) -> dict[str, str]:
-    """The names of Hugging Face's for our parameters, in a folder with these tensors. A tied matrix
+    """Return Hugging Face's names of our parameters, in a folder with these tensors. A tied matrix
     may be there under either of its two names, as in transformers. Raises InputError for a model
     that is not tied and has one of the two alone."""
     names = family.hf_names(args)
@@ -332,8 +334,8 @@ def _names_in(folder: Path, family: Any, args: Any, there: dict[str, Stored]) ->
 
 
 def _read_slice(stored: Stored, name: str, box: tuple[slice, ...]) -> Tensor:
-    """This box of a tensor, or all of it. The file is mapped for it alone, so that its pages are
-    given back with it."""
+    """Read this box of a tensor, or all of it. The file is mapped for this read alone, so that its
+    pages are freed afterwards."""
     try:
         with safe_open(stored.file, "pt") as file:
             return file.get_slice(name)[box] if box else file.get_tensor(name)
@@ -381,8 +383,8 @@ def load(
 
 
 def _shapes_of_all_stages(live: dict[str, Tensor], group: dist.ProcessGroup) -> Shapes:
-    """The shapes of all parameters of a model, of which a stage of a pipeline has some: one rank of
-    each stage says them to all."""
+    """Return the shapes of all parameters of a model, of which a stage of a pipeline has some: one
+    rank of each stage sends its shapes to all."""
     shapes = {parameter: list(tensor.shape) for parameter, tensor in live.items()}
     digest = hashlib.sha256(" ".join(shapes).encode()).hexdigest()
     digests = [digest] * dist.get_world_size(group)
@@ -397,7 +399,7 @@ def _shapes_of_all_stages(live: dict[str, Tensor], group: dist.ProcessGroup) -> 
 
 
 def base_of(model: nn.Module) -> dict[str, Tensor]:
-    """The live tensors of a model, without those of its adapters (models/lora.py)."""
+    """Return the live tensors of a model, without those of its adapters (models/lora.py)."""
     return {name: live for name, live in model.state_dict().items() if not is_adapter(name)}
 
 
@@ -418,8 +420,8 @@ def _read_slices(folder: Path, files: dict[str, WeightFiles], live: dict[str, Te
 
 
 def read_whole(path: Path | Key, manifest: dict, names: Iterable[str]) -> Iterator[Tensor]:
-    """These tensors of a checkpoint, in order, put together from the parts of all ranks, each block
-    verified.
+    """Yield these tensors of a checkpoint, in order, assembled from the parts of all ranks, each
+    block verified.
 
     They are read in groups that need no more memory than the largest tensor, because a group opens
     each file once: the checkpoint of thousands of ranks has as many files, and a header in each.
@@ -448,8 +450,8 @@ def write_safetensors(
     dtypes: Mapping[str, torch.dtype],
     tensors: Iterator[Tensor],
 ) -> None:
-    """A safetensors file of the next `tensors`, as many as there are shapes. They are taken one
-    after the other: the library's own writer wants all of them in memory. Synced to disk. The
+    """Write a safetensors file of the next `tensors`, as many as there are shapes. They are taken
+    one after the other: the library's own writer wants all of them in memory. Synced to disk. The
     format: https://huggingface.co/docs/safetensors."""
     table: dict = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -469,7 +471,8 @@ def write_safetensors(
 
 
 def split(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """The names in order, in groups of at most `limit` bytes; a larger one has a group of its own."""
+    """Split the names, in order, into groups of at most `limit` bytes; a larger tensor is a group
+    alone."""
     groups: list[list[str]] = [[]]
     total = 0
     for name, size in sizes.items():
@@ -482,8 +485,8 @@ def split(sizes: dict[str, int], limit: int) -> list[list[str]]:
 
 
 def config_of(family: Any, args: Any) -> dict[str, Any]:
-    """The fields of config.json. Raises InputError for a model that transformers does not have: ask
-    before it is trained."""
+    """Return the fields of config.json. Raises InputError for a model that transformers does not
+    have: call it before training."""
     try:
         return family.hf_config(args)
     except ValueError as error:
@@ -492,7 +495,8 @@ def config_of(family: Any, args: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Where the tensors of a model are read that is written for Hugging Face; by our names."""
+    """The tensors, by our names, of a model that is written for Hugging Face, and how to read
+    them."""
 
     shapes: Shapes
     dtypes: Mapping[str, torch.dtype]
@@ -502,7 +506,7 @@ class TensorSource:
 
 
 def source_of(path: Path | Key, manifest: dict, dtype: torch.dtype) -> TensorSource:
-    """The model of a checkpoint, which is written in this type."""
+    """Return the tensors of a checkpoint as a source that is written in this type."""
     rows = state.select(manifest["tensors"], "model", ())
     shapes = {name.removeprefix("model."): row["shape"] for name, row in rows.items()}
 
@@ -513,7 +517,7 @@ def source_of(path: Path | Key, manifest: dict, dtype: torch.dtype) -> TensorSou
 
 
 def args_of(path: Path | Key, manifest: dict, family: Any) -> Any:
-    """The numbers of the model in a checkpoint. Raises InputError."""
+    """Return the Args of the model in a checkpoint. Raises InputError."""
     numbers = manifest["facts"].get("must_match", {}).get("model")
     if not numbers:
         raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
@@ -530,12 +534,12 @@ def export(
     limit: int = SHARD_SIZE,
     progress: Callable[[int], object] = lambda n: None,
 ) -> None:
-    """Write the model of one checkpoint as a folder for `from_pretrained`, in one process, whatever
-    mesh saved it.
+    """Write the model of one checkpoint, saved on any mesh, as a folder for `from_pretrained`, in
+    one process.
 
     files: the tokenizer's (`data/hf_tokenizer.py::files`), by name; they may be missing. `progress`
-    is told the bytes read. The folder appears when it is whole. Raises InputError, with nothing
-    left behind.
+    is called with the bytes read. The folder appears when it is whole. Raises InputError, with
+    nothing left behind.
     """
     out = Path(out)
     check_is_new(out)
@@ -550,7 +554,7 @@ def export(
 
 
 def check_is_new(out: Path) -> None:
-    """Raises InputError where a folder to be written is there already, and not empty."""
+    """Raise InputError where the folder to write exists already, and is not empty."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out} exists already: give the name of a new folder")
 
@@ -566,7 +570,7 @@ def write_model(
     limit: int = SHARD_SIZE,
     progress: Callable[[int], object] = lambda n: None,
 ) -> None:
-    """What `export` says, of a model from any source. path: the checkpoint, for messages. config:
+    """Write a model from any source, as `export` does. path: the checkpoint, for messages. config:
     of config.json. files: a text is written as it is, a path is of one that is copied. Raises
     InputError, with nothing left behind."""
     try:
@@ -675,7 +679,7 @@ def _write_folder(
 
 
 def main_dtype(sizes: dict[str, int], dtypes: dict[str, torch.dtype]) -> torch.dtype:
-    """The type in which a model has most of its bytes: the one that config.json names."""
+    """Return the type in which a model has most of its bytes: the one that config.json names."""
     by_type: dict[torch.dtype, int] = {}
     for name, size in sizes.items():
         by_type[dtypes[name]] = by_type.get(dtypes[name], 0) + size

@@ -1,12 +1,10 @@
-"""Where the parts of a tensor lie in a checkpoint: a rule that any process can apply, not a list
-that grows with ranks.
-
-A row describes a tensor: `{"dtype": "F32", "shape": [8, 6], "first": 4, "split": [[0, 2, 1], [1, 3,
-2]]}`. Each entry `[dim, pieces, stride]` of `split` cuts what the entries before it have left,
-along one dimension, in pieces as torch.chunk makes them: all are equally long but the last ones,
-which may be shorter or empty. Piece i of an entry lies `i * stride` ranks further on, counted from
-rank `first`. So the part of this tensor that is cut into pieces 1 and 2 lies in the file of rank 4
-+ 1 * 1 + 2 * 2 = 9.
+"""Compute which part of a tensor is in which rank's file of a checkpoint: by a rule that any
+process can apply, not from a list that grows with ranks.  A row describes a tensor: `{"dtype":
+"F32", "shape": [8, 6], "first": 4, "split": [[0, 2, 1], [1, 3, 2]]}`. Each entry `[dim, pieces,
+stride]` of `split` cuts what the entries before it have left, along one dimension, in pieces as
+torch.chunk makes them: all are equally long but the last ones, which may be shorter or empty. Piece
+i of an entry is `i * stride` ranks further on, counted from rank `first`. So the part of this
+tensor that is cut into pieces 1 and 2 is in the file of rank 4 + 1 * 1 + 2 * 2 = 9.
 
 A DeviceMesh numbers its ranks in this way, so one row describes a tensor on any mesh, or on a part
 of one. Ranks of different pipeline stages have different `first`. Where several ranks hold the same
@@ -24,7 +22,7 @@ Box = tuple[list[int], list[int]]
 
 
 def piece(length: int, pieces: int, i: int) -> tuple[int, int]:
-    """Where piece i of `length` elements begins, and how long it is, when torch.chunk cuts them."""
+    """Return the begin and the length of piece i of `length` elements, as torch.chunk cuts them."""
     size = -(-length // pieces)
     start = min(size * i, length)
     return start, min(size, length - start)
@@ -34,8 +32,8 @@ Split = list[list[int]]  # of a row: entries [dim, pieces, stride]
 
 
 def box_at(shape: list[int], split: Split, taken: list[int]) -> Box:
-    """The box that is left of a tensor when of each entry of `split` one piece is taken, by its
-    number."""
+    """Return the box that is left of a tensor after taking one piece, given by its number, of each
+    entry of `split`."""
     offset = [0] * len(shape)
     size = list(shape)
     for (dim, pieces, _), i in zip(split, taken, strict=True):
@@ -45,7 +43,8 @@ def box_at(shape: list[int], split: Split, taken: list[int]) -> Box:
 
 
 def box_of_rank(row: dict, rank: int) -> Box | None:
-    """The part of a tensor that lies in this rank's file. None if there is none, or if it is empty."""
+    """Return the part of a tensor that this rank's file holds. None if there is none, or if it is
+    empty."""
     ahead = rank - row["first"]
     taken = []
     reached = 0
@@ -60,8 +59,8 @@ def box_of_rank(row: dict, rank: int) -> Box | None:
 
 
 def parts_in(row: dict, box: Box) -> Iterator[tuple[int, Box]]:
-    """The rank and the box of every part of a tensor that overlaps `box`. Takes as long as there
-    are such parts."""
+    """Yield the rank and the box of every part of a tensor that overlaps `box`, in time
+    proportional to the number of such parts."""
     if all(box[1]):
         shape = row["shape"]
         whole = ([0] * len(shape), shape)
@@ -69,7 +68,8 @@ def parts_in(row: dict, box: Box) -> Iterator[tuple[int, Box]]:
 
 
 def _parts_in(split: Split, rank: int, left: Box, wanted: Box) -> Iterator[tuple[int, Box]]:
-    """left: what the entries before `split` have left of the tensor, on `rank` and after."""
+    """Yield the parts of one branch. left: what the entries before `split` have left of the tensor,
+    on `rank` and after."""
     if not split:
         yield rank, left
         return
@@ -91,7 +91,7 @@ def _parts_in(split: Split, rank: int, left: Box, wanted: Box) -> Iterator[tuple
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that two boxes share. None if they share nothing."""
+    """Return the box that two boxes share. None if they share nothing."""
     offset = []
     shape = []
     for dim in range(len(a[0])):
@@ -105,7 +105,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def check(name: str, row: dict, ranks: int) -> None:
-    """Raises ValueError, KeyError or TypeError unless a row makes sense in a checkpoint of so many
+    """Raise ValueError, KeyError or TypeError unless a row makes sense in a checkpoint of so many
     files."""
     shape = row["shape"]
     last = row["first"]
@@ -123,5 +123,6 @@ def check(name: str, row: dict, ranks: int) -> None:
 
 
 def is_counts(values: object) -> bool:
-    """Whether this is a list of whole numbers, each of which could count something."""
+    """Return whether this is a list of whole numbers, none negative and none too large to be a
+    count."""
     return isinstance(values, list) and all(type(n) is int and 0 <= n < MOST for n in values)

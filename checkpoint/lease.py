@@ -1,13 +1,13 @@
-"""One run per folder: two runs that save into the same folder would mix their weights, and one of
-them is a mistake.
+"""Keep a folder to one run: two runs that save into the same folder would mix their weights, and
+one of them is a mistake.
 
 The lease is a lock on the file `.lease`. The kernel releases it when the process that holds it
-ends, in whatever way, so on one host there is no stale lease. A network file system may keep locks
-to one host, or have none. So the owner also increases a count in the file every BEAT seconds, and a
-run that finds a lease of another host first watches for PATIENCE seconds whether its count goes up.
-A run that loses its lease all the same (its process was frozen for longer) is stopped before it
-publishes anything: see `Lease.check`. A file that was removed, or that holds something else than a
-run's name, is no other run's: the owner writes it anew.
+ends, even if it is killed, so on one host there is no stale lease. A network file system may keep
+locks to one host, or have none. So the owner also increases a count in the file every BEAT seconds,
+and a run that finds a lease of another host first watches for PATIENCE seconds whether its count
+goes up. A run that loses its lease all the same (its process was frozen for longer) is stopped
+before it publishes anything: see `Lease.check`. A file that was removed, or that holds something
+else than a run's name, is no other run's: the owner writes it again.
 """
 
 import contextlib
@@ -31,13 +31,12 @@ logger = logging.getLogger("plumbline")
 
 
 class Lost(InputError):
-    """Another run took the folder over. There is no point in training on, because nothing could be
-    saved."""
+    """Another run took the folder over. Training stops, because nothing could be saved."""
 
 
 class Lease:
-    """Held from construction to `release`. Raises InputError if another run holds it, OSError if
-    the folder cannot be written.
+    """A lease, held from construction to `release`. Raises InputError if another run holds it,
+    OSError if the folder cannot be written.
 
     `id` is new with every lease. Temporary folders carry it, so that they are never confused with
     those of an earlier run.
@@ -96,8 +95,8 @@ class Lease:
                         self._beat()
 
     def held(self) -> bool:
-        """Whether the lease is still ours: no other run took it over, and its folder is there. What
-        is neither ours nor another run's is mended."""
+        """Return whether the lease is still ours: no other run took it over, and its folder is
+        there. Writes the file again if it was removed or holds no run's name."""
         with self.changing:
             if self.fd < 0:  # given back
                 return False
@@ -115,7 +114,8 @@ class Lease:
         return same and owner is not None and owner["id"] == self.id
 
     def _write_anew(self) -> None:
-        """The file was removed: make another. Raises FileExistsError where another run was first."""
+        """Write the file again after it was removed. Raises FileExistsError where another run was
+        first."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         os.dup2(fd, self.fd)
         os.close(fd)
@@ -125,7 +125,7 @@ class Lease:
         logger.warning(f"{self.path} was removed, and is made anew")
 
     def check(self) -> None:
-        """Raises Lost if the lease is not held. Called before anything in the folder changes
+        """Raise Lost if the lease is not held. Called before anything in the folder changes
         visibly."""
         if self.held():
             return
@@ -154,8 +154,8 @@ def removed(folder: Path) -> str:
 
 
 def _lock(fd: int) -> bool | None:
-    """Whether we got the lock; None if the file system has none. Unlike flock's, a fork does not
-    inherit this lock."""
+    """Take the lock and return whether we got it; None if the file system has none. Unlike flock's,
+    a fork does not inherit this lock."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -164,8 +164,8 @@ def _lock(fd: int) -> bool | None:
 
 
 def _read(fd: int) -> tuple[dict | None, bool]:
-    """Who holds or held the lease, or gave it back ({"id", "released"}), None if the file does not
-    say; and whether that means that nobody holds it."""
+    """Return the run that holds or held the lease, or gave it back ({"id", "released"}), None if
+    the file does not say; and whether the lease is free."""
     content = os.pread(fd, 1000, 0)
     try:
         owner = json.loads(content)
@@ -179,9 +179,9 @@ def _read(fd: int) -> tuple[dict | None, bool]:
 
 
 def _counts_on(path: Path) -> bool:
-    """Whether the owner on another host is alive. The file is opened anew each time, because NFS
-    shows changes when a file is opened. Closing it drops this process's own lock, so the caller
-    must lock again."""
+    """Return whether the owner on another host is alive. The file is opened again each time,
+    because NFS shows changes when a file is opened. Closing it drops this process's own lock, so
+    the caller must lock again."""
     first = path.read_bytes()
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:

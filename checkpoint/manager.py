@@ -6,18 +6,18 @@ optimizer's next step waits until the copy is made. Each rank then writes its fi
 folder and syncs it, and rank 0 adds the manifest and renames the folder to `step-00000100`. So at
 any moment a crash leaves the earlier checkpoints as they were, and at most a temporary folder that
 the next start removes. `place.py` does this, on a disk or in an object store. The threads use a
-gloo group of their own, so that their messages do not mix with training's. One save is in flight at
-a time.
+separate gloo group, so that their messages do not mix with training's. One save is in flight at a
+time.
 
 It is a thread because that is simpler than a process and measures no worse: a step that never waits
-for anything else takes as long beside a save as beside another process that writes as many bytes
-(`lab/bench/save_overhead.py`). For that, the thread makes a few long calls into C that release the GIL
-(`storage.Staged`).
+for anything else takes as long during a save as while another process writes as many bytes
+(`lab/bench/save_overhead.py`). For that, the thread makes a few long calls into C that release the
+GIL (`storage.Staged`).
 
 A load is `CheckpointManager.load`: find -> verify -> plan -> read -> agree. Rank 0 chooses a
 checkpoint, all ranks read it into buffers and verify every byte they use, and only when all agree
 does the live state change. A damaged checkpoint is reported, and the newest good one before it is
-used. Whatever a person must decide is an InputError, the same on every rank.
+used. What the user must decide is an InputError, the same on every rank.
 
 DCP (torch.distributed.checkpoint) plans how a load is resharded (`storage.plan_reads`). `dcp.save`
 and `dcp.load` are not called: they would plan for all ranks on rank 0 (`storage.py`), and talk to
@@ -56,7 +56,7 @@ from training.optimizers import materialise
 
 # for the slowest rank to write its part; a dead process is noticed at once
 PATIENCE = datetime.timedelta(minutes=30)
-NOTES = {  # what is said where host memory is too short for checkpoint.async_save as it is meant
+NOTES = {  # warnings where host memory is too short for checkpoint.async_save
     "pageable": "the buffers for checkpoints are not pinned, so copies from the GPU are slower",
     "none": (
         "training waits for each save, which copies one tensor after the other (as with "
@@ -67,7 +67,7 @@ logger = logging.getLogger("plumbline")
 
 
 class CheckpointManager:
-    """Every method is called by all ranks at the same step.
+    """Saves and loads the checkpoints of a run; all ranks call every method at the same step.
 
     facts: JSON put into every manifest; `facts["must_match"]`, nested or not, must be equal in a
     checkpoint that is resumed.
@@ -81,8 +81,8 @@ class CheckpointManager:
         facts: dict,
         place: CheckpointFolder | Bucket | None = None,
     ):
-        """place: the folder's, if it is this run's already (place.py::claimed); it is then not
-        given back here."""
+        """place: the folder, if this run has claimed it already (place.py::claimed); it is then not
+        released here."""
         self.cfg = cfg
         self.place = place or open_place(cfg, folder)
         self.gives_back = place is None
@@ -98,7 +98,7 @@ class CheckpointManager:
         # memory for a copy of those parts; None if they are written one by one
         self.staged: Staged | None = None
 
-        self.copied = threading.Event()  # the state that is being saved may change
+        self.copied = threading.Event()  # set when the state that is being saved may change
         self.copied.set()
         # set when the GPU's part of that copy is made
         self.on_device: torch.cuda.Event | None = None
@@ -123,7 +123,7 @@ class CheckpointManager:
         return on_rank_0(self.group, self._or_sentence, fn, *args)
 
     def _or_sentence(self, fn: Callable, *args: object) -> Any:
-        """Call fn(*args); a folder that cannot be used is a sentence."""
+        """Call fn(*args), and raise InputError for a folder that cannot be used."""
         try:
             return fn(*args)
         except OSError as error:
@@ -182,8 +182,8 @@ class CheckpointManager:
             self.marks.append((before, after))
 
     def stall(self) -> float:
-        """Seconds that `optimizer.step()` (on a GPU: its stream) has waited for copies since the
-        last call of this."""
+        """Return the seconds that `optimizer.step()` (on a GPU: its stream) has waited for copies
+        since the last call of this."""
         while self.marks and self.marks[0][1].query():
             before, after = self.marks.pop(0)
             self.stalled += before.elapsed_time(after) / 1000
@@ -209,7 +209,7 @@ class CheckpointManager:
         return json.loads(json.dumps(head))
 
     def _write(self, step: int, live: dict, computed: torch.cuda.Event | None, head: dict) -> None:
-        """Runs in the thread, on all ranks: save, then ask for the removal of what has expired."""
+        """Save, then start the removal of expired checkpoints. Runs in the thread, on all ranks."""
         self.saves += 1
         name = verify.step_name(step, self.attempt)
         draft = self.place.draft(self.run_id, self.saves, name)
@@ -234,7 +234,7 @@ class CheckpointManager:
         computed: torch.cuda.Event | None,
         head: dict,
     ) -> None:
-        """One save: plan, copy, write, gather, publish. Runs in the thread, on all ranks.
+        """Make one save: plan, copy, write, gather, publish. Runs in the thread, on all ranks.
 
         computed: on a GPU, the event that is set when the state to save exists. head: of the
         manifest. An error on one rank, at any phase, is raised on all: until `agree`, the rank
@@ -272,7 +272,7 @@ class CheckpointManager:
         kind = storage.kind_of(live)
         if kind == self.kind:
             return
-        # ranks that have the same layers; they are neighbours
+        # ranks that have the same layers; their numbers are consecutive
         stage = self.mesh.size // self.mesh.pp
         holders = range(self.mesh.pp_rank * stage, (self.mesh.pp_rank + 1) * stage)
         rows = on_every_rank(self.group, storage.describe, live, self.mesh.size, holders)
@@ -282,8 +282,8 @@ class CheckpointManager:
         self.staged = self._host_memory() if self.cfg.async_save else None
 
     def _host_memory(self) -> Staged | None:
-        """Host memory for copies of this rank's parts, as far as it goes: the ranks agree on the
-        kind that fits on all."""
+        """Allocate host memory for copies of this rank's parts, if there is enough: the ranks agree
+        on the kind that fits on all."""
         on_gpu = self.mesh.device.type == "cuda"
         free = state.free_host_memory()
         kind = state.staging(self.plan.nbytes, free, world().local_size, pin=on_gpu)
@@ -298,8 +298,8 @@ class CheckpointManager:
         return Staged(self.plan, pin=agreed == "pinned")
 
     def _copy(self, live: dict, computed: torch.cuda.Event | None) -> OneByOne | Staged:
-        """The bytes of the parts that this rank writes: in host memory, or, where there is none for
-        a copy, the live tensors, which are then copied as they are written.
+        """Return the bytes of the parts that this rank writes: copied to host memory, or, where
+        there is none for a copy, the live tensors, which are then copied as they are written.
 
         Returns when the copy is made. The optimizer may go on once the GPU has it queued.
         """
@@ -325,15 +325,15 @@ class CheckpointManager:
         self.place.publish(draft, name, {**head, "files": files, "tensors": self.plan.table})
 
     def writing(self) -> bool:
-        """Whether this rank has not finished its part of the save in flight."""
+        """Return whether this rank has not finished its part of the save in flight."""
         return self.in_flight is not None and not self.in_flight[1].done()
 
     def poll(self, any_rank_writing: bool | None = None) -> None:
         """Report a save that has ended. All ranks call this after every step, and before the next
         `save`.
 
-        any_rank_writing: whether `writing()` was true on any rank when they last told each other
-        (`train.Flags`); if None, this asks all ranks, which is a collective.
+        any_rank_writing: whether `writing()` was true on any rank at the last exchange
+        (`train.Flags`); if None, this exchanges it, which is a collective.
 
         Raises InputError after cfg.max_failures failed saves in a row, and NotFinite at once if the
         state to be saved is not finite, so that training on is pointless: on every rank, at the
@@ -383,13 +383,13 @@ class CheckpointManager:
         )
 
     def wait(self, seconds: float) -> None:
-        """Let the save in flight end, on the way out after an error. It asks no other rank, and
+        """Wait for the save in flight, on the way out after an error. Calls no other rank, and
         raises nothing."""
         if self.in_flight:
             concurrent.futures.wait([self.in_flight[1]], timeout=seconds)
 
     def close(self) -> None:
-        """Wait for the save in flight, and give the folder back. Raises InputError if the last save
+        """Wait for the save in flight, and release the folder. Raises InputError if the last save
         failed."""
         try:
             self._finish()
@@ -406,8 +406,8 @@ class CheckpointManager:
         return self
 
     def __exit__(self, kind: type | None, *_: object) -> None:
-        """The loop that saves is the body of a `with`: an error in it must not cost the save in
-        flight."""
+        """Wait for the save in flight: the loop that saves is the body of a `with`, and an error in
+        it must not lose that save."""
         if kind is None:
             self.close()
         else:
@@ -439,8 +439,9 @@ class CheckpointManager:
         return self._resume(names, live, optimizer)["progress"]
 
     def _choose(self, size: int, last: int | None) -> list[str]:
-        """Names of this run's checkpoints, newest first. size: bytes of one checkpoint; last: as in
-        `load`. Raises InputError if the disk has no room for those that are kept, or none."""
+        """Return the names of this run's checkpoints, newest first. size: bytes of one checkpoint;
+        last: as in `load`. Raises InputError if the disk has no room for those that are kept, or
+        there are none."""
         names = self.place.names()
         count = 1
         if self.cfg.keep_last:  # and the one that is written before the oldest goes
@@ -479,7 +480,8 @@ class CheckpointManager:
         return manifest
 
     def _say_changes(self, manifest: dict, optimizer: torch.optim.Optimizer) -> None:
-        """In one line, where the checkpoint has the options that it was written with."""
+        """Log the changed options in one line, where the checkpoint has the options that it was
+        written with."""
         if changes.options(manifest["facts"]) and changes.options(self.facts):
             if line := changes.line(manifest, self.facts, self.mesh.sizes):
                 self._say(logging.WARNING, line)
@@ -488,8 +490,8 @@ class CheckpointManager:
             self._say(logging.WARNING, f"optimizer {line}: the config's value is used")
 
     def _branch(self, live: dict, optimizer: torch.optim.Optimizer) -> dict:
-        """Go on from the checkpoint of another run that branch_from names, as that run would, and
-        return its progress."""
+        """Continue from the checkpoint of another run that branch_from names, as that run would,
+        and return its progress."""
         path = self._on_rank_0(branches.find, self.cfg.branch_from)
         try:
             manifest = self._on_rank_0(verify.read_manifest, path)
@@ -535,9 +537,9 @@ class CheckpointManager:
         )
 
     def _start_from(self, live: dict) -> None:
-        """A new run from the weights of another: its newest checkpoint, or the one that load_path
-        names."""
-        if not self.cfg.load_path or "base" in self.facts:  # adapters begin anew, beside their base
+        """Start a new run from the weights of another: its newest checkpoint, or the one that
+        load_path names."""
+        if not self.cfg.load_path or "base" in self.facts:  # new adapters, on their base
             return
         for pattern in self.cfg.exclude_from_loading:
             if not fnmatch.filter(live, pattern):
@@ -558,7 +560,7 @@ class CheckpointManager:
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
 
     def load_base(self, folder: Path | Key, base: dict[str, Tensor]) -> str:
-        """Fill the weights beside which adapters are trained (adapters.py) from another run's
+        """Fill the frozen weights of a run that trains adapters (adapters.py) from another run's
         checkpoint, in their own types, and return its path. base: by the names of the parameters.
         Raises InputError."""
         path = self._on_rank_0(verify.newest, folder)
@@ -625,7 +627,7 @@ class CheckpointManager:
 
 
 def _group() -> dist.ProcessGroup:
-    """All ranks, for the messages of the checkpoints' threads."""
+    """Open a gloo group of all ranks, for the messages of the checkpoints' threads."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
 
 

@@ -1,5 +1,6 @@
-"""Names what lies in a folder that was given as a model and is none that is read: an adapter of peft, a
-GGUF, pickles, a pointer of Git LFS. "config.json cannot be read" would not say what to do."""
+"""Recognise files in a folder that was given as a model but is none that can be read: an adapter of
+peft, a GGUF, pickles, a pointer of Git LFS. "config.json cannot be read" would not say what to
+do."""
 
 from __future__ import annotations
 
@@ -30,6 +31,6 @@ def named(folder: Path) -> str:
 
 
 def is_pointer(path: Path) -> bool:
-    """Tell whether a file is a pointer of Git LFS in place of its content."""
+    """Return whether a file is a pointer of Git LFS in place of its content."""
     with open(path, "rb") as file:
         return file.read(len(LFS)) == LFS

@@ -1,8 +1,9 @@
-"""Where a run keeps its checkpoints: a folder, or a prefix of an object store (`stores/bucket.py`).
+"""The storage of a run's checkpoints: a folder, or a prefix of an object store
+(`stores/bucket.py`).
 
 Both have the same methods, in the order of a save: `draft` names the place where the ranks `write`
-their files, and `publish` makes it a checkpoint. What a crash leaves in between is no checkpoint, and
-`take` of the next start removes it.
+their files, and `publish` makes it a checkpoint. What a crash leaves in between is no checkpoint,
+and `take` of the next start removes it.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ logger = logging.getLogger("plumbline")
 
 
 def open_place(cfg: Checkpoint, folder: Path) -> "CheckpointFolder | Bucket":
-    """The place that `checkpoint.store` names, or else this folder. Raises InputError."""
+    """Return the place that `checkpoint.store` names, or else this folder. Raises InputError."""
     where = location(cfg.store) if cfg.store else Path(folder)
     if isinstance(where, Path):
         return CheckpointFolder(where, cfg)
@@ -37,8 +38,8 @@ def open_place(cfg: Checkpoint, folder: Path) -> "CheckpointFolder | Bucket":
 
 @contextlib.contextmanager
 def claimed(cfg: Config) -> "Iterator[CheckpointFolder | Bucket]":
-    """Make the run's folder this start's alone while the context lasts. Called by all ranks before
-    anything is written there: a start that is refused leaves the folder as it was. Raises
+    """Claim the run's folder for this start alone while the context lasts. Called by all ranks
+    before anything is written there: a start that is refused leaves the folder as it was. Raises
     InputError on every rank."""
     place = open_place(cfg.checkpoint, Path(cfg.run.folder) / "checkpoints")
     on_rank_0(None, _claim, place, cfg.run.folder)
@@ -63,7 +64,8 @@ def _claim(place: "CheckpointFolder | Bucket", folder: str) -> None:
 
 
 class CheckpointFolder:
-    """A folder of a run's checkpoints. All ranks have one; rank 0 alone calls what follows `write`."""
+    """A folder of a run's checkpoints. All ranks have one; rank 0 alone calls the methods after
+    `write`."""
 
     def __init__(self, path: Path, cfg: Checkpoint):
         self.path, self.cfg = path, cfg
@@ -71,7 +73,7 @@ class CheckpointFolder:
         self.retention: Retention | None = None
 
     def draft(self, run: str, number: int, name: str) -> Path:
-        """The temporary folder of a save."""
+        """Return the temporary folder of a save."""
         return self.path / f".tmp-{run}-{number}-{name}"
 
     def write(self, draft: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
@@ -92,14 +94,14 @@ class CheckpointFolder:
         self.lease = Lease(self.path / ".lease")
 
     def release(self) -> None:
-        """Give the folder back, if it is ours."""
+        """Release the folder, if it is ours."""
         if self.retention:
             self.retention.close()
         if self.lease:
             self.lease.release()
 
     def take(self) -> str:
-        """Claim the place unless that is done, and have a thread remove what an earlier run left
+        """Claim the folder unless that is done, and let a thread remove what an earlier run left
         unfinished. Returns the name of this run."""
         if not self.lease:
             self.claim()
@@ -117,11 +119,11 @@ class CheckpointFolder:
         return self.lease.id
 
     def names(self) -> list[str]:
-        """Of the checkpoints, newest first."""
+        """List the names of the checkpoints, newest first."""
         return verify.published(self.path)
 
     def check_room(self, size: int, count: int) -> None:
-        """Raises InputError if the disk has no room for `count` more checkpoints of `size` bytes,
+        """Raise InputError if the disk has no room for `count` more checkpoints of `size` bytes,
         which is how many this run adds before it removes one."""
         if shutil.disk_usage(self.path).free < size * count:
             # what an earlier run left may be what fills the disk
@@ -151,9 +153,10 @@ class CheckpointFolder:
             logger.warning(f"{self.path / name} is published, but a power cut may lose it: {error}")
 
     def found(self) -> list[str]:
-        """As in a store: a rename has an answer, so there are none."""
+        """Return no names: a rename on a disk either succeeds or raises, unlike a store's request
+        without an answer."""
         return []
 
     def discard(self, draft: Path) -> None:
-        """Have removed what a failed save left: it may be what fills the disk."""
+        """Let a thread remove what a failed save left: it may be what fills the disk."""
         self.retention.remove_leftovers([draft])

@@ -1,5 +1,5 @@
-"""The checkpoints of a run when it starts: refuse what cannot be exported, take the folder, load
-the newest one."""
+"""Open the checkpoints of a run when it starts: refuse what cannot be exported, claim the folder,
+load the newest one."""
 
 import json
 import logging
@@ -24,8 +24,8 @@ def resume(
     watchdog: Any,
     place: Any,
 ) -> tuple[CheckpointManager, dict, Any]:
-    """The checkpoints of this run, the progress of the one that was loaded ({} for a new run), and
-    the order of the batches that goes on from there. Called by all ranks.
+    """Return the checkpoints of this run, the progress of the one that was loaded ({} for a new
+    run), and the order of the batches that goes on from there. Called by all ranks.
 
     job: a train.Job; families: what Hugging Face's files are of each family, by name; corpora: a
     data/loader.py::Corpora; options: the resolved configuration, as TOML; watchdog: a

@@ -1,9 +1,9 @@
-"""Removes old checkpoints, and what an unfinished save left behind, in a thread that nobody waits
-for.
+"""Remove old checkpoints, and what an unfinished save left behind, in a background thread.
 
-Removing files can take minutes on a busy file system, and a person gains nothing by waiting for it.
-So rank 0 only asks this thread, and goes on. The thread is a daemon: a process that ends does not
-wait for it either. Whatever it leaves carries a temporary name, and the next start removes it.
+Removing files can take minutes on a busy file system, and training gains nothing by waiting for it.
+So rank 0 only queues the work for this thread, and goes on. The thread is a daemon: a process that
+ends does not wait for it either. What it leaves has a temporary name, and the next start removes
+it.
 """
 
 import functools
@@ -24,7 +24,7 @@ logger = logging.getLogger("plumbline")
 
 
 class Retention:
-    """Exists on rank 0 only. Its methods return at once, except `wait` and `close`.
+    """The thread, on rank 0 only. Its methods return at once, except `wait` and `close`.
 
     `gone` holds the names that `remove_expired` was given and that are no longer in the folder.
     """
@@ -50,13 +50,13 @@ class Retention:
         self.tasks.put(functools.partial(self._remove_expired, list(ancestors), number))
 
     def wait(self, seconds: float) -> None:
-        """Wait until everything that was asked for is done, but no longer than `seconds`."""
+        """Wait until all queued work is done, but no longer than `seconds`."""
         with self.tasks.all_tasks_done:
             self.tasks.all_tasks_done.wait_for(lambda: not self.tasks.unfinished_tasks, seconds)
 
     def close(self) -> None:
         """Wait for GRACE seconds, then begin no further removal. To be called before the lease is
-        given back."""
+        released."""
         self.wait(GRACE)
         self.closing = True
 
@@ -65,12 +65,12 @@ class Retention:
             task = self.tasks.get()
             try:
                 task()
-            except Exception as error:  # whatever it is, it costs disk space and nothing else
+            except Exception as error:  # any failure here costs disk space and nothing else
                 logger.warning(f"old checkpoints could not be removed: {error}")
             self.tasks.task_done()
 
     def _remove_expired(self, ancestors: list[str], number: int) -> None:
-        """Each checkpoint is renamed first, so none is ever partly there."""
+        """Rename each checkpoint before removing it, so that none is ever partly there."""
         present = self.present(ancestors)
         self.gone.update(name for name in ancestors if name not in present)
         ancestors = [name for name in ancestors if name in present]
@@ -88,7 +88,7 @@ class Retention:
     # What a store does differently (stores/bucket.py::StoreRetention)
 
     def present(self, names: list[str]) -> list[str]:
-        """Those of these checkpoints, and perhaps others, that are there."""
+        """Return those of these checkpoints, and perhaps others, that are there."""
         return verify.published(self.folder)
 
     def hide(self, name: str, number: int) -> Path:
@@ -105,7 +105,7 @@ class Retention:
 
 
 def expired(ancestors: list[str], whole: list[str], keep_last: int, keep_every: int) -> list[str]:
-    """Names of the checkpoints to remove: a pure function of names.
+    """Return the names of the checkpoints to remove: a pure function of names.
 
     ancestors: the checkpoints that the run descends from, oldest first, its newest included. No
     other checkpoint is ever removed, neither what others put into the folder nor a future that was

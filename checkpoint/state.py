@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and how a run on any mesh loads it again.
+"""The state that a checkpoint holds, and how a run on any mesh loads it again.
 
 It holds tensors under flat names: `model.<parameter>`, `optimizer.<parameter>.<key>`,
 `rng.<device>` (one row per rank); everything else (the step, the samples consumed, the config) is
@@ -30,12 +30,12 @@ from reliability.objects import Key, location
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """The live tensors by name, as DTensors where they are sharded. Without an optimizer, only
-    those of the model.
+    """Return the live tensors by name, as DTensors where they are sharded. Without an optimizer,
+    only those of the model.
 
     `state_dict` comes first: it makes FSDP re-shard what a forward without backward left gathered.
-    Tied weights appear under each of their names. Persistent buffers are included. Frozen weights
-    beside adapters are not.
+    Tied weights appear under each of their names. Persistent buffers are included. The frozen
+    weights of a model with adapters are not.
     """
     # keep_vars: to detach DTensors takes long
     saved = only_adapters(model.state_dict(keep_vars=True))
@@ -54,14 +54,15 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
 
 def only_adapters(by_name: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What is saved of a model's tensors: where it has adapters (models/lora.py), these alone."""
+    """Return the tensors of a model that are saved: its adapters (models/lora.py) alone, if it has
+    any."""
     adapters = {name: tensor for name, tensor in by_name.items() if is_adapter(name)}
     return adapters or by_name
 
 
 def _rng() -> dict[str, Tensor]:
-    """The states of this rank's random generators, for a model that draws numbers (dropout, say).
-    They mean nothing on a different mesh."""
+    """Return the states of this rank's random generators, for a model that draws numbers (dropout,
+    say). They mean nothing on a different mesh."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -69,7 +70,7 @@ def _rng() -> dict[str, Tensor]:
 
 
 def buffers(live: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Host memory for a copy of every shard, to read a checkpoint into."""
+    """Allocate host memory for a copy of every shard, to read a checkpoint into."""
     copies = {}
     for name, tensor in live.items():
         shard = local(tensor)
@@ -77,15 +78,15 @@ def buffers(live: dict[str, Tensor]) -> dict[str, Tensor]:
     return copies
 
 
-LAYERS = 1000  # that a model may have whatever its checkpoint holds
+LAYERS = 1000  # that a model may have without as many tensors in its checkpoint
 NUMBER = 1 << 31  # no number of a model is larger: a vocabulary, a width, a base of rotations
 STAGING = ("pinned", "pageable", "none")  # kinds of buffers for copies, the best one first
 
 
 def staging(size: int, free: int | None, local_ranks: int, pin: bool) -> str:
-    """The best kind of buffers that fits when each of `local_ranks` ranks of a host wants `size`
-    bytes of the `free` ones (None: unknown). A fifth of the free memory is left to others. pin:
-    whether copies come from a GPU."""
+    """Return the best kind of buffers that fits when each of `local_ranks` ranks of a host wants
+    `size` bytes of the `free` ones (None: unknown). A fifth of the free memory is left to others.
+    pin: whether copies come from a GPU."""
     share = math.inf if free is None else 0.8 * free / local_ranks
     if pin and pinned_size(size) <= share:
         return "pinned"
@@ -93,14 +94,14 @@ def staging(size: int, free: int | None, local_ranks: int, pin: bool) -> str:
 
 
 def pinned_size(size: int) -> int:
-    """What CUDA takes for a pinned buffer of so many bytes: PyTorch's caching host allocator rounds
-    it up to a power of two (aten/src/ATen/core/CachingHostAllocator.h)."""
+    """Return the bytes that CUDA takes for a pinned buffer of so many: PyTorch's caching host
+    allocator rounds them up to a power of two (aten/src/ATen/core/CachingHostAllocator.h)."""
     return 1 << (size - 1).bit_length() if size else 0
 
 
 def free_host_memory() -> int | None:
-    """Bytes that this host can still give to processes, page cache included; None where Linux does
-    not say."""
+    """Return the bytes that this host can still give to processes, page cache included; None where
+    Linux does not say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
@@ -115,11 +116,11 @@ def free_host_memory() -> int | None:
 def stage(
     live: dict[str, Tensor], into: dict[str, Tensor], computed: torch.cuda.Event | None
 ) -> torch.cuda.Event | None:
-    """Copy the shards that have a buffer into it, from a thread beside training.
+    """Copy the shards that have a buffer into it, from a thread, while training goes on.
 
     computed: on a GPU, the event that is set when the values to copy exist. The copies are then
-    queued on a stream of their own, beside the kernels of the next step. The event that is returned
-    is set when they are done; the values must not change before that.
+    queued on a separate stream, and overlap with the kernels of the next step. The event that is
+    returned is set when they are done; the values must not change before that.
     """
     shards = [local(live[name]) for name in into]
     if computed is None:
@@ -148,7 +149,7 @@ def put_back(loaded: dict[str, Tensor], live: dict[str, Tensor]) -> None:
 
 
 def select(by_name: dict[str, Any], content: str, exclude: tuple[str, ...]) -> dict[str, Any]:
-    """The entries of the kinds in `content` ("model+optimizer") whose names match no pattern
+    """Return the entries of the kinds in `content` ("model+optimizer") whose names match no pattern
     (fnmatch) in `exclude`."""
     kinds = content.split("+")
     chosen = {}
@@ -160,8 +161,9 @@ def select(by_name: dict[str, Any], content: str, exclude: tuple[str, ...]) -> d
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
-    """The optimizer's options by group, as JSON: for the record, and for a note if they differ
-    after a resume. The learning rate is left out, because its schedule changes it at every step."""
+    """Return the optimizer's options by group, as JSON: for the record, and for a note if they
+    differ after a resume. The learning rate is left out, because its schedule changes it at every
+    step."""
     groups = {}
     other = ("params", "param_names", "lr")
     for i, group in enumerate(optimizer.param_groups):
@@ -171,7 +173,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> dict:
 
 
 def model_of(path: Path | Key, manifest: dict, families: Mapping[str, Any]) -> tuple[Any, Any]:
-    """The family, one of these, of the model that a checkpoint holds, and its Args. Raises
+    """Return the family, one of these, of the model that a checkpoint holds, and its Args. Raises
     InputError."""
     facts = manifest["facts"]
     name = facts.get("family")
@@ -195,8 +197,8 @@ def model_of(path: Path | Key, manifest: dict, families: Mapping[str, Any]) -> t
 
 
 def check_numbers(path: Path | Key, manifest: dict) -> None:
-    """Raises InputError for a model that no machine could build, before anybody tries: it would take
-    hours or all memory. A layer has a tensor of its own in its checkpoint."""
+    """Raise InputError for a model that no machine could build, before building takes hours or all
+    memory. A checkpoint has separate tensors for each layer."""
     numbers = manifest["facts"]["must_match"]["model"]
     if not isinstance(numbers, dict):
         raise InputError(f"{path} does not say which model it holds")
@@ -208,8 +210,8 @@ def check_numbers(path: Path | Key, manifest: dict) -> None:
 
 
 def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
-    """Sentences that say where two JSON values differ. A key that only one of two dicts has is not
-    compared: the code that wrote the other did not know it."""
+    """Return sentences that say where two JSON values differ. A key that only one of two dicts has
+    is not compared: the code that wrote the other did not know it."""
     if isinstance(saved, dict) and isinstance(current, dict):
         lines = []
         for k in saved:
@@ -229,7 +231,7 @@ def check_fits(
     exclude: tuple[str, ...] = (),
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Raises InputError, naming some of the differences, if a checkpoint does not have exactly the
+    """Raise InputError, naming some of the differences, if a checkpoint does not have exactly the
     `wanted` tensors.
 
     Nothing is cast, cropped or left out silently: a different type or shape, and a missing or
@@ -262,7 +264,8 @@ def check_fits(
 
 
 def _differences(stored: dict, wanted: dict) -> list[str]:
-    """Sentences that say which of the wanted tensors are not stored as they are here."""
+    """Return sentences that say which of the wanted tensors are stored with another type or shape,
+    or missing."""
     lines = []
     for name, tensor in wanted.items():
         if name not in stored:
@@ -323,9 +326,9 @@ def load_model(folder: Path | Key, model: nn.Module, check: bool = True) -> dict
 
 
 def gather_to_rank_0(model: nn.Module) -> dict[str, Tensor] | None:
-    """The whole model in the CPU memory of rank 0, by our names; None on the other ranks. Every
-    rank calls it, and holds one whole tensor at a time. It is for code that needs one dict; `python
-    -m tools.convert` makes files without it."""
+    """Return the whole model in the CPU memory of rank 0, by our names; None on the other ranks.
+    Every rank calls it, and holds one whole tensor at a time. It is for code that needs one dict;
+    `python -m tools.convert` makes files without it."""
     whole = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,4 +1,4 @@
-"""How a rank writes and reads its part of a checkpoint (`verify.py` describes the files).
+"""Write and read one rank's part of a checkpoint (`verify.py` describes the files).
 
 **To save**, every rank computes from the meshes of the live tensors which parts it writes: a
 `SavePlan`, made once and used as long as names, shapes and placements stay. It needs no other rank.
@@ -9,8 +9,8 @@ that only. It also computes wrong boxes (torch 2.13, `compute_local_shape_and_gl
 FSDP cuts a shard of tensor parallelism into uneven pieces: 7 rows on 3 x 2 ranks, for example.
 
 DCP's FileSystemWriter is not used: its `.metadata` is a pickle, its items are torch.save archives
-whose CRC32 nobody checks, and an error in one of its writer threads is lost (pytorch#191391). Each
-of our files is also a valid safetensors file that any tool opens.
+whose CRC32 is never checked, and an error in one of its writer threads is lost (pytorch#191391).
+Each of our files is also a valid safetensors file that any tool opens.
 
 **To load** on any mesh, DCP plans the resharding (`plan_reads`): from the chunks that were saved
 and the box that this rank holds now, it computes which region of each chunk goes where. It is given
@@ -70,7 +70,7 @@ SMALL = 1 << 16
 
 
 class NotFinite(ArithmeticError):
-    """The state has values that are not finite. No run could go on from it, so none of it is
+    """The state has values that are not finite. No run could resume from it, so it is not
     published."""
 
 
@@ -79,7 +79,8 @@ class NotFinite(ArithmeticError):
 
 
 def cuts(tensor: DTensor) -> list[tuple[int, int]]:
-    """(tensor dimension, mesh dimension) of each cut, in the order in which the cuts are made.
+    """Return (tensor dimension, mesh dimension) of each cut, in the order in which the cuts are
+    made.
 
     If FSDP shards what tensor parallelism has already cut, FSDP's placement is a `_StridedShard`,
     whose cut comes second although its mesh dimension comes first. Raises ValueError for a
@@ -101,7 +102,7 @@ def cuts(tensor: DTensor) -> list[tuple[int, int]]:
 
 
 def box_of(name: str, tensor: Tensor) -> Box:
-    """The box of the whole tensor that this rank holds."""
+    """Return the box of the whole tensor that this rank holds."""
     shape = list(tensor.shape)
     if name.startswith(GENERATOR):
         return [dist.get_rank(), 0], shape
@@ -117,8 +118,8 @@ def box_of(name: str, tensor: Tensor) -> Box:
 
 
 def strides(mesh: DeviceMesh) -> tuple[int, list[int]]:
-    """The first rank of a mesh, and how many ranks further on the next one is along each dimension.
-    Raises ValueError if the ranks are not evenly spaced."""
+    """Return the first rank of a mesh, and how many ranks further on the next one is along each
+    dimension. Raises ValueError if the ranks are not evenly spaced."""
     ranks = mesh.mesh
     first = int(ranks.flatten()[0])
     steps = []
@@ -136,8 +137,8 @@ def strides(mesh: DeviceMesh) -> tuple[int, list[int]]:
 
 
 def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str, dict]:
-    """The rows of these tensors in the manifest (`layout.py`). All ranks that hold a tensor get the
-    same row for it, because it follows from its name, its shape and its mesh.
+    """Return the rows of these tensors in the manifest (`layout.py`). All ranks that hold a tensor
+    get the same row for it, because it follows from its name, its shape and its mesh.
 
     ranks: of the whole run. holders: the ranks that hold the tensors that are no DTensors, this one
     among them. A tensor that several ranks hold is written by the one that has the fewest bytes of
@@ -180,7 +181,8 @@ def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str
 
 
 def _replicas(tensor: DTensor, steps: list[int]) -> list[tuple[int, int]]:
-    """(how many, stride in ranks) of each mesh dimension along which ranks hold the same shard."""
+    """Return (how many, stride in ranks) of each mesh dimension along which ranks hold the same
+    shard."""
     mesh = tensor.device_mesh
     found = []
     for mesh_dim, placement in enumerate(tensor.placements):
@@ -190,8 +192,8 @@ def _replicas(tensor: DTensor, steps: list[int]) -> list[tuple[int, int]]:
 
 
 def distances(replicas: list[tuple[int, int]]) -> list[int]:
-    """How far each replica is from the first one, in ranks, in rising order. replicas: (how many,
-    stride) by mesh dimension."""
+    """Return how far each replica is from the first one, in ranks, in rising order. replicas: (how
+    many, stride) by mesh dimension."""
     found = [0]
     for count, stride in replicas:
         found = [distance + i * stride for distance in found for i in range(count)]
@@ -199,8 +201,8 @@ def distances(replicas: list[tuple[int, int]]) -> list[int]:
 
 
 def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dict]:
-    """The rows of all ranks of `group`; every rank calls it. Ranks of another pipeline stage hold
-    other tensors.
+    """Return the rows of all ranks of `group`; every rank calls it. Ranks of another pipeline stage
+    hold other tensors.
 
     It costs one number of each rank if all have the same rows. If not, the first rank of each kind
     sends its rows to all. Where two kinds have a name in common (tied weights of two stages), the
@@ -231,8 +233,8 @@ def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dic
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes. It holds for all states with the same names, shapes, types and
-    placements."""
+    """The parts that one rank writes. A plan is valid for all states with the same names, shapes,
+    types and placements."""
 
     rows: dict[str, dict]  # all tensors of the checkpoint, as the manifest describes them
     rank: int
@@ -240,8 +242,8 @@ class SavePlan:
 
     @staticmethod
     def make(live: Mapping[str, Tensor], rows: dict[str, dict], rank: int) -> "SavePlan":
-        """rows: of all tensors of all ranks. Raises ValueError if this rank holds another shard
-        than its row says."""
+        """Make the plan of a rank. rows: of all tensors of all ranks. Raises ValueError if this
+        rank holds another shard than its row says."""
         boxes: dict[str, Box] = {}
         for name, tensor in live.items():
             box = layout.box_of_rank(rows[name], rank)
@@ -261,12 +263,12 @@ class SavePlan:
 
     @cached_property
     def table(self) -> verify.Rows:
-        """The rows as `verify.write_manifest` takes them at each save."""
+        """Return the rows as `verify.write_manifest` takes them at each save."""
         return verify.Rows(self.rows)
 
     @cached_property
     def head(self) -> bytes:
-        """The head of this rank's file, with a 0 for each digit of a hash."""
+        """Return the head of this rank's file, with a 0 for each digit of a hash."""
         hashes = sum(-(-self.bytes_of(name) // verify.BLOCK) for name in self.boxes)
         table: dict[str, dict] = {verify.METADATA: {"format": "pt", "hashes": "0" * 16 * hashes}}
         start = 0
@@ -282,7 +284,7 @@ class SavePlan:
 
     @property
     def nbytes(self) -> int:
-        """Of all parts that this rank writes, without the head."""
+        """Return the bytes of all parts that this rank writes, without the head."""
         return sum(map(self.bytes_of, self.boxes))
 
     def bytes_of(self, name: str) -> int:
@@ -290,7 +292,7 @@ class SavePlan:
 
 
 def kind_of(live: Mapping[str, Tensor]) -> list[tuple]:
-    """What a plan depends on: two states with equal kinds can share one."""
+    """Return all that a plan depends on: two states with equal kinds can share one."""
     kind = []
     for name, tensor in live.items():
         placements = tensor.placements if isinstance(tensor, DTensor) else None
@@ -303,15 +305,15 @@ def kind_of(live: Mapping[str, Tensor]) -> list[tuple]:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard, outside of any graph; the same memory."""
+    """Return this rank's shard, outside of any graph; the same memory."""
     if isinstance(tensor, DTensor):
-        with torch.no_grad():  # to_local is then no operation of its own
+        with torch.no_grad():  # to_local then records no autograd operation
             tensor = tensor.to_local()
     return tensor.detach()
 
 
 def check_finite(tensors: Mapping[str, Tensor]) -> None:
-    """Raises NotFinite, naming the tensor. Only where a norm is not finite, which may be an
+    """Raise NotFinite, naming the tensor. Only where a norm is not finite, which may be an
     overflow, is each value looked at."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or torch.linalg.vector_norm(tensor).isfinite():
@@ -321,7 +323,7 @@ def check_finite(tensors: Mapping[str, Tensor]) -> None:
 
 
 class OneByOne:
-    """The parts that a rank writes, each copied to host memory when it is written and then
+    """Parts that a rank writes, each copied to host memory when it is written and then
     forgotten."""
 
     def __init__(self, live: Mapping[str, Tensor]):
@@ -343,8 +345,8 @@ class Staged:
     file.
 
     A thread that hashes and writes a checkpoint needs the GIL before and after each call, and
-    training needs it for each operation. So all that is done at every save is one call for many
-    tensors, not some calls for each.
+    training needs it for each operation. So a save makes one call for many tensors, not several for
+    each.
 
     pin: pin the block, so that a GPU copies into it without waiting. CUDA then rounds its size up
     to a power of two.
@@ -357,7 +359,7 @@ class Staged:
         self.data = as_bytes(self.block)
         self.tensors: dict[str, Tensor] = {}  # views of the block, by name
         self.floating: list[Tensor] = []  # views of it too, one for all parts of a type
-        self.hashed: list[memoryview] = []  # pieces of it that have a hash each
+        self.hashed: list[memoryview] = []  # its blocks, which have a hash each
         start = 0
         for code, names in itertools.groupby(plan.boxes, lambda name: plan.rows[name]["dtype"]):
             dtype = DTYPES[code]
@@ -372,7 +374,7 @@ class Staged:
                 self.floating.append(self.block[first:start].view(dtype))
 
     def check_finite(self) -> None:
-        """Raises NotFinite, naming the tensor."""
+        """Raise NotFinite, naming the tensor."""
         if not all(torch.linalg.vector_norm(values).isfinite() for values in self.floating):
             check_finite(self.tensors)
 
@@ -381,17 +383,17 @@ class Staged:
 
 
 def blocks(data: memoryview) -> list[memoryview]:
-    """The pieces of one part that have a hash each."""
+    """Split the bytes of one part into blocks that have a hash each."""
     return [data[i : i + verify.BLOCK] for i in range(0, len(data), verify.BLOCK)]
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in host memory; the same memory if it is contiguous."""
+    """Return the bytes of a tensor in host memory; the same memory if it is contiguous."""
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def head_with(plan: SavePlan, hashes: list[str]) -> bytes:
-    """The head of this rank's file, with the hashes of its blocks."""
+    """Return the head of this rank's file, with the hashes of its blocks."""
     zeros = b"0" * 16 * len(hashes)
     return plan.head.replace(zeros, "".join(hashes).encode(), 1)
 
@@ -399,8 +401,8 @@ def head_with(plan: SavePlan, hashes: list[str]) -> bytes:
 def write(folder: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
     """Write this rank's file into `folder` and sync it. Returns its row in the manifest's `files`.
 
-    parts: what its parts hold: spans of bytes in the order of the file, each with its blocks. The
-    hashes of the blocks are known last, but as many digits are kept free for them at the start.
+    parts: the content of its parts: spans of bytes in the order of the file, each with its blocks.
+    The hashes of the blocks are known last, but as many digits are kept free for them at the start.
     """
     hashes: list[str] = []
     with open(folder / verify.file_name(plan.rank), "xb") as stream:
@@ -426,7 +428,7 @@ Read = tuple[Box, ReadItem]
 
 
 def plan_reads(manifest: dict, boxes: Mapping[str, Box]) -> dict[int, list[Read]]:
-    """What to read from each rank's file so that these boxes are filled, by rank.
+    """Plan the reads from each rank's file that fill these boxes, by rank.
 
     `verify.parts_in` finds the parts that overlap a box without a list of all parts. DCP's
     resharding does the rest.
@@ -495,7 +497,7 @@ def _read_item(shard: Shard, part: dict, item: ReadItem, into: Tensor, check: bo
 
 
 def _read_part(shard: Shard, name: str, part: dict, box: Box, check: bool) -> Tensor:
-    """This box of a part. Its rows are read in whole blocks and then cut to the box."""
+    """Read this box of a part. Its rows are read in whole blocks and then cut to the box."""
     shape = part["shape"]
     size = verify.nbytes(part["dtype"], shape)
     first_row = 0

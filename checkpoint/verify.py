@@ -1,5 +1,4 @@
-"""What makes a checkpoint trustworthy: a manifest, a hash of every byte, and a reader that checks
-both.
+"""Verify checkpoints: a manifest, a hash of every byte, and a reader that checks both.
 
 A checkpoint is a folder `step-00000100` with one file per rank and one manifest:
 
@@ -8,7 +7,7 @@ A checkpoint is a folder `step-00000100` with one file per rank and one manifest
                              hash of its header
 
 The hashes form a tree. The manifest carries its own hash, and those of the headers. A header says
-where each part lies in its file, and carries the hashes of its blocks. So the manifest stays small
+where each part is in its file, and carries the hashes of its blocks. So the manifest stays small
 however many ranks there are, rank 0 writes nothing for other ranks, and whoever reads a part reads
 the manifest, one header and that part's blocks.
 
@@ -60,14 +59,15 @@ BLOCK = 1 << 24
 # no rank, step or attempt has more digits: a list as long as a number says must fit into memory
 FILE = re.compile(r"rank-([0-9]{5,7})\.safetensors")
 NAME = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,5}))?")
-# where the files of a checkpoint in an object store are, beside its manifest: run and save
+# where the files of a checkpoint in an object store are, under the prefix of its manifest: run and
+# save
 PARTS = re.compile(r"[0-9a-f]{8}-[0-9]+")
 HEX = re.compile(r"[0-9a-f]{16}")  # a hash
-# what a terminal obeys instead of showing it: control characters, and those that turn a line around
+# characters that a terminal obeys instead of showing: controls, and those that reverse a line
 UNSHOWN = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
 LARGEST = 1 << 28  # bytes of a manifest or a header: what is longer is not read into memory
 STEPS = 10**15  # more than a run has
-HEAD = {  # what every manifest says, beside "files" and "tensors"
+HEAD = {  # keys of every manifest other than "files" and "tensors"
     "format": int,
     "step": int,
     "progress": dict,
@@ -111,13 +111,13 @@ def step_name(step: int, attempt: int) -> str:
 
 
 def parse_name(name: str) -> tuple[int, int] | None:
-    """(attempt, step) of a checkpoint's folder name, None for any other name. The pairs sort from
-    oldest to newest.
+    """Return (attempt, step) of a checkpoint's folder name, None for any other name. The pairs sort
+    from oldest to newest.
 
     The attempt counts how often the run went back to an earlier checkpoint, by `load_step` or
     because the newest was damaged. Everything saved after that carries it (`step-00000200.1`), so
     no published folder is ever written again and an abandoned future is never newer than what
-    replaced it, whatever the clocks say.
+    replaced it, even if clocks differ.
     """
     match = NAME.fullmatch(name)
     if not match:
@@ -128,8 +128,8 @@ def parse_name(name: str) -> tuple[int, int] | None:
 
 
 def published(folder: Path | Key) -> list[str]:
-    """Names of the checkpoints in a folder, newest first. Whatever else lies there is not ours, and
-    is not looked at.
+    """Return the names of the checkpoints in a folder, newest first. All other files there are
+    ignored.
 
     A symbolic link is not a checkpoint: its target is not this run's to read or to remove.
     """
@@ -143,8 +143,8 @@ def published(folder: Path | Key) -> list[str]:
 
 
 def find(folder: Path | Key) -> list[Path | Key]:
-    """The checkpoints that a person may mean by `folder`, newest first. Raises InputError if there
-    are none."""
+    """Return the checkpoints that a user may mean by `folder`, newest first. Raises InputError if
+    there are none."""
     if found := look(folder):
         return found
     if isinstance(folder, Path) and (other := others.named(folder)):
@@ -156,8 +156,8 @@ def find(folder: Path | Key) -> list[Path | Key]:
 
 
 def look(folder: Path | Key) -> list[Path | Key]:
-    """The folder itself, if it is a checkpoint, or those in it, or those of the run whose folder it
-    is. Raises InputError if it cannot be read."""
+    """Return the folder itself, if it is a checkpoint, or those in it, or those of the run whose
+    folder it is. Raises InputError if it cannot be read."""
     try:
         if (folder / MANIFEST).exists():
             return [folder]
@@ -174,7 +174,7 @@ def _is_folder(path: Path | Key) -> bool:
 
 
 def newest(folder: Path | Key) -> Path | Key:
-    """The newest checkpoint that `find` finds, whole or not."""
+    """Return the newest checkpoint that `find` finds, whole or not."""
     return find(folder)[0]
 
 
@@ -209,7 +209,8 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 
 
 def manifest_text(manifest: dict) -> bytes:
-    """The content of manifest.json. Raises ValueError for one that `read_manifest` would refuse."""
+    """Return the content of manifest.json. Raises ValueError for one that `read_manifest` would
+    refuse."""
     _check(manifest)
     texts = {key: _text(value) for key, value in manifest.items()}
     lines = ",\n".join(f'"{key}": {text}' for key, text in texts.items())
@@ -217,14 +218,14 @@ def manifest_text(manifest: dict) -> bytes:
 
 
 def _text(value: object) -> str:
-    """JSON that does not depend on the order of keys."""
+    """Return JSON that does not depend on the order of keys."""
     if isinstance(value, Rows):
         return value.text
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def _hash_of(texts: dict[str, str]) -> str:
-    """A hash of the manifest's content, not of its bytes: a person may reformat the file."""
+    """Hash the manifest's content, not its bytes: a user may reformat the file."""
     content = ",".join(f"{json.dumps(key)}:{texts[key]}" for key in sorted(texts))
     return digest(f"{{{content}}}".encode())
 
@@ -234,8 +235,8 @@ def manifest_hash(manifest: dict) -> str:
 
 
 def open_regular(path: Path | Key) -> BinaryIO | RangeReader:
-    """Open a regular file for reading: a link could lead out of the folder, and a pipe would block
-    for ever. Or an object of a store."""
+    """Open a regular file for reading, or an object of a store. A link is refused because it could
+    lead out of the folder, and a pipe because it would block for ever."""
     if isinstance(path, Key):
         return path.open()
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -252,20 +253,20 @@ def size_of(stream: BinaryIO | RangeReader) -> int:
 
 
 def tries(path: Path | Key) -> range:
-    """How often bytes are read whose hash is wrong: a network may damage what a store holds."""
+    """Return how often bytes are read whose hash is wrong: a network may damage what a store
+    holds."""
     return range(path.tries if isinstance(path, Key) else 1)
 
 
 def parts_folder(folder: Path | Key, manifest: dict) -> Path | Key:
-    """Where the files of a checkpoint are."""
+    """Return the folder or prefix of the files of a checkpoint."""
     return folder / manifest["parts"] if "parts" in manifest else folder
 
 
 def read_manifest(folder: Path | Key) -> dict:
-    """The manifest, after checking its hash and its inner consistency. Opens no other file: `Shard`
-    checks each file that is read. Raises Damaged, or InputError if the checkpoint is whole but of a
-    format newer than this code.
-    """
+    """Return the manifest, after checking its hash and its inner consistency. Opens no other file:
+    `Shard` checks each file that is read. Raises Damaged, or InputError if the checkpoint is whole
+    but of a format newer than this code."""
     for left in reversed(tries(folder)):
         try:
             return _read_manifest(folder)
@@ -304,14 +305,14 @@ def _read_manifest(folder: Path | Key) -> dict:
 
 
 def all_dimensions(mesh: dict[str, int]) -> dict[str, int]:
-    """The sizes of a mesh by dimension. One that was written down before this code knew a dimension
+    """Return the sizes of a mesh by dimension. A mesh recorded before this code knew a dimension
     does not name it."""
     return {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "ep": 1} | mesh
 
 
 def is_whole(folder: Path | Key) -> bool:
-    """Whether a checkpoint has all its files in their full size. Reads no tensor, so damaged bytes
-    do not show."""
+    """Return whether a checkpoint has all its files in their full size. Reads no tensor, so damaged
+    bytes do not show."""
     try:
         manifest = read_manifest(folder)
         inside = parts_folder(folder, manifest)
@@ -333,13 +334,13 @@ def file_name(rank: int) -> str:
 
 
 def part_name(name: str, box: Box) -> str:
-    """The name of one part of a tensor in a file, such as `model.norm.weight[8:16]`."""
+    """Return the name of one part of a tensor in a file, such as `model.norm.weight[8:16]`."""
     ranges = [f"{start}:{start + length}" for start, length in zip(*box, strict=True)]
     return f"{name}[{','.join(ranges)}]"
 
 
 def _check(manifest: dict) -> None:
-    """Raises ValueError, KeyError, TypeError or AttributeError unless the manifest is consistent in
+    """Raise ValueError, KeyError, TypeError or AttributeError unless the manifest is consistent in
     itself."""
     for key, kind in HEAD.items():
         if type(manifest[key]) is not kind:
@@ -365,13 +366,13 @@ def _check(manifest: dict) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError for a name that a terminal would not show as it is, or that is no name."""
+    """Raise ValueError for a name that a terminal would not show as it is, or that is no name."""
     if not isinstance(name, str) or len(name) > 2000 or UNSHOWN.search(name):
         raise ValueError(f"the name {ascii(name):.100}")
 
 
 def shown(path: Path | Key) -> str:
-    """A path that somebody else may have named, as a terminal shows it."""
+    """Escape an untrusted path for a terminal."""
     text = str(path)
     return ascii(text)[1:-1] if UNSHOWN.search(text) else text
 
@@ -384,8 +385,8 @@ def _check_rows(tensors: dict[str, dict], ranks: int) -> None:
 
 
 def _check_format_1(manifest: dict) -> None:
-    """As `_check`: every part lies inside its tensor and its file, the parts fill the tensors, and
-    only shard files are named."""
+    """Check format 1 as `_check` does: every part lies inside its tensor and its file, the parts
+    fill the tensors, and only shard files are named."""
     files = manifest["files"]
     for name, file in files.items():
         if not FILE.fullmatch(name) or name != file_name(int(FILE.fullmatch(name)[1])):
@@ -416,7 +417,7 @@ def _check_format_1(manifest: dict) -> None:
 
 
 def _lies_inside(part: dict, whole: list[int]) -> bool:
-    """Whether a part's box lies inside of a tensor of shape `whole`."""
+    """Return whether a part's box lies inside of a tensor of shape `whole`."""
     offset = part["offset"]
     shape = part["shape"]
     if not (layout.is_counts(offset) and layout.is_counts(shape)):
@@ -428,9 +429,9 @@ def _lies_inside(part: dict, whole: list[int]) -> bool:
 
 
 def _as_now(manifest: dict) -> dict:
-    """A manifest of format 1 with `files` as in format 2 (None for a rank without a file), and the
-    random generators of all ranks, which were tensors of their own, as the rows of one tensor. Its
-    tensors keep their `parts`."""
+    """Return a manifest of format 1 with `files` as in format 2 (None for a rank without a file),
+    and the random generators of all ranks, which were separate tensors, as the rows of one tensor.
+    Its tensors keep their `parts`."""
     number = {name: int(FILE.fullmatch(name)[1]) for name in manifest["files"]}
     files: list = [None] * (max(number.values(), default=-1) + 1)
     for name, file in manifest["files"].items():
@@ -453,8 +454,8 @@ def _as_now(manifest: dict) -> dict:
 
 
 def parts_in(manifest: dict, name: str, box: Box) -> Iterator[tuple[int, Box]]:
-    """The rank and the box of every part of a tensor that overlaps `box`. The part lies in the file
-    of that rank."""
+    """Yield the rank and the box of every part of a tensor that overlaps `box`. The part is in the
+    file of that rank."""
     row = manifest["tensors"][name]
     if "parts" not in row:
         yield from layout.parts_in(row, box)
@@ -499,7 +500,8 @@ class Shard:
             raise
 
     def _head(self, expected: str) -> bytes:
-        """The header, with its length. Raises Damaged if it has another hash than `expected`."""
+        """Return the header, with its length. Raises Damaged if it has another hash than
+        `expected`."""
         for _ in tries(self.path):
             head = self.stream.read(8)
             length = int.from_bytes(head, "little")
@@ -511,8 +513,8 @@ class Shard:
         raise Damaged(f"{self.path} at byte 0: hash {expected} expected, {actual} found")
 
     def _parts(self, header: dict) -> dict[str, dict]:
-        """The table of parts: name -> dtype, shape, start (a byte of the file) and the hashes of
-        its blocks."""
+        """Return the table of parts: name -> dtype, shape, start (a byte of the file) and the
+        hashes of its blocks."""
         hashes = header.pop(METADATA)["hashes"]  # 16 digits for each block
         parts = {}
         used = 0
@@ -552,7 +554,8 @@ class Shard:
         return parts
 
     def find(self, name: str, box: Box) -> dict:
-        """The part of a tensor that the manifest says lies here. Raises Damaged if it does not."""
+        """Return the part of a tensor that the manifest puts in this file. Raises Damaged if it is
+        not there."""
         part = self.parts.get(part_name(name, box))
         dtype = self.manifest["tensors"][name]["dtype"]
         if part is None or part["dtype"] != dtype or part["shape"] != list(box[1]):
@@ -572,12 +575,12 @@ class Shard:
 
 
 def nbytes(dtype: str, shape: list[int]) -> int:
-    """The size in bytes of a tensor or of a part of one."""
+    """Return the size in bytes of a tensor or of a part of one."""
     return math.prod(shape) * SIZES[dtype]
 
 
 def again(stream: BinaryIO | RangeReader, position: int) -> None:
-    """Go back, to read anew what a network may have damaged."""
+    """Seek back, to read again what a network may have damaged."""
     if isinstance(stream, RangeReader):
         stream.forget()
     stream.seek(position)
@@ -613,7 +616,7 @@ def read_blocks(
 def _read_block(
     stream: BinaryIO | RangeReader, label: str, position: int, block: memoryview, check: bool = True
 ) -> str:
-    """Fill a block from where the stream is; its hash, if that is to be checked."""
+    """Fill a block from the stream's position; return its hash, if that is to be checked."""
     count = stream.readinto(block)
     if count != len(block):
         raise Damaged(f"{label}: ends at byte {position + count}, {position + len(block)} expected")
@@ -623,7 +626,7 @@ def _read_block(
 def _read_again(
     stream: RangeReader, label: str, position: int, block: memoryview, expected: str
 ) -> str:
-    """The hash of a block when it is read until it is right, or too often."""
+    """Read a block until its hash is right, or too often, and return its hash."""
     actual = ""
     for _ in tries(stream.key)[1:]:
         again(stream, position)
@@ -676,8 +679,8 @@ def _verify_shard(shard: Shard, buffer: memoryview, progress: Callable[[int], ob
 
 
 def part_hashes(folder: Path | Key, manifest: dict) -> dict[str, list]:
-    """For each tensor, the names and hashes of all its parts: equal for equal tensors that were cut
-    alike. Reads the header of every file. Raises Damaged."""
+    """Return, for each tensor, the names and hashes of all its parts: the same for equal tensors
+    that were cut in the same way. Reads the header of every file. Raises Damaged."""
     hashes: dict[str, list] = {name: [] for name in manifest["tensors"]}
     for rank, file in enumerate(manifest["files"]):
         if file is None:
@@ -689,7 +692,7 @@ def part_hashes(folder: Path | Key, manifest: dict) -> dict[str, list]:
 
 
 def _contents(path: Path | Key) -> dict[str, int]:
-    """What lies in a checkpoint's folder, with the bytes of its files."""
+    """List the files of a checkpoint's folder, with their bytes."""
     sizes: dict[str, int] = {}
     if isinstance(path, Key):
         for rest, size in path.below().items():

@@ -1,15 +1,15 @@
-"""Checkpoints in an object store, with the promises that `checkpoint/place.py::CheckpointFolder` keeps on a disk.
+"""Checkpoints in an object store, with the guarantees of `checkpoint/place.py::CheckpointFolder` on
+a disk.
 
     PREFIX/.lease                                              lease.py
     PREFIX/step-00000100/manifest.json                         the publication
     PREFIX/step-00000100/3fa9c01d-1/rank-00000.safetensors     one rank's file, as on a disk
 
-A store has no rename. So every save writes its files under a name of its own, `<run>-<save>`, which
-nobody else writes. Then rank 0 puts the manifest, which names it, in one request that succeeds only
-if there is no manifest yet. Before that request there is no checkpoint, after it there is one.
-Removal goes the other way: first the manifest, then the files. Files that no manifest names are what
-a killed run left, and the next start removes them.
-"""
+A store has no rename. So every save writes its files under a unique prefix, `<run>-<save>`. Then
+rank 0 puts the manifest, which names it, in one request that succeeds only if there is no manifest
+yet. Before that request there is no checkpoint, after it there is one. Removal goes the other way:
+first the manifest, then the files. Files that no manifest names are what a killed run left, and the
+next start removes them."""
 
 import logging
 from typing import Any
@@ -27,8 +27,8 @@ logger = logging.getLogger("plumbline")
 
 
 class Bucket:
-    """The place of a run's checkpoints in a store. All ranks have one; rank 0 alone calls what
-    follows `write`."""
+    """A prefix of a store for a run's checkpoints. All ranks have one; rank 0 alone calls the
+    methods after `write`."""
 
     def __init__(self, path: Key, cfg: Checkpoint):
         self.path, self.cfg = path, cfg
@@ -38,14 +38,14 @@ class Bucket:
         self.uncertain: list[Key] = []
 
     def draft(self, run: str, number: int, name: str) -> Key:
-        """Where a save puts its files."""
+        """Return the prefix under which a save writes its files."""
         return self.path / name / f"{run}-{number}"
 
     def write(self, draft: Key, plan: SavePlan, parts: OneByOne | Staged) -> list:
         """Upload this rank's file. Returns its row in the manifest's `files`.
 
         A file begins with the hashes of its blocks, and an upload with the begin of the file. So
-        the bytes are hashed first and sent then; they are in host memory, or training waits.
+        all bytes are hashed before they are sent; they are in host memory, or training waits.
         """
         hashes: list[str] = []
         for _, blocks in parts.spans(plan):
@@ -66,15 +66,15 @@ class Bucket:
         self.lease = StoreLease(self.path / ".lease")
 
     def release(self) -> None:
-        """Give the prefix back, if it is ours."""
+        """Release the prefix, if it is ours."""
         if self.retention:
             self.retention.close()
         if self.lease:
             self.lease.release()
 
     def take(self) -> str:
-        """Claim the place unless that is done, and have the files removed that an earlier run left
-        without a manifest. Returns the name of this run."""
+        """Claim the prefix unless that is done, and let a thread remove the files that an earlier
+        run left without a manifest. Returns the name of this run."""
         if not self.lease:
             self.claim()
         self.retention = StoreRetention(self.path, self.lease, self.cfg)
@@ -96,8 +96,8 @@ class Bucket:
         return self.lease.id
 
     def names(self) -> list[str]:
-        """Of the checkpoints, newest first. A listing may lag behind: the lease knows the newest, and
-        that knows the older ones."""
+        """List the names of the checkpoints, newest first. A listing may lag behind: the lease
+        knows the newest, and that knows the older ones."""
         names = set(present(self.path, [self.lease.newest]))
         if names:
             newest = self.path / max(names, key=verify.parse_name)
@@ -108,12 +108,12 @@ class Bucket:
         return sorted(names, key=verify.parse_name, reverse=True)
 
     def check_room(self, size: int, count: int) -> None:
-        """A bucket has no size."""
+        """Do nothing: a bucket has no size."""
 
     def publish(self, draft: Key, name: str, manifest: dict) -> None:
         """Put the manifest, if there is none. Raises Lost if there is one of another run, or if
         another run has taken the prefix over: it may have removed the files before they had a
-        manifest. Whatever else goes wrong behind the manifest is a warning: it is published."""
+        manifest. Any other failure after the manifest is a warning: the checkpoint is published."""
         content = verify.manifest_text({**manifest, "parts": draft.name})
         self.lease.check()
         self.uncertain.append(draft)
@@ -133,20 +133,21 @@ class Bucket:
             )
 
     def found(self) -> list[str]:
-        """Names of checkpoints whose save has failed for want of an answer, and which are there."""
+        """Return names of checkpoints whose save failed because no answer came, and which are
+        there."""
         arrived = [draft for draft in self.uncertain if is_named(draft)]
         self.uncertain = [draft for draft in self.uncertain if draft not in arrived]
         return [draft.parent.name for draft in arrived]
 
     def discard(self, draft: Key) -> None:
-        """Have the files removed that a failed save left; but a manifest that was sent may still
-        arrive."""
+        """Let a thread remove the files that a failed save left; but a manifest that was sent may
+        still arrive."""
         if draft not in self.uncertain:
             self.retention.remove_leftovers([draft])
 
 
 class StoreRetention(Retention):
-    """Removes the manifest first: what is left of a checkpoint then is files that nobody reads."""
+    """Removes the manifest first: no reader finds the files of a checkpoint without it."""
 
     def present(self, names: list[str]) -> list[str]:
         return present(self.folder, names)
@@ -177,7 +178,7 @@ def present(path: Key, names: list[str]) -> list[str]:
 
 
 def is_named(draft: Key) -> bool:
-    """Whether a manifest names these files. One that cannot be read may."""
+    """Return whether a manifest names these files. One that cannot be read may."""
     if not (draft.parent / verify.MANIFEST).exists():
         return False
     try:

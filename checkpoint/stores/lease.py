@@ -1,10 +1,9 @@
-"""One run per prefix of a store, without a lock: the lease is the object `.lease`, and whoever replaces
-the version that he has read owns it.
-
-The owner replaces it every BEAT seconds with a higher count. A run that finds another's lease watches
-for PATIENCE seconds whether it changes, unless it knows that the owner is dead: a process of this
-machine that has ended. Of two runs that take over a dead one's lease, one gets it, because both name
-the version that they have seen. A run that lost its lease is stopped before it publishes anything.
+"""Keep a prefix of a store to one run, without a lock: the lease is the object `.lease`, and the
+run that replaces the version that it has read owns it.  The owner replaces it every BEAT seconds
+with a higher count. A run that finds another's lease watches for PATIENCE seconds whether it
+changes, unless it knows that the owner is dead: a process of this machine that has ended. Of two
+runs that take over a dead one's lease, one gets it, because both name the version that they have
+seen. A run that lost its lease is stopped before it publishes anything.
 
 The lease also names the newest checkpoint: a listing may lag behind, a read of one object does not.
 """
@@ -35,8 +34,8 @@ logger = logging.getLogger("plumbline")
 
 
 class StoreLease:
-    """Held from construction to `release`, as checkpoint/lease.py::Lease is. Raises InputError if
-    another run holds it."""
+    """A lease, held from construction to `release`, as checkpoint/lease.py::Lease is. Raises
+    InputError if another run holds it."""
 
     def __init__(self, key: Key):
         self.key = key
@@ -70,8 +69,8 @@ class StoreLease:
         )
 
     def _check_store(self, content: bytes) -> None:
-        """Raises InputError if the store does not keep what a lease and a publication rest on: it is
-        found out by two puts of the same bytes whose conditions do not hold."""
+        """Raise InputError if the store does not keep what a lease and a publication rest on: the
+        check is two puts of the same bytes whose conditions do not hold."""
         problem = ""
         if self.version == Version(None, None):
             problem = "gives no ETag"
@@ -102,7 +101,7 @@ class StoreLease:
 
     def _replace(self, run: str, tries: int | None = None) -> bool:
         """Replace our version, if it still is the one that is there, or if that is another one of
-        ours: the answer to an earlier beat may have been lost. Whether it was."""
+        ours: the answer to an earlier beat may have been lost. Returns whether it did."""
         with self.changing:
             for _ in range(2):
                 version = self.key.replace(self._text(run), self.version, tries)
@@ -127,15 +126,15 @@ class StoreLease:
                 pass  # a missed beat makes the owner look dead; `check` covers it
 
     def publish(self, name: str) -> None:
-        """Have the lease name this checkpoint as the newest. Raises Lost if another run has it by
+        """Name this checkpoint in the lease as the newest. Raises Lost if another run has it by
         now: it may have removed the files of the checkpoint, which had no manifest yet."""
         self.newest = name
         if not self._replace(self.id):
             self.check()
 
     def held(self) -> bool:
-        """Whether the lease is still ours: no other run took it over. What was removed or damaged is
-        mended."""
+        """Return whether the lease is still ours: no other run took it over. Writes the object
+        again if it was removed or damaged."""
         owner, _ = _read(self.key)
         if owner:
             return owner["id"] == self.id
@@ -143,7 +142,7 @@ class StoreLease:
         return self._replace(self.id)
 
     def check(self) -> None:
-        """Raises Lost if the lease is not held. Called before anything below the prefix changes
+        """Raise Lost if the lease is not held. Called before anything below the prefix changes
         visibly."""
         if not self.held():
             raise Lost(
@@ -152,7 +151,7 @@ class StoreLease:
             )
 
     def release(self) -> None:
-        """Give the prefix back, once."""
+        """Release the prefix, once."""
         if self.released.is_set():
             return
         self.released.set()
@@ -164,8 +163,9 @@ class StoreLease:
 
 
 def _read(key: Key) -> tuple[dict, Version | None]:
-    """Who holds or held the lease, and the version of the object; nobody, if it is not there or holds
-    something else. What a network has damaged is read again: it must not look like another run's."""
+    """Return the run that holds or held the lease, empty if the object is not there or holds
+    something else, and the version of the object. What a network has damaged is read again: it must
+    not look like another run's."""
     version = None
     for _ in range(key.tries):
         try:
@@ -188,7 +188,7 @@ def _hash(text: str) -> str:
 
 
 def _changes(key: Key, version: Version | None) -> bool:
-    """Whether somebody replaces the lease within PATIENCE seconds."""
+    """Return whether another run replaces the lease within PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         time.sleep(min(0.5, PATIENCE / 4))
@@ -198,8 +198,8 @@ def _changes(key: Key, version: Version | None) -> bool:
 
 
 def _where() -> str:
-    """This machine since its start, and the processes of it that can see each other; "" where Linux
-    does not say. Only there does a number name a process."""
+    """Identify this boot of this machine, and its processes that can see each other; "" where Linux
+    does not say. Only there does a number identify a process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
@@ -208,7 +208,7 @@ def _where() -> str:
 
 
 def _is_dead(owner: dict) -> bool:
-    """Whether the owner was a process of this machine that has ended."""
+    """Return whether the owner was a process of this machine that has ended."""
     if not owner["where"] or owner["where"] != _where():
         return False
     try:
@@ -222,8 +222,8 @@ def _is_dead(owner: dict) -> bool:
 
 
 def _is_zombie(pid: int) -> bool:
-    """Whether nothing is left of a process but its exit code, which nobody has asked for yet. It
-    has one thread then, in state Z (proc(5))."""
+    """Return whether nothing is left of a process but its exit code, which its parent has not read
+    yet. It has one thread then, in state Z (proc(5))."""
     process = Path("/proc", str(pid))
     state = process.joinpath("stat").read_text(encoding="utf-8", errors="replace")
     return state.rpartition(")")[2].split()[0] == "Z" and len(os.listdir(process / "task")) == 1
