@@ -52,11 +52,11 @@ def agree(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
         return
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
-    nobody = (len(KINDS) + 1) * size
+    no_error = (len(KINDS) + 1) * size
     # the lowest number wins: the kind of error counts first, then the rank
-    worst = torch.tensor(nobody if error is None else _kind_of(error) * size + rank)
+    worst = torch.tensor(no_error if error is None else _kind_of(error) * size + rank)
     dist.all_reduce(worst, dist.ReduceOp.MIN, group)
-    if int(worst) == nobody:
+    if int(worst) == no_error:
         return
     kind, rank = divmod(int(worst), size)
     text = [f"{type(error).__name__}: {error}"]

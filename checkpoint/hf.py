@@ -204,7 +204,7 @@ def _files(folder: Path) -> list[Path]:
     for name in names:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name):
             raise InputError(
-                f"{index} names {name!r}, which is not the name of a safetensors file beside it"
+                f"{index} names {name!r}, which is not the name of a safetensors file in its folder"
             )
         if not (folder / name).is_file():
             raise InputError(f"{index} names {name}, which is not there")

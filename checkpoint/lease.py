@@ -122,7 +122,7 @@ class Lease:
         if _lock(self.fd) is False:
             raise BlockingIOError(errno.EAGAIN, "another run was first", str(self.path))
         self._beat()
-        logger.warning(f"{self.path} was removed, and is made anew")
+        logger.warning(f"{self.path} was removed, and is written again")
 
     def check(self) -> None:
         """Raise Lost if the lease is not held. Called before anything in the folder changes

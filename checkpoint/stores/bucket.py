@@ -167,7 +167,8 @@ class StoreRetention(Retention):
 
 
 def present(path: Key, names: list[str]) -> list[str]:
-    """The checkpoints that a listing shows, and those of `names` that it does not show yet."""
+    """Return the checkpoints that a listing shows, and those of `names` that it does not show
+    yet."""
     listed = verify.published(path)
     late = []
     for name in names:
