@@ -84,15 +84,15 @@ class Job:
 
 
 def architecture(cfg: Config) -> tuple[Family, Any]:
-    """The family of the model and its numbers, an instance of the family's `Args`."""
+    """Return the family of the model and its numbers, an instance of the family's `Args`."""
     family = lora.adapted(MODELS[cfg.model.family], cfg.lora)
     return family, family.Args(**check.architecture(cfg.model))
 
 
 def build(cfg: Config) -> Job:
-    """The mesh, the model sharded over it with its initial values, and the optimizer. There is no
-    other way to build them; the README shows the order as a parameter's life. Weights are sharded
-    before they have memory, so the whole model never exists anywhere."""
+    """Build the mesh, the model sharded over it with its initial values, and the optimizer. There
+    is no other way to build them; the README shows the order as a parameter's life. Weights are
+    sharded before they have memory, so the whole model never exists anywhere."""
     family, args = architecture(cfg)
     has_experts = bool(getattr(args, "n_experts", 0))
     dp_shard = check.data_parallel_shard(cfg, meshes.world().size)
@@ -300,8 +300,8 @@ def accumulate_gradients(job: Job, microbatches: Microbatches, scale: Tensor) ->
 
 
 def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
-    """A whole run, from the newest checkpoint in cfg.run.folder if there is one. Returns the exit
-    code. place: where its checkpoints are (checkpoint/place.py::claimed)."""
+    """Train from the newest checkpoint in cfg.run.folder, if there is one, to the last step.
+    Returns the exit code. place: where its checkpoints are (checkpoint/place.py::claimed)."""
     steps = cfg.training.last_step
     clock = this_start.clock
     corpora, job = open_run(cfg, this_start, watchdog)
@@ -321,7 +321,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
         return Flags(stop.asked(), checkpoints.writing(), batches.problem is not None)
 
     def save() -> None:
-        """The state after this step. One that is not finite is not published
+        """Save the state after this step. One that is not finite is not published
         (checkpoint/storage.py::NotFinite)."""
         watchdog.arm(watchdog.STORAGE, "save")
         progress = {
@@ -414,7 +414,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
 
 
 def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple[Corpora, Job]:
-    """The text and the job, which fit together and are the same on all ranks."""
+    """Open the text and build the job, which fit together and are the same on all ranks."""
     if cfg.run.deterministic:
         # cuBLAS repeats itself only with a fixed workspace
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -452,7 +452,7 @@ def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, summary
 
 
 def main(argv: list[str] | None = None) -> int:
-    """`train.py [CONFIG.toml] [--table.key=value ...]`. Returns the exit code:
+    """Run `train.py [CONFIG.toml] [--table.key=value ...]`. Returns the exit code:
 
      0  done
      1  no room to write, or data that end or cannot be read. Any other failure raises

@@ -39,9 +39,9 @@ from models.options import Numbers
 
 
 def architecture(model: Model) -> dict:
-    """The numbers of the family's Args: its flavor's row, with the overrides of [model] laid on
-    top, and what follows from these (the family's `follows`). Raises InputError for an unknown flavor
-    and for an option that the family does not have."""
+    """Resolve the sizes of the model, the family's Args: its flavor's row, with the overrides of
+    [model] applied on top, and the values that follow from these (the family's `follows`). Raises
+    InputError for an unknown flavor and for an option that the family does not have."""
     given = {key: value for key, value in vars(model).items() if value is not None}
     family = given.pop("family")
     flavor = given.pop("flavor")
@@ -71,19 +71,19 @@ def architecture(model: Model) -> dict:
 
 
 def query_width(model: Model) -> int:
-    """The numbers of one head of a query. Raises InputError where `architecture` does."""
+    """Return the head dimension of queries. Raises InputError where `architecture` does."""
     numbers = architecture(model)
     return sum(numbers[name] for name in NUMBERS[model.family].query_width)
 
 
 def rules(family: str) -> dict:
-    """All rules for a run of this family: name -> (what breaks it, the sentence)."""
+    """Return all rules for a run of this family: name -> (what breaks it, the sentence)."""
     return RULES | NUMBERS[family].rules
 
 
 def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
-    """`parallelism.data_parallel_shard` with -1 resolved. Raises InputError when no whole number of
-    ranks is left."""
+    """Resolve `parallelism.data_parallel_shard` where it is -1. Raises InputError when no whole
+    number of ranks is left."""
     p = cfg.parallelism
     if p.data_parallel_shard != -1:
         return p.data_parallel_shard
@@ -96,13 +96,12 @@ def data_parallel_shard(cfg: Config, world_size: int | None) -> int:
 
 
 def _besides_shard(p: Parallelism) -> int:
-    """The ranks of a mesh without data_parallel_shard."""
+    """Return the size of the mesh without data_parallel_shard."""
     return p.data_parallel_replicate * p.context_parallel * p.tensor_parallel * p.pipeline_parallel
 
 
 def derive(cfg: Config, world_size: int | None) -> Config:
-    """The configuration with a `Derived` number in place of every option that was not set and
-    follows from others.
+    """Fill in every option that was not set and follows from others, as a `Derived` number.
 
     Without a world size it is that of the smallest mesh with these replicas, and this context,
     tensor and pipeline parallelism.
@@ -122,8 +121,9 @@ def derive(cfg: Config, world_size: int | None) -> Config:
 
 
 def in_store(cfg: Config) -> Config:
-    """The configuration of a run whose folder is a URL: a folder on this machine, which is mirrored
-    there, and checkpoints in the store alone. Every machine and start finds the same folder."""
+    """Return the configuration of a run whose folder is a URL: a folder on this machine, which is
+    mirrored there, and checkpoints in the store alone. Every machine and start finds the same
+    folder."""
     url = cfg.run.folder
     name = f"{url.rpartition('/')[2]}-{hashlib.sha256(url.encode()).hexdigest()[:8]}"
     folder = os.path.join(os.path.expanduser(cfg.data.cache or CACHE), "runs", name)
@@ -139,8 +139,8 @@ def _warmup_steps(cfg: Config) -> int:
 
 
 def _batch_repair(global_batch: int, ranks: int, local: int | None) -> str:
-    """The values next to the given ones that make whole microbatches: "training.global_batch_size
-    to 6 or 9"."""
+    """Return the values next to the given ones that make whole microbatches:
+    "training.global_batch_size to 6 or 9"."""
     unit = ranks * (local or 1)
     below = global_batch // unit * unit
     choices = f"{below} or {below + unit}" if below else f"{unit}"
@@ -204,8 +204,9 @@ WHOLE_HEADS = (
 
 
 def _sequence_unit(p: Parallelism) -> int:
-    """A sequence must be a multiple of this: each of its parts is as long as the others, and so are
-    those into which tensor parallelism splits a part. With "gather" every rank has two parts."""
+    """Return the number of which a sequence must be a multiple: each of its parts is as long as the
+    others, and so are those into which tensor parallelism splits a part. With "gather" every rank
+    has two parts."""
     parts = p.context_parallel
     if p.context_parallel > 1 and p.context_parallel_method == "gather":
         parts *= 2
@@ -213,7 +214,7 @@ def _sequence_unit(p: Parallelism) -> int:
 
 
 def _unused(option: str) -> tuple:
-    """The rule of an option that is set where no rank needs it (configs/ranks.py)."""
+    """Return the rule of an option that is set where no rank needs it (configs/ranks.py)."""
     table, _, key = option.partition(".")
     degrees = OF_RANKS[option].degrees
 
@@ -231,7 +232,7 @@ OF_MUON = ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn", "adamw_lr_scale")
 
 
 def _options_of_muon(optimizer: Optimizer) -> str:
-    """Those that are not as they are by default, as a sentence shows them."""
+    """List the options of Muon that differ from their defaults, as a sentence shows them."""
     shown = vars(_named("optimizer", optimizer))
     defaults = {name: Optimizer.model_fields[name].default for name in OF_MUON}
     return " and ".join(
@@ -972,7 +973,7 @@ def broken_rules(
     world_size: int | None = None,
     local_world_size: int | None = None,
 ) -> list[str]:
-    """The sentences of all rules that the configuration breaks; empty when it is sound.
+    """Return the sentences of all rules that the configuration breaks; empty when it is sound.
 
     cfg may lack options (a SimpleNamespace of SimpleNamespaces, from a file with mistakes), and the
     sizes may be unknown: rules that need what is missing are left out, the others count.
@@ -1028,6 +1029,6 @@ def _split(family: Numbers, model: SimpleNamespace) -> SimpleNamespace:
 
 
 def _named(table: str, options: object) -> SimpleNamespace:
-    """Each option as a sentence shows it: table.key = value, the value as TOML writes it."""
+    """Format each option as a sentence shows it: table.key = value, the value as TOML writes it."""
     shown = {key: json.dumps(value, default=vars) for key, value in vars(options).items()}
     return SimpleNamespace(**{key: f"{table}.{key} = {value}" for key, value in shown.items()})

@@ -37,8 +37,7 @@ COMMAND_LINE = "command line"
 
 
 def _plain(schema: Any, definitions: dict[str, dict]) -> Any:
-    """A JSON schema without titles, in which each reference to a definition is replaced by the
-    definition."""
+    """Inline the definitions of a JSON schema at their references, and remove titles."""
     if isinstance(schema, list):
         return [_plain(part, definitions) for part in schema]
     if not isinstance(schema, dict):
@@ -81,7 +80,7 @@ def load_config(
     local_world_size: int | None = None,
     typed: bool = False,
 ) -> Config:
-    """The configuration of the run that `argv` describes. If it names no file,
+    """Load the configuration of the run that `argv` describes. If it names no file,
     configs/llama_debug.toml is taken.
 
     With the number of processes (of the run, of this host) the rules of the mesh are checked too.
@@ -129,8 +128,8 @@ def load_config(
 def _sound(
     table: str, given: dict[str, tuple[object, str]]
 ) -> tuple[dict[str, object], list[str], set[str]]:
-    """A table's options that are right, what is wrong with the others, and the options left in
-    doubt. given: "table.key" -> (value, where it was set), of all tables."""
+    """Validate a table: returns its options that are right, the problems of the others, and the
+    options left in doubt. given: "table.key" -> (value, where it was set), of all tables."""
     values = {}
     for name, (value, _) in given.items():
         if name.startswith(table + "."):
@@ -153,7 +152,8 @@ def _sound(
 
 
 def _certain(cfg: Config, doubtful: set[str]) -> SimpleNamespace:
-    """The configuration without the options left in doubt, on which no rule can be checked."""
+    """Drop the options left in doubt from the configuration, since no rule can be checked on
+    them."""
     certain = SimpleNamespace()
     for table, options in vars(cfg).items():
         known = {
@@ -164,12 +164,13 @@ def _certain(cfg: Config, doubtful: set[str]) -> SimpleNamespace:
 
 
 def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
-    """The file that `argv` names, or the default file, and the overrides by option."""
+    """Split `argv` into the configuration file, or the default file, and the overrides by
+    option."""
     return _arguments(argv)[:2]
 
 
 def _given_twice(argv: list[str]) -> list[str]:
-    """Sentences about options that a command line sets more than once."""
+    """Return sentences about options that a command line sets more than once."""
     names = [word.removeprefix("--").partition("=")[0] for word in argv if word.startswith("--")]
     problems = []
     for name in dict.fromkeys(names):
@@ -184,8 +185,8 @@ def _given_twice(argv: list[str]) -> list[str]:
 
 
 def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set[str]]:
-    """The file, the overrides by option, what is wrong with the arguments, and the options left in
-    doubt."""
+    """Parse `argv`: returns the file, the overrides by option, the problems of the arguments, and
+    the options left in doubt."""
     files: list[str] = []
     overrides: dict[str, object] = {}
     problems: list[str] = []
@@ -250,8 +251,8 @@ def _toml_or_text(text: str) -> object:
 
 
 def read_toml(path: Path) -> dict[str, object]:
-    """The tables of a TOML file. A byte order mark, which some editors write, is skipped. Raises
-    ConfigError."""
+    """Read the tables of a TOML file. A byte order mark, which some editors write, is skipped.
+    Raises ConfigError."""
     label = _printable(str(path))
     try:
         if path.exists() and not path.is_file():
@@ -298,8 +299,8 @@ def read_toml(path: Path) -> dict[str, object]:
 
 
 def _syntax_error(text: str, message: str) -> str:
-    """The parser's message with the line that it means, and with plainer words for the commonest
-    mistake."""
+    """Format the parser's message with the line that it means, and with plainer words for the
+    commonest mistake."""
     lines = text.rstrip().split("\n")
     number = re.search(r"at line (\d+)", message)
     lines = lines[: int(number[1])] if number else lines
@@ -309,8 +310,8 @@ def _syntax_error(text: str, message: str) -> str:
 
 
 def _errors(model: type, values: dict[str, object]) -> dict[str, dict]:
-    """key -> pydantic's error about it (the last one, if an option that allows several types has
-    several errors)."""
+    """Map keys to pydantic's error about them (the last one, if an option that allows several types
+    has several errors)."""
     try:
         model.model_validate(values)
     except ValidationError as error:
@@ -360,7 +361,7 @@ def _expected_in_row(fields: dict[str, dict], error: dict) -> str:
 
 
 def _no_such_option(name: str) -> tuple[str, set[str]]:
-    """The problem with "table.key", and the options that may have been meant."""
+    """Describe the problem with "table.key", and suggest the options that may have been meant."""
     table, _, key = name.lower().replace("-", "_").rpartition(".")
     siblings = [option.split(".")[1] for option in OPTIONS if option.startswith(table + ".")]
     parts = [sibling for sibling in siblings if len(key) > 2 and (key in sibling or sibling in key)]
@@ -378,8 +379,8 @@ def _no_such_option(name: str) -> tuple[str, set[str]]:
 
 
 def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
-    """The problem with something else in the place of a table, and the options that may have been
-    meant."""
+    """Describe the problem with another value in the place of a table, and suggest the options that
+    may have been meant."""
     meant = [option for option in OPTIONS if option.split(".")[0] == name]
     if meant:
         return (
@@ -407,22 +408,22 @@ def _printable(text: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as TOML would write it, on one line and not too long."""
+    """Format a value as TOML would write it, on one line and not too long."""
     text = redact(_toml(value))
     text = text if text.isprintable() else ascii(text)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _literals(option: dict) -> list[object]:
-    """The values that an option's JSON schema spells out."""
+    """Return the values that an option's JSON schema spells out."""
     if "anyOf" in option:
         return [value for alternative in option["anyOf"] for value in _literals(alternative)]
     return option.get("enum", [option["const"]] if "const" in option else [])
 
 
 def allowed(option: dict) -> str:
-    """A description of the values that an option's JSON schema allows: "an integer >= 1", '"adamw"
-    or "sgd"'."""
+    """Describe the values that an option's JSON schema allows: "an integer >= 1", '"adamw" or
+    "sgd"'."""
     if "anyOf" in option:
         return _either(
             allowed(alternative)
@@ -455,7 +456,8 @@ def allowed(option: dict) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value in TOML. JSON strings are TOML strings, but for DEL, which TOML wants escaped."""
+    """Format a value in TOML. JSON strings are TOML strings, but for DEL, which TOML wants
+    escaped."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, bool):
@@ -475,8 +477,8 @@ def _default(name: str) -> str:
 
 
 def dump(cfg: Config) -> str:
-    """The configuration as TOML, which `load_config` reads back to an equal one. Options that are
-    None are left out, and `Derived` numbers stand in comments: read for a different mesh, the file
+    """Write the configuration as TOML, which `load_config` reads back to an equal one. Options that
+    are None are left out, and `Derived` numbers are comments: read for a different mesh, the file
     gives that mesh's numbers."""
     lines = []
     for table, options in vars(cfg).items():
@@ -491,7 +493,8 @@ def dump(cfg: Config) -> str:
 
 
 def help_text() -> str:
-    """Every option with its default, what it allows and its line of explanation, by table."""
+    """List every option with its default, its allowed values and its line of explanation, by
+    table."""
     lines = [
         "./run_train.sh [CONFIG.toml] [--table.key=value ...]",
         "",
@@ -511,8 +514,8 @@ def help_text() -> str:
 
 
 def json_schema() -> str:
-    """The JSON schema of the TOML file, for editors (`#:schema schema.json` as a preset's first
-    line).
+    """Return the JSON schema of the TOML file, for editors (`#:schema schema.json` as a preset's
+    first line).
 
     It has no references, and its dialect is draft 7, because the TOML editors know no later one.
     """

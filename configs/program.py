@@ -67,7 +67,7 @@ class Program:
         self.is_watched = not is_run and os.isatty(2)
 
     def listen(self) -> None:
-        """From now on signals are answered, but those that nohup or a parent had ignored."""
+        """Install the handlers of signals, except those that nohup or a parent had ignored."""
         for number in STOP_SIGNALS if self.is_run else [signal.SIGINT]:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
@@ -99,7 +99,7 @@ class Program:
                     self._answer(signal.Signals(number))
 
     def _say_where(self) -> None:
-        """At a terminal that has shown nothing for SILENT seconds."""
+        """Say where the program is, at a terminal that has shown nothing for SILENT seconds."""
         now = time.monotonic()
         if self.ended is None and not self.interrupted and now > Heard.wrote + SILENT:
             seconds = now - self.began
@@ -197,14 +197,14 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
 
 
 def heard(stream: Any) -> Any:
-    """The stream, as one that notes when it is written to, if it is a terminal's."""
+    """Wrap a terminal's stream so that it notes when it is written to; others stay as they are."""
     if not isinstance(stream, io.TextIOWrapper) or not stream.isatty():
         return stream
     return Heard(stream.detach(), stream.encoding, stream.errors, line_buffering=True)
 
 
 def where() -> str:
-    """The innermost function of ours that the main thread is in."""
+    """Return the innermost function of ours that the main thread is in."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame and not is_ours(frame.f_code.co_filename):
         frame = frame.f_back

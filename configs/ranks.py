@@ -52,17 +52,18 @@ OF_RANKS = {
 
 
 def default(option: str) -> object:
-    """The value of "table.key" in a configuration that does not set it."""
+    """Return the value of "table.key" in a configuration that does not set it."""
     table, _, key = option.partition(".")
     return Config.model_fields[table].annotation.model_fields[key].default
 
 
 def written(value: object) -> str:
-    """An option's value as a command line says it."""
+    """Format an option's value for a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def one_process() -> dict[str, str]:
-    """The options, as on a command line, with which one process computes what a mesh computes."""
+    """Return the options, as on a command line, with which one process computes what a mesh
+    computes."""
     options = [f"parallelism.{degree}" for degree in DEGREES]
     return {option: written(default(option)) for option in [*options, *OF_RANKS]}

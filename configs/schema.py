@@ -52,15 +52,15 @@ SECRETS = (
 
 
 def redact(text: str) -> str:
-    """The text without secrets. For everything that goes to a file or a console and that is not our
-    own text."""
+    """Remove secrets from a text, before anything that is not our own text goes to a file or a
+    console."""
     for pattern, instead in SECRETS:
         text = pattern.sub(instead, text)
     return text
 
 
 def _as_tuple(value: object) -> object:
-    """TOML has only lists, but strict validation requires a tuple."""
+    """Turn a list into a tuple: TOML has only lists, but strict validation requires a tuple."""
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -73,8 +73,8 @@ def _path(value: str) -> str:
 
 
 def _folder(value: str) -> str:
-    """A ~ that no shell has expanded would become a folder of that name. (data/ expands ~ in its
-    own options.)"""
+    """Refuse a ~ that no shell has expanded, which would become a folder of that name. (data/
+    expands ~ in its own options.)"""
     if value.startswith("~"):
         raise ValueError("must be written out: ~ is not expanded")
     if value.startswith("file:///"):
@@ -180,8 +180,8 @@ class Table(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: object) -> None:
-        """An option's docstring may be wrapped here. In `--help` and in the JSON schema it is one
-        line."""
+        """Join the lines of each option's docstring, which may be wrapped here but is one line in
+        `--help` and in the JSON schema."""
         for field in cls.model_fields.values():
             field.description = field.description and " ".join(field.description.split())
         cls.model_rebuild(force=True)
@@ -189,8 +189,8 @@ class Table(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _fits_64_bits(cls, value: object) -> object:
-        """TOML guarantees 64-bit integers, and every tensor and file that receives such a number
-        can hold no more."""
+        """Refuse integers beyond 64 bits: TOML guarantees no more, and every tensor and file that
+        receives such a number can hold no more."""
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("must fit into 64 bits")
         return value
@@ -198,7 +198,8 @@ class Table(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _has_no_password(cls, value: object) -> object:
-        """Every option is written to the run's folder and into checkpoints."""
+        """Refuse a URL with a user or password, since every option is written to the run's folder
+        and into checkpoints."""
         if isinstance(value, str) and URL_USER.search(value):
             raise ValueError(
                 "must not contain a user or password: options are written to files (~/.netrc can "
@@ -261,7 +262,7 @@ class Architecture(Table):
 
 
 def _overrides() -> dict:
-    """A field for every number that some family lets the user override; None is the flavor's
+    """Build a field for every number that some family lets the user override; None is the flavor's
     number. Two families that have an option of the same name mean the same by it. Raises ValueError
     where their types or bounds differ."""
     fields: dict = {}

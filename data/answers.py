@@ -65,7 +65,7 @@ class Completions:
 
 
 def example(form: Format, line: str) -> Example | str:
-    """A line as tokens, or why it cannot be used, as in data/pieces.py::Document."""
+    """Encode a line, or return the reason why it cannot be used, as in data/pieces.py::Document."""
     try:
         record = json.loads(line, object_pairs_hook=once)
         if not isinstance(record, dict):

@@ -53,8 +53,8 @@ class Audited:
 
 
 def open_run(folder: str) -> Audited:
-    """Raises InputError if this is not the folder or the URL of a run, or if its data is gone or
-    has changed."""
+    """Raise InputError if this is not the folder or the URL of a run, or if its data is gone or has
+    changed."""
     place = location(folder)
     path = place / "data.json"
     try:
@@ -114,9 +114,9 @@ def saved_steps(run: Path | Key) -> list[int]:
 
 
 def seen(run: Audited, first: int, last: int) -> Iterator[dict]:
-    """One dict for each row of the steps `first` to `last` (counted from 1): step, row, source,
-    epoch, window, documents. Each document has number, name, and [start, stop): which of its tokens
-    are in the window, as inputs or labels."""
+    """List the steps `first` to `last` (counted from 1) as one dict for each row: step, row,
+    source, epoch, window, documents. Each document has number, name, and [start, stop): which of
+    its tokens are in the window, as inputs or labels."""
     for step in range(first - 1, last):
         segment = run.order.segment(step)
         for row, (s, window, epoch) in enumerate(
@@ -225,7 +225,7 @@ def _mark(
 
 
 def find(run: Audited, wanted: str) -> list[tuple[Source, int]]:
-    """[(source, number)] of the documents that `wanted` means: a number, a name or a text."""
+    """Find the documents that `wanted` means, a number, a name or a text: [(source, number)]."""
     sources = {
         s.fingerprint: s
         for segment in run.order.segments
@@ -247,8 +247,8 @@ def find(run: Audited, wanted: str) -> list[tuple[Source, int]]:
 
 
 def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
-    """Numbers of the documents that contain the text. They are decoded, because the tokens of a
-    piece of text depend on what is around it."""
+    """Return the numbers of the documents that contain the text. They are decoded, because the
+    tokens of a piece of text depend on what is around it."""
     corpus = run.corpora[source.fingerprint]
     split = DocumentIndex(corpus.train)
     for number in range(len(split)):
@@ -258,8 +258,8 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
 
 
 def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
-    """The steps (counted from 1) and rows whose windows have a token of this document, up to the
-    end of the run, in order."""
+    """Yield the steps (counted from 1) and rows whose windows have a token of this document, up to
+    the end of the run, in order."""
     tokens = run.corpora[source.fingerprint].train
     start, stop = DocumentIndex(tokens).extent(number)
     rows, order = [], run.order
@@ -290,8 +290,8 @@ def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
 
 
 def position(segment: Segment, source: int, sample: int) -> int:
-    """The number, in this segment, of the sample that is number `sample` (from 0) of those it takes
-    from `source`."""
+    """Return the number, in this segment, of the sample that is number `sample` (from 0) of those
+    it takes from `source`."""
     if len(segment.sources) == 1:
         return sample
     block, rank = divmod(sample, segment.sources[source].share)

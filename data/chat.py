@@ -91,7 +91,7 @@ class Chat:
         self.special = re.compile("(" + "|".join(map(re.escape, names)) + ")")
 
     def encode(self, record: dict) -> Example:
-        """The tokens of a conversation. Raises InvalidExample."""
+        """Encode a conversation. Raises InvalidExample."""
         conversation = self.conversation(record)
         if not any(message["role"] == "assistant" for message in conversation.messages):
             raise InvalidExample("has no answer: no message has the role assistant")
@@ -117,12 +117,13 @@ class Chat:
         return Example(plain, int(sizes.sum()), ids, answers, sizes)
 
     def conversation(self, record: dict) -> Conversation:
-        """The conversation of a line. Raises InvalidExample for what its template cannot get."""
+        """Read the conversation of a line. Raises InvalidExample for what its template cannot
+        get."""
         return read(record, self.reads, self.template.tokens, self.template.may_drop)
 
     def plain(self, conversation: Conversation) -> str:
-        """The conversation as JSON. Raises InvalidExample if something in it would be taken for a part of the
-        template."""
+        """Write the conversation as JSON. Raises InvalidExample if something in it would be taken
+        for a part of the template."""
         said = (
             [conversation.messages, conversation.given]
             if conversation.given
@@ -141,7 +142,7 @@ class Chat:
         return plain
 
     def prompt(self, messages: list) -> np.ndarray:
-        """Ids [n] of messages that are to be answered, as they stand before an answer in training.
+        """Return ids [n] of messages that are to be answered, as before an answer in training.
         Raises InvalidExample."""
         conversation = self.conversation({"messages": messages})
         if conversation.messages[-1]["role"] == "assistant":
@@ -157,8 +158,8 @@ class Chat:
         return self.tokens(text)
 
     def end_of_turn(self) -> int | None:
-        """The first of the special tokens that end an answer. None if its template ends it with
-        other text, or cannot tell."""
+        """Return the first of the special tokens that end an answer. None if its template ends it
+        with other text, or cannot tell."""
         answer, _ = self.probe()
         end = None
         for id in self.tokens(answer.rstrip()).tolist()[::-1]:
@@ -168,8 +169,8 @@ class Chat:
         return end
 
     def probe(self) -> tuple[str, str]:
-        """An answer as this template renders it, and what comes after it; ("", "") if the template
-        renders none of PROBES."""
+        """Render an answer with this template, and return it and the text after it; ("", "") if the
+        template renders none of PROBES."""
         for messages in PROBES:
             try:
                 text, spans, _ = self.answers(Conversation(messages, {}))
@@ -180,7 +181,7 @@ class Chat:
         return "", ""
 
     def warning(self) -> str:
-        """A sentence about answers that do not teach a model to stop; "" if they do."""
+        """Return a warning about answers that do not teach a model to stop; "" if they do."""
         answer, after = self.probe()
         if not answer or self.end_of_turn() is not None:
             return ""
@@ -196,12 +197,12 @@ class Chat:
         )
 
     def tokens(self, text: str) -> np.ndarray:
-        """Ids [n] of a rendered text, in which the name of a special token is that token. Raises
-        InvalidExample."""
+        """Encode a rendered text in which the name of a special token is that token: ids [n].
+        Raises InvalidExample."""
         return self.encode_rendered(text).ids
 
     def encode_rendered(self, text: str) -> Encoded:
-        """A rendered text as tokens. Raises InvalidExample."""
+        """Encode a rendered text. Raises InvalidExample."""
         try:
             return self.tok.encode_rendered(text)
         except CannotEncode as error:
@@ -210,8 +211,8 @@ class Chat:
     def answers(
         self, conversation: Conversation, marked: Conversation | None = None
     ) -> tuple[str, list[tuple[int, int]], str]:
-        """The text of a conversation, [first, stop) of its answers in it, and the text of `marked`,
-        "" if there is none. Raises InvalidExample."""
+        """Return the text of a conversation, [first, stop) of its answers in it, and the text of
+        `marked`, "" if there is none. Raises InvalidExample."""
         wanted = [
             i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
         ]
@@ -232,8 +233,9 @@ class Chat:
         return text, spans, _text_or_nothing(with_marks)
 
     def differences(self, text: str, wanted: list[int], others: list[str]) -> list[tuple[int, int]]:
-        """[first, stop) of answers in the text of a conversation. wanted: the numbers of their
-        messages; others: for each the text up to it, and up to its end. Raises InvalidExample."""
+        """Return [first, stop) of answers in the text of a conversation. wanted: the numbers of
+        their messages; others: for each the text up to it, and up to its end. Raises
+        InvalidExample."""
         spans = []
         for i, before, after in zip(wanted, others[::2], others[1::2], strict=True):
             if not (after.startswith(before) and text.startswith(after)) or after == before:
@@ -258,14 +260,13 @@ class Chat:
     def render(
         self, messages: list[dict], prompt: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text of messages, and the extents of the template's `{% generation %}` blocks in it.
-        prompt: add what asks for an answer. Raises InvalidExample."""
+        """Render messages, and find the extents of the template's `{% generation %}` blocks in the
+        text. prompt: add what asks for an answer. Raises InvalidExample."""
         [found] = self.results([(Conversation(messages, {}), prompt)])
         return _extents(found)
 
     def results(self, wanted: list[tuple[Conversation, bool]]) -> list[str | rendering.Unrendered]:
-        """The text of each conversation, with BEGIN and END; with or without what asks for an
-        answer."""
+        """Render each conversation, with BEGIN and END; with or without what asks for an answer."""
         requests = []
         for conversation, prompt in wanted:
             always = {
@@ -289,7 +290,8 @@ def _advice_on_null(conversation: Conversation) -> str:
 
 
 def _extents(marked: str | rendering.Unrendered) -> tuple[str, list[tuple[int, int]]]:
-    """A text without BEGIN and END, and the extents that they mark in it. Raises InvalidExample."""
+    """Remove BEGIN and END from a text, and return it with the extents that they mark in it. Raises
+    InvalidExample."""
     if isinstance(marked, rendering.Unrendered):
         raise CannotRender(f"cannot be rendered by its template: {marked}")
     text = ""
@@ -317,8 +319,8 @@ def _text_or_nothing(found: str | rendering.Unrendered) -> str:
 
 
 def find_template(cfg: Data, tok: Tokenizer) -> Template:
-    """The template that `data.chat_template` names, or the tokenizer's own. Raises InputError if
-    there is none, or if it cannot be used."""
+    """Return the template that `data.chat_template` names, or the tokenizer's own. Raises
+    InputError if there is none, or if it cannot be used."""
     path = Path(kept.tokenizer(cfg.tokenizer, cfg.cache))
     tokens, control, own = _of_hugging_face(path) if _is_hugging_face(path) else ({}, [], "")
     if not tokens:
@@ -366,8 +368,8 @@ def has_template(path: Path) -> bool:
 
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, str], list[str], str]:
-    """(named special tokens, all special tokens, chat template or "") of a tokenizer.json and the
-    files of its folder. Raises InputError for a file that cannot be read."""
+    """Return (named special tokens, all special tokens, chat template or "") of a tokenizer.json
+    and the files of its folder. Raises InputError for a file that cannot be read."""
     folder = path.parent
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

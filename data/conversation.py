@@ -47,8 +47,8 @@ class Conversation(NamedTuple):
 def read(
     record: dict, reads: Collection[str], tokens: Collection[str], may_drop: Collection[str]
 ) -> Conversation:
-    """The conversation of a line. reads: the variables that its template reads; tokens: those of them
-    that are special tokens; may_drop: data.chat_may_drop. Raises InvalidExample."""
+    """Read the conversation of a line. reads: the variables that its template reads; tokens: those
+    of them that are special tokens; may_drop: data.chat_may_drop. Raises InvalidExample."""
     messages = messages_of(record, may_drop)
     given = {key: list_of_objects(record[key], key) for key in GIVEN if record.get(key)}
     own = {"messages", "add_generation_prompt", *GIVEN, *tokens}
@@ -98,8 +98,9 @@ def _check_the_rest(record: dict, messages: list[dict], may_drop: Collection[str
 
 
 def messages_of(record: dict, may_drop: Collection[str] = ()) -> list[dict]:
-    """The messages of a line, in ShareGPT's form too. Raises InvalidExample for what no template could tell us
-    about: an answer that is empty, or a part of a message that is no text."""
+    """Return the messages of a line, in ShareGPT's form too. Raises InvalidExample for messages
+    that no template could report: an answer that is empty, or a part of a message that is no
+    text."""
     messages = _named_messages(_rows(record), may_drop)
     others = record.get(SHARE_GPT)
     if MESSAGES in record and others and SHARE_GPT not in may_drop:
@@ -112,7 +113,8 @@ def messages_of(record: dict, may_drop: Collection[str] = ()) -> list[dict]:
 
 
 def _rows(record: dict) -> list:
-    """The list of messages. Raises InvalidExample, with the keys that are there, if there is none."""
+    """Return the list of messages. Raises InvalidExample, with the keys that are there, if there is
+    none."""
     rows = record.get(MESSAGES, record.get(SHARE_GPT))
     if isinstance(rows, list) and rows:
         return rows
@@ -135,7 +137,8 @@ def _named_messages(rows: list, may_drop: Collection[str]) -> list[dict]:
 
 
 def _named(row: dict, number: int) -> dict:
-    """A message with the names `role` and `content`, where it has ShareGPT's `from` and `value`."""
+    """Rename the keys of a message to `role` and `content`, where it has ShareGPT's `from` and
+    `value`."""
     if "role" in row or not ("from" in row and "value" in row):
         return row
     speaker = row["from"]
@@ -175,13 +178,13 @@ def _check_part(part: dict, number: int) -> None:
 
 
 def texts_of(message: dict) -> list[str]:
-    """The texts of a message's content."""
+    """Return the texts of a message's content."""
     content = message.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 
 
 def list_of_objects(value: Any, key: str) -> list[dict]:
-    """The value of a key that must be a list of objects. Raises InvalidExample."""
+    """Return the value of a key that must be a list of objects. Raises InvalidExample."""
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise InvalidExample(f'has "{key}" that is not a list of objects')
     return value

@@ -25,13 +25,13 @@ class DocumentIndex:
         return len(self.tokens.document_starts)
 
     def extent(self, number: int) -> tuple[int, int]:
-        """[start, stop) of a document's tokens in the split."""
+        """Return [start, stop) of a document's tokens in the split."""
         starts = self.tokens.document_starts
         stop = int(starts[number + 1]) if number + 1 < len(starts) else len(self.tokens)
         return int(starts[number]), stop
 
     def between(self, start: int, stop: int) -> np.ndarray:
-        """Numbers (int64) of the documents that have a token in [start, stop)."""
+        """Return the numbers (int64) of the documents that have a token in [start, stop)."""
         stop = min(stop, len(self.tokens))
         if start >= stop:
             return np.arange(0)
@@ -40,7 +40,7 @@ class DocumentIndex:
         return np.arange(first, np.searchsorted(starts, stop, side="left"))
 
     def name(self, number: int) -> str:
-        """The name of a document: its file, and its line or row if the file has several
+        """Return the name of a document: its file, and its line or row if the file has several
         documents."""
         file = int(self._files[number])
         start = self._name_starts[file]

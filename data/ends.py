@@ -49,7 +49,7 @@ NEVER_ENDS = (*BEGINS, "<unk>", "<pad>", "<mask>", "[UNK]", "[PAD]", "[CLS]", "[
 
 
 def begin_and_end(folder: Path, added: dict[int, str], end: str = "") -> tuple[str | None, str]:
-    """The names of the tokens that begin (None: none does) and end a text.
+    """Return the names of the tokens that begin (None: none does) and end a text.
 
     folder: of the tokenizer, whose other files are asked. added: id -> name of its added tokens.
     end: data.end_token, which comes before all files. InputError: nothing says which token ends a
@@ -59,7 +59,8 @@ def begin_and_end(folder: Path, added: dict[int, str], end: str = "") -> tuple[s
 
 
 def check_end(end: str, names: object) -> str:
-    """`end`, which data.end_token names. InputError: no token of these names."""
+    """Check that data.end_token names an added token, and return it. Raises InputError if it does
+    not."""
     names = list(names)
     if end not in names:
         raise InputError(
@@ -69,7 +70,7 @@ def check_end(end: str, names: object) -> str:
 
 
 def files_that_decide(folder: Path) -> list[Path]:
-    """The files that `begin_and_end` goes by."""
+    """List the files on which the result of `begin_and_end` depends."""
     config = _read(folder / CONFIG)
     names = [CONFIG, MODEL]
     if not _name(config.get("eos_token")) or "bos_token" not in config:
@@ -78,7 +79,7 @@ def files_that_decide(folder: Path) -> list[Path]:
 
 
 def added_tokens(folder: Path) -> dict[int, str]:
-    """id -> name of the tokens that tokenizer_config.json numbers; {} if it numbers none."""
+    """Map ids to names for the tokens that tokenizer_config.json numbers; {} if it numbers none."""
     rows = _read(folder / CONFIG).get("added_tokens_decoder")
     if not isinstance(rows, dict):
         return {}
@@ -87,7 +88,7 @@ def added_tokens(folder: Path) -> dict[int, str]:
 
 
 def _begin(folder: Path, added: dict[int, str]) -> str | None:
-    """A bos_token of null says that there is none."""
+    """Return the name of bos_token; a value of null says that there is none."""
     for file in (CONFIG, SPECIAL):
         said = _read(folder / file)
         if "bos_token" in said:
@@ -123,7 +124,7 @@ def _end(folder: Path, added: dict[int, str]) -> str:
 
 
 def _ids(said: object) -> Iterator[int]:
-    """Those of eos_token_id, which may be one, a list or null."""
+    """Return the ids of eos_token_id, which may be one, a list or null."""
     found = said.get("eos_token_id") if isinstance(said, dict) else None
     for id in found if isinstance(found, list) else [found]:
         if isinstance(id, int) and not isinstance(id, bool):
@@ -139,7 +140,7 @@ def _name(token: object) -> str:
 
 
 def _read(path: Path) -> dict:
-    """The object of a JSON file; {} if there is no such file."""
+    """Read the object of a JSON file; {} if there is no such file."""
     if not path.is_file():
         return {}
     try:

@@ -42,7 +42,7 @@ def describe(cfg: Data, tok: Tokenizer) -> dict:
 
 
 def build(described: dict, tok: Tokenizer) -> Format | None:
-    """The format that `describe` has described; None for text."""
+    """Build the format that `describe` has described; None for text."""
     if not described:
         return None
     if described["format"] == "completion":
@@ -54,8 +54,8 @@ def build(described: dict, tok: Tokenizer) -> Format | None:
 
 
 def warning(folder: str, tok: Tokenizer) -> str:
-    """A sentence about conversations in a prepared folder that do not teach a model to stop, or
-    ""."""
+    """Return a warning about conversations in a prepared folder that do not teach a model to stop,
+    or ""."""
     form: Any = build(load(folder), tok)
     return form.warning() if hasattr(form, "warning") else ""
 
@@ -70,7 +70,7 @@ def load(folder: str) -> dict:
 
 
 def find(cfg: Data) -> list[sources.File]:
-    """The files of `cfg.source`, as data/sources.py::find returns them. Raises InputError if one of
+    """Find the files of `cfg.source`, as data/sources.py::find does. Raises InputError if one of
     them has no JSON records, where the format needs these."""
     if cfg.format == "text":
         return sources.find(cfg.source)

@@ -61,7 +61,7 @@ CUTS_DEEPSEEK = (
 
 
 def _with_gaps(pattern: str) -> str:
-    """The pattern, and what lies between its matches as a match too: a Split keeps that as a
+    """Extend a pattern so that the text between its matches matches too: a Split keeps that as a
     piece."""
     return rf"{pattern}|(?:(?!{pattern})[\s\S])+"
 
@@ -102,8 +102,9 @@ COMPANIONS = (
 def merges(
     ranks: list[bytes], listed: Mapping[bytes, tuple[bytes, bytes]] = MappingProxyType({})
 ) -> Iterator[tuple[bytes, bytes]]:
-    """The two tokens that each token is made of, in the order of ranks, for all tokens that merging
-    can make. listed: a guess for some tokens, which makes this three times as fast if it is right.
+    """Return the two tokens that each token is merged from, in the order of ranks, for all tokens
+    that merging can make. listed: a guess for some tokens, which makes this three times as fast if
+    it is right.
 
     tiktoken finds the other tokens only by looking up a whole piece of text (Llama 3 has some).
     """
@@ -147,7 +148,8 @@ def _meet(left: bytes, right: bytes, rank_of: dict[bytes, int], made: dict) -> b
 
 
 def _last_pair(token: bytes, rank_of: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """The two parts that merging the bytes of a token ends with; None if it ends with more."""
+    """Return the two parts that merging the bytes of a token ends with; None if it ends with
+    more."""
     none = len(rank_of)
     parts = [token[i : i + 1] for i in range(len(token))]
     # of each part with the next
@@ -164,7 +166,7 @@ def _last_pair(token: bytes, rank_of: dict[bytes, int]) -> tuple[bytes, bytes] |
 
 
 def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
-    """The files that `AutoTokenizer` and `generate` read, by name. They give the ids of
+    """Return the files that `AutoTokenizer` and `generate` read, by name. They give the ids of
     `Tokenizer.encode`.
 
     There are two differences: the name of a special token in a text becomes that token (the
@@ -234,7 +236,7 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
 
 
 def _settings(begin: str, end: str, ids: dict[str, int], longest: int) -> dict[str, dict]:
-    """The files that say how a tokenizer is used. ids: of special tokens by name."""
+    """Return the files that say how a tokenizer is used. ids: of special tokens by name."""
     return {
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -271,7 +273,7 @@ def _pre_tokenizer(split: str) -> dict:
 
 
 def read(folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder. Raises InputError."""
+    """Read the tokenizer of a Hugging Face folder. Raises InputError."""
     return read_file(folder / "tokenizer.json")
 
 
@@ -331,9 +333,9 @@ def companions(folder: Path, ids: set[int]) -> dict[str, Any]:
 def opened(
     document: dict, begin: str | None, end: str, companions: dict[str, Any]
 ) -> library.LibraryTokenizer:
-    """The tokenizer of a parsed tokenizer.json, run by tiktoken where that is proved to make the
-    same ids. Raises InputError if the library cannot read it, KeyError if begin or end is none of
-    its added tokens."""
+    """Build the tokenizer of a parsed tokenizer.json, run by tiktoken where that is proved to make
+    the same ids. Raises InputError if the library cannot read it, KeyError if begin or end is none
+    of its added tokens."""
     model = document["model"]
     if model.get("dropout"):
         raise ValueError(
@@ -370,7 +372,7 @@ def _check_prefix(model: dict) -> None:
 
 
 def _added(document: dict) -> list[Added]:
-    """The added tokens, in the order of their ids."""
+    """Return the added tokens, in the order of their ids."""
     return [
         Added(
             row["content"],
@@ -446,7 +448,7 @@ def _normalizes(document: dict) -> bool:
 
 
 def _cuts_of(pre: dict) -> tuple[str, ...]:
-    """The patterns by which a text is cut, one after another, before it becomes bytes."""
+    """Return the patterns by which a text is cut, one after another, before it becomes bytes."""
     *cuts, to_bytes = library.steps_of(pre, "pretokenizers")
     if to_bytes["type"] != "ByteLevel":
         raise ValueError(
@@ -461,7 +463,7 @@ def _cuts_of(pre: dict) -> tuple[str, ...]:
 
 
 def _pattern_of(cut: dict) -> str:
-    """The pattern whose matches, and what lies between them, are the pieces of a cut."""
+    """Return the pattern whose matches, with the text between them, are the pieces of a cut."""
     if cut["type"] == "Digits":
         return DIGIT if cut["individual_digits"] else NUMBER
     if cut["type"] != "Split":
@@ -480,9 +482,9 @@ def _pattern_of(cut: dict) -> str:
 def _ranks(
     vocabulary: dict[bytes, int], pairs: list[tuple[bytes, bytes]], look_up: bool
 ) -> list[bytes]:
-    """An order of the vocabulary in which merging by rank equals merging by the list of pairs: the
-    order of the ids if possible, otherwise that of the list. By the argument at the top, both are
-    equal if the pair that each token is made of by rank is in the list, and these pairs are in
+    """Find an order of the vocabulary in which merging by rank equals merging by the list of pairs:
+    the order of the ids if possible, otherwise that of the list. By the argument at the top, both
+    are equal if the pair that each token is made of by rank is in the list, and these pairs are in
     order there. Other pairs in the list never meet (Llama 3's file has some).
 
     look_up: a whole piece of text that is a token becomes that token even if merging would not make

@@ -26,8 +26,8 @@ def sources_of(cfg: Config) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def check_bpe(cfg: Config) -> None:
-    """Raises InputError if a BPE would have to be trained on several sources: each would get
-    another one."""
+    """Raise InputError if a BPE would have to be trained on several sources: each would get another
+    one."""
     rows, further = sources_of(cfg)
     # a store is read when the run opens it
     here = [source for source in (rows | further).values() if not places.is_url(source)]
@@ -42,7 +42,8 @@ def check_bpe(cfg: Config) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, cfg: Config, vocab_size: int) -> None:
-    """Raises InputError if the tokenizer has ids that a model of `vocab_size` tokens does not know."""
+    """Raise InputError if the tokenizer has ids that a model of `vocab_size` tokens does not
+    know."""
     if tokenizer.n_vocab > vocab_size:
         raise InputError(
             f"the tokenizer {cfg.data.tokenizer!r} has {tokenizer.n_vocab} tokens, the model's "
@@ -51,7 +52,7 @@ def check_vocabulary(tokenizer: Tokenizer, cfg: Config, vocab_size: int) -> None
 
 
 def check_masking(corpus: object, cfg: Config) -> None:
-    """Raises InputError if attention would go from one conversation of a prepared corpus to the
+    """Raise InputError if attention would go from one conversation of a prepared corpus to the
     next."""
     if isinstance(getattr(corpus, "train", None), PackedTokens) and not cfg.data.mask_documents:
         raise InputError(
@@ -61,8 +62,8 @@ def check_masking(corpus: object, cfg: Config) -> None:
 
 
 def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
-    """One sentence for each thing that is wrong with the text of a run or with its tokenizer, as
-    seen from this machine.
+    """List the problems of a run's text and tokenizer as seen from this machine, one sentence for
+    each.
 
     vocab_size: of the model. A tokenizer that is yet to be trained is not looked at: its size is an
     option, which `configs/check.py` compares with the model's.

@@ -46,7 +46,7 @@ def _code() -> str:
 def opened(
     path: Path, parts: Mapping[str, Any], make: Callable[[], library.LibraryTokenizer]
 ) -> library.LibraryTokenizer:
-    """The tokenizer that is kept at `path`, or else the one of `make`, which is kept then.
+    """Return the tokenizer that is cached at `path`, or else build it with `make` and cache it.
 
     parts: `document` and `beside`, which the file does not hold, as in `library.restored`. A cache
     that cannot be written costs time alone: `make` is called again by the next rank."""

@@ -111,7 +111,7 @@ class LibraryTokenizer(Tokenizer):
         return []
 
     def library_ids(self, text: str) -> np.ndarray:
-        """`encode` by the library, proof or not. Raises CannotEncode."""
+        """Encode a text by the library, proof or not. Raises CannotEncode."""
         return np.array(self._ask(self.in_text, text).ids, self.dtype)
 
     def has_other_ids(self) -> bool:
@@ -132,7 +132,7 @@ class LibraryTokenizer(Tokenizer):
             raise CannotEncode(f"tokenizers: {error}") from error
 
     def by_library(self, reason: str) -> LibraryTokenizer:
-        """The same tokenizer without tiktoken."""
+        """Return the same tokenizer without tiktoken."""
         given = (self.document, self.added, self.begin_of_text, self.end_of_text, self.companions)
         return LibraryTokenizer(*given, None, reason)
 
@@ -140,8 +140,8 @@ class LibraryTokenizer(Tokenizer):
     # text to ids
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids [n] of `dtype`: names of special tokens are ordinary text. Raises UnicodeEncodeError
-        for lone surrogates, and CannotEncode."""
+        """Encode a text as ids [n] of `dtype`: names of special tokens are ordinary text. Raises
+        UnicodeEncodeError for lone surrogates, and CannotEncode."""
         text.encode()
         made = self.proved.ranks(text) if self.proved else None
         if made is None:
@@ -149,7 +149,7 @@ class LibraryTokenizer(Tokenizer):
         return self.proved.ids[made[0]].astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text. The library shares the work among its own threads."""
+        """Encode each text. The library shares the work among its own threads."""
         if self.proved:
             return [self.encode(text) for text in texts]
         for text in texts:
@@ -233,8 +233,7 @@ class LibraryTokenizer(Tokenizer):
         return made | {row.id: content(row.name) for row in self.added}
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The library's text of these ids. Ids that it does not know become U+FFFD, as in
-        `Tokenizer`."""
+        """Decode ids by the library. Ids that it does not know become U+FFFD, as in `Tokenizer`."""
         if self.is_byte_level:
             return super().decode(ids)
         library = self.__dict__.get("in_rendered") or self.in_text
@@ -275,8 +274,8 @@ class LibraryTokenizer(Tokenizer):
 
 
 def restored(saved: dict) -> LibraryTokenizer:
-    """The tokenizer whose `save` wrote this, or data/kept_proofs.py. Raises KeyError, TypeError or
-    ValueError for something else."""
+    """Restore the tokenizer that `save` wrote, or data/kept_proofs.py. Raises KeyError, TypeError
+    or ValueError for something else."""
     proof = None
     if saved["proof"]:
         proof = Proof(**saved["proof"])
@@ -292,8 +291,8 @@ def _as_base64(ranks: list[bytes]) -> list[str]:
 
 
 def build(document: dict, more: Mapping[str, Any] = MappingProxyType({})) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a document, without what it does around a text, but for `more`. Raises InputError
-    for what is none."""
+    """Build the library's tokenizer of a document, without its processing around a text, but for
+    `more`. Raises InputError for an invalid document."""
     try:
         return tokenizers.Tokenizer.from_str(json.dumps(document | NOT_RUN | more))
     except Exception as error:  # the library raises nothing more precise
@@ -301,7 +300,7 @@ def build(document: dict, more: Mapping[str, Any] = MappingProxyType({})) -> tok
 
 
 def added_by(library: tokenizers.Tokenizer) -> list[Added]:
-    """The added tokens, in the order of the ids that the library gives them."""
+    """Return the added tokens, in the order of the ids that the library gives them."""
     return [
         Added(
             row.content,
@@ -331,8 +330,8 @@ def byte_offsets(text: str, offsets: list[tuple[int, int]]) -> tuple[np.ndarray,
 
 
 def shares(stops: np.ndarray, total: int) -> np.ndarray:
-    """Bytes that tokens which end at `stops` have of a text of `total` bytes, int64 [n]: all of it,
-    if there is a token."""
+    """Divide the `total` bytes of a text among tokens that end at `stops`, int64 [n]. Together they
+    get all of it, if there is a token."""
     if not len(stops):
         return np.zeros(0, np.int64)
     ends = np.maximum.accumulate(stops)
@@ -368,7 +367,7 @@ def loses_text(document: dict, added: list[Added], is_proved: bool) -> bool:
 
 
 def steps_of(part: dict | None, key: str) -> list[dict]:
-    """The steps of a normalizer or pre-tokenizer, which may be a Sequence in a Sequence."""
+    """List the steps of a normalizer or pre-tokenizer, which may be a Sequence in a Sequence."""
     if not part:
         return []
     if part.get("type") != "Sequence":
@@ -381,8 +380,8 @@ def steps_of(part: dict | None, key: str) -> list[dict]:
 
 
 def fingerprint_of(document: dict, end: str) -> str:
-    """A hash of what decides the ids. Another spelling of the same (merges as pairs, a field that is
-    null) is the same."""
+    """Hash everything that decides the ids. Another spelling of the same (merges as pairs, a field
+    that is null) has the same hash."""
     parts = {key: document.get(key) for key in DECIDES}
     model = {key: value for key, value in parts["model"].items() if not _says_nothing(value)}
     if "merges" in model:

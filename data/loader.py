@@ -78,13 +78,13 @@ class Corpora:
         return next(iter(self.sources.values())).tokenizer
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InputError if the tokenizer has ids that a model of `vocab_size` tokens does not
+        """Raise InputError if the tokenizer has ids that a model of `vocab_size` tokens does not
         know."""
         inputs.check_vocabulary(self.tokenizer, self.cfg, vocab_size)
 
     def order(self, progress: dict) -> Order:
-        """The order of the batches, of a new run or as the `progress` of a checkpoint goes on with
-        it ({} for a new run).
+        """Return the order of the batches, of a new run or continued from the `progress` of a
+        checkpoint ({} for a new run).
 
         Raises InputError if the data has changed since that checkpoint (unless data.allow_splice
         permits it), or if a source would be read more often than its max_epochs.
@@ -105,20 +105,21 @@ class Corpora:
         return order
 
     def record(self, order: Order) -> dict:
-        """JSON for data.json, from which data/audit.py computes which text a run has seen."""
+        """Return JSON for data.json, from which data/audit.py computes which text a run has
+        seen."""
         folders = {source.fingerprint: source.folder for source in self.sources.values()}
         run = {"steps": self.cfg.training.steps, "folders": folders}
         return self.state(order) | run | too_long.record(self.sources, self.cfg)
 
     def state(self, order: Order) -> dict:
-        """JSON for a checkpoint. It is the same at every step of a run, because a step's batch
-        follows from the order."""
+        """Return JSON for a checkpoint. It is the same at every step of a run, because a step's
+        batch follows from the order."""
         return splice.state(order, self.description)
 
     def batches(
         self, order: Order, steps: range, ranks: Ranks, vocab_size: int, pin_memory: bool = False
     ) -> PreparedBatches:
-        """An iterator over this rank's batches of these steps. All ranks take the next batch at the
+        """Iterate over this rank's batches of these steps. All ranks take the next batch at the
         same time."""
         read = loader(
             self.training_batches(order, ranks, vocab_size),
@@ -130,13 +131,13 @@ class Corpora:
         return PreparedBatches(read, self.state(order))
 
     def training_batches(self, order: Order, ranks: Ranks, vocab_size: int) -> Batches:
-        """This rank's training batches: item i is the batch of step i."""
+        """Return this rank's training batches: item i is the batch of step i."""
         tokens = [corpus.train for corpus in self.sources.values()]
         return rank_batches(self.cfg, tokens, order, ranks, vocab_size)
 
     def held_out(self, ranks: Ranks, vocab_size: int) -> dict[str, Batches]:
-        """This rank's batches of each set; {} without validation. Their order is always that of
-        seed 0, so every run and every mesh is measured on the same sequences."""
+        """Return this rank's batches of each set; {} without validation. Their order is always that
+        of seed 0, so every run and every mesh is measured on the same sequences."""
         held_out: dict[str, Batches] = {}
         if not self.cfg.validation.interval:
             return held_out
@@ -157,7 +158,7 @@ class Corpora:
 def rank_batches(
     cfg: Config, sources: list[Tokens], order: Order, ranks: Ranks, vocab_size: int
 ) -> Batches:
-    """This rank's batches of one split of each source."""
+    """Return this rank's batches of one split of each source."""
     assert cfg.training.local_batch_size is not None  # configs/check.py::derive
     return Batches(
         sources,
@@ -212,12 +213,13 @@ class Batches:
         self.located: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __getitem__(self, step: int) -> Batch:
-        """Tensors of int64: tokens and labels [A, b, t]; source [A*b], the index of each row's
-        source; window [A*b], the number of its window there. With mask_documents also positions
-        [A, b, T]: of each token in its document, from 0, or from the beginning of the window if the
-        document began before. A label that is the first token of a document is then IGNORE.
-        Where only answers are labels (data/packing.py), any other label is IGNORE too, and a window
-        may end in padding: then also length [A*b], how many of each row's tokens are none."""
+        """Return tensors of int64: tokens and labels [A, b, t]; source [A*b], the index of each
+        row's source; window [A*b], the number of its window there. With mask_documents also
+        positions [A, b, T]: of each token in its document, from 0, or from the beginning of the
+        window if the document began before. A label that is the first token of a document is then
+        IGNORE. Where only answers are labels (data/packing.py), any other label is IGNORE too, and
+        a window may end in padding: then also length [A*b], how many of each row's tokens are
+        none."""
         if self.is_stored:
             ahead.ask(self, step)  # for all rows at the same time
         source, window = self.locate(step)
@@ -247,8 +249,8 @@ class Batches:
         return batch
 
     def reads(self, start: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-        """(row, column, [first, last) in its source) of what this rank reads of windows that are
-        [start, stop)."""
+        """Yield (row, column, [first, last) in its source) of the tokens that this rank reads of
+        windows [start, stop)."""
         for row in range(self.row_count):
             for part in self.token_ranges:
                 first = int(start[row]) + part.start
@@ -261,8 +263,9 @@ class Batches:
         return any(tokens.is_stored for tokens in self.sources)
 
     def locate(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Source and window of each of this rank's rows, int64 [A*b] each. A call of numpy costs
-        more than its work on a few numbers, so the rows of several steps are located at once."""
+        """Return the source and the window of each of this rank's rows, int64 [A*b] each. A call of
+        numpy costs more than its work on a few numbers, so the rows of several steps are located at
+        once."""
         if step not in self.located:
             steps = max(1, AHEAD // self.row_count)
             first = max(step - step % steps, self.order.segment(step).step)
@@ -280,9 +283,9 @@ def as_batch(
     local_batch_size: int,
     token_ranges: Sequence[range],
 ) -> Batch:
-    """The batch of these windows; see `Batches.__getitem__`. tokens: int64 [A*b, T + 1], read and
-    kept at `token_ranges` alone. begins: with masked documents, whether a token is the first of its
-    document, bool [A*b, T + 1]. more: further arrays [A*b], by name."""
+    """Build the batch of these windows; see `Batches.__getitem__`. tokens: int64 [A*b, T + 1], read
+    and kept at `token_ranges` alone. begins: with masked documents, whether a token is the first of
+    its document, bool [A*b, T + 1]. more: further arrays [A*b], by name."""
     arrays = {"tokens": at(token_ranges, tokens), "labels": at(token_ranges, tokens, shift=1)}
     if begins is not None:
         arrays["labels"][at(token_ranges, begins, shift=1)] = IGNORE
@@ -294,7 +297,7 @@ def as_batch(
 
 
 def at(token_ranges: Sequence[range], array: np.ndarray, shift: int = 0) -> np.ndarray:
-    """The columns of these positions, moved by `shift`: [rows, T + 1] -> [rows, t]."""
+    """Select the columns of these positions, moved by `shift`: [rows, T + 1] -> [rows, t]."""
     parts = [array[:, part.start + shift : part.stop + shift] for part in token_ranges]
     return np.concatenate(parts, axis=1)
 
@@ -302,10 +305,10 @@ def at(token_ranges: Sequence[range], array: np.ndarray, shift: int = 0) -> np.n
 def loader(
     batches: Batches, start_step: int, steps: int, cfg: Data, pin_memory: bool = False
 ) -> Generator[Batch, None, None]:
-    """The batches of steps `start_step` .. `steps - 1`: read here, or ahead of time by `cfg.workers`
-    processes, which pays if the file system is slow and cannot change a batch, or by a thread if they
-    are in a store. There is no state to save. Raises LoaderError if a batch cannot be read, or if its
-    worker died or sent nothing for `cfg.timeout_seconds`."""
+    """Yield the batches of steps `start_step` .. `steps - 1`: read here, or ahead of time by
+    `cfg.workers` processes, which pays if the file system is slow and cannot change a batch, or by
+    a thread if they are in a store. There is no state to save. Raises LoaderError if a batch cannot
+    be read, or if its worker died or sent nothing for `cfg.timeout_seconds`."""
     wanted = range(start_step, steps)
     if cfg.workers and wanted:
         source = read_by_workers(batches, wanted, cfg)
@@ -328,7 +331,7 @@ def read_here(batches: Batches, steps: range) -> Generator[Batch, None, None]:
 
 
 def pinned(batch: Batch) -> Batch:
-    """A copy in pinned memory, from which a copy to a GPU does not block the host."""
+    """Copy to pinned memory, from which a copy to a GPU does not block the host."""
     return {name: tensor.pin_memory() for name, tensor in batch.items()}
 
 
@@ -350,14 +353,14 @@ class PreparedBatches:
         return next(self.read)
 
     def state(self) -> dict:
-        """JSON for a checkpoint."""
+        """Return JSON for a checkpoint."""
         return self.saved
 
     def end(self) -> None:
-        """Nothing to do: there is a batch for every step."""
+        """Do nothing: there is a batch for every step."""
 
     def check(self, step: int) -> None:
-        """Nothing to do, as in `end`."""
+        """Do nothing, as in `end`."""
 
     def close(self) -> None:
         """End the worker processes."""

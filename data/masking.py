@@ -34,7 +34,7 @@ def document_begins(
 
 
 def positions_in_documents(begins: np.ndarray) -> np.ndarray:
-    """The position of each token in its document, or from the beginning of its window if the
+    """Return the position of each token in its document, or from the beginning of its window if the
     document began before: int64 [rows, T]. begins: bool [rows, T]."""
     begins = begins.copy()
     begins[:, 0] = True

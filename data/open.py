@@ -92,7 +92,7 @@ def _warn(opened: list, log: Log) -> None:
 
 
 def _check_tokenizers(opened: list) -> None:
-    """Raises InputError unless all have the same."""
+    """Raise InputError unless all tokenizers are the same."""
     first = opened[0]
     for corpus in opened:
         if corpus.tokenizer.fingerprint != first.tokenizer.fingerprint:

@@ -22,14 +22,15 @@ from data.stores import kept
 
 
 def open_named(cfg: Data) -> tokenizer.Tokenizer:
-    """The tokenizer of a run's options, which must not be "bpe". InputError: it cannot be read."""
+    """Open the tokenizer of a run's options, which must not be "bpe". InputError: it cannot be
+    read."""
     return open_tokenizer(cfg.tokenizer, cfg.cache, cfg.tokenizer_pattern, cfg.end_token)
 
 
 def open_tokenizer(
     name: str, cache: str = "", pattern: str = "", end: str = ""
 ) -> tokenizer.Tokenizer:
-    """The tokenizer that `data.tokenizer` names, which must not be "bpe".
+    """Open the tokenizer that `data.tokenizer` names, which must not be "bpe".
 
     cache: data.cache, for one in a store. pattern, end: data.tokenizer_pattern and data.end_token.
     InputError: it cannot be read, or an option does not fit it.
@@ -52,7 +53,7 @@ def open_tokenizer(
 
 
 def _ending(tok: tokenizer.Tokenizer, end: str) -> tokenizer.Tokenizer:
-    """The same with another token that ends a text, if one is named."""
+    """Return the same tokenizer with another token that ends a text, if one is named."""
     if not end or ends.check_end(end, tok.special_tokens) == tok.end_of_text:
         return tok
     if isinstance(tok, library.LibraryTokenizer):

@@ -108,8 +108,8 @@ class Segment:
 
 @lru_cache(maxsize=16)
 def _slots(shares: tuple[int, ...], key: int, start: int) -> Pair:
-    """`Segment.slots` of the block whose first sample is number `start` of the run. It is cached, as
-    steps share blocks."""
+    """Return `Segment.slots` of the block whose first sample is number `start` of the run. It is
+    cached, as steps share blocks."""
     place = permute(np.arange(BLOCK), start, BLOCK, key)
     source = np.searchsorted(np.cumsum(shares), place, side="right").astype(np.int16)
     by_source = np.argsort(source, kind="stable")
@@ -119,8 +119,8 @@ def _slots(shares: tuple[int, ...], key: int, start: int) -> Pair:
 
 
 def derived_key(seed: int, name: str) -> int:
-    """A key of 63 bits. Each source of a mixture has its own, and so have the slots (name ""), so
-    that all are shuffled independently."""
+    """Derive a key of 63 bits. Each source of a mixture has its own, and so have the slots (name
+    ""), so that all are shuffled independently."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -133,14 +133,15 @@ class Order:
         self.last = self.segments[-1]
 
     def segment(self, step: int) -> Segment:
-        """The segment of step `step` (the first is 0)."""
+        """Return the segment of step `step` (the first is 0)."""
         return next(segment for segment in reversed(self.segments) if segment.step <= step)
 
     def rows(
         self, step: int, first: int, count: int, steps: int = 1
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Source, window and epoch (int64 [steps * count] each) of rows [first, first + count) of
-        the global batches of `steps` steps from `step` on, fewer if the segment ends before."""
+        """Return source, window and epoch (int64 [steps * count] each) of rows [first, first +
+        count) of the global batches of `steps` steps from `step` on, fewer if the segment ends
+        before."""
         segment = self.segment(step)
         stop = min(step + steps, self.end(segment))
         first_sample = np.arange(step - segment.step, stop - segment.step)
@@ -154,17 +155,17 @@ class Order:
         return source, permute(index, epoch, windows, keys), epoch
 
     def end(self, segment: Segment) -> int:
-        """The first step after a segment."""
+        """Return the first step after a segment."""
         later = [other.step for other in self.segments if other.step > segment.step]
         return min(later, default=2**62)
 
     def samples(self, step: int) -> int:
-        """Samples of the run before `step`."""
+        """Count the samples of the run before `step`."""
         segment = self.segment(step)
         return segment.sample + (step - segment.step) * segment.global_batch_size
 
     def tokens(self, step: int) -> int:
-        """Labels of the run before `step`, including those that do not count."""
+        """Count the labels of the run before `step`, including those that do not count."""
         total = 0
         for segment in self.segments:
             steps = min(step, self.end(segment)) - segment.step

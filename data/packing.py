@@ -35,11 +35,11 @@ class PackedTokens(Tokens):
         return map_file(self.path(f"{self.split}.answers"), np.dtype("<i8"))
 
     def windows(self, seq_len: int) -> np.ndarray:
-        """int64 [windows, 2]: the first token of each window, and the one after its last."""
+        """Return int64 [windows, 2]: the first token of each window, and the one after its last."""
         return self._pack(seq_len)[0]
 
     def too_long(self, seq_len: int) -> np.ndarray:
-        """int64: the numbers of the documents that are longer than a window."""
+        """Return int64: the numbers of the documents that are longer than a window."""
         return self._pack(seq_len)[1]
 
     def _pack(self, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,8 +57,9 @@ class PackedTokens(Tokens):
 
 
 def pack(starts: np.ndarray, total: int, room: int) -> tuple[np.ndarray, np.ndarray]:
-    """The windows of documents that begin at `starts` (int64, ascending) of `total` tokens: int64
-    [windows, 2], [first, stop) of each; and int64, the documents that are longer than `room`."""
+    """Pack documents that begin at `starts` (int64, ascending) of `total` tokens into windows:
+    int64 [windows, 2], [first, stop) of each; and int64, the documents that are longer than
+    `room`."""
     stops = np.append(starts[1:], total)
     windows = []
     dropped = []
@@ -85,8 +86,8 @@ def count(tokens: Tokens, seq_len: int) -> int:
 def extents(
     sources: Sequence[Tokens], source: np.ndarray, window: np.ndarray, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[start, stop) of the tokens of windows in their source: int64 [rows] each, as are `source`
-    and `window`. At most T + 1 tokens, and exactly so many in text."""
+    """Return [start, stop) of the tokens of windows in their source: int64 [rows] each, as are
+    `source` and `window`. At most T + 1 tokens, and exactly so many in text."""
     start = window * seq_len
     stop = start + seq_len + 1
     for i, tokens in enumerate(sources):
@@ -97,8 +98,8 @@ def extents(
 
 
 def holding(tokens: Tokens, start: int, stop: int, seq_len: int) -> np.ndarray:
-    """The windows (int64) that have a token of [start, stop), as input or label; where the split
-    ends, more than there are."""
+    """Return the windows (int64) that have a token of [start, stop), as input or label; where the
+    split ends, more than there are."""
     if not isinstance(tokens, PackedTokens):
         return np.arange(max(start - 1, 0) // seq_len, (stop - 1) // seq_len + 1)
     windows = tokens.windows(seq_len)

@@ -58,7 +58,7 @@ class Prepared:
 
 
 def tables(described: dict, tok: tokenizer.Tokenizer) -> dict[str, np.dtype]:
-    """The tables of a split, in a format that data/formats.py::describe has described."""
+    """Return the tables of a split, in a format that data/formats.py::describe has described."""
     answers = OF_ANSWERS if described else {}
     return TABLES | answers | ({} if tok.exact_lengths else OF_BYTES)
 
@@ -132,8 +132,8 @@ def _place(folder: str, manifest: dict, cfg: Data | None) -> CorpusFolder | corp
 
 
 def verify(folder: str, cfg: Data | None = None) -> Prepared:
-    """`open_prepared` after reading every byte. InputError names the first file that differs from
-    what was written or that has a token beyond the vocabulary."""
+    """Open a prepared folder after reading every byte. InputError names the first file that differs
+    from what was written or that has a token beyond the vocabulary."""
     manifest = read_manifest(folder)
     place = _place(folder, manifest, cfg)
     for name, file in manifest["files"].items():
@@ -159,7 +159,8 @@ def verify(folder: str, cfg: Data | None = None) -> Prepared:
 
 
 def read_manifest(folder: str) -> dict:
-    """InputError: it is missing, damaged, or of a format that this code does not read."""
+    """Read the manifest. InputError: it is missing, damaged, or of a format that this code does not
+    read."""
     path = os.path.join(folder, "manifest.json")
     try:
         if places.is_url(folder):
@@ -181,7 +182,7 @@ def read_manifest(folder: str) -> dict:
 
 
 def file_sha256(path: str) -> str:
-    """The SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while block := file.read(1 << 20):

@@ -96,8 +96,8 @@ class Proved:
         return ranks
 
     def ranks(self, text: str, rendered: bool = False) -> tuple[np.ndarray, bool] | None:
-        """(ranks, uint32 [n]; whether the normalizer has changed the text), or None where the
-        library has to make the ids. rendered: special tokens are found too."""
+        """Return (ranks, uint32 [n]; whether the normalizer has changed the text), or None where
+        the library has to make the ids. rendered: special tokens are found too."""
         if has_long_whitespace(text) or (rendered and self.any_greedy):
             return None
         made = array("I")
@@ -118,14 +118,14 @@ class Proved:
         return ranks, changed
 
     def merged(self, text: str) -> Iterable[int]:
-        """Ranks of a text without added tokens."""
+        """Merge a text without added tokens into ranks."""
         if self.proof.split == NO_SPLIT:
             return self.rank_of_byte[np.frombuffer(text.encode(), np.uint8)].tolist()
         return array("I", self.bpe.encode_ordinary(text))
 
     def cut(self, text: str, rows: list[Added], rendered: bool) -> Iterator[str | int]:
-        """The text between these added tokens, and their ranks. As in the library, the name of a
-        special token hides what begins inside it, also where it is ordinary text."""
+        """Yield the text between these added tokens, and their ranks. As in the library, the name
+        of a special token hides what begins inside it, also where it is ordinary text."""
         if not any(rendered or not row.special for row in rows):
             yield text
             return

@@ -50,7 +50,8 @@ def _reserved(count: int, room: str = "", first: int = 0) -> list[str]:
 
 
 def _llama4_special_tokens() -> list[str]:
-    """Llama 4's 2,048, in the order of their ids from 200000 (meta-llama/llama-models)."""
+    """Return the 2,048 special tokens of Llama 4, in the order of their ids from 200000
+    (meta-llama/llama-models)."""
     text, vision, reasoning = "text_post_train_", "vision_", "reasoning_"
     named = [
         *("<|begin_of_text|>", "<|end_of_text|>"),
@@ -148,7 +149,7 @@ DIGESTS = {
 
 
 def read_rank_file(path: str) -> bytes:
-    """The content of the file, not parsed: enough to tell whether this file made the tokens in a
+    """Read the file without parsing it: enough to tell whether this file made the tokens in a
     cache."""
     try:
         with open(path, "rb") as file:
@@ -161,7 +162,8 @@ def read_rank_file(path: str) -> bytes:
 
 
 def from_rank_file(path: str, pattern: str = "", end: str = "") -> Tokenizer:
-    """The tokenizer of a tiktoken rank file, which has one `<base64 of the token> <rank>` per line.
+    """Build the tokenizer of a tiktoken rank file, which has one `<base64 of the token> <rank>` per
+    line.
 
     pattern, end: data.tokenizer_pattern and data.end_token. InputError: it is no rank file, or
     nothing says its pattern.
@@ -238,7 +240,7 @@ def _with_special_tokens(ranks: list[bytes], known: RankFile, end: str) -> Token
 
 
 def _from_tokenizer_json(path: str, ranks: list[bytes], end: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json of the same ranks. Raises InputError if there is none."""
+    """Read a tokenizer.json of the same ranks. Raises InputError if there is none."""
     document = Path(path).parent / "tokenizer.json"
     found = hf_tokenizer.read_file(document, end) if document.is_file() else None
     if found and found.proved and found.proved.proof.ranks == ranks:
@@ -265,8 +267,9 @@ def _with_added_tokens(path: str, ranks: list[bytes], split: str, end: str) -> T
 
 
 def _checked_pattern(pattern: str) -> str:
-    """A regular expression of data.tokenizer_pattern. tiktoken drops what lies between two matches,
-    so one that leaves characters out would lose text. Raises InputError for such a one."""
+    """Check the regular expression of data.tokenizer_pattern. tiktoken drops the text between two
+    matches, so a pattern that leaves characters out would lose text. Raises InputError for such a
+    one."""
     letters = [chr(code) for code in range(0x11000) if not 0xD800 <= code < 0xE000]
     text = "".join(letter for letter in letters if unicodedata.category(letter) != "Cn")
     texts = [text, " ".join(text), "a1  \n\n b's \t\r\n--__ 12345 \u65e5\u672c\n "]

@@ -53,7 +53,8 @@ class Renderer:
         self.child: subprocess.Popen | None = None
 
     def ask(self, source: str, requests: list[dict | None]) -> list[dict]:
-        """One reply for each request: see `reply`. Threads may ask at the same time."""
+        """Send requests and return one reply for each: see `reply`. Threads may ask at the same
+        time."""
         with self.lock:
             child = self._started()
             replies = []
@@ -97,18 +98,19 @@ class Renderer:
 
 @functools.lru_cache(maxsize=1)
 def _renderer(process: int) -> Renderer:
-    """The one of this process: a process that is forked gets another, as pipes cannot be shared."""
+    """Return the renderer of this process: a process that is forked gets another, as pipes cannot
+    be shared."""
     return Renderer()
 
 
 def variables(source: str) -> set[str]:
-    """The names that a template reads. Raises Unrendered if it is not valid."""
+    """List the names that a template reads. Raises Unrendered if it is not valid."""
     [reply] = _renderer(os.getpid()).ask(source, [None])
     return set(_content(reply, "reads"))
 
 
 def render(source: str, requests: list[dict]) -> list[str | Unrendered]:
-    """The text of a template for each set of variables, or why there is none."""
+    """Render a template with each set of variables: its text, or why there is none."""
     texts: list[str | Unrendered] = []
     for reply in _renderer(os.getpid()).ask(source, requests):
         try:

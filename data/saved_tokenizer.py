@@ -11,7 +11,7 @@ from data.tokenizer import Tokenizer
 
 
 def load(path: str) -> Tokenizer:
-    """The tokenizer that was saved. Raises InputError if the file is missing or something else."""
+    """Load a saved tokenizer. Raises InputError if the file is missing or something else."""
     try:
         with open(path, encoding="ascii") as file:
             saved = json.load(file)

@@ -36,10 +36,10 @@ def colours(when: str) -> bool:
 
 
 def row(run: Audited, step: int, number: int) -> dict:
-    """A row of a step (counted from 1) of a run: step, row, source, window; tokens (int64 [n]);
-    counts (bool [n]): which of them count as labels; names: by position, of the documents that begin
-    there (what goes on from before the window begins at 0); padding: positions that have none.
-    Raises InputError if there is no such row, or if its text is not known any more."""
+    """Return a row of a step (counted from 1) of a run: step, row, source, window; tokens (int64
+    [n]); counts (bool [n]): which of them count as labels; names: by position, of the documents
+    that begin there (a document from before the window begins at 0); padding: positions that have
+    none. Raises InputError if there is no such row, or if its text is not known any more."""
     segment = run.order.segment(step - 1)
     size = segment.global_batch_size
     if not 0 <= number < size:
@@ -112,8 +112,9 @@ def as_text(shown: dict, tokenizer: Tokenizer, coloured: bool) -> str:
 def _in_its_place(
     tokenizer: Tokenizer, tokens: np.ndarray, begin: int, first: int, stop: int
 ) -> str:
-    """The text of tokens [first, stop) of the document that begins at `begin`. On its own it would
-    lose its first space where a decoder takes that from a text (Llama 2's, Metaspace)."""
+    """Decode tokens [first, stop) of the document that begins at `begin`, in their context: alone,
+    they would lose their first space where a decoder takes that from a text (Llama 2's,
+    Metaspace)."""
     before = tokenizer.decode(tokens[begin:first])
     whole = tokenizer.decode(tokens[begin:stop])
     if whole.startswith(before):

@@ -23,19 +23,19 @@ Ints = int | np.ndarray
 
 
 def permute(index: np.ndarray, epoch: Ints, size: Ints, seed: Ints) -> np.ndarray:
-    """int64 [n]: where each `index` (int64 [n], in [0, size)) goes in the order of its epoch. It is
-    a bijection of [0, size) for each (seed, epoch). epoch, size (at most 2^53) and seed: one for
-    all indices, or int64 [n]."""
+    """Return where each `index` (int64 [n], in [0, size)) goes in the order of its epoch, int64
+    [n]. It is a bijection of [0, size) for each (seed, epoch). epoch, size (at most 2^53) and seed:
+    one for all indices, or int64 [n]."""
     return _walk(index, _round_keys(epoch, seed), size)
 
 
 def unpermute(index: np.ndarray, epoch: Ints, size: Ints, seed: Ints) -> np.ndarray:
-    """The inverse of `permute`: the same network with its keys reversed and its halves swapped."""
+    """Invert `permute`: the same network with its keys reversed and its halves swapped."""
     return _walk(index, _round_keys(epoch, seed)[::-1], size, swap=True)
 
 
 def _round_keys(epoch: Ints, seed: Ints) -> np.ndarray:
-    """uint64 [ROUNDS, n or 1]."""
+    """Derive the keys of the rounds, uint64 [ROUNDS, n or 1]."""
     seeds = np.atleast_1d(seed).astype(np.uint64)
     epochs = np.atleast_1d(epoch).astype(np.uint64)
     key = _mix(_mix(seeds + GAMMAS[0]) + epochs)
@@ -59,8 +59,8 @@ def _walk(index: np.ndarray, keys: np.ndarray, size: Ints, swap: bool = False) -
 
 
 def _feistel(x: np.ndarray, keys: np.ndarray, half: np.ndarray, swap: bool) -> np.ndarray:
-    """A bijection of [0, 4^half) for each x; uint64 [n] in and out. swap: swap the halves, before
-    and after."""
+    """Apply a bijection of [0, 4^half) to each x; uint64 [n] in and out. swap: swap the halves,
+    before and after."""
     mask = (ONE << half) - ONE
     left = x >> half
     right = x & mask
@@ -74,8 +74,8 @@ def _feistel(x: np.ndarray, keys: np.ndarray, half: np.ndarray, swap: bool) -> n
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's output function, uint64 in and out: every bit depends on every bit. Arrays wrap
-    modulo 2^64."""
+    """Apply splitmix64's output function, uint64 in and out: every bit depends on every bit. Arrays
+    wrap modulo 2^64."""
     x = x ^ x >> SHIFTS[0]
     x *= FACTORS[0]
     x ^= x >> SHIFTS[1]

@@ -141,7 +141,7 @@ def documents(
     field: str = "text",
     json_files: str = RECORDS,
 ) -> Iterator[tuple[str, str]]:
-    """(name, text) of every document. `files`: what `find(source)` returned, if it was called
+    """Yield (name, text) of every document. `files`: the result of `find(source)`, if it was called
     already; json_files: as data.json_files. Raises InputError as described above."""
     for file in find(source) if files is None else files:
         for piece in pieces(file):
@@ -157,8 +157,8 @@ def name(file: str, number: int) -> str:
 
 
 def failure(piece: Piece, document: Document) -> InputError:
-    """The error for a document that cannot be read. It counts the lines before the piece, to name
-    the right line."""
+    """Build the error for a document that cannot be read. It counts the lines before the piece, to
+    name the right line."""
     return InputError(
         f"data.source: {piece.file.path}{_place(piece, document)} {document.problem}"
         f"{_json_advice(piece.file, document.problem)}"
@@ -207,8 +207,8 @@ def lines_before(piece: Piece) -> int:
 
 
 def find(source: str) -> list[File]:
-    """The files of a source, sorted by name. Raises InputError if there are none, or if it cannot
-    be read."""
+    """Find the files of a source, sorted by name. Raises InputError if there are none, or if it
+    cannot be read."""
     if source.startswith(HUGGING_FACE):
         return [hub.find(source)]
     if places.is_url(source):
@@ -255,14 +255,14 @@ def _stored_files(source: str) -> list[File]:
 
 
 def open_file(file: File) -> IO[bytes]:
-    """A file, or an object of a store, for reading."""
+    """Open a file, or an object of a store, for reading."""
     if places.is_url(file.path):
         return open_object(file.path, file.size)
     return open(file.path, "rb", BUFFER)
 
 
 def _arrow_file(file: File) -> Any:
-    """The same for pyarrow, whose import takes a tenth of a second."""
+    """Open a file for pyarrow, whose import takes a tenth of a second."""
     import pyarrow
 
     if places.is_url(file.path):
@@ -289,8 +289,8 @@ def _file(path: str, root: str) -> File:
 
 
 def _walk(root: str, excluded: set[str]) -> Iterator[str]:
-    """Every file under `root` but hidden files and what is in hidden folders. Links to folders are
-    not followed."""
+    """Yield every file under `root` but hidden files and what is in hidden folders. Links to
+    folders are not followed."""
 
     def refuse(error: OSError) -> None:
         raise InputError(
@@ -405,8 +405,8 @@ def _is(file: File, suffixes: tuple[str, ...]) -> bool:
 
 
 def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
-    """The file in pieces of about `size` bytes, if its kind allows it, in order. It never raises
-    for a damaged file: reading the piece will say what is wrong."""
+    """Cut the file into pieces of about `size` bytes, if its kind allows it, in order. It never
+    raises for a damaged file: reading the piece will say what is wrong."""
     if file.path.startswith(HUGGING_FACE):
         stop = hub.parts(file)
         step = max(1, stop * size // file.size) if file.size else 1
@@ -427,8 +427,8 @@ def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
 
 
 def cut(files: list[File], size: int) -> list[list[Piece]]:
-    """The pieces of each file. A Parquet file says itself how many row groups it has, so those of a
-    store are asked at the same time."""
+    """Cut each file into pieces. The footer of a Parquet file has the number of its row groups, so
+    those of a store are read at the same time."""
     if not any(places.is_url(file.path) for file in files):
         return [pieces(file, size) for file in files]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -438,9 +438,9 @@ def cut(files: list[File], size: int) -> list[list[Piece]]:
 def read(
     piece: Piece, field: str = "text", longest: int = 0, json_files: str = RECORDS
 ) -> Generator[Document, None, int]:
-    """The documents of a piece; a document with a problem has no text. A problem of the file itself
-    comes last, as WHOLE. field: "" for whole records, as they are (data/answers.py reads them).
-    longest: a text of more bytes is TOO_LONG and not held; 0: no limit. json_files: as
+    """Yield the documents of a piece; a document with a problem has no text. A problem of the file
+    itself comes last, as WHOLE. field: "" for whole records, as they are (data/answers.py reads
+    them). longest: a text of more bytes is TOO_LONG and not held; 0: no limit. json_files: as
     data.json_files. Returns the number of lines or records read."""
     path = piece.file.path.lower()
     inner, packed = os.path.splitext(path)
@@ -483,7 +483,7 @@ def _reader(path: str, json_files: str) -> Callable[..., Generator[Document, Non
 def _text(
     file: IO[bytes], piece: Piece, field: str, longest: int, packed: Callable[[], int] | None
 ) -> Generator[Document, None, int]:
-    """A file that is one document."""
+    """Read a file that is one document."""
     content = file.read(longest + 1) if longest else file.read()
     if longest and len(content) > longest:
         yield Document(WHOLE, "", TOO_LONG, piece.size)

@@ -66,13 +66,13 @@ def describe(
 
 
 def begin(description: dict) -> Order:
-    """The order of a run that starts with this description."""
+    """Return the order of a run that starts with this description."""
     return Order(_extended((), description, 0))
 
 
 def check_epochs(order: Order, steps: int, max_epochs: dict[str, float]) -> None:
-    """Raises InputError if `steps` steps would read a source more often than `max_epochs` allows
-    (by name; 0: any number of times)."""
+    """Raise InputError if `steps` steps would read a source more often than `max_epochs` allows (by
+    name; 0: any number of times)."""
     sources = order.segment(steps).sources
     for source, consumed in zip(sources, order.consumed(steps), strict=True):
         epochs = consumed / source.windows
@@ -90,12 +90,12 @@ def check_epochs(order: Order, steps: int, max_epochs: dict[str, float]) -> None
 
 
 def state(order: Order, description: dict) -> dict:
-    """JSON for a checkpoint, from which `resume` goes on."""
+    """Return JSON for a checkpoint, from which `resume` goes on."""
     return {"description": description, "stages": [asdict(segment) for segment in order.segments]}
 
 
 def restore(saved: dict) -> Order:
-    """The order that `state` has saved."""
+    """Restore the order that `state` has saved."""
     segments = []
     for fields in saved["stages"]:
         sources = tuple(Source(**source) for source in fields["sources"])
@@ -104,8 +104,8 @@ def restore(saved: dict) -> Order:
 
 
 def resume(progress: dict, description: dict, allow_splice: bool) -> tuple[Order, list[str]]:
-    """The order of a run that goes on from a checkpoint's progress, {"step": ..., "data": `state`},
-    and sentences about what differs.
+    """Continue the order of a run from a checkpoint's progress, {"step": ..., "data": `state`};
+    returns it and sentences about what differs.
 
     A difference raises InputError, unless allow_splice: then a new segment begins, in which sources
     with the same text, seq_len and seed go on where they were, and others begin at their first
@@ -143,7 +143,7 @@ def resume(progress: dict, description: dict, allow_splice: bool) -> tuple[Order
 
 
 def _check_skips(saved: dict, current: dict, step: int) -> None:
-    """Raises InputError if a new entry of data.skip lies before the checkpoint of `step`."""
+    """Raise InputError if a new entry of data.skip lies before the checkpoint of `step`."""
     known = saved.get("skip", [])
     new = [entry for entry in current.get("skip", []) if entry not in known]
     late = [entry for entry in new if entry[0] < step]
@@ -156,7 +156,7 @@ def _check_skips(saved: dict, current: dict, step: int) -> None:
 
 
 def differences(saved: dict, current: dict) -> list[str]:
-    """Sentences that say where two descriptions differ."""
+    """Describe in sentences where two descriptions differ."""
     lines = []
     for key, option in OPTIONS.items():
         if saved[key] != current[key]:
@@ -193,7 +193,7 @@ def _source_differences(before: dict, now: dict) -> list[str]:
 
 
 def _extended(past: Sequence[Segment], description: dict, step: int) -> list[Segment]:
-    """The segments `past`, followed by those of the description from `step` on."""
+    """Return the segments `past`, followed by those of the description from `step` on."""
     segments = list(past)
     for start in _starts(description, step):
         segments.append(_segment(segments, description, start))
@@ -201,7 +201,7 @@ def _extended(past: Sequence[Segment], description: dict, step: int) -> list[Seg
 
 
 def _starts(description: dict, step: int) -> list[int]:
-    """The steps, from `step` on, at which a segment of the description begins."""
+    """Return the steps, from `step` on, at which a segment of the description begins."""
     changes = {change for change, _ in description.get("skip", [])}
     for source in description["sources"]:
         changes |= {change for change, _ in source["weights"]}
@@ -209,7 +209,8 @@ def _starts(description: dict, step: int) -> list[int]:
 
 
 def _segment(past: list[Segment], description: dict, start: int) -> Segment:
-    """The segment of the description that begins at step `start`, after the segments `past`."""
+    """Return the segment of the description that begins at step `start`, after the segments
+    `past`."""
     described = description["sources"]
     names = [source["name"] for source in described]
     weights = [_weight(source["weights"], start) for source in described]
@@ -239,7 +240,7 @@ def _segment(past: list[Segment], description: dict, start: int) -> Segment:
 
 
 def _weight(schedule: list, step: int) -> float:
-    """The weight of the last entry, [step, weight], that has begun at `step`."""
+    """Return the weight of the last entry, [step, weight], that has begun at `step`."""
     begun = [weight for change, weight in schedule if change <= step]
     return begun[-1]
 
@@ -247,7 +248,7 @@ def _weight(schedule: list, step: int) -> float:
 def _so_far(
     past: list[Segment], step: int, description: dict, source: dict, skip: int
 ) -> tuple[int, int]:
-    """The key of a source, and how many of its samples are consumed before `step`.
+    """Return the key of a source, and how many of its samples are consumed before `step`.
 
     They continue from the last segment with the same tokens, seed and seq_len, under any name of
     the source. If there is none, the source starts afresh. skip: further batches that count as
@@ -269,8 +270,8 @@ def _so_far(
 
 
 def _shares(names: list[str], weights: list[float], step: int) -> list[int]:
-    """Samples of each source in a block: BLOCK divided in proportion to the weights by largest
-    remainder (Hamilton, 1792)."""
+    """Divide a block of samples among the sources in proportion to the weights by largest remainder
+    (Hamilton, 1792)."""
     total = sum(weights)
     if not total > 0:
         raise InputError(f"data.mixture: all weights are 0 from step {step} on; raise one")

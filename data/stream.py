@@ -184,8 +184,8 @@ class StreamOrder:
         self.groups = math.gcd(self.global_batch_size, len(places))
 
     def row(self, step: int, row: int) -> tuple[int, int]:
-        """The stream of a row in the global batch of `step`, and the number of the row's window in
-        that stream."""
+        """Return the stream of a row in the global batch of `step`, and the number of the row's
+        window in that stream."""
         per_step = self.global_batch_size // self.groups
         per_group = len(self.places) // self.groups
         group, index = divmod(row, per_step)
@@ -193,25 +193,25 @@ class StreamOrder:
         return group * per_group + stream, window
 
     def samples(self, step: int) -> int:
-        """Samples of the run before `step`."""
+        """Count the samples of the run before `step`."""
         return step * self.global_batch_size
 
     def tokens(self, step: int) -> int:
-        """Labels of the run before `step`, including those that do not count."""
+        """Count the labels of the run before `step`, including those that do not count."""
         return self.samples(step) * self.seq_len
 
 
 def begin(description: dict) -> StreamOrder:
-    """The order of a run that starts with this description."""
+    """Return the order of a run that starts with this description."""
     return StreamOrder(description, [Place()] * description["streams"])
 
 
 def resume(
     progress: dict, description: dict, allow_splice: bool = False
 ) -> tuple[StreamOrder, list[str]]:
-    """The order of a run that goes on from a checkpoint's progress, and an empty list of changes
-    (as data/splice.py::resume). Raises InputError for any change, since a stream cannot go on with
-    different data."""
+    """Continue the order of a run from a checkpoint's progress; returns it and an empty list of
+    changes (as data/splice.py::resume). Raises InputError for any change, since a stream cannot go
+    on with different data."""
     step = progress["step"]
     saved = progress.get("data")
     if not step and saved is None:
@@ -249,7 +249,7 @@ def resume(
 
 
 def state(order: StreamOrder, description: dict) -> dict:
-    """JSON for a checkpoint, from which `resume` goes on."""
+    """Return JSON for a checkpoint, from which `resume` goes on."""
     return {"description": description, "streams": [asdict(place) for place in order.places]}
 
 
@@ -277,8 +277,8 @@ class Stream:
         self.documents = self._documents(replace(self.place, token=0))
 
     def window(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next window, int64 [T + 1], and whether a token is the first of a document, bool [T +
-        1]. `place` moves on by T tokens. Raises Exhausted, Changed or LoaderError."""
+        """Read the next window, int64 [T + 1], and whether a token is the first of a document, bool
+        [T + 1]. `place` moves on by T tokens. Raises Exhausted, Changed or LoaderError."""
         T = self.seq_len
         while self.held < T + 1:
             place, ids = next(self.documents)
@@ -301,8 +301,8 @@ class Stream:
         return tokens, begins
 
     def _documents(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """(place, tokens) of each document to train on, from `place` on. Documents without a token
-        are passed over."""
+        """Yield (place, tokens) of each document to train on, from `place` on. Documents without a
+        token are skipped."""
         units = self.source.units
         cfg = self.cfg
         allowed = math.inf if cfg.source == "stdlib" else cfg.skip_failed
@@ -344,7 +344,7 @@ class Stream:
                 )
 
     def _encode(self, document: sources.Document) -> tuple[str, list]:
-        """The document's problem, or "", and its (split, tokens)."""
+        """Encode a document: its problem, or "", and its (split, tokens)."""
         if document.problem or not document.text:
             return document.problem, []
         _, _, rows = encode(self.cfg, self.source.tokenizer, document.text, {})
@@ -353,9 +353,9 @@ class Stream:
         return "", rows
 
     def _read(self, unit: Unit, place: Place) -> Iterator[tuple[int, sources.Document, int]]:
-        """(number in its piece, document, checksum after it) of a unit's documents, from `place`
-        on. If the piece cannot be read, it is opened again up to `data.retries` times, and reading
-        goes on after the last document that came."""
+        """Yield (number in its piece, document, checksum after it) of a unit's documents, from
+        `place` on. If the piece cannot be read, it is opened again up to `data.retries` times, and
+        reading goes on after the last document that came."""
         done = place.document
         checksum = place.checksum
         attempt = 0
@@ -400,7 +400,7 @@ class Stream:
         return sources.read(unit.piece, cfg.text_field, cfg.max_document_bytes, cfg.json_files)
 
     def _stopped_in_pause(self, attempt: int, where: str, error: Exception) -> bool:
-        """Warns of a read that failed, and waits before the next attempt. Returns whether the run
+        """Warn of a read that failed, and wait before the next attempt. Returns whether the run
         stopped meanwhile. Raises LoaderError after the last attempt."""
         failure = (
             f"data stream {self.number}: {where} cannot be read: {type(error).__name__}: {error}"
@@ -476,8 +476,8 @@ class StreamedBatches:
         return self
 
     def __next__(self) -> Batch:
-        """The next batch, as in data/loader.py::Batches; `window` is stream + streams * (number of
-        the window there)."""
+        """Return the next batch, as in data/loader.py::Batches; `window` is stream + streams *
+        (number of the window there)."""
         item = self.problem or self._take()
         self.places_before = self.places
         if isinstance(item, Exception):
@@ -487,7 +487,7 @@ class StreamedBatches:
         return pinned(batch) if self.pin_memory else batch
 
     def _empty(self) -> Batch:
-        """A batch that takes part in a step and counts for nothing."""
+        """Build a batch that takes part in a step and counts for nothing."""
         tokens = np.zeros((len(self.rows), self.order.seq_len + 1), np.int64)
         number = np.zeros(len(self.rows), np.int64)
         batch = self._as_batch(tokens, np.zeros(tokens.shape, bool), number)
@@ -503,7 +503,7 @@ class StreamedBatches:
         self.close()
 
     def check(self, step: int) -> None:
-        """Raises `problem`, if the stream has ended after `step`."""
+        """Raise `problem`, if the stream has ended after `step`."""
         if self.problem:
             logger.warning(
                 f"the stream has ended before step {step + 1}; everything up to step {step} is "
@@ -512,7 +512,7 @@ class StreamedBatches:
             raise self.problem
 
     def state(self) -> dict:
-        """JSON for a checkpoint: the places of all streams. All ranks call it."""
+        """Return JSON for a checkpoint: the places of all streams. All ranks call it."""
         places = list(self.order.places)
         # ranks of a tp or cp group send the same
         for first, part in self.gather((self.mine.start, self.places)):
@@ -542,7 +542,7 @@ class StreamedBatches:
                     )
 
     def _work(self) -> None:
-        """Runs in the thread: puts batches, or the reason why there are no more, into `ready`."""
+        """Run in the thread: put batches, or the reason why there are no more, into `ready`."""
         try:
             streams = {
                 number: Stream(self.source, self.order, number, self.stop) for number in self.mine
@@ -633,6 +633,6 @@ class StreamedCorpora(Corpora):
 
 
 def describe_run(cfg: Config, source: StreamSource) -> dict:
-    """`describe` of a configuration."""
+    """Describe the stream of a configuration, see `describe`."""
     training = cfg.training
     return describe(source, cfg.run.seed, training.seq_len, training.global_batch_size)

@@ -100,7 +100,7 @@ UNITS = {"multiple_choice": "questions", "perplexity": "texts"}
 
 
 def read(task: EvaluationTask) -> list:
-    """The rows of a task's file. Raises InputError, with file and line, for the first that is
+    """Read the rows of a task's file. Raises InputError, with file and line, for the first that is
     wrong."""
     path = os.path.expanduser(task.file)
     parse = PARSERS[task.kind]
@@ -116,8 +116,7 @@ def read(task: EvaluationTask) -> list:
 
 
 def kind_of(path: str) -> str:
-    """The kind of file that this is, as its first line says. Of a line that is wrong `read` says
-    why."""
+    """Return the kind of a task's file, by its first line. If that is wrong, `read` says why."""
     for _, line in _lines(path):
         with contextlib.suppress(ValueError):
             return "perplexity" if "text" in _fields(line) else "multiple_choice"
@@ -126,13 +125,13 @@ def kind_of(path: str) -> str:
 
 
 def write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """A task's file: one row per line."""
+    """Write a task's file: one row per line."""
     lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
     path.write_text("".join(lines), encoding="utf-8")
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, and their numbers."""
+    """Yield the lines that are not blank, and their numbers."""
     try:
         content = places.read(location(path))
     except OSError as error:
@@ -189,7 +188,7 @@ GROUP = re.compile(r"[A-Za-z0-9_.-]{0,60}")  # a part of a metric's name
 
 
 def _contexts(contexts: list, choices: object) -> list[str]:
-    """One context per choice."""
+    """Return one context per choice."""
     if not isinstance(choices, list) or len(contexts) != len(choices):
         raise ValueError('"context" is a list, and must have one context for each choice')
     for number, context in enumerate(contexts):
@@ -247,7 +246,7 @@ def open_task(task: EvaluationTask, tokenizer: Tokenizer, window: int) -> Encode
 
 
 def first(tokenizer: Tokenizer) -> int:
-    """The token before a text."""
+    """Return the token before a text."""
     return tokenizer.eot_id if tokenizer.bos_id is None else tokenizer.bos_id
 
 
@@ -284,7 +283,7 @@ def _continued(
 def encode_pair(
     tokenizer: Tokenizer, context: str, continuation: str
 ) -> tuple[list[int], list[int]]:
-    """The tokens of a context, and those that are scored behind it."""
+    """Encode a context, and the continuation that is scored after it."""
     kept = context.rstrip()
     continuation = context[len(kept) :] + continuation
     if not kept:
@@ -295,7 +294,7 @@ def encode_pair(
 
 
 def windows(tokens: list[int], before: int, window: int) -> Iterator[ScoreRequest]:
-    """Requests that score each of these tokens once. before: the token before the text."""
+    """Yield requests that score each of these tokens once. before: the token before the text."""
     sequence = [before, *tokens]
     for begin in range(0, len(tokens), window):
         stop = min(begin + window, len(tokens))

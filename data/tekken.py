@@ -52,7 +52,7 @@ def is_tekken(path: Path) -> bool:
 
 
 def read_file(path: Path, end: str = "") -> Tokenizer:
-    """The tokenizer of a tekken.json. end: data.end_token. InputError: it is damaged."""
+    """Read the tokenizer of a tekken.json. end: data.end_token. InputError: it is damaged."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
         return _read(document, end)
@@ -82,7 +82,7 @@ def _read(document: dict, end: str) -> Tokenizer:
 
 
 def _special_tokens(document: dict, count: int) -> list[str]:
-    """The names of the ids below `count`."""
+    """List the names of the special tokens, whose ids are below `count`."""
     rows = document.get("special_tokens")
     if rows is None:
         named = dict(enumerate(SPECIAL_TOKENS))

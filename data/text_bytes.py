@@ -24,15 +24,15 @@ DTYPE = np.dtype("<u4")
 
 
 def of_ids(tokenizer: Tokenizer) -> torch.Tensor:
-    """Bytes of each id, int64 [n_vocab]; 0 where `sized` gives those of each label."""
+    """Return the bytes of each id, int64 [n_vocab]; 0 where `sized` gives those of each label."""
     if tokenizer.exact_lengths:
         return torch.tensor(tokenizer.byte_lengths)
     return torch.zeros(tokenizer.n_vocab, dtype=torch.int64)
 
 
 def sized(batches: Iterable[Batch], rows: Batches, tokenizer: Tokenizer) -> Iterator[Batch]:
-    """The batches that are read of `rows`, with `sizes` where ids do not tell: int64 [A, b, t], the
-    bytes of each label. Raises InputError for a corpus without the table."""
+    """Add `sizes` to the batches of `rows` where ids do not tell: int64 [A, b, t], the bytes of
+    each label. Raises InputError for a corpus without the table."""
     if tokenizer.exact_lengths:
         yield from batches
         return
@@ -42,7 +42,7 @@ def sized(batches: Iterable[Batch], rows: Batches, tokenizer: Tokenizer) -> Iter
 
 
 def of_split(tokens: Tokens) -> np.ndarray:
-    """Bytes of each token of a split, uint32; mapped. Raises InputError if the folder has none."""
+    """Map the bytes of each token of a split, uint32. Raises InputError if the folder has none."""
     try:
         table = map_file(tokens.path(f"{tokens.split}.{TABLE}"), DTYPE)
     except OSError:

@@ -174,9 +174,9 @@ class Tokenizer:
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids [n] of `dtype`. "<|endoftext|>" in a text is ordinary text: only code that knows a
-        document's end makes special tokens. The GIL is released, so threads encode in parallel.
-        Lone surrogates: UnicodeEncodeError."""
+        """Encode a text as ids [n] of `dtype`. "<|endoftext|>" in a text is ordinary text: only
+        code that knows a document's end makes special tokens. The GIL is released, so threads
+        encode in parallel. Lone surrogates: UnicodeEncodeError."""
         data = text.encode()  # raises for what tiktoken would replace by a different character
         if self.split == NO_SPLIT:  # a hundred times faster than tiktoken with 256 ranks
             return np.frombuffer(data, np.uint8).astype(self.dtype)
@@ -190,7 +190,7 @@ class Tokenizer:
         return self._id_of_rank[ranks] if self.ids else ranks.astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """`encode` of each text. Raises as it does."""
+        """Encode each text. Raises as `encode` does."""
         return [self.encode(text) for text in texts]
 
     def encode_rendered(self, text: str) -> Encoded:
@@ -227,15 +227,15 @@ class Tokenizer:
         return np.array(self.byte_lengths, np.int64)
 
     def encode_with_bytes(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """(`encode(text)`, the bytes of the text that each id stands for, int64 [n]). Their sum is
-        the size of the text in UTF-8, if it has a token at all."""
+        """Return (`encode(text)`, the bytes of the text that each id stands for, int64 [n]). Their
+        sum is the size of the text in UTF-8, if it has a token at all."""
         ids = self.encode(text)
         return ids, self._lengths[ids]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of these ids. Special tokens appear by name. Bytes that are not UTF-8 (half a
-        character) and ids beyond the vocabulary (a model may have more rows than the tokenizer has
-        tokens) become U+FFFD, so that any sample can be shown."""
+        """Decode ids. Special tokens appear by name. Bytes that are not UTF-8 (half a character)
+        and ids beyond the vocabulary (a model may have more rows than the tokenizer has tokens)
+        become U+FFFD, so that any sample can be shown."""
         unknown = "\ufffd".encode()
         tokens = (self._bytes_of_id.get(i, unknown) for i in np.asarray(ids).tolist())
         return b"".join(tokens).decode("utf-8", errors="replace")
@@ -259,29 +259,30 @@ class Tokenizer:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """256 bytes and the end of text: 257 ids, nothing to train, and the longest sequences."""
+    """Build the tokenizer of 256 bytes and the end of text: 257 ids, nothing to train, and the
+    longest sequences."""
     return Tokenizer([bytes([i]) for i in range(256)], NO_SPLIT, [END_OF_TEXT], END_OF_TEXT)
 
 
 def gpt2_bytes() -> list[bytes]:
-    """The 256 bytes in GPT-2's order: those that are printable in Latin-1, then the others
+    """List the 256 bytes in GPT-2's order: those that are printable in Latin-1, then the others
     (openai/gpt-2, encoder.py)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     return [bytes([byte]) for byte in (*printable, *sorted(set(range(256)) - set(printable)))]
 
 
 def letters_of_bytes() -> list[str]:
-    """The printable character that stands for each byte in a vocabulary of `tokenizers`: the byte
-    itself if it is printable in Latin-1, otherwise the next character from U+0100 on (as in GPT-2:
-    openai/gpt-2, encoder.py)."""
+    """Return the printable character that stands for each byte in a vocabulary of `tokenizers`: the
+    byte itself if it is printable in Latin-1, otherwise the next character from U+0100 on (as in
+    GPT-2: openai/gpt-2, encoder.py)."""
     order = [token[0] for token in gpt2_bytes()]
     letter_of = {byte: chr(byte) if i < 188 else chr(256 + i - 188) for i, byte in enumerate(order)}
     return [letter_of[byte] for byte in range(256)]
 
 
 def train_bpe(texts: Iterable[str], n_vocab: int) -> Tokenizer:
-    """A BPE of exactly `n_vocab` ids, including the end of text. The same texts give the same BPE
-    on any number of threads."""
+    """Train a BPE of exactly `n_vocab` ids, including the end of text. The same texts give the same
+    BPE on any number of threads."""
     import rustbpe  # imported only here, so that everything else works without it
 
     trainer = rustbpe.Tokenizer()
@@ -303,7 +304,7 @@ def has_long_whitespace(text: str) -> bool:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text, cut inside runs of more than LONGEST_WHITESPACE whitespace characters and nowhere
+    """Cut the text inside runs of more than LONGEST_WHITESPACE whitespace characters and nowhere
     else."""
     start = 0
     if len(text) > LONGEST_WHITESPACE:

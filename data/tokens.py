@@ -37,7 +37,7 @@ class Tokens:
         self.maps: list[np.ndarray | None] = [None] * len(self.shards)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the shards of all splits, in their order."""
+        """Return the sizes of the shards of all splits in bytes, in their order."""
         names = sorted(name for name in os.listdir(self.folder) if name.endswith(".bin"))
         return {name: os.path.getsize(self.path(name)) for name in names}
 
@@ -46,15 +46,15 @@ class Tokens:
         return 0
 
     def __reduce__(self) -> tuple:
-        """Pickled without the tokens: a process that receives this object maps the files again."""
+        """Pickle without the tokens: a process that receives this object maps the files again."""
         return Tokens, (self.folder, self.split, self.dtype, self.tail)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the split, as an array of its dtype; a view if they lie in one
-        shard."""
+        """Read tokens [start, stop) of the split, as an array of its dtype; a view if they are all
+        in one shard."""
         stop = min(stop, len(self))
         if start >= stop:
             return np.zeros(0, self.dtype)
@@ -70,7 +70,7 @@ class Tokens:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def map(self, shard: int) -> np.ndarray:
-        """All tokens of one shard."""
+        """Map all tokens of one shard."""
         tokens = self.maps[shard]
         if tokens is None:
             tokens = map_file(self.path(self.shards[shard]), self.dtype)

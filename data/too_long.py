@@ -14,7 +14,8 @@ NAMED = 20  # conversations that a message names
 
 
 def dropped(tokens: Tokens, seq_len: int) -> list[str]:
-    """A sentence about each document of a split that is in no window because it is too long."""
+    """Write a sentence about each document of a split that is in no window because it is too
+    long."""
     if not isinstance(tokens, PackedTokens):
         return []
     documents = DocumentIndex(tokens)

@@ -62,7 +62,7 @@ def train(
 
 
 def _texts(source: str, field: str, characters: int, json_files: str) -> Iterator[str]:
-    """The first texts of the source, up to `characters` characters; the last text is cut."""
+    """Yield the first texts of the source, up to `characters` characters; the last text is cut."""
     for _, text in sources.documents(source, field=field, json_files=json_files):
         yield text[:characters]
         characters -= len(text)
@@ -71,8 +71,8 @@ def _texts(source: str, field: str, characters: int, json_files: str) -> Iterato
 
 
 def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
-    """Raises InputError if a written form does not give the ids of `tok`, or if ids do not give the
-    text back. Checks `tokenizers` too."""
+    """Raise InputError if a written form does not give the ids of `tok`, or if ids do not give the
+    text back. `tokenizers` has to give them too."""
     forms = {
         RANKS: rank_files.from_rank_file(str(out / RANKS), "llama3"),
         "tokenizer.json": hf_tokenizer.read(out),

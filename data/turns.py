@@ -23,8 +23,8 @@ TEMPLATE = "chat_template.jinja"  # transformers prefers it to the one in tokeni
 
 
 def of_run(run: Path, tok: Tokenizer) -> Chat | None:
-    """The conversations of a run, of its first source that has any; None for a run without. Raises
-    InputError if data.json cannot be read."""
+    """Return the format of a run's conversations, of its first source that has any; None for a run
+    without. Raises InputError if data.json cannot be read."""
     path = run / "data.json"
     try:
         described = json.loads(path.read_text(encoding="utf-8")).get("chat", {})
@@ -61,13 +61,13 @@ def find(folder: Path, tok: Tokenizer, template: str) -> Chat:
 
 
 def files(run: Path, tok: Tokenizer, longest: int) -> dict[str, Any]:
-    """Those of data/hf_tokenizer.py::files, with the chat template of the run, if it has one. Raises
-    InputError."""
+    """Return the files of data/hf_tokenizer.py::files, with the chat template of the run, if it has
+    one. Raises InputError."""
     return with_template(hf_tokenizer.files(tok, longest), of_run(run, tok))
 
 
 def with_template(given: Mapping[str, dict | Path], asked: Chat | None) -> dict[str, Any]:
-    """The files of a tokenizer, changed so that transformers renders a conversation as training did,
+    """Change the files of a tokenizer so that transformers renders a conversation as training did,
     and so that `generate` ends an answer where it ended there. A path is of a file that is copied.
     asked: None changes nothing. Raises InputError."""
     if asked is None:
@@ -95,8 +95,8 @@ def with_template(given: Mapping[str, dict | Path], asked: Chat | None) -> dict[
 
 
 def for_transformers(source: str) -> str:
-    """The template where the day is known, which it was not in training: a template asks whether
-    there is a `strftime_now`."""
+    """Hide `strftime_now` from the template, since the day was unknown in training too: a template
+    tests whether the function exists."""
     if "strftime_now" not in source:
         return source
     # the line break belongs to the block (trim_blocks)

@@ -57,7 +57,7 @@ class SaidTexts:
         self.found: list[SaidText] = []
 
     def mark(self, conversation: Conversation) -> Conversation:
-        """The conversation with marks. Its parts are kept."""
+        """Add marks to the conversation. Its parts are kept."""
         given = {}
         for name, value in conversation.given.items():
             # variables have a meaning that marks would change
@@ -119,8 +119,8 @@ def sentence(lacking: list[SaidText]) -> str:
 
 
 def missing(parts: list[SaidText], text: str, marked: str) -> list[SaidText]:
-    """The parts that a rendering lacks, of each key the first. Messages must be in order. marked: what
-    was rendered with marks, "" if that is not known."""
+    """Return the parts that a rendering lacks, of each key the first. Messages must be in order.
+    marked: the rendering with marks, "" if that is not known."""
     with_marks = MARKS.sub("", marked) == text
     searched = marked if with_marks else text
     begin = end = number = 0

@@ -37,7 +37,8 @@ class LoaderError(Exception):
 
 
 def read_by_workers(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, None, None]:
-    """The batches of these steps. Raises LoaderError: see data/loader.py::loader."""
+    """Yield the batches of these steps, which workers read. Raises LoaderError: see
+    data/loader.py::loader."""
     workers = Workers(batches, steps, cfg)
     try:
         for step in steps:
@@ -51,7 +52,7 @@ def cannot_read(batches: Batches, step: int, error: Exception) -> str:
 
 
 def describe(batches: Batches, step: int) -> str:
-    """The step (counted from 1, as in the log) and its sources, for an error message."""
+    """Describe the step (counted from 1, as in the log) and its sources, for an error message."""
     source, _ = batches.locate(step)
     sources = batches.order.segment(step).sources
     names = [sources[i].name for i in np.unique(source)]
@@ -91,7 +92,7 @@ class Workers:
         thread.start()
 
     def take(self, step: int) -> Batch:
-        """The next batch, which must be that of `step`."""
+        """Return the next batch, which must be that of `step`."""
         item = self._wait(step)
         if isinstance(item, str):
             raise LoaderError(item)
@@ -105,8 +106,8 @@ class Workers:
         return item
 
     def _wait(self, step: int) -> Batch | str | BaseException:
-        """The next item of the thread. Raises LoaderError if a worker has died, or if none comes
-        within data.timeout_seconds."""
+        """Return the next item of the thread. Raises LoaderError if a worker has died, or if none
+        comes within data.timeout_seconds."""
         limit = time.monotonic() + self.cfg.timeout_seconds
         while True:
             try:
@@ -132,7 +133,7 @@ class Workers:
     # in the thread
 
     def _receive(self) -> None:
-        """Moves batches from the workers into `ready`."""
+        """Move batches from the workers into `ready`."""
         try:
             before = set(multiprocessing.active_children())
             received = self._start()
@@ -147,7 +148,7 @@ class Workers:
             self._put(error)
 
     def _start(self) -> Iterator[Batch | str]:
-        """Forks the workers."""
+        """Fork the workers."""
         # the warnings are about a call of torchdata's own, few cores, and the fork
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -177,7 +178,7 @@ class Workers:
     # which worker failed, and how
 
     def _died(self, step: int) -> str:
-        """The sentence for a worker that has died; "" if none has."""
+        """Return the sentence for a worker that has died; "" if none has."""
         for process in self.processes:
             code = process.exitcode
             if code is not None:
@@ -187,8 +188,8 @@ class Workers:
         return ""
 
     def _silent(self, step: int) -> str:
-        """The sentence for the case that no worker has died and none sends anything: either one is
-        stopped, or the one whose turn it is hangs."""
+        """Return the sentence for the case that no worker has died and none sends anything: either
+        one is stopped, or the one whose turn it is hangs."""
         pids = self.served.table[:, 0].tolist()
         stopped = [pid for pid in pids if pid and is_stopped(pid)]
         pid = stopped[0] if stopped else pids[(step - self.steps.start) % len(pids)]
@@ -219,8 +220,8 @@ class ServedBatches:
         self.table = table
 
     def start(self, worker: int) -> None:
-        """Runs in a new worker. The worker ignores the signals that ask a run to stop: the trainer
-        acts on them, and it needs batches until it has saved."""
+        """Run a new worker. It ignores the signals that ask a run to stop: the trainer acts on
+        them, and it needs batches until it has saved."""
         self.state = self.table[worker]
         self.state[:] = torch.tensor([os.getpid(), self.IDLE])
         for number in IGNORED_SIGNALS:

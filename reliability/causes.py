@@ -15,10 +15,10 @@ HUNG = "a hang, which its watchdog ended"
 
 
 def cause(past: Past, later: dict, folder: Path) -> str:
-    """In words, the same for the same cause; "" where it is not known: a kill from outside, or the
-    loss of another rank. A crash (SIGSEGV, SIGABRT, SIGBUS) comes from inside. past: a start that
-    has failed; later: start.json of the next one, which says whether the kernel had to kill
-    meanwhile; folder: of the run."""
+    """Name the cause of a failed start, in the same words for the same cause; "" where it is not
+    known: a kill from outside, or the loss of another rank. A crash (SIGSEGV, SIGABRT, SIGBUS)
+    comes from inside. past: a start that has failed; later: start.json of the next one, which says
+    whether the kernel had to kill meanwhile; folder: of the run."""
     if "cause_before" in later:  # as it was found then
         return later["cause_before"]
     if "reason" in past.ended:
@@ -39,7 +39,7 @@ def cause(past: Past, later: dict, folder: Path) -> str:
 
 
 def crash_in(stacks: Path) -> str:
-    """The signal of a process that its own code has ended, such as "Segmentation fault", as
+    """Return the signal of a process that its own code has ended, such as "Segmentation fault", as
     faulthandler wrote it last in this file; "" if a watchdog wrote it, or if it is empty."""
     text = stacks.read_text(encoding="utf-8", errors="replace")
     _, found, last = text.rpartition("Fatal Python error: ")

@@ -78,8 +78,8 @@ WIDTH, HASH = 512, 16
 
 
 def packed(text: str) -> Tensor:
-    """A text as uint8 [WIDTH], which other ranks compare: its hash, then as much of it as there is
-    room for."""
+    """Encode a text as uint8 [WIDTH], which other ranks compare: its hash, then as much of it as
+    there is room for."""
     digest = hashlib.sha256(text.encode()).hexdigest()
     content = (digest[:HASH] + text).encode()[:WIDTH]
     row = torch.zeros(WIDTH, dtype=torch.uint8)
@@ -88,7 +88,7 @@ def packed(text: str) -> Tensor:
 
 
 def unpacked(row: Tensor) -> str:
-    """The hash and the text."""
+    """Decode the hash and the text."""
     return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")
 
 
@@ -230,7 +230,7 @@ def checked(
 
 
 def group_of(args: tuple) -> dist.ProcessGroup:
-    """The group among the arguments of a collective's operator."""
+    """Return the group among the arguments of a collective's operator."""
     for arg in reversed(args):  # functional ones name it last, after the kind of reduction
         if isinstance(arg, torch.ScriptObject):
             try:
@@ -247,8 +247,8 @@ def _named(group: dist.ProcessGroup) -> str:
 
 
 def _call() -> tuple[str, str]:
-    """The kind of reduction, if the caller gave one, and the calling lines: the innermost of torch
-    and the two innermost of this repository. There may be fewer: on a GPU backward runs in a
+    """Return the kind of reduction, if the caller gave one, and the calling lines: the innermost of
+    torch and the two innermost of this repository. There may be fewer: on a GPU backward runs in a
     separate thread, which begins with a hook of FSDP."""
     kind = ""
     of_torch = []

@@ -73,8 +73,8 @@ class Clock:
         self.seconds[kind] += seconds
 
     def resume(self, step: int) -> None:
-        """The loop goes on after this step. What was reached before, also in this start, stays on
-        record."""
+        """Record that the loop goes on after this step. What was reached before, also in this
+        start, stays on record."""
         self.record("other")
         if self.at is not None:
             self.write(stays=True)
@@ -88,15 +88,15 @@ class Clock:
         self.write()
 
     def end_step(self, step: int, skipped: bool, stalled: float) -> float:
-        """This step is finished. Returns the seconds since the last record: they are productive unless
-        the step was skipped, and `stalled` of them go to the save in flight."""
+        """Record that this step is finished. Returns the seconds since the last record: they are
+        productive unless the step was skipped, and `stalled` of them go to the save in flight."""
         seconds = self.record("other" if skipped else "productive")
         self.move(stalled, "productive", "save")
         self.step(step)
         return seconds
 
     def saved(self) -> None:
-        """A save has begun. A resume may go on from here, so the line stays."""
+        """Record that a save has begun. A resume may go on from here, so the line stays."""
         self.saves += 1
         self.write(stays=True)
 
@@ -120,8 +120,8 @@ class Clock:
             self.file = None
 
     def metrics(self) -> dict[str, float]:
-        """The run's goodput so far, over all its starts, and the seconds by kind; {} on every rank
-        but 0."""
+        """Return the run's goodput so far, over all its starts, and the seconds by kind; {} on
+        every rank but 0."""
         if self.file is None:
             return {}
         seconds = {kind: self.before[kind] + self.seconds.get(kind, 0.0) for kind in KINDS}
@@ -131,14 +131,15 @@ class Clock:
 
 
 def goodput(seconds: Mapping[str, float]) -> float:
-    """The productive share of the seconds in which the run was meant to run; 0 if there are none."""
+    """Return the productive share of the seconds in which the run was meant to run; 0 if there are
+    none."""
     counted = sum(value for kind, value in seconds.items() if kind != "paused")
     return seconds["productive"] / counted if counted > 0 else 0.0
 
 
 def _process_age() -> float:
-    """Seconds since this process was born, imports included; 0 where the system does not tell
-    (proc(5))."""
+    """Return the seconds since this process was born, imports included; 0 where the system does not
+    tell (proc(5))."""
     try:
         stat = Path("/proc/self/stat").read_text()
         after_name = stat.rpartition(")")[2].split()
@@ -175,13 +176,13 @@ class Past:
 
 
 def folders(folder: Path) -> list[Path]:
-    """The folders of all starts of a run, oldest first: by number, never by time."""
+    """Return the folders of all starts of a run, oldest first: by number, never by time."""
     paths = [path for path in (folder / "starts").glob("*") if re.fullmatch("[0-9]{4,}", path.name)]
     return sorted(paths, key=lambda path: int(path.name))
 
 
 def read(folder: Path) -> list[Past]:
-    """Every start of a run, oldest first. Raises InputError where there is none."""
+    """Read every start of a run, oldest first. Raises InputError where there is none."""
     starts = []
     for path in folders(Path(folder)):
         lines = []
@@ -235,8 +236,8 @@ class Account:
         return sum(self.seconds.values())
 
     def per_event(self) -> dict[str, float]:
-        """Means: seconds stalled per save; seconds to detect, seconds to restart and steps redone
-        per interruption."""
+        """Average the seconds stalled per save, and the seconds to detect, the seconds to restart
+        and the steps redone per interruption."""
         failed = [row for row in self.interruptions if row["how"] == "failed"]
         mean = {
             name: sum(row[name] for row in failed) / max(len(failed), 1)
@@ -307,8 +308,8 @@ def account(starts: list[Past]) -> Account:
 
 
 def _segments(start: Past) -> list[dict]:
-    """The stretches of a start in which steps only went up. Each has `first` (the step it resumed
-    after), `last`, and `seconds`: the productive seconds by step."""
+    """Return the stretches of a start in which steps only went up. Each has `first` (the step it
+    resumed after), `last`, and `seconds`: the productive seconds by step."""
     segments: list[dict] = []
     for line in start.steps:
         if not segments or line["step"] < segments[-1]["last"]:
@@ -319,7 +320,7 @@ def _segments(start: Past) -> list[dict]:
 
 
 def _redone(starts: list[list[dict]]) -> list[tuple[int, float]]:
-    """Count, for each start, the steps that a later resume threw away, and the seconds they had
+    """Count the steps of each start that a later resume threw away, and the seconds they had
     taken."""
     # resumed: the lowest step from which a later stretch went on
     result, resumed = [], float("inf")

@@ -46,12 +46,13 @@ class Guard:
         self.skipped_in_a_row = 0
 
     def skip_above(self) -> float:
-        """The gradient norm above which the next step must change no weight (training.skip_spikes)."""
+        """Return the gradient norm above which the next step must change no weight
+        (training.skip_spikes)."""
         return self.spikes.limit("grad_norm") if self.cfg.training.skip_spikes else math.inf
 
     def check_replay(self, step: int, ranks: Sequence[int]) -> None:
-        """Raises Diverged if there are `ranks` whose gradient differed when it was computed a
-        second time."""
+        """Raise Diverged if there are `ranks` whose gradient differed when it was computed a second
+        time."""
         if ranks:
             raise Diverged(
                 f"step {step}: recomputing the gradient gave a different result on "
@@ -85,7 +86,7 @@ class Guard:
         self.check_skipped(step)
 
     def check_skipped(self, step: int) -> None:
-        """Raises Diverged after more than training.max_skipped_steps steps in a row that changed no
+        """Raise Diverged after more than training.max_skipped_steps steps in a row that changed no
         weight."""
         if self.skipped_in_a_row > self.cfg.training.max_skipped_steps:
             raise Diverged(
@@ -94,8 +95,8 @@ class Guard:
             )
 
     def check_replicas(self, step: int, loss: float, grad_norm: float) -> None:
-        """Raises Diverged if state that several ranks hold is not the same on all of them. Called
-        by all ranks. After a step that was skipped there is nothing new to compare."""
+        """Raise Diverged if state that several ranks hold is not the same on all of them. Called by
+        all ranks. After a step that was skipped there is nothing new to compare."""
         if self.skipped_in_a_row:
             return
         problems = mismatching_replicas(
@@ -109,7 +110,7 @@ class Guard:
             )
 
     def add_seconds(self, data_seconds: float, result: Any) -> None:
-        """This rank's seconds of a step before it met the others: `late_ranks` compares them.
+        """Add this rank's seconds of a step before it met the others: `late_ranks` compares them.
         result: a train.StepResult."""
         self.stragglers.add(
             data=data_seconds,
@@ -134,5 +135,5 @@ class Guard:
         return late
 
     def state(self) -> dict[str, list[float]]:
-        """JSON for a checkpoint."""
+        """Return JSON for a checkpoint."""
         return self.spikes.state()

@@ -60,8 +60,8 @@ class Watchdog:
         return self
 
     def arm(self, seconds: float, phase: str = "") -> None:
-        """The process has `seconds` + GRACE from now on, until the next call of `arm`. A call takes
-        10 us. phase: what begins (reliability/position.py::PHASES)."""
+        """Give the process `seconds` + GRACE from now on, until the next call of `arm`. A call
+        takes 10 us. phase: the one that begins (reliability/position.py::PHASES)."""
         if phase:
             self.position.begin(phase)
         signal.setitimer(signal.ITIMER_REAL, seconds + self.GRACE)
@@ -179,8 +179,8 @@ class Spikes:
 def _state(
     model: nn.Module, optimizer: torch.optim.Optimizer, replicated_over: str = ""
 ) -> dict[str, Tensor]:
-    """This rank's part of the weights and of the optimizer's state, by name. replicated_over:
-    return only the tensors that all ranks of this mesh dimension have."""
+    """Return this rank's part of the weights and of the optimizer's state, by name.
+    replicated_over: return only the tensors that all ranks of this mesh dimension have."""
     parts = {}
     for name, weight in model.named_parameters():
         state = optimizer.state.get(weight, {})
@@ -207,8 +207,8 @@ def _state(
 def mismatching_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, **numbers: float
 ) -> list[str]:
-    """Sentences about state that should be the same on several ranks and is not. Every rank returns
-    the same sentences.
+    """Describe state that should be the same on several ranks and is not, in sentences that are the
+    same on every rank.
 
     Compared are `numbers` and the hashes of the weights and optimizer state that are replicated, by
     FSDP (dp_replicate) or by tensor parallelism (norms). A hash is the exclusive or of all

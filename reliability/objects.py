@@ -146,7 +146,7 @@ def missing_package(url: str) -> str:
 
 @functools.cache
 def _open(scheme: str, bucket: str, soon: bool = False) -> Any:
-    """The bucket, as obstore knows it. Raises InputError."""
+    """Open the bucket with obstore. Raises InputError."""
     if problem := missing_package(f"{scheme}://{bucket}"):
         raise InputError(problem)
     from obstore.exceptions import BaseError
@@ -191,7 +191,8 @@ def _is_true(value: str | None) -> bool:
 
 @functools.cache
 def _process() -> int:
-    """The process in which obstore's threads run. A fork has none of them, and would wait for ever."""
+    """Return the process in which obstore's threads run. A fork has none of them, and would wait
+    forever."""
     return os.getpid()
 
 
@@ -215,7 +216,7 @@ def cause(error: Exception) -> str:
 
 
 def status_of(text: str) -> int:
-    """The HTTP status in what obstore says of an error; 0 if it says none."""
+    """Find the HTTP status in the text of obstore's error; 0 if there is none."""
     status = re.search(r"status code: (\d+)", text)
     return int(status[1]) if status else 0
 
@@ -256,8 +257,8 @@ class Key:
         return self
 
     def _call(self, operation: Callable, *args: Any, tries: int | None = None, **how: Any) -> Any:
-        """operation(store, path, ...), tried again after a failure. Raises FileNotFoundError, what a
-        condition raises (`conflicts`), or Unreachable."""
+        """Call operation(store, path, ...), and try again after a failure. Raises
+        FileNotFoundError, the exceptions of a condition (`conflicts`), or Unreachable."""
         store = self.store
         from obstore.exceptions import (
             BaseError,
@@ -315,11 +316,11 @@ class Key:
         return self.read_version()[0]
 
     def read_version(self) -> tuple[bytes, Version]:
-        """The whole object, and the version that it is."""
+        """Read the whole object, and its version."""
         return self._call(_get)
 
     def read_range(self, start: int, end: int) -> bytes | memoryview:
-        """The bytes from `start` to before `end`."""
+        """Read the bytes from `start` to before `end`."""
         return self._call(_get_range, start, end)
 
     def read_agreed(self, start: int, end: int) -> bytes | memoryview:
@@ -352,12 +353,12 @@ class Key:
         return RangeReader(self, self.size())
 
     def folders(self) -> list[str]:
-        """The names that objects below have before the next slash."""
+        """List the names of objects below, up to the next slash."""
         paths = self._call(_folders)
         return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     def below(self) -> dict[str, int]:
-        """The objects below, with their sizes, by the rest of their names."""
+        """List the objects below, with their sizes, by the rest of their names."""
         return {rest: stat.size for rest, stat in self.stats_below().items()}
 
     def stat(self) -> "Stat":
@@ -409,8 +410,8 @@ class Key:
         raise Unreachable(f"{self}: {cause(refusal)} ({TRIES} tries)")
 
     def _held(self, content: bytes) -> tuple[bytes, Version | None]:
-        """The object and its version, if it is there. It is read again where it is not `content`,
-        because a network may have damaged it."""
+        """Read the object and its version, if it is there. It is read again where it is not
+        `content`, because a network may have damaged it."""
         held, version = b"", None
         for _ in range(self.tries):
             try:

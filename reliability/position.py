@@ -79,8 +79,8 @@ class Position:
         self.heartbeat: threading.Thread | None = None
 
     def open(self) -> None:
-        """The blocks are allocated here: where a full disk has none for a page, a write to it would
-        kill the process (SIGBUS)."""
+        """Create the file and map it. Its blocks are allocated here: where a full disk has none for
+        a page, a write to it would kill the process (SIGBUS)."""
         # PyTorch reads this when the first process group is made
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         # A new file, instead of overwriting that of an earlier start: a process that still has
@@ -100,7 +100,8 @@ class Position:
         self.heartbeat.start()
 
     def close(self, failed: bool) -> None:
-        """The file stays as it is: after a failure it says where the rank was."""
+        """Stop the heartbeat. The file stays as it is: after a failure it says where the rank
+        was."""
         self.over.set()
         if self.heartbeat:
             self.heartbeat.join(timeout=5.0)
@@ -127,7 +128,7 @@ class Position:
         )
 
     def begin(self, phase: str) -> None:
-        """A phase of the run begins; with "data" the next step."""
+        """Record that a phase of the run begins; with "data" the next step."""
         self.phase = PHASES.index(phase)
         self.layer = NO_LAYER
         self.microbatch = 0
@@ -256,9 +257,9 @@ def threads() -> list[dict[str, Any]]:
 
 
 def frames_of_others() -> dict[int, FrameType]:
-    """The innermost frame of each Python thread but this one, by the thread's number. This one's
-    would hold the frames that hold it: a cycle, and while `gc` is off every tensor of every frame
-    would stay."""
+    """Return the innermost frame of each Python thread but this one, by the thread's number. This
+    one's would hold the frames that hold it: a cycle, and while `gc` is off every tensor of every
+    frame would stay."""
     frames = sys._current_frames()
     del frames[threading.get_ident()]
     return frames
@@ -275,18 +276,18 @@ def own_lines(frame: FrameType | None) -> list[str]:
 
 
 def state_of_main_thread() -> str:
-    """R, S, D or T, as proc(5) has it."""
+    """Read the state of the main thread: R, S, D or T, as in proc(5)."""
     return _stat(os.getpid(), f"/task/{os.getpid()}")[0]
 
 
 def _stat(process: int, task: str = "") -> list[str]:
-    """The fields of a process's or thread's stat from its state on."""
+    """Read the fields of a process's or thread's stat from its state on."""
     text = Path(f"/proc/{process}{task}/stat").read_text()
     return text.rpartition(")")[2].split()
 
 
 def groups() -> list[list[Any]]:
-    """[name, description, ranks, collectives begun] of each process group of this rank."""
+    """Return [name, description, ranks, collectives begun] of each process group of this rank."""
     if not dist.is_initialized():
         return []
     world = dist.distributed_c10d._world
@@ -299,7 +300,7 @@ def groups() -> list[list[Any]]:
 
 
 def as_range(ranks: list[int]) -> dict[str, int] | list[int]:
-    """Ranks at equal distances as the arguments of range: a group may have thousands."""
+    """Shorten ranks at equal distances to the arguments of range: a group may have thousands."""
     if len(ranks) > 8:
         step = ranks[1] - ranks[0]
         if ranks == list(range(ranks[0], ranks[-1] + 1, step)):
@@ -308,8 +309,8 @@ def as_range(ranks: list[int]) -> dict[str, int] | list[int]:
 
 
 def flights() -> list[list[Any]]:
-    """[group, sequence number, kind, sizes, types, has it ended] of the last collectives of every
-    group, and of all that have not ended."""
+    """List the last collectives of every group, and all that have not ended: [group, sequence
+    number, kind, sizes, types, has it ended]."""
     if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
         raise RuntimeError("TORCH_FR_BUFFER_SIZE is 0, so no collective is recorded")
     rows = []
@@ -346,8 +347,8 @@ def as_row(entry: dict[str, Any]) -> list[Any]:
 
 
 def children() -> list[list[Any]]:
-    """[process, state, share of a processor] of each process that this one has started (data
-    workers), over a tenth of a second."""
+    """List the processes that this one has started (data workers): [process, state, share of a
+    processor over a tenth of a second]."""
     processes = []
     for file in Path("/proc/self/task").glob("*/children"):
         processes += map(int, file.read_text().split())

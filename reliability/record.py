@@ -167,8 +167,9 @@ class Start:
         new.replace(self.path / name)
 
     def resume(self, step: int, origin: str = "") -> None:
-        """The loop goes on after this step. Called at the start, and when a run goes back to a
-        checkpoint by itself. origin: the checkpoint of another run that this one started from."""
+        """Record that the loop goes on after this step. Called at the start, and when a run goes
+        back to a checkpoint by itself. origin: the checkpoint of another run that this one started
+        from."""
         self.clock.resume(step)
         if origin:
             self.add(origin=origin)
@@ -214,8 +215,8 @@ class Start:
         return not steps or (past.ended.get("exit_code") in ORDERLY and did_nothing)
 
     def _failure(self, past: Past, later: dict) -> tuple[int, str, str] | None:
-        """The last step of a start that failed, the cause, and the reason in its words; None if it
-        was another run's, did not fail, or was killed from outside while it went on."""
+        """Return the last step of a start that failed, the cause, and the reason in its words; None
+        if it was another run's, did not fail, or was killed from outside while it went on."""
         config = self.path.with_name(f"{past.number:04d}") / "config.toml"
         if _set_options(config) != _set_options(self.path / "config.toml"):
             return None
@@ -310,8 +311,8 @@ class Start:
 
 
 def code() -> dict:
-    """The commit ("" outside a git checkout) and a hash of each source file, so that code can be
-    compared anywhere."""
+    """Return the commit ("" outside a git checkout) and a hash of each source file, so that code
+    can be compared anywhere."""
     return {"commit": _git("rev-parse", "HEAD").strip(), "changes": "", "files": source_files()}
 
 
@@ -329,7 +330,7 @@ def source_files() -> dict[str, str]:
 
 
 def source_hash() -> str:
-    """One hash over all source files, which must be the same on every rank of a run."""
+    """Hash all source files, which must be the same on every rank of a run."""
     return hashlib.sha256(json.dumps(source_files()).encode()).hexdigest()[:12]
 
 
@@ -399,7 +400,7 @@ def versions() -> dict[str, str]:
 
 
 def hosts(mesh: Mesh) -> list[dict]:
-    """Each host with its ranks and their kind of device. All ranks call it."""
+    """List each host with its ranks and their kind of device. All ranks call it."""
     name = "cpu" if mesh.device.type == "cpu" else torch.cuda.get_device_name(mesh.device)
     ranks_by_host: dict[tuple, list[int]] = {}
     for rank, host_and_device in enumerate(mesh.gather((socket.gethostname(), name))):
@@ -429,8 +430,8 @@ def _new_folder(folder: Path) -> tuple[Path, Path | None]:
 
 
 def _set_options(config: Path) -> list[str]:
-    """The lines of a resolved configuration that set something. Its comments are left out: they
-    have numbers that follow from the mesh, and a run on a different mesh has the same
+    """Return the lines of a resolved configuration that set something. Its comments are left out:
+    they have numbers that follow from the mesh, and a run on a different mesh has the same
     configuration."""
     return [
         line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith("#")

@@ -33,7 +33,7 @@ def is_readable(name: str) -> bool:
 
 
 def rows(store: Any, path: str) -> list[dict]:
-    """The objects below a prefix, as `obstore.list` gives them. Raises OSError, and obstore's error
+    """List the objects below a prefix, as `obstore.list` does. Raises OSError, and obstore's error
     where the store is not S3."""
     found = []
     for page in _pages(store, path, ""):
@@ -55,7 +55,8 @@ def rows(store: Any, path: str) -> list[dict]:
 
 
 def folders(store: Any, path: str) -> list[str]:
-    """The prefixes that names below have in common up to their next slash. Raises as `rows` does."""
+    """List the prefixes that names below have in common up to their next slash. Raises as `rows`
+    does."""
     found = []
     for page in _pages(store, path, "/"):
         for element in page.iterfind("{*}CommonPrefixes"):
@@ -68,14 +69,15 @@ def folders(store: Any, path: str) -> list[str]:
 
 
 def _text(element: ElementTree.Element, tag: str) -> str:
-    """A value of an answer. Names come as in an address, because XML has no control characters."""
+    """Decode a value of an answer. Names come as in an address, because XML has no control
+    characters."""
     value = element.findtext(f"{{*}}{tag}", "")
     return unquote_plus(value) if tag in ("Key", "Prefix") else value
 
 
 @functools.cache
 def _say_left_out(name: str) -> None:
-    """Once in a process."""
+    """Warn of an object that is ignored, once in a process."""
     logger.warning(
         f"the object {name!r} is left alone: a name with an empty segment, with `.`, `..` or a control "
         "character cannot be read here"
@@ -102,7 +104,7 @@ def _pages(store: Any, path: str, delimiter: str) -> Iterator[ElementTree.Elemen
 
 
 def _signed(store: Any, query: str, path: str) -> str:
-    """The address of a page, which may be asked for in the next minute."""
+    """Sign the address of a page, which may be fetched in the next minute."""
     import obstore
     from obstore.store import S3Store
 

@@ -74,7 +74,7 @@ class Stop:
         self.heard = True
 
     def _listen(self) -> None:
-        """Runs in the thread until a 0 comes through the pipe."""
+        """Run in the thread until a 0 comes through the pipe."""
         first_heard: dict[int, float] = {}  # signal -> when it came
         limited = math.isfinite(self.deadline)
         while True:

@@ -63,8 +63,8 @@ HERE, RAY = "here", "ray"  # where the parts are made
 def prepare(
     cfg: Data, log: Log = print, out: str = "", workers: int = 0, on: str = HERE
 ) -> Prepared:
-    """The tokenised corpus of `cfg`, from the cache or from the folder `out`. It is made first if
-    it is not there.
+    """Return the tokenised corpus of `cfg`, from the cache or from the folder `out`. It is made
+    first if it is not there.
 
     Any number of processes may call this at once. A source that is a prepared folder is opened as
     it is. `log` receives progress messages. `workers` is the largest number of processes to use; 0
@@ -113,7 +113,8 @@ def is_tokenised(source: str) -> bool:
 
 
 def kept_in(cfg: Data) -> str:
-    """The folder that `prepare(cfg)` would open. Nothing is made. InputError as in `prepare`."""
+    """Return the folder that `prepare(cfg)` would open. Nothing is made. InputError as in
+    `prepare`."""
     if is_prepared(cfg.source):
         return os.path.abspath(os.path.expanduser(cfg.source))
     return os.path.abspath(os.path.expanduser(_cached(cfg, _key(cfg, formats.find(cfg)))))
@@ -129,8 +130,8 @@ def _is_there(folder: str) -> bool:
 
 
 def _open_source(cfg: Data) -> Prepared:
-    """A source that is a prepared folder. InputError: data.tokenizer or data.format names something
-    that did not make its tokens."""
+    """Open a source that is a prepared folder. InputError: data.tokenizer or data.format names
+    something that did not make its tokens."""
     is_stored = places.is_url(cfg.source)
     folder = cfg.source if is_stored else os.path.abspath(os.path.expanduser(cfg.source))
     prepared = open_prepared(folder, cfg)
@@ -151,9 +152,9 @@ def _open_source(cfg: Data) -> Prepared:
 
 
 def _key(cfg: Data, files: list[sources.File]) -> str:
-    """The name of the folder: a readable part and a hash of everything that decides its content. Of
-    the files, path, size and time are hashed, as `make` does: to read their content would take as
-    long as to read the tokens."""
+    """Return the name of the folder: a readable part and a hash of everything that decides its
+    content. Of the files, path, size and time are hashed, as `make` does: to read their content
+    would take as long as to read the tokens."""
     kind = cfg.tokenizer
     if kind == "bpe":
         kind = f"bpe{cfg.bpe_vocab_size}"

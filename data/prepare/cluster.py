@@ -38,13 +38,13 @@ SHARED = "the source must be a URL, or on storage that all machines of the clust
 
 
 def check_installed() -> None:
-    """Raises InputError if Ray is not installed."""
+    """Raise InputError if Ray is not installed."""
     if not importlib.util.find_spec("ray"):
         raise InputError(INSTALL)
 
 
 def _check_answers(address: str) -> None:
-    """Raises InputError if nothing listens at `host:port`. Ray would try for some minutes."""
+    """Raise InputError if nothing listens at `host:port`. Ray would try for some minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():  # "auto", "local" or nothing
         return
@@ -132,7 +132,7 @@ def _sees(folder: str, plan: dict[str, bytes]) -> bool:
 
 @functools.lru_cache(1)
 def _own_folder(plan: tuple[tuple[str, bytes], ...]) -> tempfile.TemporaryDirectory:
-    """A folder of this process with the files of a plan."""
+    """Write the files of a plan to a temporary folder of this process."""
     folder = tempfile.TemporaryDirectory(prefix="plumbline-parts-")
     for name, content in plan:
         path = Path(folder.name, name)
@@ -143,7 +143,8 @@ def _own_folder(plan: tuple[tuple[str, bytes], ...]) -> tempfile.TemporaryDirect
 
 @functools.lru_cache(1)
 def _load(folder: str) -> PrepareJob:
-    """A process makes many parts of one job. Ray starts new processes for another job."""
+    """Load the job of a folder once per process: a process makes many parts of one job, and Ray
+    starts new processes for another job."""
     return PrepareJob.load(folder)
 
 

@@ -26,11 +26,11 @@ def encode(
     form: answers.Format | None = None,
     ids: np.ndarray | None = None,
 ) -> tuple[int, float, list | str]:
-    """(bytes of the document, its score in [0, 1), [(split, token ids, answers, sizes), ...]). A
-    document that cannot be used has, in place of the list, a problem as in sources.Document.
-    answers: bool, which tokens are of one; None for text. sizes: bytes of each token, or None (see
-    `is_sized`). `change`: see job.change_of_sides. form: None for text; otherwise `text` is a line
-    in that format. ids: of the text, if they are known."""
+    """Encode a document as (bytes of the document, its score in [0, 1), [(split, token ids,
+    answers, sizes), ...]). A document that cannot be used has, in place of the list, a problem as
+    in sources.Document. answers: bool, which tokens are of one; None for text. sizes: bytes of each
+    token, or None (see `is_sized`). `change`: see job.change_of_sides. form: None for text;
+    otherwise `text` is a line in that format. ids: of the text, if they are known."""
     if form is not None:
         return _encode_answers(cfg, tok, text, change, form)
     data = text.encode()
@@ -65,7 +65,7 @@ def is_sized(cfg: Data, tok: tokenizer.Tokenizer, split: str) -> bool:
 def _row(
     cfg: Data, tok: tokenizer.Tokenizer, split: str, text: str, ids: np.ndarray | None
 ) -> tuple:
-    """One row of `encode`. ids: of the text, if they are known and nothing is cut."""
+    """Build one row of `encode`. ids: of the text, if they are known and nothing is cut."""
     sizes = None
     if is_sized(cfg, tok, split):
         ids, sizes = tok.encode_with_bytes(text)
@@ -80,7 +80,7 @@ def _row(
 def _encode_answers(
     cfg: Data, tok: tokenizer.Tokenizer, line: str, change: dict, form: answers.Format
 ) -> tuple[int, float, list | str]:
-    """`encode` of a line of conversations."""
+    """Encode a line of conversations, as `encode` does a text."""
     made = answers.example(form, line)
     if isinstance(made, str):
         return len(line), 0.0, made
@@ -98,12 +98,12 @@ def _encode_answers(
 
 
 def _score(data: bytes) -> float:
-    """A number in [0, 1) that follows from the text of a document alone."""
+    """Return a number in [0, 1) that depends on the text of a document alone."""
     return int.from_bytes(hashlib.sha256(data).digest()[:6], "big") / 2**48
 
 
 def _side(cfg: Data, score: float, change: dict) -> str:
-    """The split of a document."""
+    """Return the split of a document."""
     held_out = score < cfg.validation_fraction or score == change.get("low")
     return SPLITS[held_out and score != change.get("high")]
 
@@ -126,8 +126,8 @@ def encode_all(
     threads: int,
     form: answers.Format | None = None,
 ) -> Iterator[tuple]:
-    """(file, document, *encode(document)) for each (file, document), in order. Encoding releases
-    the GIL, so `threads` threads share the work. Few documents are in memory at a time."""
+    """Yield (file, document, *encode(document)) for each (file, document), in order. Encoding
+    releases the GIL, so `threads` threads share the work. Few documents are in memory at a time."""
     with suppress(tokenizer.CannotEncode):
         tok.encode("a")  # builds, once, what the threads share
 
@@ -157,8 +157,8 @@ def encode_all(
 
 
 def _ids_of_batch(cfg: Data, tok: tokenizer.Tokenizer, batch: list) -> Sequence[np.ndarray | None]:
-    """The ids of the documents of a batch, which the library makes at once; None of those that are
-    encoded one by one."""
+    """Encode the documents of a batch at once by the library; None for those that are encoded one
+    by one."""
     none = [None] * len(batch)
     if tok.engine == "tiktoken" or is_sized(cfg, tok, "train"):
         return none
@@ -172,7 +172,7 @@ def _ids_of_batch(cfg: Data, tok: tokenizer.Tokenizer, batch: list) -> Sequence[
 
 
 def _batches(documents: Iterator[tuple[int, sources.Document]]) -> Iterator[list]:
-    """The documents, in lists of about BATCH_BYTES of text."""
+    """Group the documents into lists of about BATCH_BYTES of text."""
     batch, size = [], 0
     for item in documents:
         batch.append(item)

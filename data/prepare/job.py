@@ -61,7 +61,7 @@ class PrepareJob:
 
     @staticmethod
     def open(folder: str, key: str, cfg: Data, files: list[sources.File], log: Log) -> PrepareJob:
-        """The job that a killed process left in this folder, or a new one."""
+        """Open the job that a killed process left in this folder, or a new one."""
         with suppress(OSError, ValueError, KeyError):
             with open(os.path.join(folder, PLAN), encoding="ascii") as file:
                 if json.load(file)["key"] == key:
@@ -109,7 +109,7 @@ class PrepareJob:
         return PrepareJob(folder, cfg, files, plan["parts"], tok, formats.load(folder))
 
     def plan(self) -> dict[str, bytes]:
-        """The files that `load` reads, by name."""
+        """Return the files that `load` reads, by name."""
         names = [PLAN, "tokenizer.json", *([formats.FILE] if self.format else [])]
         return {name: Path(self.folder, name).read_bytes() for name in names}
 
@@ -117,7 +117,7 @@ class PrepareJob:
     # making the parts
 
     def run(self, engine: Engine, log: Log) -> list[dict]:
-        """The records of all parts. Missing parts are made, and documents change sides if a split
+        """Make the missing parts and return the records of all. Documents change sides if a split
         would be empty."""
         records = self._run({}, (), engine, log)
         change = change_of_sides(records, self.cfg.validation_fraction)
@@ -132,8 +132,8 @@ class PrepareJob:
         return records
 
     def _run(self, change: dict, touched: Iterable[int], engine: Engine, log: Log) -> list[dict]:
-        """All records. Makes the parts without a record, and those in `touched` that were made
-        without this change."""
+        """Make the parts without a record, and those in `touched` that were made without this
+        change. Returns all records."""
         records = {i: self.record(i) for i in range(len(self.parts))}
         todo = [
             i
@@ -171,7 +171,7 @@ class PrepareJob:
         write_whole(path, json.dumps(record).encode("ascii"))
 
     def take(self, part: int) -> dict[str, bytes]:
-        """The files of a part that was made here, by name. They are removed."""
+        """Return the files of a part that was made here, by name, and remove them."""
         taken = {}
         for name in self._files_of(part):
             path = Path(self.folder, name)
@@ -196,7 +196,7 @@ class PrepareJob:
         return names
 
     def record(self, part: int) -> dict | None:
-        """The record of a finished part, None if it is not finished."""
+        """Return the record of a finished part, None if it is not finished."""
         try:
             with open(
                 os.path.join(self.folder, "parts", f"{part:05}.json"), encoding="ascii"
@@ -206,7 +206,7 @@ class PrepareJob:
             return None
 
     def size(self, part: int) -> int:
-        """Bytes of the source."""
+        """Return the size of the source in bytes."""
         return sum(size for *_, size in self.parts[part])
 
     @property
@@ -270,7 +270,7 @@ class PrepareJob:
         )
 
     def _continued(self, records: list[dict]) -> list[tuple[int, int]]:
-        """Return, for each part, the file that its first piece continues and the number of lines of
+        """Return the file that the first piece of each part continues, and the number of lines of
         it that earlier parts have; (-1, 0) if the part begins with a new file. A part numbers the
         lines of a continued file from its own first line."""
         before: dict[int, int] = {}  # file -> lines in the parts so far
@@ -338,7 +338,7 @@ class PrepareJob:
         return np.fromfile(path, tables(self.format, self.tokenizer)[table])
 
     def _failures(self, records: list[dict], continued: list[tuple[int, int]]) -> list[str]:
-        """A line for each document that was left out because it cannot be read."""
+        """Write a line for each document that was dropped because it cannot be read."""
         failures = []
         for record, (continued_file, lines) in zip(records, continued, strict=True):
             for (file, *_), number, problem in record["failures"]:
@@ -386,7 +386,7 @@ def allowed_failures(cfg: Data) -> float:
 
 
 def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer.Tokenizer:
-    """The tokenizer that data.tokenizer asks for, trained first if it is a BPE of this source."""
+    """Open the tokenizer of data.tokenizer, or train it first if it is a BPE of this source."""
     if cfg.tokenizer == "bpe":
         if cfg.tokenizer_pattern or cfg.end_token not in ("", tokenizer.END_OF_TEXT):
             raise InputError(
@@ -408,8 +408,8 @@ def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer
 def checked(
     cfg: Data, tok: tokenizer.Tokenizer, files: list[sources.File], log: Log
 ) -> tokenizer.Tokenizer:
-    """The tokenizer, by the library alone if tiktoken gives other ids than it for the first
-    documents. This is decided before a part is made, so that all processes do the same."""
+    """Return the tokenizer, run by the library alone if tiktoken gives other ids than it for the
+    first documents. This is decided before a part is made, so that all processes do the same."""
     if not isinstance(tok, library.LibraryTokenizer):
         return tok
     if tok.engine == "tokenizers":
@@ -430,9 +430,9 @@ def checked(
 
 
 def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
-    """The first texts, until they have BPE_CHARACTERS together (the last one is not cut).
+    """Return the first texts, until they have BPE_CHARACTERS together (the last one is not cut).
     InputError: more documents than allowed cannot be read. Too few texts would make a vocabulary
-    that is too small, and that is not the mistake."""
+    that is too small, and hide that mistake."""
     failed = 0
     for piece, document in _first_documents(cfg, files, cfg.text_field, BPE_CHARACTERS):
         failed += document.problem not in ("", sources.TOO_LONG)
@@ -444,7 +444,8 @@ def _first_texts(cfg: Data, files: list[sources.File]) -> Iterator[str]:
 def _first_documents(
     cfg: Data, files: list[sources.File], field: str, characters: int
 ) -> Iterator[tuple[sources.Piece, sources.Document]]:
-    """The first documents, and the piece of each, until they have so many characters together."""
+    """Yield the first documents, and the piece of each, until they have so many characters
+    together."""
     taken = 0
     for file in files:
         for piece in sources.pieces(file):
@@ -456,8 +457,8 @@ def _first_documents(
 
 
 def _divide(files: list[sources.File], size: int) -> list[list[tuple]]:
-    """The pieces of all files (index of the file, start, stop, bytes), in order, gathered into
-    parts of about `size` bytes."""
+    """Gather the pieces of all files (index of the file, start, stop, bytes), in order, into parts
+    of about `size` bytes."""
     parts: list[list[tuple]] = [[]]
     filled = 0
     for index, of_file in enumerate(sources.cut(files, size)):

@@ -72,7 +72,7 @@ class PartMaker:
         }
 
     def _documents(self) -> Iterator[tuple[int, sources.Document]]:
-        """(index of the file, document) for each document that has a text."""
+        """Yield (index of the file, document) for each document that has a text."""
         field = "" if self.job.format else self.job.cfg.text_field
         for piece in self.pieces:
             file, *extent = piece

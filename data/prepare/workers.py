@@ -156,7 +156,7 @@ def _ask(
 def answer(
     job: PrepareJob, part: int, change: dict, threads: int, progress: Callable[[int], object]
 ) -> dict:
-    """The record of a part, which is made; or the error, as a message to another process."""
+    """Make a part and return its record; or the error, as a message to another process."""
     try:
         return job.make(part, change, threads, progress)
     except InputError as error:
@@ -168,7 +168,7 @@ def answer(
 
 
 def raise_error(message: dict) -> None:
-    """Raises the error in what `answer` returned, if there is one."""
+    """Raise the error in what `answer` returned, if there is one."""
     if "input_error" in message:
         raise InputError(message["input_error"])
     if "os_error" in message:
@@ -176,8 +176,8 @@ def raise_error(message: dict) -> None:
 
 
 def work(job: PrepareJob, threads: int) -> int:
-    """One process of `in_processes`: numbers of parts come in line by line, and progress and
-    records go out."""
+    """Run as a process of `in_processes`: read numbers of parts line by line, and write progress
+    and records."""
     reported, done = time.monotonic(), 0
 
     def progress(size: int) -> None:

@@ -26,7 +26,8 @@ BLOCKS_AHEAD = RECENT // 2
 
 
 def read_ahead(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, None, None]:
-    """The batches of these steps. Raises LoaderError: see data/loader.py::loader."""
+    """Yield the batches of these steps, which a thread reads ahead. Raises LoaderError: see
+    data/loader.py::loader."""
     ready: queue.Queue[Batch | LoaderError] = queue.Queue(cfg.prefetch)
     stop = threading.Event()
     arguments = (batches, steps, ready, stop)
@@ -70,7 +71,7 @@ def _take(ready: queue.Queue, batches: Batches, step: int, seconds: float) -> Ba
 
 
 def _read(batches: Batches, steps: range, ready: queue.Queue, stop: threading.Event) -> None:
-    """Runs in the thread: puts batches, or the reason why there are no more, into `ready`."""
+    """Run in the thread: put batches, or the reason why there are no more, into `ready`."""
     asked = steps.start  # the first step that has not been asked for
     sizes: dict[int, int] = {}  # blocks of the steps that were asked for and are not read
     for step in steps:

@@ -67,7 +67,8 @@ class Blocks:
         return len(numbers)
 
     def read(self, shard: str, start: int, stop: int) -> bytes:
-        """Bytes [start, stop) of a shard. Raises InputError if they cannot be had undamaged."""
+        """Read bytes [start, stop) of a shard. Raises InputError if they cannot be had
+        undamaged."""
         numbers = self._numbers(shard, start, stop)
         futures = [self._future(number) for number in numbers]
         parts = [future.result() for future in futures]
@@ -91,8 +92,8 @@ class Blocks:
         return range(first + start // BLOCK, first + -(-stop // BLOCK))
 
     def _future(self, number: int) -> Future:
-        """The content of a block, which may still be coming. What failed when it was asked for is
-        tried anew: the store may be back."""
+        """Return the future of a block's content. A request that failed is repeated: the store may
+        be back."""
         with self.lock:
             future = self.recent.get(number)
             if future is None or (future.done() and future.exception()):
@@ -105,7 +106,7 @@ class Blocks:
     # In a thread of the pool
 
     def _scan(self, shard: str, start: int, stop: int) -> bytes:
-        """Blocks that lie side by side; nothing, if one is not what was written."""
+        """Read adjacent blocks; nothing, if one is not what was written."""
         content = bytes((self.key / shard).read_range(start, stop))
         numbers = self._numbers(shard, start, stop)
         if not np.array_equal(hashes_of(content), self.hashes[numbers.start : numbers.stop]):
@@ -151,7 +152,8 @@ class Blocks:
             return b""
 
     def _keep(self, number: int, content: bytes) -> None:
-        """A disk that is full or broken does not end a run: the store has the text."""
+        """Write the block to its slot. A disk that is full or broken does not end a run: the store
+        has the text."""
         if not self.keeps:
             return
         try:
@@ -179,7 +181,7 @@ class Blocks:
 
 
 def hashes_of(content: bytes | memoryview) -> np.ndarray:
-    """uint64 [blocks]: of a whole shard, or of blocks that lie side by side."""
+    """Hash blocks, uint64 [blocks]: of a whole shard, or adjacent ones."""
     view = memoryview(content)
     starts = range(0, len(view), BLOCK)
     hashes = [xxhash.xxh3_64_intdigest(view[start : start + BLOCK]) for start in starts]

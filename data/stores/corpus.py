@@ -137,7 +137,7 @@ class StoredCorpus:
         return Blocks(self.key, shards(self.files), hashes, local, int(self.cfg.cache_gb * 1e9))
 
     def tokens(self, kind: type[Tokens], split: str, dtype: np.dtype, tail: str) -> Tokens:
-        """A split. kind: Tokens, or PackedTokens for conversations."""
+        """Open a split. kind: Tokens, or PackedTokens for conversations."""
         stored = StoredPackedTokens if kind is PackedTokens else StoredTokens
         return stored(self, split, dtype, tail)
 
@@ -174,7 +174,7 @@ class StoredTokens(Tokens):
         return np.frombuffer(self.corpus.blocks.read(shard, first, last), self.dtype)
 
     def _extents(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
-        """The bytes (shard, [first, last)) of tokens [start, stop)."""
+        """Return the bytes (shard, [first, last)) of tokens [start, stop)."""
         width = self.dtype.itemsize
         stop = min(stop, len(self))
         shard = int(self.ends.searchsorted(start, "right"))
@@ -195,12 +195,12 @@ class StoredPackedTokens(StoredTokens, PackedTokens):
 
 
 def shards(files: dict[str, dict]) -> dict[str, int]:
-    """The shards of both splits, with their sizes, in the order of their blocks' numbers."""
+    """Return the shards of both splits, with their sizes, in the order of their blocks' numbers."""
     return {name: files[name]["bytes"] for name in sorted(files) if name.endswith(".bin")}
 
 
 def manifest_text(manifest: dict) -> bytes:
-    """The manifest as a store holds it."""
+    """Return the manifest as a store holds it."""
     return json.dumps({**manifest, "sum": _sum(manifest)}, indent=1).encode("ascii")
 
 
@@ -210,7 +210,8 @@ def _sum(manifest: dict) -> str:
 
 
 def read_manifest(url: str) -> dict:
-    """Raises InputError if it cannot be read undamaged, or lacks what a store needs."""
+    """Read the manifest. Raises InputError if it cannot be read undamaged, or lacks what a store
+    needs."""
     key: Key = key_of(url) / MANIFEST
     problem = "is damaged"
     for _ in range(key.tries):

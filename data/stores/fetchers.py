@@ -36,5 +36,6 @@ class Fetchers:
 
 @functools.cache
 def fetchers() -> Fetchers:
-    """Those of this process. A process that uses stores is never forked (reliability/objects.py)."""
+    """Return the threads of this process that fetch. A process that uses stores is never forked
+    (reliability/objects.py)."""
     return Fetchers()

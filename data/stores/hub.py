@@ -42,7 +42,7 @@ def fetched(name: str, files: Sequence[str], companions: Sequence[str]) -> str:
 
 @functools.cache
 def _fetched(name: str, files: tuple[str, ...], companions: tuple[str, ...]) -> str | InputError:
-    """Once for a process, also where it fails: a hub that does not answer takes its time."""
+    """Fetch once for a process, also where it fails: a hub that does not answer takes its time."""
     parts = HUB_NAME.fullmatch(name)
     if not parts:
         return InputError(
@@ -72,7 +72,8 @@ def _fetch(asked: Named, files: tuple[str, ...], companions: tuple[str, ...]) ->
 
 
 def _file(asked: Named, name: str) -> str:
-    """The path of a file in the cache, fetched if it is not there yet; "": there is no such file."""
+    """Return the path of a file in the cache, fetching it if it is not there yet; "": there is no
+    such file."""
     import huggingface_hub as hub  # here, because it takes half a second to import
     from huggingface_hub import constants, errors
 

@@ -42,8 +42,8 @@ COMPANIONS = (
 
 
 def tokenizer(name: str, cache: str) -> str:
-    """The path of the file of the tokenizer that an option names. One on the hub or in a store is
-    fetched, if it is not here yet. Raises InputError."""
+    """Return the path of the file of the tokenizer that an option names. One on the hub or in a
+    store is fetched, if it is not here yet. Raises InputError."""
     if name.startswith(hub.PREFIX):
         return hub.fetched(name, FILES, COMPANIONS)
     if is_url(name):
@@ -63,7 +63,7 @@ def _in_folder(folder: str) -> str:
 
 @functools.cache
 def _fetched(url: str, cache: str) -> str:
-    """Once for a process, which so has one version of it."""
+    """Fetch once for a process, so that it sees one version."""
     key = key_of(url)
     try:
         found = {key: key.stat()}

@@ -30,7 +30,8 @@ def key_of(url: str, soon: bool = True) -> Key:
 
 
 def read(place: Path | Key) -> bytes:
-    """A whole file or object. Raises OSError, or InputError for a store that cannot be read."""
+    """Read a whole file or object. Raises OSError, or InputError for a store that cannot be
+    read."""
     if isinstance(place, Key):
         size = place.size()
         return bytes(place.read_agreed(0, size)) if size else b""
@@ -38,7 +39,7 @@ def read(place: Path | Key) -> bytes:
 
 
 def folders_in(place: Path | Key) -> list[str]:
-    """The names of the folders here. Raises InputError for a store that cannot be read."""
+    """List the folders here by name. Raises InputError for a store that cannot be read."""
     if isinstance(place, Key):
         return place.folders()
     return [path.name for path in place.glob("*") if path.is_dir()]
@@ -53,16 +54,16 @@ def out_place(text: str) -> str:
 
 
 def out_folder(text: str) -> Path:
-    """The same, where no store is written."""
+    """Parse an option `--out` of argparse that must be a folder of this machine."""
     if is_url(out_place(text)):
         raise argparse.ArgumentTypeError(f"{text} is in a store: name a folder of this machine")
     return Path(out_place(text))
 
 
 def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
-    """(name, URL, size and time) of what a source has: of an object, of all below a prefix with one
-    of these suffixes, or of those that match a glob. Names are those that the same files would have
-    on a disk (data/sources.py)."""
+    """List (name, URL, size and time) of the objects of a source: of one, of all below a prefix
+    with one of these suffixes, or of those that match a glob. Names are those that the same files
+    would have on a disk (data/sources.py)."""
     key = key_of(source)
     found: list[tuple[str, str, Stat]] = []
     if glob.has_magic(key.path):
@@ -87,8 +88,8 @@ def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
 
 
 def _pattern(path: str) -> str:
-    """A glob as a regular expression: `*` and `[...]` within a name, `**` any folders; what begins
-    with a dot is matched by a dot alone."""
+    """Translate a glob to a regular expression: `*` and `[...]` within a name, `**` any folders; a
+    leading dot is matched by a dot alone."""
     expressions = []
     *folders, name = path.split("/")
     for folder in folders:

@@ -45,7 +45,7 @@ class ObjectFile(io.RawIOBase):
         return self.position
 
     def readinto(self, block: memoryview) -> int:
-        """Fills the block, unless the object ends before. Raises Unreachable."""
+        """Fill the block, unless the object ends before. Raises Unreachable."""
         view = memoryview(block).cast("B")
         stop = min(self.position + len(view), self.size)
         done = 0

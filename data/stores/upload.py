@@ -18,8 +18,8 @@ PIECE = 1 << 22  # bytes that are read at a time
 
 
 def upload(prepared: Prepared, url: str, log: Callable[[str], object] = print) -> None:
-    """Raises InputError if something else is there, if a file is not what was written, or if the
-    store does not take it. What a killed upload left is written anew."""
+    """Upload a prepared folder. Raises InputError if something else is there, if a file is not what
+    was written, or if the store does not take it. An upload that was killed is repeated."""
     key = key_of(url, soon=False)
     if not key.path:
         raise InputError(f"--out: {url} is a whole bucket: name a prefix in it")
