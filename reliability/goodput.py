@@ -82,8 +82,8 @@ class Clock:
         self.write(stays=True)
 
     def step(self, step: int) -> None:
-        """This step is finished. Its line, a sign of life, is written over the line of the step
-        before."""
+        """Record that this step is finished. Its line, a sign of life, overwrites the line of the
+        step before."""
         self.at, self.started = step, True
         self.write()
 

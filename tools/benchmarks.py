@@ -83,7 +83,7 @@ def social_iqa(row: Row) -> Row:
 
 
 def copa(row: Row) -> Row:
-    """The choices begin with a space of their own, so that two are scored, as in the harness."""
+    """Give choices a leading space, so that two are scored, as in the harness."""
     connector = {"cause": "because", "effect": "therefore"}[row["question"]]
     choices = [f" {text[0].lower()}{text[1:]}" for text in (row["choice1"], row["choice2"])]
     context = f"{row['premise'].strip()[:-1]} {connector}"

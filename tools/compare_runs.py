@@ -199,7 +199,7 @@ def logged(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
 
 
 def series(folder: Path) -> dict[str, dict[int, float]]:
-    """metric -> step -> value, of metrics.jsonl, without timings."""
+    """Read metrics.jsonl as metric -> step -> value, without timings."""
     metrics: dict[str, dict[int, float]] = {}
     for step, values in logged(folder):
         for key, value in values.items():
@@ -209,8 +209,8 @@ def series(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def difference(a: float, b: float) -> float:
-    """Relative; 0 only if bitwise equal, also for two that are not a number; infinite if one is not
-    finite."""
+    """Return the relative difference; 0 only if bitwise equal, also for two that are not a number;
+    infinite if one is not finite."""
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
     if not (math.isfinite(a) and math.isfinite(b)):

@@ -90,7 +90,7 @@ def evaluate(
 
 
 def table(results: list[dict]) -> str:
-    """Task, score, value, standard error and the level of chance, in columns."""
+    """Format task, score, value, standard error and the level of chance in columns."""
     lines = [("task", "score", "value", "stderr", "chance")]
     for result in results:
         lines += _lines(result["name"], result["scores"])

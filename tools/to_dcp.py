@@ -198,8 +198,8 @@ def progress_of(manifest: dict) -> dict[Key, Any]:
 def param_groups(
     path: Path, manifest: dict, family: Any, trained: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """AdamW's options by parameter, as torch.optim has them. The learning rate is that of the next
-    step. Raises InputError for a checkpoint that does not know its configuration."""
+    """Return AdamW's options by parameter, as torch.optim has them. The learning rate is that of
+    the next step. Raises InputError for a checkpoint that does not know its configuration."""
     try:
         cfg = Config.model_validate(tomli.loads(manifest["facts"]["config"]))
     except (KeyError, ValueError) as error:

@@ -43,10 +43,10 @@ def choose(kernel: str, device: torch.device) -> None:
 
 @contextmanager
 def for_many_shapes() -> Iterator[None]:
-    """Inside, lengths may vary from forward to forward. Nothing is compiled, since each length
-    would be. PyTorch chooses among all kernels but cuDNN's, independently of training's choice:
-    cuDNN plans every new shape, and sampling has one for each token, 40 ms each on an H200 (torch
-    2.11). Nor would FlashAttention alone do, which refuses the mask of a forward of one new
+    """Allow lengths to vary from forward to forward, inside the context. Nothing is compiled, since
+    each length would be. PyTorch chooses among all kernels but cuDNN's, independently of training's
+    choice: cuDNN plans every new shape, and sampling has one for each token, 40 ms each on an H200
+    (torch 2.11). Nor would FlashAttention alone do, which refuses the mask of a forward of one new
     token."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):

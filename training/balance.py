@@ -34,8 +34,8 @@ def sum_counts(terms: AuxiliaryTerms, mesh: Mesh) -> None:
 
 @torch.no_grad()
 def move_biases(model: nn.Module, terms: AuxiliaryTerms, fine: Tensor, speed: float) -> None:
-    """fine: bool, a scalar: whether the step counts; if not, no bias changes. speed: by how much a
-    bias moves."""
+    """Move the biases of the routers towards a balanced load. fine: bool, a scalar: whether the
+    step counts; if not, no bias changes. speed: by how much a bias moves."""
     counts = terms.sums["expert_counts"]
     mixtures = model.mixtures() if counts else {}
     for layer, tokens in counts.items():

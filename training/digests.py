@@ -30,7 +30,8 @@ Digests = dict[str, Tensor]  # parameter -> float64 [2]: sum of the squares, and
 
 
 def factors(index: Tensor, key: str) -> Tensor:
-    """float64 of the shape of `index` (int64, overwritten): 0.5 to 1.5, or minus that."""
+    """Return float64 factors of the shape of `index` (int64, overwritten): 0.5 to 1.5, or minus
+    that."""
     number = hashlib.sha256(key.encode()).digest()
     bits = init.hash64(index, int.from_bytes(number[:8], "little", signed=True))
     size = (bits & ((1 << 52) - 1)).double().mul_(2.0**-52).add_(0.5)
@@ -38,8 +39,8 @@ def factors(index: Tensor, key: str) -> Tensor:
 
 
 def of_tensor(name: str, tensor: Tensor) -> Tensor:
-    """float64 [2], of this rank's shard of a parameter or of its gradient. An element's factor is the
-    product of one factor for each of its indices: so it costs a matrix times a vector."""
+    """Digest this rank's shard of a parameter or of its gradient: float64 [2]. An element's factor
+    is the product of one factor for each of its indices: so it costs a matrix times a vector."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     sums = torch.zeros(2, dtype=torch.float64, device=local.device)
     if not local.numel():
@@ -94,8 +95,8 @@ def numbers(digests: Digests) -> dict[str, list[float]]:
 
 
 def of_all_stages(digests: Digests, mesh: Mesh) -> dict[str, list[float]]:
-    """The numbers of the whole model: each rank of a pipeline has other parameters. Called by all
-    ranks."""
+    """Collect the digests of the whole model: each rank of a pipeline has other parameters. Called
+    by all ranks."""
     own = numbers(digests)
     if mesh.pp == 1:
         return own

@@ -31,8 +31,8 @@ logger = logging.getLogger("plumbline")
 
 
 def open_tasks(cfg: Config, tokenizer: Any) -> list[EncodedTask]:
-    """The tasks of a run, encoded. tokenizer: a data/tokenizer.py::Tokenizer. Raises InputError as
-    `data/tasks.py::open_task` does."""
+    """Open and encode the tasks of a run. tokenizer: a data/tokenizer.py::Tokenizer. Raises
+    InputError as `data/tasks.py::open_task` does."""
     window = cfg.training.seq_len
     tasks = []
     for row in cfg.evaluation.tasks:
@@ -141,8 +141,8 @@ class Share(NamedTuple):
 
 
 def shares_of(requests: Sequence[ScoreRequest], mesh: Mesh, most_tokens: int) -> Iterator[Share]:
-    """The longest requests first: whether memory suffices is known at once. A pipeline gets a
-    microbatch for each of its ranks."""
+    """Yield the shares of a batch, those of the longest requests first: whether memory suffices is
+    known at once. A pipeline gets a microbatch for each of its ranks."""
     parts = mesh.cp * (2 if mesh.zigzag else 1)
     unit = math.lcm(parts, mesh.cp * mesh.tp)  # ranks have equal parts of a sequence
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
@@ -160,8 +160,8 @@ def shares_of(requests: Sequence[ScoreRequest], mesh: Mesh, most_tokens: int) ->
 
 
 def batch_of(requests: Sequence[ScoreRequest], share: Share, mesh: Mesh) -> Batch:
-    """A batch as data/loader.py makes it, of this rank's tokens, and `requests` int64 [n]: which
-    request each of the first rows is. Padding stands on the right, where causal attention does not
+    """Build a batch as data/loader.py does, of this rank's tokens, and `requests` int64 [n]: which
+    request each of the first rows is. Padding is on the right, where causal attention does not
     look, and its labels do not count."""
     rows = share.microbatches * share.rows
     tokens = np.zeros((rows, share.length), np.int64)

@@ -51,8 +51,9 @@ class ExpertLoad:
                 sums[layer] = sums.get(layer, 0) + value.double()
 
     def report(self, step: int, model: nn.Module) -> tuple[dict[str, float], dict]:
-        """The metrics of the steps since the last report, and their line of `experts.jsonl`; then a
-        new beginning. Warns where routing collapses. Called by all ranks, and all get the same."""
+        """Return the metrics of the steps since the last report, and their line of `experts.jsonl`,
+        and reset the counts. Warns where routing collapses. Called by all ranks, and all get the
+        same."""
         X, layers = self.args.n_experts, self.args.n_layers
         # counts, two sums, range of the biases
         table = torch.zeros(layers, X + 3, dtype=torch.float64, device=self.mesh.device)
@@ -120,9 +121,9 @@ class ExpertLoad:
 
 
 def recorded(folder: Path) -> list[dict]:
-    """The lines of a run's `experts.jsonl`, oldest first: "step", "steps" (how many steps up to
-    this one were counted) and "counts", a list [X] by the number of the layer: how many tokens of
-    the global batches each expert got. Raises InputError."""
+    """Read a run's `experts.jsonl`, oldest line first: "step", "steps" (how many steps up to this
+    one were counted) and "counts", a list [X] by the number of the layer: how many tokens of the
+    global batches each expert got. Raises InputError."""
     path = folder / FILE
     try:
         text = path.read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ Compute = Callable[[Callable, Any, dict[str, Tensor], Callable], Any]
 
 
 def directly(gradients: Callable, job: Any, batch: dict[str, Tensor], flags: Callable) -> Any:
-    """gradients(job, batch, flags), kernel by kernel."""
+    """Compute gradients(job, batch, flags), kernel by kernel."""
     return gradients(job, batch, flags)
 
 
@@ -38,7 +38,8 @@ def open_recorder(cfg: Config, device: torch.device, args: Any) -> Compute:
 
 
 def check(cfg: Config, device: torch.device, args: Any) -> None:
-    """Raises InputError for what no recording on this device can hold. args: the model's numbers."""
+    """Raise InputError for a run that no recording on this device can hold. args: the model's
+    numbers."""
     if not cfg.compile.cuda_graphs:
         return
     if device.type != "cuda":
@@ -107,7 +108,7 @@ class GraphRecorder:
         self.gradients = [(p, p.grad) for p in job.model.parameters() if p.grad is not None]
 
     def copied(self, flags: Iterable[bool]) -> Any:
-        """The result of this step, apart from the next one's. Flags are raised in the copy."""
+        """Copy the result of this step, apart from the next one's. Flags are raised in the copy."""
         result = self.result
         terms = result.terms.copied()
         raised = result.raised.clone()

@@ -40,9 +40,9 @@ class LossAndMistakes:
 
 
 def mistakes(h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
-    """1 at every label that counts and is not the likeliest token, else 0: float32 [b, T]. The
-    arguments are those of `linear_cross_entropy`. Of tokens that are as likely, the first one is
-    taken, as by argmax."""
+    """Mark the labels that count and are not the likeliest token with 1, others with 0: float32 [b,
+    T]. The arguments are those of `linear_cross_entropy`. Of tokens that are equally likely, the
+    first one is taken, as by argmax."""
     group = None
     first_row = 0
     vocabulary = len(weight)

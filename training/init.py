@@ -36,7 +36,7 @@ CHUNK = 1 << 18  # elements at a time: the 64-bit temporaries stay in the proces
 
 
 def _signed(x: int) -> int:
-    """The 64-bit pattern of x as the int64 that torch wants."""
+    """Return the 64-bit pattern of x as the int64 that torch wants."""
     return x - (1 << 64) if x >= 1 << 63 else x
 
 
@@ -44,14 +44,14 @@ GAMMA, MIX1, MIX2 = map(_signed, (splitmix.GAMMA, *splitmix.FACTORS))
 
 
 def _shift_xor(x: Tensor, bits: int) -> Tensor:
-    """x ^= x >>> bits, in place; torch's >> keeps the sign of int64, so the sign's copies are
-    masked away."""
+    """Compute x ^= x >>> bits in place; torch's >> keeps the sign of int64, so the sign's copies
+    are masked away."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (64 - bits)) - 1))
 
 
 def hash64(index: Tensor, key: int) -> Tensor:
-    """Splitmix64 of `key + index * GAMMA`: int64 of the shape of `index`, all 64 bits well mixed.
-    Works in place."""
+    """Apply Splitmix64 to `key + index * GAMMA`: int64 of the shape of `index`, all 64 bits well
+    mixed. Works in place."""
     x = index.mul_(GAMMA).add_(key)
     first, second, third = splitmix.SHIFTS
     x = _shift_xor(x, first).mul_(MIX1)
@@ -61,9 +61,9 @@ def hash64(index: Tensor, key: int) -> Tensor:
 
 @cache
 def _quantiles() -> tuple[Tensor, Tensor]:
-    """The quantile function of the normal distribution, cut at +-CUTOFF and scaled to a standard
-    deviation of 1. Returns two float32 [2^CELL_BITS]: its value at the start of each cell, and the
-    step to the cell's end."""
+    """Tabulate the quantile function of the normal distribution, cut at +-CUTOFF and scaled to a
+    standard deviation of 1. Returns two float32 [2^CELL_BITS]: its value at the start of each cell,
+    and the step to the cell's end."""
     n = 1 << CELL_BITS
     normal = NormalDist()
     low = normal.cdf(-CUTOFF)
@@ -81,8 +81,8 @@ def _quantiles() -> tuple[Tensor, Tensor]:
 
 
 def normal_values(index: Tensor, key: int, std: float) -> Tensor:
-    """float32 values of deviation `std` for these global indices (int64, overwritten): a function
-    of (key, index)."""
+    """Return float32 values of deviation `std` for these global indices (int64, overwritten): a
+    function of (key, index)."""
     start, step = (t.to(index.device) for t in _quantiles())
     bits = hash64(index, key)
     cell = (bits >> (64 - CELL_BITS)).bitwise_and_((1 << CELL_BITS) - 1)

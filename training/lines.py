@@ -85,7 +85,7 @@ class Lines:
 
 
 def json_number(value: float) -> float | str:
-    """JSON has no NaN and no infinity: they become the strings "nan", "inf" and "-inf", which
+    """Replace NaN and infinity, which JSON has not, by the strings "nan", "inf" and "-inf", which
     float() reads back."""
     return value if math.isfinite(value) else str(float(value))
 
@@ -108,7 +108,7 @@ def forget_after(path: Path, step: int) -> None:
 
 
 def _step_of(line: str) -> float:
-    """The step of a line of metrics.jsonl; infinite if the line is not whole."""
+    """Return the step of a line of metrics.jsonl; infinite if the line is not whole."""
     try:
         return json.loads(line)["step"] if line.endswith("\n") else math.inf
     except (json.JSONDecodeError, KeyError, TypeError):

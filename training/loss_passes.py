@@ -56,13 +56,14 @@ EAGER = LossPasses(True, _largest, _sums, _gradient)
 
 
 def compiled_loss(loss: Callable[..., Tensor], cfg: Compile) -> Callable[..., Tensor]:
-    """`loss` with compiled passes, if blocks are compiled."""
+    """Return `loss` with compiled passes, if blocks are compiled."""
     return partial(loss, passes=compiled(cfg.backend)) if cfg.enabled else loss
 
 
 @cache
 def compiled(backend: str) -> LossPasses:
-    """The last piece is shorter, so each pass is compiled for any length after the first two."""
+    """Compile a pass. The last piece is shorter, so each pass is compiled for any length after the
+    first two."""
     largest, sums, gradient = (
         torch.compile(one, backend=backend, fullgraph=True)
         for one in (largest_logit, sum_exponentials, replace_by_gradient)
@@ -92,7 +93,7 @@ def replace_by_gradient(
 
 
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b. total [V, D], a [V, C], b [C, D]; total may have a wider type.
+    """Compute total += a @ b. total [V, D], a [V, C], b [C, D]; total may have a wider type.
 
     Then NVIDIA's GEMM adds in that type by itself, and nothing is rounded before: 0.75 of the time
     of a GEMM and an addition for pieces of 2,048 tokens on an H200 (docs/performance.md).

@@ -50,8 +50,8 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
 
 
 def slow_bfloat16(cfg: Config, device: torch.device) -> str:
-    """A sentence where the options ask for bfloat16 GEMMs of a CPU that takes far longer for them
-    than for float32; "" otherwise."""
+    """Return a warning where the options ask for bfloat16 GEMMs of a CPU that takes far longer for
+    them than for float32; "" otherwise."""
     if device.type != "cpu" or bfloat16_is_fast():
         return ""
     asked = {"training.param_dtype": cfg.training.param_dtype}
@@ -104,7 +104,8 @@ class Meter:
     def add(
         self, batch: dict[str, Tensor], result: Any, data_seconds: float, step_seconds: float
     ) -> None:
-        """A step is done. result: its train.StepResult; data_seconds: waiting for the batch."""
+        """Count a finished step. result: its train.StepResult; data_seconds: waiting for the
+        batch."""
         self.steps += 1
         self.waited += data_seconds
         self.worked += step_seconds
@@ -125,7 +126,7 @@ class Meter:
     def line(
         self, step: int, order: Any, loss: float, grad_norm: float, lr: float
     ) -> dict[str, float]:
-        """The metrics after `step`, and a new beginning. order: data/order.py's or
+        """Return the metrics after `step`, and reset the meter. order: data/order.py's or
         data/stream.py's. Called by all ranks."""
         seconds = self.waited + self.worked
         tokens_per_second = self.tokens_per_step * self.steps / seconds

@@ -139,7 +139,7 @@ def memory_gib(device: torch.device) -> float:
 
 
 def frozen_weights(model: nn.Module) -> int:
-    """Bytes of this rank's shards of what is not trained."""
+    """Count the bytes of this rank's shards of frozen weights."""
     frozen = [param for param in model.parameters() if not param.requires_grad]
     shards = [param.to_local() if isinstance(param, DTensor) else param for param in frozen]
     return sum(shard.nbytes for shard in shards)
@@ -312,8 +312,8 @@ class MetricsWriter:
 
     @contextlib.contextmanager
     def _curves_may_fail(self) -> Iterator[None]:
-        """A full disk ends TensorBoard's curves, whose thread then raises at every call, but not the
-        run."""
+        """Keep the run alive if a full disk ends TensorBoard's curves, whose thread then raises at
+        every call."""
         try:
             yield
         except OSError as error:
@@ -380,8 +380,8 @@ class MetricsWriter:
 
 
 def _open_tensorboard(folder: Path, start: int):
-    """A writer that hides what an earlier process wrote from step `start` + 1 on, and holds the
-    run's configuration as text. The import takes 0.15 s."""
+    """Open a writer that hides the lines of an earlier process from step `start` + 1 on, and holds
+    the run's configuration as text. The import takes 0.15 s."""
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(folder), purge_step=start + 1, flush_secs=20)

@@ -80,7 +80,8 @@ class Microbatches:
 
     def __call__(self, a: int) -> Inputs:
         def loss_head(h: Tensor, weight: Tensor) -> Tensor:
-            """The model calls it inside its forward, where FSDP has gathered `weight`."""
+            """Return the loss of the hidden states; the model calls it inside its forward, where
+            FSDP has gathered `weight`."""
             with record_function("loss"):
                 return self.loss(
                     h,

@@ -40,15 +40,15 @@ LR_FACTORS: dict[str, Callable[[int, int], float]] = {
 
 
 def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """FLOPs of the GEMMs that orthogonalise a matrix: in each step [m, n] @ [n, m], [m, m] @ [m, m]
-    and [m, m] @ [m, n], where m is the shorter side."""
+    """Count the FLOPs of the GEMMs that orthogonalise a matrix: in each step [m, n] @ [n, m], [m,
+    m] @ [m, m] and [m, m] @ [m, n], where m is the shorter side."""
     m, n = sorted((rows, columns))
     return steps * (4 * m * m * n + 2 * m * m * m)
 
 
 def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
-    """The nearest matrix with orthonormal rows or columns, approximately. [X, R, C] -> [X, R, C] in
-    the same type, each matrix for itself."""
+    """Return the nearest matrix with orthonormal rows or columns, approximately. [X, R, C] -> [X,
+    R, C] in the same type, each matrix for itself."""
     if len(matrices) == 1:
         return _newton_schulz(matrices[0], steps)[None]
     return _newton_schulz(matrices, steps)
@@ -181,5 +181,5 @@ def move(weight: nn.Parameter, group: dict, update: Tensor, skip: Tensor | None)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -86,8 +86,8 @@ def key_of(name: str) -> int:
 
 
 def rounded(x: Tensor, bits: Tensor) -> Tensor:
-    """float32 values that bfloat16 holds exactly: each x, up (away from 0) or down, in the mean x.
-    bits: int64; their lowest 16 are the random ones."""
+    """Round to float32 values that bfloat16 holds exactly: each x, up (away from 0) or down, in the
+    mean x. bits: int64; their lowest 16 are the random ones."""
     pattern = x.float().view(torch.int32)
     pattern = pattern + bits.bitwise_and_(0xFFFF).to(torch.int32)
     return pattern.bitwise_and_(-0x10000).view(torch.float32)

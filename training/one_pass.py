@@ -110,7 +110,8 @@ def numbers_of(group: dict, step: Tensor, factor: Tensor, counts: Tensor) -> dic
 def update_weight(
     numbers: dict[str, Tensor], grad: Tensor, weight: Tensor, average: Tensor, squares: Tensor
 ) -> None:
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm 2) on rows of numbers, in place."""
+    """Update rows of numbers in place by AdamW (Loshchilov and Hutter, arXiv:1711.05101, algorithm
+    2)."""
     counts = numbers["counts"]
     grad = grad * numbers["factor"]
     new_average = average + (grad - average) * numbers["new1"]

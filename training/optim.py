@@ -27,7 +27,7 @@ def build_optimizer(
     mesh: Mesh | None = None,
     compiled: Compile | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer over the model's own (sharded) parameters: call it after
+    """Build the optimizer over the model's own (sharded) parameters: call it after
     `parallelisms.parallelize`, never before, or it would update tensors that the model no longer
     uses. Parameters that require no gradient are left out.
 
@@ -70,7 +70,7 @@ def build_optimizer(
 
 
 def first_match(rows: Sequence[tuple[str, bool]], name: str) -> bool:
-    """The value of the first row whose pattern matches. Raises ValueError if none does."""
+    """Return the value of the first row whose pattern matches. Raises ValueError if none does."""
     for pattern, value in rows:
         if fnmatchcase(name, pattern):
             return value
@@ -106,14 +106,14 @@ def learning_rate(step: int, steps: int, peak: float, cfg: LRSchedule) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """lr: of the run; a group has `lr_scale` times as much."""
+    """Set the learning rate of all groups. lr: of the run; a group has `lr_scale` times as much."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"]
 
 
 def step_if(fine: Tensor, optimizer: Any) -> None:
-    """optimizer.step() where `fine` (bool, a scalar) is true; else weights and state stay as they
-    are, bit by bit.
+    """Call optimizer.step() where `fine` (bool, a scalar) is true; else weights and state stay as
+    they are, bit by bit.
 
     No host-device sync: fused AdamW and Muon read `found_inf` on the device, as torch.amp.GradScaler
     makes them skip a step. SGD has no fused kernel for DTensors, and offloaded weights are on the
@@ -169,14 +169,16 @@ def clip_grad_norm(
 
 
 def parts_of(tensor: Tensor) -> tuple[Any, tuple[int, ...]]:
-    """Its mesh, and the dimensions of it that split the tensor: (None, ()) for a plain one."""
+    """Return the tensor's mesh, and the dimensions of it that split the tensor: (None, ()) for a
+    plain one."""
     if not isinstance(tensor, DTensor):
         return None, ()
     return tensor.device_mesh, split_over(tensor)
 
 
 def split_over(grad: DTensor) -> tuple[int, ...]:
-    """The dimensions of its mesh, by number, whose ranks hold different parts of a gradient."""
+    """Return the dimensions of the tensor's mesh, by number, whose ranks hold different parts of a
+    gradient."""
     if any(placement.is_partial() for placement in grad.placements):
         raise ValueError(
             f"a gradient is not summed over the ranks yet: {grad.placements} on {grad.device_mesh}"
@@ -193,7 +195,7 @@ ROW = 8192  # elements whose squares a CPU adds up in float32, one after another
 
 
 def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
-    """The sum of the squares of all elements, a float64 scalar.
+    """Sum the squares of all elements, a float64 scalar.
 
     A GPU has one kernel for many tensors, which adds up in blocks. On a CPU `torch._foreach_norm`
     and `vector_norm` add the squares of a whole tensor into a few float32 numbers: 7e-4 too little

@@ -128,7 +128,8 @@ OPTIMIZERS: dict[str, Kind] = {
 
 
 def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
-    """The rule of a group of this optimizer. Raises KeyError if it has no row in the table."""
+    """Return the rule of a group of this optimizer. Raises KeyError if it has no row in the
+    table."""
     name = group.get("rule", type(optimizer).__name__)
     for kind in OPTIMIZERS.values():
         for rule in kind.rules:
@@ -189,8 +190,8 @@ def kept_after_a_step(optimizer: torch.optim.Optimizer, group: Group) -> dict[st
 
 
 def wrong_rows(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Sentences that say where the table and the optimizer differ: a checkpoint, a resumed run or a
-    plan would miss what the table does not have."""
+    """Describe in sentences where the table and the optimizer differ: a checkpoint, a resumed run
+    or a plan would miss what the table does not have."""
     problems = {}
     for group in optimizer.param_groups:
         try:

@@ -47,8 +47,8 @@ class KeyValueCache:
     def forward(
         self, tokens: Tensor, positions: Tensor, loss_head: Callable[[Tensor, Tensor], Tensor]
     ) -> Tensor:
-        """The model's forward of tokens int64 [B, T]. positions: int64 [T] from 0 on in the first
-        forward, which fills the cache, and int64 [B, T] afterwards: what was kept at these
+        """Run the model's forward on tokens int64 [B, T]. positions: int64 [T] from 0 on in the
+        first forward, which fills the cache, and int64 [B, T] afterwards: the cache at these
         positions is replaced."""
         attention = self.model.cores()
         latents = self.model.latents()
@@ -152,8 +152,9 @@ def to_all_before(positions: Tensor, length: int, spec: AttentionSpec = PLAIN) -
 
 @contextmanager
 def whole_sequences(model: nn.Module) -> Iterator[None]:
-    """Inside, attention is that of the model itself, without what context parallelism has put in
-    its place: there every rank has a part of a sequence, and here each has all of it."""
+    """Use the attention of the model itself, inside the context, without the modules that context
+    parallelism has put in its place: there every rank has a part of a sequence, and here each has
+    all of it."""
     shared = [core for core in model.cores() if isinstance(core, cores.CoreOfRanks)]
     with cores.instead(model, shared, [core.core for core in shared]):
         yield
@@ -164,7 +165,7 @@ def _whole(x: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
-    """One of the `top_k` likeliest tokens. logits: float32 [V] on the CPU; temperature 0: the
+    """Draw one of the `top_k` likeliest tokens. logits: float32 [V] on the CPU; temperature 0: the
     likeliest."""
     if temperature == 0:
         return int(logits.argmax())
@@ -256,6 +257,7 @@ def sample(
     stops: Collection[int] = (),
     **options: Any,
 ) -> list[int]:
-    """The ids of one prompt and of what follows it; the options are those of `sample_stream`."""
+    """Return the ids of one prompt and of its continuation; the options are those of
+    `sample_stream`."""
     stream = sample_stream(model, [prompt], new_tokens, context, device, stops, **options)
     return [*prompt, *(token for [token] in stream)]

@@ -29,7 +29,7 @@ def scores(
 
 
 def by_row(task: EncodedTask, numbers: np.ndarray) -> list[list[float]]:
-    """The numbers of each row's requests."""
+    """Return the numbers of each row's requests."""
     parts: list[list[float]] = [[] for _ in task.rows]
     for row, value in zip(task.row_of_request, numbers.tolist(), strict=True):
         parts[row].append(value)
@@ -66,7 +66,7 @@ def _of_questions(task: EncodedTask, log_likelihoods: np.ndarray) -> dict[str, f
 
 
 def _of_groups(right: np.ndarray, chances: np.ndarray, groups: np.ndarray) -> dict[str, float]:
-    """The accuracy of each group, under GROUP/acc. Their mean, weighted by their sizes as in
+    """Return the accuracy of each group, under GROUP/acc. Their mean, weighted by their sizes as in
     lm-evaluation-harness 0.4.13, is the accuracy of all questions."""
     found = {}
     for group in sorted({*groups.tolist()} - {""}):
@@ -116,7 +116,8 @@ def _of_continuations(task: EncodedTask, mistakes: np.ndarray) -> dict[str, floa
 
 
 def _words(row: Text) -> int:
-    """`len(re.split(r"\\s+", text))` there: whitespace at an end begins or ends an empty word."""
+    """Count words like `len(re.split(r"\\s+", text))` there: whitespace at an end begins or ends an
+    empty word."""
     return len(row.text.split()) + row.text[0].isspace() + row.text[-1].isspace()
 
 
@@ -125,15 +126,16 @@ def _error(key: str, value: float) -> dict[str, float]:
 
 
 def _mean_error(values: np.ndarray) -> float:
-    """The standard error of a mean; NaN of one value."""
+    """Return the standard error of a mean; NaN of one value."""
     if len(values) < 2:
         return math.nan
     return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 def _grouped_error(values: np.ndarray, groups: np.ndarray) -> float:
-    """The standard error of a mean over groups, by the variance inside them (lm_eval/api/metrics.py,
-    `pooled_sample_stderr`, of lm-evaluation-harness 0.4.13); with one group `_mean_error`."""
+    """Return the standard error of a mean over groups, by the variance inside them
+    (lm_eval/api/metrics.py, `pooled_sample_stderr`, of lm-evaluation-harness 0.4.13); with one
+    group `_mean_error`."""
     names = np.unique(groups)
     if len(names) == 1:
         return _mean_error(values)
@@ -144,7 +146,7 @@ def _grouped_error(values: np.ndarray, groups: np.ndarray) -> float:
 
 
 def _ratio_error(amounts: np.ndarray, counts: np.ndarray) -> float:
-    """The standard error of sum(amounts) / sum(counts), by linearisation (Cochran, Sampling
+    """Return the standard error of sum(amounts) / sum(counts), by linearisation (Cochran, Sampling
     Techniques, 1977, equation 6.13 without the correction for a finite population). NaN of one
     text."""
     if len(amounts) < 2:

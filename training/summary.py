@@ -9,8 +9,8 @@ from training.sample import sample
 
 
 def summarise(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: MetricsWriter) -> str:
-    """The loss, a sample if the run is done, where its files are, and how to go on. All ranks call
-    it, because all of them compute the sample.
+    """Summarise a run: the loss, a sample if the run is done, where its files are, and how to go
+    on. All ranks call it, because all of them compute the sample.
 
     job: a train.Job; tokenizer: a data/tokenizer.py::Tokenizer; step: the last one.
     """
@@ -51,7 +51,7 @@ def summarise(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: Metric
 
 
 def sample_text(job: Any, tokenizer: Any) -> str:
-    """debug.sample_prompt and what the model writes after it."""
+    """Return debug.sample_prompt and the model's continuation."""
     debug = job.cfg.debug
     ids = sample(
         job.model,

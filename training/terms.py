@@ -38,8 +38,8 @@ class TermLog:
         self.steps += not skipped
 
     def line(self) -> dict[str, float]:
-        """The terms, as means over the tokens of each and over the steps since the last line;
-        then a new beginning. Called by all ranks, and all get the same."""
+        """Return the terms, as means over the tokens of each and over the steps since the last
+        line, and reset them. Called by all ranks, and all get the same."""
         if self.names is None:
             of_ranks = self.mesh.gather(list(self.sums))
             self.names = sorted({name for names in of_ranks for name in names})
@@ -56,7 +56,8 @@ class TermLog:
 
 
 def named(terms: AuxiliaryTerms) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """The scalars under the names of their metrics, and by what to divide them. Raises ValueError for what is none."""
+    """Yield the scalars under the names of their metrics, and the divisor of each. Raises
+    ValueError for anything else."""
     for term, of_layers in terms.sums.items():
         if term in experts.TERMS:
             continue

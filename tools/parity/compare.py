@@ -105,7 +105,7 @@ def merged(ranks: list[Notes], kind: str, step: int | None = None) -> dict[str, 
 
 
 def losses_of_tokens(ranks: list[Notes], T: int) -> np.ndarray:
-    """[S, T], of the ranks that have the last stage."""
+    """Return the losses [S, T] of the ranks that have the last stage."""
     every = windows(ranks)
     result = np.zeros((len(every), T))
     for seen in ranks:

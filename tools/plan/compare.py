@@ -75,7 +75,7 @@ def dollars(value: float) -> str:
 
 
 def hours(plan: Plan) -> float:
-    """GPU-hours of the run, without interruptions."""
+    """Count the GPU-hours of the run, without interruptions."""
     return plan.inputs.gpus * plan.steps * plan.time.seconds / 3600
 
 

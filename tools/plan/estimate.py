@@ -52,10 +52,10 @@ class Ring:
     def seconds(
         self, kind: str, message: int, device: Device, sent: tuple[float, float] = EVERY_ROW
     ) -> float:
-        """Alpha-beta model of a ring: hops of latency alpha, bytes over bandwidth. `message` is
-        counted as NCCL's tests count it: every rank sends (n-1)/n of it, twice for an all-reduce
-        (nccl-tests, doc/PERFORMANCE.md). sent: the part of an all-to-all's rows that is
-        sent inside the host, and of those for other hosts."""
+        """Estimate a collective by the alpha-beta model of a ring: hops of latency alpha, bytes
+        over bandwidth. `message` is counted as NCCL's tests count it: every rank sends (n-1)/n of
+        it, twice for an all-reduce (nccl-tests, doc/PERFORMANCE.md). sent: the part of an
+        all-to-all's rows that is sent inside the host, and of those for other hosts."""
         if self.ranks == 1:
             return 0.0
         bandwidth = self.bandwidth(device)

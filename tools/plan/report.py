@@ -368,7 +368,7 @@ def less_exposed(plan: Plan) -> list[str]:
 
 
 def speed(plan: Plan) -> list[str]:
-    """FLOPs, the time of a step and what it goes into, tokens per second."""
+    """Describe FLOPs, the time of a step and its parts, tokens per second."""
     t = plan.time
     d = plan.inputs.device
     # narrow heads, documents and windows are slower than the device's row says

@@ -113,9 +113,9 @@ def has_no_vector(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def attention_matmul_flops(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
-    """FLOPs of one of attention's matmuls, of q [b, H, T, E] with k [b, K, M, E]. PaLM's convention
-    counts a causal matmul whole, although half of its results are masked. A matmul without a mask
-    is therefore counted twice."""
+    """Count the FLOPs of one of attention's matmuls, of q [b, H, T, E] with k [b, K, M, E]. PaLM's
+    convention counts a causal matmul whole, although half of its results are masked. A matmul
+    without a mask is therefore counted twice."""
     b, h, t, e = q.shape
     return 2 * b * h * t * k.shape[-2] * e * (1 if causal else 2)
 
@@ -866,7 +866,7 @@ def pieces_backward_on_gpu(
 
 
 def rms_norm_on_gpu(*args) -> torch.Tensor:
-    """RMSNorm as CUDA dispatches it: to one fused operator that saves its input and one number per
+    """Dispatch RMSNorm as CUDA does: to one fused operator that saves its input and one number per
     row. CPU tensors would take PyTorch's composite, which saves several float32 copies."""
     return aten._fused_rms_norm(*args)[0]
 

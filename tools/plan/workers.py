@@ -39,7 +39,7 @@ def workers(calls: int = MOST, fresh: bool = False) -> ProcessPoolExecutor:
 
 
 def in_processes(function: Callable, calls: list[tuple]) -> list:
-    """function(*call) for each call, each on the next free worker."""
+    """Return function(*call) of each call, each computed on the next free worker."""
     if not calls:
         return []
     with workers(len(calls)) as pool:

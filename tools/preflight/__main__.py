@@ -76,7 +76,7 @@ CHECKS = {
 
 
 def expected(text: str) -> dict[str, float]:
-    """--expect as GB/s by mesh dimension. Raises InputError."""
+    """Parse --expect into GB/s by mesh dimension. Raises InputError."""
     rates = {}
     for part in filter(None, text.split(",")):
         dim, _, number = part.partition(":")
@@ -307,8 +307,8 @@ def _stop(number: int, frame: object) -> None:
 
 
 def launcher_store(world: meshes.World, seconds: int) -> dist.Store:
-    """torchrun's and tools.launch's store of this job, which the process group will use too; of one
-    process its own."""
+    """Open the store of this job by torchrun or tools.launch, which the process group will use too;
+    one process has its own."""
     if world.size == 1:
         return dist.HashStore()
     if dist.is_initialized():

@@ -134,7 +134,7 @@ def summary(x: Tensor) -> Summary:
 
 
 def parts(x: Tensor, count: int, sizes: list[int] | None = None) -> list[Summary]:
-    """x cut along its first dimension, evenly or into these sizes."""
+    """Cut x along its first dimension, evenly or into these sizes."""
     cut = x.split(list(sizes)) if sizes else x.reshape(-1).split(max(1, -(-x.numel() // count)))
     found = [summary(part) for part in cut]
     nothing = summary(x.new_empty(0))
