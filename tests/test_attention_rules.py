@@ -136,6 +136,7 @@ def test_the_comparison_sees_what_is_dropped(dropped):
     assert compare(SPECS["all"], True, torch.float32, without) > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_documents", [False, True], ids=["windows", "documents"])
 def test_the_operator_is_a_good_one(with_documents):
     """PyTorch's own checks: shapes and gradients under autograd, fake tensors and torch.compile."""

@@ -168,6 +168,7 @@ RUNS = {  # name: (mesh, further options)
 }
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "name",
@@ -264,6 +265,7 @@ def really(*more: str) -> tuple:
     return real_step(planned(*more))
 
 
+@pytest.mark.slow
 @pytest.mark.cap(200)
 def test_the_plan_has_the_memory_of_a_real_step():
     outcomes = run_ranks(2, really, NARROW)

@@ -72,6 +72,7 @@ def test_a_branch_of_nothing_is_a_sentence(given, words, parent, tmp_path):
     assert code == 2 and words in said
 
 
+@pytest.mark.slow
 def test_another_model_or_tokenizer_is_named_by_its_option(parent, tmp_path):
     options, folder = parent
     for option, words in (
@@ -150,6 +151,7 @@ def _last_save_fails(options: list[str], folder: Path) -> tuple[int, str]:
     return run(options, folder)
 
 
+@pytest.mark.slow
 def test_no_room_for_the_last_checkpoint_is_1(parent, tmp_path):
     """A launcher starts nothing again after 2, which means that nothing was started; a second try
     finds the room that was made meanwhile."""

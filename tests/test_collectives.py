@@ -138,6 +138,7 @@ def test_a_rank_with_a_different_collective_is_named_before_a_sum_is_wrong(
     assert max(series(tmp_path)) == BAD - 1 and not list(tmp_path.glob("checkpoints/step-*"))
 
 
+@pytest.mark.slow
 def test_negative_control_without_the_check_the_sum_is_silently_wrong(options, tmp_path):
     """The negative control."""
     assert run_ranks(2, drifted, [*options, *TWO], tmp_path, other_type) == ["exit code 0"] * 2

@@ -318,6 +318,7 @@ def sent(modes: list[str]) -> list[dict[str, int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_checkpointing_sends_nothing_twice_that_it_says_to_keep():
     """In each of 3 layers: keys and values are all-gathered in forward and in backward, and their
     gradients reduce-scattered; heads are swapped before and after attention, in forward and in

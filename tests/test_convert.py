@@ -804,6 +804,7 @@ def test_metas_files(kind, tmp_path):
     assert (got - want).abs().max() <= 2e-5 * want.std()
 
 
+@pytest.mark.slow
 def test_negative_control_rotations_that_were_not_permuted(tmp_path, monkeypatch):
     whole, params = write_meta(tmp_path / "meta", "llama3")
     monkeypatch.setattr(llama_formats, "half_rotation", lambda weight, heads: weight)

@@ -272,6 +272,7 @@ assert not ours, ours
 """
 
 
+@pytest.mark.slow
 def test_pytorch_alone_reads_it(tmp_path):
     """dcp.load, and format_utils, in a process that does not know us."""
     tensors = write_checkpoint(SMALL, tmp_path / "run")
@@ -329,6 +330,7 @@ def test_a_run_goes_on_from_its_folder_on_another_mesh(tmp_path):
     assert all(abs(found[step] - wanted[step]) < 1e-5 for step in found)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_torchtitans_with_data_of_its_own(tmp_path):
     """Nothing says which data that run has seen: refused, until it is allowed."""
     options = tiny_run(tmp_path)
@@ -501,7 +503,14 @@ def losses_from(folder: Path, options: list[str], steps: range) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("fused", "ranks"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(
+    ("fused", "ranks"),
+    [
+        pytest.param(False, 1, marks=pytest.mark.slow),
+        (True, 1),
+        pytest.param(True, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_torchtitans_llama_goes_on_here(fused, ranks, tmp_path):
     """Two steps of AdamW there, and the next three here on two ranks: the same losses to 1e-5."""
     folder = tmp_path / "step-2"

@@ -267,6 +267,7 @@ def test_chunks_have_the_results_and_gradients_of_one_process(routed, name):
         assert max(in_chunks[name].values()) < 1e-12, (rank, in_chunks[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", ["fanned_out_twice", "combined_early", "swapped_chunks"])
 def test_negative_control_a_wrong_exchange_is_seen(routed, mistake):
     for rank, (_, wrong, _) in enumerate(routed[1:], start=1):  # rank 0 has no tokens
@@ -508,7 +509,9 @@ def numbers_of_a_mixture() -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "chunks", [2, *(pytest.param(chunks, marks=pytest.mark.slow) for chunks in (1, 3))]
+)
 @pytest.mark.parametrize("exchange", ["flat", "hierarchical"])
 def test_experts_compute_while_rows_are_on_their_way(exchange, chunks):
     """The shared ones behind all dispatches, the others behind the next dispatch and the combine

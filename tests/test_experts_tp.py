@@ -162,6 +162,7 @@ def without_factor(options: list[str], dp_size: int) -> dict:
         return trajectory(options, dp_size)
 
 
+@pytest.mark.slow
 def test_negative_control_experts_averaged_over_too_many_ranks():
     ranks, options, dp_size = EXPERT_MESHES["experts on tp2"]
     options = [*EXPERTS["qwen3 experts"], *options]

@@ -104,6 +104,7 @@ def test_products_are_those_of_the_rounded_factors(name, emulate):
     assert max(errors(recipe._replace(emulate=emulate), recipe)) < 2**-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_negative_control_a_different_rounding_is_seen(name):
     right = RECIPES[name]
@@ -139,6 +140,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden():
             assert not of_x[3].isfinite().any() and not of_weight[5].isfinite().any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_bit_is_that_of_torchao(name):
     torchao = pytest.importorskip("torchao.float8", reason="torchao is only for this comparison")
@@ -235,6 +237,7 @@ def operators_of_a_block(recipe: str) -> tuple[list[Counter], list[float], list[
     return graphs, plain, train_steps(job, 2)
 
 
+@pytest.mark.slow
 def test_a_compiled_block_rounds_each_matrix_once():
     """Seven layers with four different inputs. Layers that share an input share its scale, and the
     scales of a forward pass are kept for its backward, where only the gradients need one."""

@@ -238,6 +238,7 @@ def test_a_token_costs_one_position():
     assert lengths == [12, 4, 4, 4, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["positions", "mask", "not kept"])
 def test_control_a_wrong_cache_gives_other_tokens(fault, monkeypatch):
     model = restless()
@@ -294,6 +295,7 @@ def sampled_on_a_mesh(options: list[str]) -> list[list[list[int]]]:
     return made
 
 
+@pytest.mark.slow
 def test_the_same_tokens_on_every_mesh():
     """16 tokens of context, which the second prompt outgrows; also with blocks that are compiled
     and checkpointed. On FSDP x TP: tests/test_train.py."""

@@ -152,6 +152,7 @@ MISTAKES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_negative_control_transformers_differs(mistake, monkeypatch):
     pytest.importorskip("transformers")
@@ -174,6 +175,7 @@ def router_bias_of_one_slice(options: list[str], dp_size: int) -> dict:
     return trajectory(options, dp_size)
 
 
+@pytest.mark.slow
 def test_negative_control_router_of_one_slice():
     ranks, options, dp_size = EXPERT_MESHES["experts on tp2"]
     options = [*EXPERTS["gpt_oss"], *options]

@@ -85,6 +85,7 @@ def test_steps_of_a_recorder_are_those_without(kind):
     assert recorder.launched == 5
 
 
+@pytest.mark.slow
 def test_negative_control_results_that_lie_where_the_graph_writes_are_seen():
     class Shared(OnCpu):
         def copied(self, flags):

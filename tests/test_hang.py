@@ -227,6 +227,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 # Controls ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_negative_control_positions_that_stand_still_name_another(
     verdicts: dict[str, hang.Verdict], place: Path, tmp_path: Path
 ) -> None:
@@ -240,6 +241,7 @@ def test_negative_control_positions_that_stand_still_name_another(
     assert not names(now, hang.judge(hang.read(tmp_path / "mixed")))
 
 
+@pytest.mark.slow
 def test_negative_control_without_flights_a_missing_call_is_not_named(
     verdicts: dict[str, hang.Verdict], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +341,7 @@ def small() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_negative_control_an_operator_is_counted(tmp_path: Path) -> None:
     [(without, with_positions, _, _)] = run_ranks(1, steps_of, small(), tmp_path, True)
     assert len(with_positions[0]) > len(without[0])

@@ -605,6 +605,7 @@ def under_clock(options: list[str], folder: Path, clock: str) -> tuple[int, str]
     return run(options, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "clock",
     [

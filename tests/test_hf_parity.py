@@ -88,6 +88,7 @@ def interleaved(shape: str) -> dict:
     return both(shape)
 
 
+@pytest.mark.slow
 def test_negative_control_interleaved_rope_is_noticed():
     pytest.importorskip("transformers")
     assert run_ranks(1, interleaved, "llama3")[0]["logits"] > 1e-3

@@ -40,6 +40,7 @@ def written(folder: Path, **changed: object) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_control_what_is_in_range_is_read(tmp_path):
     tensors = {"model.\u00e9": ROW | {"split": [[0, 1, 1]] * 5}}
     found = verify.read_manifest(written(tmp_path / "a", tensors=tensors, ancestors=["step-1"]))

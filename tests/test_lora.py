@@ -121,6 +121,7 @@ def test_a_familys_layers_and_counts_are_those_of_its_model(shape):
     assert set(family.numbers.layers) == linear | experts
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_a_step_without_gradients_of_frozen_weights():
     """All matmuls of a step, but for those that the formula names: the first block needs no gradient
     of its input."""
@@ -231,6 +232,7 @@ def without_reduction(options: list[str], dp_size: int) -> dict:
     return trajectory(options, dp_size)
 
 
+@pytest.mark.slow
 def test_negative_control_a_gradient_that_is_not_reduced():
     ranks, options, dp_size = ALL_MESHES["tp2"]
     seen = run_ranks(ranks, without_reduction, [*ADAMW, *LORA_DENSE, *options], dp_size)[0]
@@ -251,11 +253,13 @@ def with_mistake(mistake: str, options: list[str]) -> dict:
     return trajectory(options)
 
 
+@pytest.mark.slow
 def test_negative_control_alpha_and_rank_are_dropped():
     [seen] = run_ranks(1, with_mistake, "scale", [*ADAMW, *LORA_DENSE])
     assert any("loss off" in problem for problem in compare("scale", seen, plain(*LORA_DENSE)))
 
 
+@pytest.mark.slow
 def test_negative_control_a_base_that_is_trained():
     [seen] = run_ranks(1, with_mistake, "frozen", [*ADAMW, *LORA_DENSE])
     assert "norm.weight" in seen["grad"]
@@ -352,7 +356,7 @@ def test_a_checkpoint_holds_adapters_and_names_their_base(runs):
     "ranks, mesh",
     [
         (1, []),
-        (2, ["--parallelism.tensor_parallel=2"]),
+        pytest.param(2, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.slow),
         pytest.param(2, ["--parallelism.pipeline_parallel=2"], marks=pytest.mark.slow),
         pytest.param(2, [], marks=pytest.mark.slow),
     ],
@@ -374,6 +378,7 @@ def test_a_run_resumes_on_any_mesh(runs, tmp_path, ranks, mesh):
         assert (tensor - theirs[name]).norm() <= 1e-5 * theirs[name].norm(), name
 
 
+@pytest.mark.slow
 def test_the_same_base_from_another_folder_has_the_same_hash(runs, tmp_path):
     folder = from_step_5(runs, tmp_path)
     published = runs["base"] / "hf" / verify.step_name(4, 0)
@@ -393,6 +398,7 @@ def hash_of_base(options: list[str]) -> str:
     return adapters.hash_of(hf.base_of(job.model), job.mesh, group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -454,6 +460,7 @@ def test_a_checkpoint_of_a_whole_model_has_no_adapters(runs):
         adapters.read(runs["base"])
 
 
+@pytest.mark.slow
 def test_a_run_of_adapters_is_scored_as_its_merged_model(runs, tmp_path):
     """By tools.evaluate, and not as its base."""
     merged, task = tmp_path / "merged", tmp_path / "words.jsonl"

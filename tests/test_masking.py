@@ -217,6 +217,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_negative_controls(name):
     bug, *args = BUGS[name]

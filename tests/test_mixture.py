@@ -163,6 +163,7 @@ def test_every_seed_is_validated_on_the_same_sequences_in_the_same_order(options
     assert trained[0] != trained[1], "the control: the order of the training data follows the seed"
 
 
+@pytest.mark.slow
 def test_changed_data_is_refused_or_recorded(options, tmp_path, place):
     """A run of 10 steps with other weights from there on: refused, then spliced, then an ordinary
     resume."""
@@ -250,6 +251,7 @@ WORDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WORDS)
 @pytest.mark.cap(60)
 def test_a_worker_that_fails_ends_the_run_on_all_ranks(options, tmp_path, how):

@@ -315,6 +315,7 @@ def scheduled(run: list[str], ignored: bool) -> dict:
     return parity.trajectory(run)
 
 
+@pytest.mark.slow
 def test_negative_control_an_ignored_lr_scale_is_seen():
     run = [*MUON, "--optimizer.adamw_lr_scale=0.1"]
     honoured, ignored = (run_ranks(1, scheduled, run, how)[0] for how in (False, True))

@@ -88,6 +88,7 @@ def gradient_of_own_columns() -> None:
     tp_plain.SumOverRanks.backward = staticmethod(lambda ctx, grad: (grad, None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mistake, wrong",
     [
@@ -106,6 +107,7 @@ def mistaken_trajectory(options: list[str], mistake: Callable[[], None]) -> dict
     return trajectory(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mistake", [own_columns, gradient_of_own_columns])
 def test_negative_control_in_a_run(mistake):
     oracle = plain(model="olmo2")
@@ -127,7 +129,7 @@ def documented(mesh: str, *more: str) -> None:
     "mesh, more",
     [
         ("cp2", []),
-        ("cp2", [ULYSSES]),
+        pytest.param("cp2", [ULYSSES], marks=pytest.mark.slow),
         pytest.param("fsdp2xtp2", [], marks=pytest.mark.slow),
         pytest.param("pp2", ["--training.local_batch_size=4"], marks=pytest.mark.slow),
     ],
@@ -159,6 +161,7 @@ def difference(window_dropped_in: int | None = None) -> float:
         return (ours(tokens, torch.arange(37)) - theirs(tokens).logits).abs().max().item()
 
 
+@pytest.mark.slow
 def test_negative_control_a_window_dropped_in_a_layer_is_noticed():
     pytest.importorskip("transformers")
     assert run_ranks(1, difference)[0] <= 1e-5

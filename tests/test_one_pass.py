@@ -80,6 +80,7 @@ def test_one_pass_is_fused_adamw_after_clipping(backend, monkeypatch):
     assert far(model, other, fused, one) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_count_changes_nothing():
     model, other = a_model(), a_model()
     _, one = optimizers(model, other, "eager")
@@ -96,6 +97,7 @@ def test_a_step_that_does_not_count_changes_nothing():
     assert all(map(torch.equal, before, everything()))
 
 
+@pytest.mark.slow
 def test_without_a_factor_it_is_fused_adamw():
     model, other = a_model(), a_model()
     fused, one = optimizers(model, other, "eager")

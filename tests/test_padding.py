@@ -134,6 +134,7 @@ def padding_counted() -> None:
     train.Microbatches = microbatches
 
 
+@pytest.mark.slow
 def test_negative_control(plain):
     grad, _ = of_balance(answers=4, change=divided_by_labels)
     assert furthest(grad, plain[0]) > 1

@@ -72,7 +72,7 @@ def test_every_two_settings_meet_in_the_matrix():
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(mesh, marks=() if mesh in ("fsdp2", "tp2", "pp2") else pytest.mark.slow)
+        pytest.param(mesh, marks=() if mesh in ("fsdp2", "tp2") else pytest.mark.slow)
         for mesh in FEW_RANKS
     ],
 )

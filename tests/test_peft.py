@@ -154,6 +154,7 @@ def forget_that_experts_take_turns(monkeypatch):
     monkeypatch.setattr(lora_to_peft, "flatten", flatten)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "bug, shape",
     [

@@ -339,6 +339,7 @@ ONE_STAGE = (
 )
 
 
+@pytest.mark.slow
 def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
     """The last of two stages has two blocks, each with seven matmuls or, with experts, with five
     and three grouped ones; and a step has four microbatches. The matmuls of the loss are in its
@@ -365,6 +366,7 @@ def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
     return run(options, folder)
 
 
+@pytest.mark.slow
 def test_a_slow_stage_is_named_with_the_half_of_the_step_in_which_it_is_slow(options, tmp_path):
     few = [
         "--training.steps=3",
@@ -437,6 +439,7 @@ LAZY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAZY)
 def test_ranks_whose_connections_are_lazy_do_not_wait_for_each_other(name, options, monkeypatch):
     given = [*options, *MESHES["pp2"][1], *LAZY[name]]
@@ -446,6 +449,7 @@ def test_ranks_whose_connections_are_lazy_do_not_wait_for_each_other(name, optio
     assert run_ranks(2, sample_and_step, given) == want
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAZY)
 def test_negative_control_ranks_that_have_not_met_wait_for_each_other(name, options):
     given = [*options, *MESHES["pp2"][1], *LAZY[name]]

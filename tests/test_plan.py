@@ -788,6 +788,7 @@ CONTEXT_CASES = {  # name: (ranks, the options of each case)
 REPEATED_CONTEXT = ("five layers", "gather on 4 ranks", "ulysses and tp")
 
 
+@pytest.mark.slow
 @pytest.mark.cap(240)
 @pytest.mark.parametrize(
     "name", [marked(name, ("2 ranks",), REPEATED_CONTEXT) for name in CONTEXT_CASES]

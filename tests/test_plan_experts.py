@@ -136,6 +136,7 @@ def marked(name: str):
     return pytest.param(name, marks=mark)
 
 
+@pytest.mark.slow
 @pytest.mark.cap(240)
 @pytest.mark.parametrize("name", [marked(name) for name in CASES])
 def test_memory_and_collectives_are_those_of_a_real_step(name):
@@ -260,6 +261,7 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
     return *plan.flops(), plan.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, ranks, recomputed",
     [

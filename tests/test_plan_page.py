@@ -120,6 +120,7 @@ def test_few_microbatches_are_drawn_whole():
         assert sum(len(list(sheet.bars(rank))) for rank in range(4)) == sum(map(len, plan))
 
 
+@pytest.mark.slow
 def test_negative_control_a_drawing_of_another_plan_is_found():
     plan = played("zbv", 4, MANY)
     assert faults(Sheet(played("zbv", 4, MANY, head=1.31), MANY), plan)

@@ -87,6 +87,7 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
     return peaks
 
 
+@pytest.mark.slow
 @pytest.mark.cap(240)
 @pytest.mark.parametrize(
     "name",
@@ -216,6 +217,7 @@ def all_asleep(names: list[str], microbatches: int, unit: float) -> list[list[tu
     return [asleep(schedule, microbatches, unit) for schedule in names]
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])

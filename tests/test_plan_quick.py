@@ -107,6 +107,7 @@ def test_every_operator_gives_what_fake_tensor_mode_gives():
     assert differences() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forgotten", ("shapes", "order"))
 def test_negative_control_arguments_that_differ_are_seen(monkeypatch, forgotten):
     def hasty(tensors: list[torch.Tensor]) -> bool:
@@ -139,6 +140,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_is_the_same_operator_by_operator(mesh):
     options = [*LOSS, *MESHES[mesh]]

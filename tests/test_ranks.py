@@ -259,6 +259,7 @@ def first_steps(options: list[str], shared: bool = True) -> list[tuple[int, floa
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
@@ -280,6 +281,7 @@ def test_the_number_of_groups_does_not_grow_with_the_layers(ranks, options, tmp_
         )
 
 
+@pytest.mark.slow
 def test_negative_control_each_block_opens_its_own_groups(tmp_path):
     options = [
         *tiny_run(tmp_path),
@@ -316,6 +318,7 @@ def sockets(folder: Path, ports: list[int]) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the open files of Linux")
 def test_a_rank_has_no_socket_to_every_other(tmp_path):
     """In two groups of 10 ranks: 18 sockets if all are connected, and only those that are used if
@@ -366,6 +369,7 @@ def test_which_ranks_write_a_log():
 # who is behind in a hang
 
 
+@pytest.mark.slow
 def test_launchers_tell_each_other_which_rank_is_behind(capfd):
     """Three nodes of two ranks. Rank 3 had begun 7 collectives, all others 9; every node says so.
     The launcher of a fourth is gone, and is not waited for long."""
@@ -414,6 +418,7 @@ CONTROL = {  # phase -> how often rank 0 calls each collective, for any number o
 }
 
 
+@pytest.mark.slow
 def test_the_collectives_of_each_phase_are_as_many_on_128_ranks_as_on_512():
     for n in 128, 512:
         phases = bench.phases_of([], n)

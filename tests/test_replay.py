@@ -410,7 +410,7 @@ def test_a_fault_that_has_passed_before_the_next_checkpoint_is_located(
     [
         pytest.param(
             fault,
-            marks=() if fault in (swapped_token, wrong_mask, wrong_sum) else pytest.mark.slow,
+            marks=() if fault in (wrong_mask, wrong_sum) else pytest.mark.slow,
         )
         for fault in COMPUTED
     ],
@@ -541,6 +541,7 @@ def test_a_run_with_averages_in_bfloat16_is_replayed(tmp_path, capsys) -> None:
     assert code == 0 and "checkpoints of [4]" in said, said
 
 
+@pytest.mark.slow
 def test_steps_are_recomputed_with_the_options_of_their_start(tmp_path, capsys, monkeypatch):
     given = [*tiny_run(tmp_path), "--checkpoint.interval=2", "--checkpoint.keep_last=0"]
     first = [*given, "--training.steps=4", "--lr_schedule.warmup_steps=0"]

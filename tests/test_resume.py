@@ -219,6 +219,7 @@ BUGS = {  # mistake: what must be seen of it, and in which step after the resume
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_negative_control_every_resume_mistake_is_seen(bug, made, tmp_path):
     stopped, whole = made("2x1", STOPPED, dropout), made("2x1", None, dropout)

@@ -330,6 +330,7 @@ def test_no_secret_is_written(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_control_without_redaction_the_canaries_are_found(tmp_path, monkeypatch):
     assert leaks(with_canaries(tmp_path, monkeypatch, diverges_unredacted) / "starts") == set(
         CANARIES
@@ -692,6 +693,7 @@ def test_accounts_of_random_histories():
         assert all(seconds >= -1e-9 for seconds in result.seconds.values()), seed
 
 
+@pytest.mark.slow
 def test_control_an_account_that_looks_one_start_ahead_only_is_wrong(monkeypatch):
     """Thrown away is also what a start made whose successor resumed later, and whose successor's
     successor did not."""

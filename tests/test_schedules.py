@@ -177,6 +177,7 @@ def test_transfers_can_be_started_in_one_order_by_all_ranks(ranks):
                     assert position[transfer.needed_by] > sent, (name, transfer)
 
 
+@pytest.mark.slow
 def test_negative_controls_a_wrong_table_is_seen():
     actions = table("1f1b", 2, 1, 4)
     actions[1].reverse()

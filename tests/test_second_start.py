@@ -179,7 +179,7 @@ def test_a_position_that_another_process_opens_stays_mapped(other, code, tmp_pat
         fork_server.end(process)
 
 
-@pytest.mark.parametrize("steps", [16, 9])
+@pytest.mark.parametrize("steps", [16, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_start_without_a_step_changes_nothing_that_a_reader_sees(alone, tmp_path, steps):
     """Neither one of a run that is done, nor one with fewer steps than are done."""
     oracle, options = alone
@@ -223,7 +223,16 @@ def test_a_folder_that_is_removed_ends_the_run_in_a_sentence(alone, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("moment", ["open_corpora", "build", "resume", "open_metrics"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "build",
+        *(
+            pytest.param(moment, marks=pytest.mark.slow)
+            for moment in ("open_corpora", "resume", "open_metrics")
+        ),
+    ],
+)
 def test_a_folder_that_is_removed_before_training_does_too(moment, alone, tmp_path):
     _, options = alone
     folder = tmp_path / "run"
@@ -254,7 +263,14 @@ def cut(path: Path) -> None:
     path.write_text("")
 
 
-@pytest.mark.parametrize("harm", [garbage, cut, Path.unlink])
+@pytest.mark.parametrize(
+    "harm",
+    [
+        garbage,
+        pytest.param(cut, marks=pytest.mark.slow),
+        pytest.param(Path.unlink, marks=pytest.mark.slow),
+    ],
+)
 def test_a_lease_that_is_damaged_or_removed_is_mended(harm, tmp_path, monkeypatch):
     """During a run and before a start: it is no other run's."""
     monkeypatch.setattr(lease, "PATIENCE", 0.6)

@@ -96,6 +96,7 @@ def test_a_run_on_one_node_listens_on_the_loopback_alone(a_run):
     assert a_run[2] == {LOOPBACK}, "and it does listen: gloo's ranks connect to each other"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
 def test_control_torchs_own_store_listens_everywhere():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -315,6 +315,7 @@ def limited(folder: Path, options: list[str], seconds: float, pause: float) -> t
     return run([*options, f"--run.max_minutes={seconds / 60}"], folder)
 
 
+@pytest.mark.slow
 def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
     """It counts from the birth of the process, so it is over before the first step, or within the
     third one."""
@@ -404,6 +405,7 @@ def dumping(folder: Path, seconds: float, by_faulthandler: bool = False) -> bool
     return "in dumping" in (folder / "logs" / "rank-00000.stacks").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="starts threads by the C library")
 def test_stacks_are_written_while_threads_start_and_end(tmp_path):
     assert run_ranks(1, dumping, tmp_path, 2.0) == [True]

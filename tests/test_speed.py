@@ -494,6 +494,7 @@ def test_a_step_does_no_more_than_it_did(dtype, ranks):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not MEASURED_HERE,
     reason="with the slack of another torch a copy per block is too little to be noticed",
@@ -595,6 +596,7 @@ def test_nothing_is_asked_of_the_device_before_the_optimizer_has_its_work(ranks,
     assert run_ranks(ranks, asked, options) == [([], [])] * ranks
 
 
+@pytest.mark.slow
 def test_negative_control_a_norm_read_early_is_seen():
     assert run_ranks(1, asked, [], True) == [(["_local_scalar_dense"], [])]
 

@@ -54,8 +54,10 @@ def test_arguments_that_can_be_meant():
     assert options.script == ["train.py", "--x=1"]
 
 
-@pytest.mark.parametrize("node", ["0", "1"])
-@pytest.mark.parametrize("address", ["nowhere.invalid", "127.0.0.1"])
+@pytest.mark.parametrize("node", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "address", ["nowhere.invalid", pytest.param("127.0.0.1", marks=pytest.mark.slow)]
+)
 def test_an_address_where_no_other_node_is_found_is_two_sentences(address, node):
     where = ["--nnodes=2", f"--master-addr={address}", "--master-port=1", f"--node-rank={node}"]
     command = [sys.executable, "-m", "tools.launch", *where, "--join-timeout=1", "train.py"]
@@ -88,7 +90,10 @@ def test_half_a_world_is_a_sentence(settings, words, monkeypatch):
         mesh.world()
 
 
-@pytest.mark.parametrize("settings", [{"RANK": "0"}, {"RANK": "0", "WORLD_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"RANK": "0"}, pytest.param({"RANK": "0", "WORLD_SIZE": "2"}, marks=pytest.mark.slow)],
+)
 def test_train_says_what_is_missing_of_the_world(settings, tmp_path):
     clean = {name: value for name, value in os.environ.items() if name not in WORLD}
     done = subprocess.run(

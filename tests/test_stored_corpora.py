@@ -360,6 +360,7 @@ def test_no_fault_reaches_a_batch(kind, uploaded, store, tmp_path, monkeypatch):
     assert store.status()["counts"].get(kind, 0) > 0
 
 
+@pytest.mark.slow
 def test_control_without_the_hashes_a_flipped_byte_reaches_the_batch(
     uploaded, store, tmp_path, monkeypatch
 ):
@@ -632,6 +633,7 @@ def test_no_fault_reaches_a_stream(kind, kinds, store, monkeypatch):
     assert store.status()["counts"].get(kind, 0) > 0
 
 
+@pytest.mark.slow
 def test_control_of_text_that_is_read_once_a_flipped_byte_arrives(kinds, store, monkeypatch):
     url = raw(store, kinds)
     file = next(file for file in sources.find(url) if file.name == "in/one.txt")

@@ -214,6 +214,7 @@ def begun(place: Path) -> list[int]:
     return sorted(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trial", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_rank_killed_while_saving_loses_at_most_that_save(trial, store, tmp_path):
     """Its remains are removed by the next start. Another run's files next to it stay."""
@@ -276,6 +277,7 @@ def published_too_early(folder: Path) -> None:
     save_all(folder, [3])
 
 
+@pytest.mark.slow
 def test_control_a_manifest_before_the_parts_is_seen(store, tmp_path):
     run_ranks(1, there, save_all, tmp_path, [1, 2])
     with pytest.raises(AssertionError, match="died of signal 9"):
@@ -589,6 +591,7 @@ MANY = [  # of each request, so that it succeeds in the end
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "least",
     [100, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.cap(3000)])],
@@ -674,6 +677,7 @@ def test_an_upload_whose_last_answer_is_lost_is_sent_again(store, monkeypatch):
     assert key.read() == content
 
 
+@pytest.mark.slow
 def test_control_without_the_comparison_a_lost_answer_fails_the_save(store, tmp_path):
     """Shows the purpose of the comparison, and that the fault is the intended one."""
     lost = {"kind": "lost", "key": MANIFEST, "methods": ["PUT"], "count": 1}
@@ -821,6 +825,7 @@ def test_a_name_that_cannot_be_read_hides_no_other(store, tmp_path, capsys):
     store.remove("many//")
 
 
+@pytest.mark.slow
 def test_a_store_that_is_gone_ends_the_run_with_a_sentence(store, tmp_path, monkeypatch):
     options = [*tiny_run(tmp_path), f"--checkpoint.store={URL}", "--checkpoint.max_failures=1"]
     folder = tmp_path / "run"
@@ -987,6 +992,7 @@ def apart(options: list[str], place: Path, run_number: int) -> tuple[int, str]:
     return run([*options, "--data.cache=cache"], Path("run"))
 
 
+@pytest.mark.slow
 def test_hosts_that_share_no_folder_train_and_resume(store, tmp_path):
     """Pods of Kubernetes without a shared volume are like this, and come back on other machines."""
     options = [*tiny_run(tmp_path), "--lr_schedule.kind=constant"]

@@ -289,6 +289,7 @@ def failing(monkeypatch, fails) -> None:
     monkeypatch.setattr(sources, "read", read)
 
 
+@pytest.mark.slow
 def test_what_fails_is_read_again_without_repeat_or_skip(corpus, monkeypatch, caplog):
     # the second with pieces that several streams share
     for place in corpus[0], corpus[0] / "b.jsonl.gz":
@@ -336,6 +337,7 @@ def test_the_last_attempt_is_an_error_that_names_the_place(corpus, monkeypatch):
         take(source, stream.begin(description), 0, 40)
 
 
+@pytest.mark.slow
 def test_a_read_that_hangs_and_a_thread_that_dies_are_errors(corpus, monkeypatch):
     source, description = opened(options(corpus[0], timeout_seconds=1))
     release = threading.Event()
@@ -448,6 +450,7 @@ def test_killed_and_resumed_it_is_bitwise_the_same_run(tiny, tmp_path):
         audit.open_run(str(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", ["jsonl.gz"], indirect=True)
 def test_a_run_that_moves_between_meshes_sees_what_one_rank_sees(tiny, tmp_path):
     whole, moved = tmp_path / "whole", tmp_path / "moved"
@@ -533,6 +536,7 @@ def test_the_end_of_the_data_saves_and_says_so(tiny, tmp_path):
     assert len(set(seen.tolist())) == len(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tiny", ["parquet"], indirect=True)
 def test_validation_is_on_sets_that_were_prepared(tiny, tmp_path):
     """A prepared part of the source holds out the documents that the stream holds out."""

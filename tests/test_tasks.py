@@ -146,6 +146,7 @@ def test_questions_and_examples_are_put_as_the_harness_puts_them(name, tmp_path)
     assert_put_as_in_the_harness(name, tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 def test_negative_control_another_space_or_another_draw_is_seen(tmp_path, monkeypatch):
     """The kinds of mistakes that scores would hide: COPA's second space, an example drawn where the
     harness draws one more."""
@@ -164,6 +165,7 @@ def test_negative_control_another_space_or_another_draw_is_seen(tmp_path, monkey
                 assert_put_as_in_the_harness(name, tmp_path, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ROWS, *(f"mmlu_{subject}" for subject in SUBJECTS)])
 def test_paths_splits_and_descriptions_are_the_harnesss(name):
     pytest.importorskip("lm_eval", reason="pip install -r requirements-test.txt")
@@ -374,7 +376,13 @@ def test_subjects_that_a_folder_lacks_are_named(tmp_path, capsys):
 # real questions, and a real model
 
 
-@pytest.mark.parametrize("name", bench.NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "arc_easy" else pytest.mark.slow)
+        for name in bench.NAMES
+    ],
+)
 def test_real_questions_are_put_as_the_harness_puts_them(name, tmp_path):
     pytest.importorskip("lm_eval", reason="pip install -r requirements-test.txt")
     bench.save(name, published("tasks"), tmp_path, 24, 3)

@@ -216,6 +216,7 @@ def test_terms_under_what_else_a_forward_goes_through(mesh, more, numbers):
     assert not differences(on_mesh(mesh, [*ON, *more, *numbers]), one_process([*ON, *numbers]))
 
 
+@pytest.mark.slow
 def test_a_stage_without_experts_and_one_with_them_report_together():
     """The first layer of DeepSeek is dense, and is a separate stage here."""
     numbers = [*DEEPSEEK, *ON, "--run.seed=1"]
@@ -286,6 +287,7 @@ def divided_by_own_tokens() -> None:
     train.Microbatches = microbatches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, change, found",
     [
@@ -302,6 +304,7 @@ def test_a_mistake_is_seen(mesh, change, found, oracle):
     assert any(problem.startswith(found) for problem in problems), problems
 
 
+@pytest.mark.slow
 def test_a_term_that_is_counted_again_when_recomputed_is_seen():
     (kept,) = run_ranks(1, seen_of, ON, 1, reported_inside_the_block)
     (recomputed,) = run_ranks(1, seen_of, [*ON, FULL], 1, reported_inside_the_block)

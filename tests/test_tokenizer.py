@@ -205,6 +205,7 @@ def published(name: str, ranks: list[bytes]) -> tiktoken.Encoding:
     return tiktoken.Encoding(**fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, pattern, count, n_vocab",
     [

@@ -335,6 +335,7 @@ def save_in_place(place: Path, folder: Path) -> None:
     checkpoints.close()
 
 
+@pytest.mark.slow
 def test_control_saving_in_place_is_caught(two_saved, tmp_path):
     folder = copy_of(two_saved, tmp_path)
     killed_run(tmp_path / "trial", 1, None, save_in_place, folder)
@@ -345,6 +346,7 @@ def test_control_saving_in_place_is_caught(two_saved, tmp_path):
     assert run_ranks(1, resume, folder)[0][:2] == (1, [1.0])
 
 
+@pytest.mark.slow
 @short_and_long("trials", [2], [4], [10])
 def test_a_kill_while_loading_changes_no_byte(trials, saved, tmp_path):
     def contents(folder: Path) -> dict[str, str]:
@@ -808,6 +810,7 @@ def resumes_late(folder: Path, blind: list[int]) -> tuple[int, list[float], list
     return step, found, failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blind", [[0], [1], [0, 1]])
 def test_ranks_that_see_a_checkpoint_late_agree_and_write_none_again(blind, saved, tmp_path):
     """Rank 0 chooses among what it sees. What it did not see is not overwritten; what another rank
@@ -835,6 +838,7 @@ def run_with_temporary(place: Path, options: list[str], folder: Path) -> tuple[i
     return run(options, folder)
 
 
+@pytest.mark.slow
 @short_and_long("launched", [False], [True])
 def test_a_run_without_a_folder_for_temporary_files(launched, tmp_path):
     """TMPDIR is a place where nothing can be made: a run, and the launcher, do without and leave
@@ -900,6 +904,7 @@ def without_hashes(parts: dict[str, dict]) -> dict[str, dict]:
     return parts
 
 
+@pytest.mark.slow
 def test_control_without_hashes_most_flipped_bits_are_silent(saved, tmp_path, monkeypatch):
     folder = copy_of(saved, tmp_path) / "step-00000030"
     monkeypatch.setattr(verify, "digest", lambda data: "")
@@ -1088,6 +1093,7 @@ def load_unchecked(folders: list[Path], options: list[str]) -> list:
     return load_pattern(folders, options)
 
 
+@pytest.mark.slow
 def test_control_one_wrong_bit_fails_the_matrix(tmp_path):
     n, options = mesh_options("2x1")
     run_ranks(n, save_pattern, tmp_path, options)

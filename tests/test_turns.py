@@ -132,6 +132,7 @@ def test_files_render_a_conversation_as_training_did(name, tok, tmp_path):
     assert tok.eot_id in ends and (trained.end_of_turn() or tok.eot_id) in ends
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "of, name, without",
     [(turns, "for_transformers", str), (chat, "NAMES", ())],
@@ -212,6 +213,7 @@ def test_a_question_is_answered_up_to_the_end_of_the_turn(runs, capsys):
         )
 
 
+@pytest.mark.slow
 def test_negative_control_a_model_that_is_asked_in_another_way(runs, capsys, monkeypatch):
     """By another template it answers something else, and without the end of a turn it goes on."""
     assert asked(str(runs["run"]), "--chat", QUESTION, "--chat-template", "plain") == 0

@@ -118,6 +118,7 @@ def test_what_a_template_leaves_out_is_named_and_can_be_allowed(name):
         allowed.encode(LOSES["name" if key != "name" else "weight"][1])
 
 
+@pytest.mark.slow
 def test_negative_control_a_search_without_marks_finds_by_chance(monkeypatch):
     source, line, *_ = LOSES["by chance"]
     real = whole.missing
@@ -273,6 +274,7 @@ def test_answers_that_do_not_teach_to_stop_are_one_warning(source, words):
     assert (words in told and "does not learn to stop" in told) if words else not told
 
 
+@pytest.mark.slow
 def test_the_warning_comes_at_preparation_and_at_the_start(tmp_path, capsys, monkeypatch):
     source = write(tmp_path / "talks.jsonl", [said("q", "a"), said("p", "b")])
     (tmp_path / "endless.jinja").write_text(ENDLESS)
