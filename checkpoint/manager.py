@@ -11,8 +11,8 @@ time.
 
 It is a thread because that is simpler than a process and measures no worse: a step that never waits
 for anything else takes as long during a save as while another process writes as many bytes
-(`lab/bench/save_overhead.py`). For that, the thread makes a few long calls into C that release the
-GIL (`storage.Staged`).
+(`lab/bench/results/save_overhead.txt`). For that, the thread makes a few long calls into C that
+release the GIL (`storage.Staged`).
 
 A load is `CheckpointManager.load`: find -> verify -> plan -> read -> agree. Rank 0 chooses a
 checkpoint, all ranks read it into buffers and verify every byte they use, and only when all agree

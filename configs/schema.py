@@ -463,7 +463,7 @@ class Training(Table):
     """Compute the blocks' linear layers in float8 with these scales (on GPUs since Ada or
     Hopper)."""
     attention: Literal["auto", "flash", "flash3", "cudnn"] = "auto"
-    """GPU kernel of causal attention; auto: PyTorch's choice. `python -m lab.bench.attention`
+    """GPU kernel of causal attention; auto: PyTorch's choice. `python -m lab.bench attention`
     measures them."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this value; 0: no clipping."""

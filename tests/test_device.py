@@ -1,11 +1,13 @@
-"""`python -m lab.bench.device`: its checks on a CPU, its budget, its record, and what it reads of
+"""`python -m lab.bench device`: its checks on a CPU, its budget, its record, and what it reads of
 a GPU on made-up input."""
 
 import functools
 import itertools
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -22,9 +24,11 @@ from checkpoint import state
 from configs.load import load_config
 from configs.schema import InputError
 from lab.bench import idle, kernels
-from lab.bench.device import __main__ as command
+from lab.bench.__main__ import BENCHES, FILES
+from lab.bench.__main__ import main as run_bench
 from lab.bench.device import checks, measure, planned, shared
-from lab.bench.device.__main__ import PARTS, Section, main
+from lab.bench.device import parts as command
+from lab.bench.device.parts import PARTS, Section, main
 from lab.bench.device.record import Record
 from models import moe
 from models.kernels import document_attention as masked
@@ -34,6 +38,7 @@ from tools.plan import __main__ as plan_command
 from tools.plan.device import load_device
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parent.parent
 
 # --------------------------------------------------------------------------------------------------
 # the checks
@@ -616,14 +621,47 @@ def test_what_is_measured_with_a_model(tmp_path):
     assert all(rate > 0 for rate in rates)
 
 
+def test_every_benchmark_that_is_named_exists():
+    """In documents, docstrings and comments; and each that the front lists has a `main`."""
+    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("tools/**/*.toml")]
+    for package in ("configs", "lab", "tools", "training"):
+        files += ROOT.glob(f"{package}/**/*.py")
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    named = set(re.findall(r"python -m\s+lab\.bench\s([a-z][\w.]+)", text))
+    assert named == BENCHES.keys()
+    for name in BENCHES:
+        assert find_spec(f"lab.bench.{FILES.get(name, name)}"), name
+
+
+@pytest.mark.parametrize(
+    "arguments, code, sentence",
+    [
+        ([], 0, "  device.planned  planned memory"),
+        (["nonsense"], 2, "nonsense: no such benchmark; there are attention, device, "),
+        (["device", "--minutes=0"], 2, "a number of minutes above 0"),
+    ],
+)
+def test_the_front_lists_and_runs_benchmarks(arguments, code, sentence, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", sys.argv)  # which it changes
+    assert run_bench(arguments) == code
+    said = capsys.readouterr()
+    assert sentence in said.out + said.err
+
+
+def test_a_command_of_before_answers_with_the_new_one():
+    old = [sys.executable, "-m", "lab.bench.device.planned", "lengths"]
+    done = subprocess.run(old, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and "python -m lab.bench device.planned" in done.stderr, done
+
+
 def test_every_part_can_be_started():
-    """Checks that its module, checks and configurations exist, because no GPU has run them here."""
+    """Its bench, checks and configurations exist, because no GPU has run them here."""
     steps = {}
     for part in PARTS:
         for kind, (_, line) in part.by_device.items():
-            module, *arguments = line.split()
-            assert find_spec(module), module
-            if module == command.CHECKS:
+            front, name, *arguments = line.split()
+            assert front == "lab.bench" and name in BENCHES, line
+            if name == "device.checks":
                 assert set(arguments) <= checks.CHECKS.keys(), part
             if arguments[:1] == ["--changes"]:
                 changes = {word for word in arguments if not word.startswith("--")}

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.load import load_config
 from configs.schema import InputError
-from lab.bench.async_all_to_all import wait_at_once
 from models.moe import Experts, LocalDispatcher, MixtureOfExperts
 from parallelisms import async_all_to_all, ep, ep_chunks, ep_hosts
 from parallelisms.ep_hosts import Dispatched
@@ -465,6 +464,26 @@ class Order:
         return mock.patch.multiple(async_all_to_all, send=self.send, arrived=self.arrived)
 
 
+class DispatcherAtOnce(nn.Module):
+    """Another dispatcher that does all of its work in `dispatch`: nothing is computed while rows
+    are on their way."""
+
+    def __init__(self, dispatcher: nn.Module, experts: nn.Module):
+        super().__init__()
+        self.dispatcher = dispatcher
+        self.experts = experts
+
+    def dispatch(self, *inputs: Tensor) -> Tensor:
+        state = self.dispatcher.dispatch(*inputs)
+        return self.dispatcher.combine(self.dispatcher.compute(state, self.experts))
+
+    def compute(self, results: Tensor, experts: nn.Module) -> Tensor:
+        return results
+
+    def combine(self, results: Tensor) -> Tensor:
+        return results
+
+
 def orders(exchange: str, chunks: int) -> tuple[list[str], list[str]]:
     """Return the order of events on one rank in forward and backward of a mixture with shared
     experts, as it is and with an immediate wait for the rows."""
@@ -481,7 +500,7 @@ def orders(exchange: str, chunks: int) -> tuple[list[str], list[str]]:
             dispatcher = ep_hosts.HierarchicalDispatcher(*groups)
         mixture.dispatcher = in_chunks(dispatcher, chunks)
         if at_once:
-            wait_at_once(mixture)
+            mixture.dispatcher = DispatcherAtOnce(mixture.dispatcher, mixture.experts)
         order = Order()
         order.watch(mixture)
         with order.patched():

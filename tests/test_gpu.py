@@ -1,4 +1,4 @@
-"""The checks of `lab.bench.device` on a GPU: `./run_tests.sh -m gpu`. tests/test_device.py runs
+"""The checks of `lab.bench device` on a GPU: `./run_tests.sh -m gpu`. tests/test_device.py runs
 the same ones on a CPU."""
 
 import functools
@@ -39,5 +39,5 @@ def gpus() -> int:
 def test_on_a_gpu(name):
     if gpus() < CHECKS[name].ranks:
         pytest.skip(f"needs {CHECKS[name].ranks} GPUs, and there are {gpus()}")
-    done = on_the_gpus("-m", "lab.bench.device.checks", name, seconds=380)
+    done = on_the_gpus("-m", "lab.bench", "device.checks", name, seconds=380)
     assert done.returncode == 0, done.stdout + done.stderr

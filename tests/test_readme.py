@@ -48,7 +48,7 @@ NEEDS = (
     (r"\bNNODES=", "several hosts (tests/test_restarts.py, tests/test_two_hosts.py)"),
     (r"run_train\.sh .*configs/(?!\w*_debug(_lora)?\.)\w+\.toml", "GPUs and a corpus"),
     (
-        r"^(export .*; )?python -m lab\.bench\.",
+        r"^(export .*; )?python -m lab\.bench ",
         "an idle machine for minutes, or GPUs: it measures",
     ),
     (r"run_train\.sh .*--checkpoint\.branch_from=", "a longer run (tests/test_branches.py)"),

@@ -24,12 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from configs.load import load_config
 from configs.schema import ActivationCheckpoint
-from lab.bench import curve, sections
+from lab.bench import sections
 from models import layers, llama
 from models.kernels.causal_attention import causal_attention
 from models.kernels.cpu import causal_attention as causal
 from parallelisms import blocks, dp
 from parallelisms.mesh import world
+from tests import loss_curves
 from tests.ranks import run_ranks
 from tests.runs import COMPILED
 
@@ -665,7 +666,9 @@ CURVES = 100, 3  # steps, seeds
 
 @pytest.fixture(scope="module")
 def plain_curves() -> list[list[float]]:
-    [plain] = run_ranks(1, curve.curves, curve.PLAIN, *CURVES, made_up_text(), timeout=500)
+    [plain] = run_ranks(
+        1, loss_curves.curves, loss_curves.PLAIN, *CURVES, made_up_text(), timeout=500
+    )
     return plain
 
 
@@ -676,15 +679,17 @@ def plain_curves() -> list[list[float]]:
 )
 @pytest.mark.parametrize("slowed", [False, True], ids=["fast", "control"])
 def test_the_fast_path_learns_within_the_spread_of_seeds(slowed, plain_curves):
-    """100 steps in bfloat16 and compiled against float32 (lab/bench/curve.py, which does 300): in
+    """100 steps in bfloat16 and compiled against float32 (300: lab/bench/results/curve.txt): in
     every window of 25 steps the two, means over three seeds, are nearer to each other than seeds
     usually are (the root mean square of their deviation; measured: a fifth of it). The control
     takes steps of half the size, and is 40 times as far off as seeds are; it is not compiled, which
     would take most of its time. The text is no file of this repository: an edit of a comment would
     change all numbers."""
-    fast = ["--training.param_dtype=bfloat16", "--optimizer.lr=1e-3"] if slowed else curve.FAST
-    [other] = run_ranks(1, curve.curves, fast, *CURVES, made_up_text(), timeout=500)
-    seen = curve.compared(plain_curves, other)
+    fast = (
+        ["--training.param_dtype=bfloat16", "--optimizer.lr=1e-3"] if slowed else loss_curves.FAST
+    )
+    [other] = run_ranks(1, loss_curves.curves, fast, *CURVES, made_up_text(), timeout=500)
+    seen = loss_curves.compared(plain_curves, other)
     usual = (sum(spread**2 for *_, spread in seen) / len(seen)) ** 0.5
     assert seen[-1][0] < 0.75 * seen[0][0], "the plain model does not learn"
     apart = max(abs(apart) for _, apart, _ in seen)

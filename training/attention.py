@@ -2,7 +2,7 @@
 
 With document masking there is no such choice: `models/kernels/document_attention.py` always calls
 varlen_attn, which is FlashAttention, of the generation that is chosen here. `python -m
-lab.bench.attention` measures the kernels for a model's heads on the GPU at hand.
+lab.bench attention` measures the kernels for a model's heads on the GPU at hand.
 """
 
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """Time causal attention alone: the kernels that may run it here, forward and backward, in bfloat16.
 
-    python -m lab.bench.attention [--rounds 15] [--shapes 8,4,2,256,64 ...] [--json out.json]
+    python -m lab.bench attention [--rounds 15] [--shapes 8,4,2,256,64 ...] [--json out.json]
 
 A shape is batch, query heads, key/value heads, tokens, numbers of a head. On a GPU the contenders
 are the values of `training.attention` (flash3 where flash_attn_3 is installed); on a CPU ours
@@ -17,7 +17,6 @@ from configs.cpu import keep_memory
 import torch
 import torch.nn.functional as F
 
-from configs import program
 from lab.bench import harness
 from models.kernels.causal_attention import causal_attention
 from training import attention
@@ -72,7 +71,7 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
     rows = [[shape.replace(",", ", "), name] for name in names]
     together = dict.fromkeys(names, 0.0)
     for part, matmuls in ("forward", 2), ("backward", 5):
-        one = ["-m", "lab.bench.attention", f"--shapes={shape}", f"--part={part}"]
+        one = ["-m", "lab.bench", "attention", f"--shapes={shape}", f"--part={part}"]
         seconds, _ = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)
         # half of 2 * T * T * E for each matmul: it is causal
         flops = matmuls * batch * heads * tokens**2 * size
@@ -117,7 +116,3 @@ def main() -> None:
         f"to {last}",
     ]
     harness.report("Causal attention", columns, rows, notes, args.json)
-
-
-if __name__ == "__main__":
-    program.run(main)

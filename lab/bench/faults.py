@@ -1,7 +1,7 @@
 """Measure the cost of a fault: seconds until it is noticed and the ranks start again, seconds until
 they train again, steps redone.
 
-    python -m lab.bench.faults [--ranks 2] [--timeout 10] [--only "killed,frozen"] [--json out.json]
+    python -m lab.bench faults [--ranks 2] [--timeout 10] [--only "killed,frozen"] [--json out.json]
 
 For each fault a separate tiny run under `tools.launch`, which restarts it by itself (or, where the
 launcher is what dies or is stopped, the same command again, at once). The fault comes in step 18 of
@@ -10,7 +10,6 @@ run. On this model they are the floor: a process's start, torch's import, and th
 must pass (`--timeout`: run.step_timeout_seconds).
 """
 
-import argparse
 import os
 import signal
 import subprocess
@@ -19,7 +18,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from configs import program
 from lab.bench import harness
 from reliability.goodput import Account, account, read
 from tools import goodput as simulation
@@ -127,13 +125,10 @@ def goodput(detect: float, restart: float, stall: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--timeout", type=int, default=10)
     parser.add_argument("--only", default="", help="faults whose names have one of these words")
-    parser.add_argument("--json")
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="plumbline-faults-") as made:
@@ -172,7 +167,3 @@ def main() -> None:
         "interval."
     )
     harness.report("Faults", columns, rows, notes, args.json)
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -1,6 +1,6 @@
 """The blocks' linear layers in float8 against bfloat16, and against torchao's where it is installed.
 
-    python -m lab.bench.float8 (products | steps | rowwise | loss | experts) [--rounds N] [--json out.json]
+    python -m lab.bench float8 (products | steps | rowwise | loss | experts) [--rounds N] [--json out.json]
 
 - products: the three GEMMs of a linear layer, alone and with all that rounds their factors,
   compiled.
@@ -13,10 +13,8 @@
 Contenders take turns in one process. On a CPU the sizes are small.
 """
 
-import argparse
 import dataclasses
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -32,7 +30,6 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
 
 import train
-from configs import program
 from configs.load import load_config
 from configs.schema import InputError
 from data import sources
@@ -383,14 +380,11 @@ def experts(rounds: int) -> dict:
     return {"title": "Experts in float8", "columns": columns, "rows": rows, "notes": notes}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = harness.parser(__doc__)
     parser.add_argument("part", choices=("products", "steps", "rowwise", "loss", "experts"))
     parser.add_argument("--rounds", type=int, default=10 if GPU else 2)
     parser.add_argument("--seeds", type=int, default=3 if GPU else 1)
-    parser.add_argument("--json")
     args = parser.parse_args()
     parts = {
         "products": lambda: products(args.rounds),
@@ -400,13 +394,4 @@ def main() -> int:
         "experts": lambda: experts(args.rounds),
     }
     cpu_settings()
-    try:
-        harness.report(**parts[args.part](), json_path=args.json)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    program.run(main)
+    harness.report(**parts[args.part](), json_path=args.json)

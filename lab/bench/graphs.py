@@ -1,6 +1,6 @@
 """Time small models, whose steps wait for the host, with and without CUDA graphs.
 
-    python -m lab.bench.graphs [--rounds 12] [--only debug,100M] [--json out.json]
+    python -m lab.bench graphs [--rounds 12] [--only debug,100M] [--json out.json]
 
 Every contender trains in a separate process, all on the same batches; the first 20 losses and norms
 are compared bit by bit with those of the same contender without a graph; more options, such as
@@ -8,7 +8,6 @@ are compared bit by bit with those of the same contender without a graph; more o
 which the GPU runs no kernel.
 """
 
-import argparse
 import os
 import statistics
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import configs.cpu  # noqa: F401
 import torch
 
 import train
-from configs import program
 from configs.load import load_config
 from lab.bench import harness, isolated
 from lab.bench.idle import idle_share, kernel_times
@@ -165,13 +163,10 @@ def rows_of(running: dict[str, isolated.Contender]) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--only", default=",".join(SIZES))
     parser.add_argument("--seconds", type=float, default=75, help="to compile, all at once")
-    parser.add_argument("--json")
     parser.add_argument("--one", choices=VARIANTS)
     args, overrides = parser.parse_known_args()
     if args.one:
@@ -184,7 +179,8 @@ def main() -> None:
                     continue
                 contenders[f"{model}; {compiled}; {variant}"] = [
                     "-m",
-                    "lab.bench.graphs",
+                    "lab.bench",
+                    "graphs",
                     f"--one={variant}",
                     *SIZES[model].split(),
                     f"--compile.enabled={str(compiled == 'compiled').lower()}",
@@ -200,7 +196,3 @@ def main() -> None:
     harness.report(
         "Steps of small models", list(COLUMNS), rows_of(running), notes, args.json, numbers
     )
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -9,10 +9,8 @@ first.
 import argparse
 import ctypes
 import json
-import os
 import platform
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -50,19 +48,18 @@ def alternate(
     contenders: dict[str, Callable[[], object]],
     rounds: int,
     warm_up: int = 2,
-    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Return the seconds of each call, contender by contender in turn; a call must leave no device
     work in flight."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(warm_up + rounds):
         for name, run in contenders.items():
-            began = clock()
+            began = time.perf_counter()
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             if i >= warm_up:
-                seconds[name].append(clock() - began)
+                seconds[name].append(time.perf_counter() - began)
     return seconds
 
 
@@ -103,7 +100,6 @@ def ask(process: subprocess.Popen) -> None:
 
 def serve(
     run: Callable[[], object],
-    clock: Callable[[], float] = time.perf_counter,
     summary: Callable[[], dict] = dict,
 ) -> None:
     """Serve the other end of `in_turn`. The final output is the peak GiB and the given numbers."""
@@ -112,19 +108,25 @@ def serve(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     for _ in sys.stdin:
-        print(alternate({"": run}, rounds=1, warm_up=0, clock=clock)[""][0], flush=True)
+        print(alternate({"": run}, rounds=1, warm_up=0)[""][0], flush=True)
     print(json.dumps({"gib": memory_gib(device), **summary()}), flush=True)
+
+
+def parser(about: str) -> argparse.ArgumentParser:
+    """Return the command line of a benchmark, which may write its table as JSON."""
+    found = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--json", help="also write the table into this file")
+    return found
 
 
 def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentParser:
     """Return the command line of a benchmark that measures a list of shapes."""
-    parser = argparse.ArgumentParser(
-        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--shapes", nargs="+", default=shapes.split())
-    parser.add_argument("--json")
-    return parser
+    found = parser(about)
+    found.add_argument("--rounds", type=int, default=rounds)
+    found.add_argument("--shapes", nargs="+", default=shapes.split())
+    return found
 
 
 def ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:
@@ -139,39 +141,14 @@ def matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None]
     return lambda: torch.mm(a, b), 2.0 * n**3
 
 
-def child(module: str, *args: str, ranks: int = 1, at_once: int = 1) -> dict:
-    """Return the last line of JSON of `python -m module args`, run in a separate process (so that
-    its memory is its own); with several ranks as torchrun would, which share this machine's
-    threads; `at_once` such processes run at the same time. Raises RuntimeError with rank 0's last
-    output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    threads = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // (ranks * at_once)))}
-    world = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, *args],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | threads
-            | (world | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}),
-        )
-        for rank in range(ranks)
-    ]
-    said, complaints = processes[0].communicate()
-    for process in processes[1:]:
-        process.communicate()
-    if processes[0].returncode:
-        raise RuntimeError(f"{module} {' '.join(args)}: {complaints[-2000:]}")
-    return json.loads(said.strip().splitlines()[-1])
+def child(bench: str, *args: str) -> dict:
+    """Run `python -m lab.bench BENCH args` and return its last line of JSON. It is a separate process,
+    so that what it measures of memory is its own. Raises RuntimeError with its last words."""
+    command = [sys.executable, "-m", "lab.bench", bench, *args]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{bench} {' '.join(args)}: {ended.stderr[-2000:]}")
+    return json.loads(ended.stdout.strip().splitlines()[-1])
 
 
 def end_with_parent() -> None:

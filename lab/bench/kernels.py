@@ -1,7 +1,7 @@
 """Profile the kernels of a step, and measure the effect of changes to the step.
 
-    python -m lab.bench.kernels [--json out.json] [--table.key=value ...]
-    python -m lab.bench.kernels --changes clip_apart cublaslt [--rounds 18] [--json ...] [--table.key=value ...]
+    python -m lab.bench kernels [--json out.json] [--table.key=value ...]
+    python -m lab.bench kernels --changes clip_apart cublaslt [--rounds 18] [--json ...] [--table.key=value ...]
 
 The first profiles a step of 8B's layers and adds up its kernels by the phase that launched them and
 by their kind. GEMMs are then run again by themselves, in the order of the step, many steps in a
@@ -12,7 +12,6 @@ of power leaves. On a CPU only GEMMs are seen.
 They begin with the same weights and tokens, so losses show whether a change computes the same.
 """
 
-import argparse
 import statistics
 import subprocess
 from collections import defaultdict
@@ -25,7 +24,6 @@ import torch
 from torch.profiler import ProfilerActivity
 
 import train
-from configs import program
 from configs.load import load_config
 from lab.bench import harness, sections
 from lab.bench.device.measure import sustained
@@ -329,7 +327,7 @@ def serve(name: str, options: list[str]) -> None:
 
 
 def compare(names: list[str], options: list[str], rounds: int) -> dict:
-    module = ["-m", "lab.bench.kernels", *options]
+    module = ["-m", "lab.bench", "kernels", *options]
     processes = {name: [*module, f"--one={name}"] for name in names}
     with power_and_clock() as seen:
         seconds, ended = harness.in_turn(processes, rounds)
@@ -354,15 +352,12 @@ def compare(names: list[str], options: list[str], rounds: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=18 if GPU else 3)
     parser.add_argument("--changes", nargs="+", choices=CHANGES, default=[])
     parser.add_argument(
         "--one", choices=CHANGES, help="with this change, one timing per line of input"
     )
-    parser.add_argument("--json")
     args, given = parser.parse_known_args()
     if args.one:
         return serve(args.one, given)
@@ -372,7 +367,3 @@ def main() -> None:
     else:
         report = of_a_step([*OPTIONS.split(), *given], args.rounds)
     harness.report(**report, json_path=args.json)
-
-
-if __name__ == "__main__":
-    program.run(main)

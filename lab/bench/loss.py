@@ -2,7 +2,7 @@
 training/loss.py's pieces with PyTorch's operators and with compiled passes
 (`compile.enabled = true`).
 
-    python -m lab.bench.loss [--rounds 15] [--shapes 2048,512,8192 ...] [--json out.json]
+    python -m lab.bench loss [--rounds 15] [--shapes 2048,512,8192 ...] [--json out.json]
 
 A shape is tokens, width, vocabulary. Pieces have 2,048 tokens. In alternation, each in a process of
 its own, whose peak memory is reported.
@@ -15,7 +15,6 @@ from configs.cpu import keep_memory
 
 import torch
 
-from configs import program
 from configs.schema import Compile
 from lab.bench import harness
 from training.loss import linear_cross_entropy, plain_cross_entropy
@@ -61,7 +60,7 @@ def main() -> None:
         return
     rows = []
     for shape in args.shapes:
-        one = ["-m", "lab.bench.loss", f"--shapes={shape}"]
+        one = ["-m", "lab.bench", "loss", f"--shapes={shape}"]
         contenders = {name: [*one, f"--one={name}"] for name in CONTENDERS}
         seconds, ended = harness.in_turn(contenders, args.rounds)
         for name, times in seconds.items():
@@ -77,7 +76,3 @@ def main() -> None:
     columns = ["tokens, width, vocabulary", "loss", "median", "to pieces", "peak GiB"]
     notes = f"bfloat16, {args.rounds} alternating rounds, pieces of {PIECE:,} tokens."
     harness.report("Output projection and loss", columns, rows, notes, args.json)
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -1,6 +1,6 @@
 """Mixtures of experts at their published width on one GPU: ours, Hugging Face's, TorchTitan's.
 
-    python -m lab.bench.mixtures [--rounds 10] [--only "qwen3 mixture,gpt-oss layers"] [--json out.json]
+    python -m lab.bench mixtures [--rounds 10] [--only "qwen3 mixture,gpt-oss layers"] [--json out.json]
 
 mixture: the feed-forward layer of one block alone (router, dispatch, experts, combine). layers: two
 whole blocks, with attention and the last norm. All have the same weights in bfloat16, the same
@@ -9,7 +9,6 @@ and gradients are compared before anything is timed: the median over the tokens 
 error against ours, since a token whose experts differ by a rounding of the router is another sum.
 """
 
-import argparse
 import re
 import statistics
 import tempfile
@@ -24,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from configs import program
 from configs.schema import Compile
 from lab.bench import harness, isolated
 from models import FORMATS, MODELS
@@ -376,14 +374,11 @@ def errors(folder: Path, key: str, base: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=10)
     every = [part for parts in PARTS.values() for part in parts]
     parser.add_argument("--only", default=",".join(every))
     parser.add_argument("--seconds", type=float, default=55, help="to compile, all of a part")
-    parser.add_argument("--json")
     parser.add_argument("--one", nargs=3, metavar=("PART", "CONTENDER", "FOLDER"))
     args = parser.parse_args()
     if args.one:
@@ -393,7 +388,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for parts in PARTS.values():
             contenders = {
-                f"{part}; {name}": ["-m", "lab.bench.mixtures", "--one", part, name, folder]
+                f"{part}; {name}": ["-m", "lab.bench", "mixtures", "--one", part, name, folder]
                 for part, names in parts.items()
                 for name in names
                 if part in asked
@@ -417,7 +412,3 @@ def main() -> None:
         args.json,
         isolated.numbers(running),
     )
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -1,10 +1,10 @@
 """Measure the error of `tools.plan`: against TorchTitan's published runs, and against steps
 measured on this machine.
 
-    python -m lab.bench.plan published [--split] [--calibrate] [--svg OUT.svg]
-    python -m lab.bench.plan vs_published
-    python -m lab.bench.plan torchtitan [--device configs-of-yours.toml]
-    python -m lab.bench.plan here [--rounds 15]
+    python -m lab.bench plan published [--split] [--calibrate] [--svg OUT.svg]
+    python -m lab.bench plan vs_published
+    python -m lab.bench plan torchtitan [--device configs-of-yours.toml]
+    python -m lab.bench plan here [--rounds 15]
 
 `published`: all runs of `published.toml` with their plans, by `lab/bench/published.py`.
 
@@ -30,7 +30,6 @@ import sys
 import torch
 
 import train
-from configs import program
 from configs.load import load_config
 from configs.schema import InputError
 from lab.bench import harness, published, vs_published
@@ -328,7 +327,3 @@ def main() -> None:
         torchtitan(load_device(args.device))
     else:
         here(args.rounds)
-
-
-if __name__ == "__main__":
-    program.run(main)

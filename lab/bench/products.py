@@ -2,7 +2,7 @@
 runs set it (`configs/cpu.py::float32_products`), and bfloat16. On a GPU: float32, float32
 rounded to TF32 inside, and bfloat16.
 
-    python -m lab.bench.products [--rounds 25] [--shapes 2048,256,704 ...] [--added] [--json out.json]
+    python -m lab.bench products [--rounds 25] [--shapes 2048,256,704 ...] [--added] [--json out.json]
 
 A shape is tokens, inputs, outputs of a linear layer; forward, grad of its input and grad of its
 weight are three matmuls of equal FLOPs, timed together.
@@ -19,7 +19,6 @@ from configs.cpu import float32_products, keep_memory
 
 import torch
 
-from configs import program
 from lab.bench import harness
 from training.loss_passes import add_matmul
 
@@ -119,7 +118,3 @@ def main() -> None:
     ]
     notes = f"{args.rounds} alternating rounds."
     harness.report("Products of a linear layer", columns, rows, notes, args.json)
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -1,4 +1,4 @@
-"""Compare our plans with published runs: `python -m lab.bench.plan published` prints what this file
+"""Compare our plans with published runs: `python -m lab.bench plan published` prints what this file
 computes from the rows of `published.toml`.
 
 A row is one published run. It becomes a configuration with the same model, mesh, batch and

@@ -1,11 +1,11 @@
 """The control traffic between ranks, gradients and weights aside, and what it costs as their number
 grows.
 
-    python -m lab.bench.ranks [--ranks 8,512,4096,16384] [--hop-us 0] [--json out.json] [--table.key=value ...]
+    python -m lab.bench ranks [--ranks 8,512,4096,16384] [--hop-us 0] [--json out.json] [--table.key=value ...]
 
 Rank 0 of each number of ranks runs the run's own code on PyTorch's fake process group, on the mesh
 of the presets (sharded over at most 64 ranks, replicated beyond) with a tiny model.
-`lab.bench.saves` has the saves of large models. The collectives of each phase are counted, but
+`lab.bench saves` has the saves of large models. The collectives of each phase are counted, but
 for those of FSDP and tensor parallelism (`tools.plan` has them). From them follow the messages and
 bytes that rank 0 sends or receives and the longest chain of messages that wait for each other
 (`lab/bench/rank_zero.py::ALGORITHMS`). Latency is that chain times what one hop takes: between
@@ -13,7 +13,6 @@ processes of this machine over gloo, which is measured, or on a network of GPUs
 (`tools/plan/devices.toml`). Processor time is that of rank 0's Python process.
 """
 
-import argparse
 import io
 import os
 import statistics
@@ -30,7 +29,6 @@ import torch.distributed as dist
 
 import train
 from checkpoint.manager import CheckpointManager
-from configs import program
 from configs.load import load_config
 from configs.schema import Config
 from lab.bench import harness, saves
@@ -217,9 +215,7 @@ def table(ranks: list[int], options: list[str], hop: float) -> list[list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument(
         "--ranks", default="8,512,4096,16384", help="numbers of ranks, separated by commas"
     )
@@ -229,7 +225,6 @@ def main() -> None:
         default=0.0,
         help="microseconds of a hop over gloo; 0: measure it here",
     )
-    parser.add_argument("--json")
     args, options = parser.parse_known_args()
     hop = args.hop_us / 1e6 or hop_seconds()
     columns = [
@@ -249,7 +244,3 @@ def main() -> None:
         notes,
         args.json,
     )
-
-
-if __name__ == "__main__":
-    program.run(main)

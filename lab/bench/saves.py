@@ -1,14 +1,13 @@
 """Measure the cost of saving and resuming on many ranks, as rank 0 of a world that does not exist.
 
-    python -m lab.bench.saves [configs/llama_405b.toml] [--ranks 8 512 16384] [--table.key=value ...]
+    python -m lab.bench saves [configs/llama_405b.toml] [--ranks 8 512 16384] [--table.key=value ...]
 
 The run is built as the planner builds it, on PyTorch's fake process group, so the plan, the
 manifest and rank 0's file are those of a real run of so many ranks; the file holds zeros, and the
 rows of other ranks' files are made up. What the network takes is not measured; the collectives are
-counted. `lab.bench.ranks` has the other phases of a run.
+counted. `lab.bench ranks` has the other phases of a run.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 from unittest import mock
@@ -21,7 +20,6 @@ import train
 from checkpoint import state, storage, verify
 from checkpoint.agreement import agree, gather_files
 from checkpoint.storage import SavePlan, Staged
-from configs import program
 from configs.load import load_config
 from configs.schema import Config
 from lab.bench import harness
@@ -109,12 +107,9 @@ def _head() -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("config", nargs="?", default="configs/llama_405b.toml")
     parser.add_argument("--ranks", type=int, nargs="+", default=[512, 16384])
-    parser.add_argument("--json")
     args, options = parser.parse_known_args()
     table = []
     for ranks in args.ranks:
@@ -132,7 +127,3 @@ def main() -> None:
         "",
         args.json,
     )
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -1,8 +1,8 @@
 """Time a training step by its sections, compared with this machine's matmul rate, for a list of
 configurations.
 
-    python -m lab.bench.sections [--rounds 5] [--only NAME] [--json out.json] [--table.key=value ...]
-    python -m lab.bench.sections --one [--rounds 5] [--fake-world N] --table.key=value ...  # one line of JSON
+    python -m lab.bench sections [--rounds 5] [--only NAME] [--json out.json] [--table.key=value ...]
+    python -m lab.bench sections --one [--rounds 5] --table.key=value ...  # one line of JSON
 
 Each configuration runs in a separate process, so that peak memory is its own: `train.build`,
 `train.train_step` and the data path of a run on random tokens. Steps alternate with one large
@@ -13,7 +13,6 @@ GPU runs no kernel, because it waits for the host; `live` is the peak of its ten
 allocator's reserve. --table.key=value overrides an option in every configuration.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -26,14 +25,12 @@ import torch
 from torch.profiler import record_function
 
 import train
-from configs import program
 from configs.load import load_config
 from lab.bench import harness
 from lab.bench.idle import idle_share, kernel_times
 from parallelisms import dp
 from parallelisms.mesh import world
 from tools.parity import in_memory
-from tools.plan.trace import pretend
 from training.metrics import memory_gib, peak_flops
 
 BENCH = (  # for two cores: large enough that matmuls dominate
@@ -168,30 +165,6 @@ def one(options: list[str], rounds: int) -> dict:
     }
 
 
-def on_fake_group(options: list[str], rounds: int, size: int) -> dict:
-    """Return the processor seconds that one thread of rank 0 of `size` ranks spends on a step: the
-    work of the host.
-
-    Collectives return at once and bring nothing, so the gradient is whatever was in memory. Were it
-    not finite, fused AdamW would skip its update: it is told that all is well.
-    """
-    torch.set_num_threads(1)
-    with pretend(size, min(size, 8)):
-        cfg = load_config(options, size, min(size, 8))
-        job = train.build(cfg)
-
-        def all_is_well(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            optimizer.found_inf.zero_()
-
-        job.optimizer.register_step_pre_hook(all_is_well)
-        shape = (1, cfg.training.local_batch_size, cfg.training.seq_len)
-        batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
-        seconds = harness.alternate(
-            {"step": lambda: train.train_step(job, batch)}, 5 * rounds, clock=time.process_time
-        )["step"]
-    return {"seconds": statistics.median(seconds), "fastest": min(seconds)}
-
-
 def row(name: str, seen: dict) -> list[str]:
     whole = sum(seen["sections"].values())
     return [
@@ -209,29 +182,20 @@ def row(name: str, seen: dict) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="")
-    parser.add_argument("--json")
     parser.add_argument("--one", action="store_true")
-    parser.add_argument("--fake-world", type=int, default=0)
     args, overrides = parser.parse_known_args()
     if args.one:
-        seen = (
-            on_fake_group(overrides, args.rounds, args.fake_world)
-            if args.fake_world
-            else one(overrides, args.rounds)
-        )
-        print(json.dumps(seen))
+        print(json.dumps(one(overrides, args.rounds)))
         train.meshes.close_mesh()
         return
     rows = []
     for name, options in CONFIGS["cuda" if torch.cuda.is_available() else "cpu"].items():
         if args.only in name and not harness.is_slow(options):
             seen = harness.child(
-                "lab.bench.sections",
+                "sections",
                 "--one",
                 f"--rounds={args.rounds}",
                 *options.split(),
@@ -246,7 +210,3 @@ def main() -> None:
         f"{args.rounds} rounds, step and matmul in turn.",
         args.json,
     )
-
-
-if __name__ == "__main__":
-    program.run(main)

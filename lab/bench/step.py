@@ -1,7 +1,7 @@
 """Compare a training step of `train.py` with the barest loop around the same model, and with
 Hugging Face's Llama.
 
-    python -m lab.bench.step [--rounds 15] [--dtypes float32,bfloat16] [--only ours,torchtitan] [--json out.json]
+    python -m lab.bench step [--rounds 15] [--dtypes float32,bfloat16] [--only ours,torchtitan] [--json out.json]
                                [--table.key=value ...]
 
 Same shape, batch, dtype and optimizer for all; in alternation, each in a separate process, whose
@@ -25,7 +25,6 @@ peak memory is reported. With --compile.enabled=true the blocks of all are compi
   (`configs/cpu.py::cpu_settings`).
 """
 
-import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -40,7 +39,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import train
-from configs import program
 from configs.load import load_config
 from configs.schema import Config, InputError
 from lab.bench import harness
@@ -409,7 +407,7 @@ def contender(name: str, cfg: Config) -> Callable[[], Tensor | float]:
 
 
 def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> list[list[str]]:
-    one = ["-m", "lab.bench.step", f"--training.param_dtype={dtype}", *overrides]
+    one = ["-m", "lab.bench", "step", f"--training.param_dtype={dtype}", *overrides]
     contenders = {name: [*one, f"--one={name}"] for name in names}
     if not torch.cuda.is_available():
         contenders |= {
@@ -453,9 +451,7 @@ def compare_losses(dtype: str, losses: dict[str, float]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--dtypes", default="float32,bfloat16")
     installed = list(installed_peers())
@@ -464,7 +460,6 @@ def main() -> None:
         default=",".join(("ours", "bare", *installed)),
         help="ours, and these; default: all there are",
     )
-    parser.add_argument("--json")
     parser.add_argument(
         "--one",
         choices=("ours", "bare", *PEERS),
@@ -507,7 +502,3 @@ def main() -> None:
         f"{arch}; {args.rounds} alternating rounds.",
         args.json,
     )
-
-
-if __name__ == "__main__":
-    program.run(main)

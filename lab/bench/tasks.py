@@ -1,6 +1,6 @@
 """Scores of a model on published benchmarks, by tools.evaluate and by lm-evaluation-harness.
 
-    python -m lab.bench.tasks MODEL FOLDER --questions 200
+    python -m lab.bench tasks MODEL FOLDER --questions 200
 
 MODEL is a folder of Hugging Face's, FOLDER what `datasets` saved (tools/fetch_task.py). Both sides
 read the same questions; the harness makes its requests of them by its own files. Printed for each
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import configs.cpu  # noqa: F401
 
-from configs import program
 from configs.schema import EvaluationTask, InputError, Parallelism, Run
 from data import tasks
 from parallelisms import mesh as meshes
@@ -202,7 +201,7 @@ HEAD = "| benchmark | questions | acc | harness | acc_norm | harness | chance | 
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m lab.bench.tasks")
+    parser = argparse.ArgumentParser(prog="python -m lab.bench tasks")
     parser.add_argument("model", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--questions", type=int, default=200, help="of each [%(default)s]")
@@ -222,7 +221,3 @@ def main(argv: list[str] | None = None) -> int:
             theirs = by_harness(model, [name], saved, args.shots)[name]
             print(row(name, ours, theirs), flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -1,5 +1,5 @@
 """Compare this trainer's plan with the fastest published bfloat16 run of a model on the same GPUs:
-`python -m lab.bench.plan vs_published` prints what this file computes.
+`python -m lab.bench plan vs_published` prints what this file computes.
 
 The model, the batch, the sequences and the GPUs are those of the published run, a row of
 `published.toml`. Mesh, checkpointing and kernels are ours: the table [ours] there has the options

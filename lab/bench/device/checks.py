@@ -1,6 +1,6 @@
 """Check that a run works on this device and computes what a plain model computes, for
-`lab.bench.device`.
-    python -m lab.bench.device.checks [NAME ...] [--json out.json]          # all of CHECKS by default
+`lab.bench device`.
+    python -m lab.bench device.checks [NAME ...] [--json out.json]          # all of CHECKS by default
 
 The judge of all numbers is a plain model in float64 on the CPU: a loop of a few lines with
 PyTorch's own cross-entropy, clipping and AdamW. It stays on the CPU for every device, so the
@@ -12,7 +12,6 @@ at; none may exceed the check's limit. tests/test_device.py runs them on the CPU
 on a GPU.
 """
 
-import argparse
 import json
 import math
 import os
@@ -38,7 +37,6 @@ from torch.distributed.tensor.parallel import parallelize_module
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
-from configs import program
 from configs.load import load_config
 from configs.schema import Checkpoint, Config
 from lab.bench import harness
@@ -638,7 +636,7 @@ def apart(name: str) -> tuple[list[str], dict[str, float]]:
             "--standalone",
             f"--nproc-per-node={ranks}",
         ]
-        command = [*launcher, "-m", "lab.bench.device.checks", name]
+        command = [*launcher, "-m", "lab.bench", "device.checks", name]
         how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
         try:
             done = subprocess.run(command, timeout=PATIENCE, **how)
@@ -695,11 +693,8 @@ def as_rank(name: str, place: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CHECKS)}")
-    parser.add_argument("--json")
     args = parser.parse_args()
     if unknown := set(args.names) - CHECKS.keys():
         parser.error(f"{', '.join(sorted(unknown))}: unknown; there are {', '.join(CHECKS)}")
@@ -722,7 +717,3 @@ def main() -> int:
     if wrong:
         print(f"above the limit: {'; '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    program.run(main)

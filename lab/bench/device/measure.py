@@ -1,4 +1,4 @@
-"""Measure the subjects of `lab.bench.device`, one per process:
+"""Measure the subjects of `lab.bench device`, one per process:
 - step NAME: one of STEPS, through lab/bench/sections.py; 8B's layers are as many as fit, by the
   plan.
 - compare NAME: our step compared with that of the bare loop (bare), or of an installed peer: one of
@@ -9,11 +9,9 @@ On a CPU the sizes are small, so that all of it takes minutes: that is how the c
 Exit code 2 and a sentence where something cannot run here.
 """
 
-import argparse
 import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,7 +25,6 @@ import torch
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
-from configs import program
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from lab.bench import harness, sections
@@ -224,7 +221,7 @@ def as_device(name: str, memory_gib: float, rates: Rates) -> Device:
         attention_efficiency=min(1.0, rates.packed / peak),
         fast_attention_efficiency=min(1.0, rates.attention / peak),
         narrow_attention=min(1.0, rates.narrow / rates.attention),
-        source="measured by lab.bench.device; links "
+        source="measured by lab.bench device; links "
         f"{'of the table' if row else 'assumed: PCIe gen4, 100 Gb/s'}",
     )
 
@@ -288,7 +285,7 @@ def needed_gib(options: list[str]) -> float:
 def ask_plan(options: list[str]) -> dict:
     """Plan in a separate process, because PyTorch keeps the meshes of the plan's fake group in
     caches."""
-    return harness.child("lab.bench.device.measure", "plan", *options)
+    return harness.child("device.measure", "plan", *options)
 
 
 def plan(options: list[str]) -> dict:
@@ -413,15 +410,12 @@ def during_a_save(
     )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main() -> None:
+    parser = harness.parser(__doc__)
     parser.add_argument("subject", choices=("rates", "step", "compare", "saves", "plan", "about"))
     parser.add_argument(
         "name", nargs="?", default="", help="of a step or a comparison, with _ for spaces"
     )
-    parser.add_argument("--json")
     args, options = parser.parse_known_args()
     answers = {
         "plan": lambda: plan(options),
@@ -434,16 +428,7 @@ def main() -> int:
         "compare": lambda: compare(args.name.replace("_", " ")),
         "saves": lambda: saves(folder),
     }
-    try:
-        if args.subject in answers:
-            print(json.dumps(answers[args.subject]()))
-        else:
-            harness.report(**reports[args.subject](), json_path=args.json)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    program.run(main)
+    if args.subject in answers:
+        print(json.dumps(answers[args.subject]()))
+    else:
+        harness.report(**reports[args.subject](), json_path=args.json)

@@ -1,6 +1,6 @@
 """Plan configurations and run them on this device, to compare time and memory.
 
-    python -m lab.bench.device.planned (planner | lengths) [--seconds 80] [--json out.json]
+    python -m lab.bench device.planned (planner | lengths) [--seconds 80] [--json out.json]
 
 - planner: the device's rates first, then different configurations planned with them.
 - lengths: two of 8B's layers on one sequence of 32k tokens and more, with cuDNN's attention,
@@ -30,7 +30,6 @@ import torch
 from torch import Tensor
 
 import train
-from configs import program
 from configs.load import load_config
 from configs.schema import Config
 from lab.bench import harness
@@ -216,7 +215,7 @@ class Runner:
         self.late = False
         self.errors = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "lab.bench.device.planned", "ran", *options.split()],
+            [sys.executable, "-m", "lab.bench", "device.planned", "ran", *options.split()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -255,9 +254,7 @@ def plan_apart(options: str, device: Device) -> dict:
     """Return the answer of `planned`, from a separate process."""
     try:
         numbers = device.model_dump_json()
-        return harness.child(
-            "lab.bench.device.planned", "planned", f"--device={numbers}", *options.split()
-        )
+        return harness.child("device.planned", "planned", f"--device={numbers}", *options.split())
     except RuntimeError as error:
         return {"why": str(error).strip().splitlines()[-1][:300]}
 
@@ -344,12 +341,9 @@ def report(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser(__doc__)
     parser.add_argument("subject", choices=("planner", "lengths", "ran", "planned"))
     parser.add_argument("--seconds", type=float, default=80)
-    parser.add_argument("--json")
     parser.add_argument("--device", help=argparse.SUPPRESS)
     args, options = parser.parse_known_args()
     if args.subject == "ran":
@@ -360,7 +354,3 @@ def main() -> int:
         lines = {"planner": PLANNER, "lengths": lengths()}[args.subject]
         measured(lines if GPU else SMALL, args.seconds, args.subject, args.json)
     return 0
-
-
-if __name__ == "__main__":
-    program.run(main)

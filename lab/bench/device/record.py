@@ -1,4 +1,4 @@
-"""Keep the results of `lab.bench.device`: a JSON file, and the Markdown tables and the planner's
+"""Keep the results of `lab.bench device`: a JSON file, and the Markdown tables and the planner's
 device made of it."""
 
 import json
@@ -115,7 +115,7 @@ class Record:
         if not numbers:
             return ""
         heading = (
-            f"# Measured by lab.bench.device, {entry['ended']}; tools/plan/devices.toml "
+            f"# Measured by lab.bench device, {entry['ended']}; tools/plan/devices.toml "
             "explains the fields."
         )
         return "\n".join(

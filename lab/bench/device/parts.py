@@ -1,6 +1,6 @@
 """Measure everything on the accelerator at hand, the most valuable first.
 
-    python -m lab.bench.device [--minutes 9] [--json runs/device.json] [--only NAME ...] [--again]
+    python -m lab.bench device [--minutes 9] [--json runs/device.json] [--only NAME ...] [--again]
 
 Each part runs in a separate process with a time limit. Its result goes into the JSON file at once,
 so nothing is lost when the command is cut off, and a second call continues with missing and failed
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-from configs import program
 from configs.schema import InputError
 from lab.bench.device.record import DONE, FAILED, NOT_RUN, Record, read_report
 from lab.bench.harness import child, end_with_parent
@@ -43,17 +42,17 @@ class Section:
     by_device: dict[str, tuple[float, str]]
 
 
-CHECKS = "lab.bench.device.checks"
-MEASURE = "lab.bench.device.measure"
-PLANNED = "lab.bench.device.planned"
-FLOAT8 = "lab.bench.float8"
+CHECKS = "lab.bench device.checks"
+MEASURE = "lab.bench device.measure"
+PLANNED = "lab.bench device.planned"
+FLOAT8 = "lab.bench float8"
 NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 float8 control sampling recorded"
 DOCUMENTS = f"{CHECKS} documents documents_compiled"
 MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
 MESHES = (
     f"{CHECKS} fsdp_of_two tensor_parallel pipeline context context_gather expert_parallel four"
 )
-CHANGES = "lab.bench.kernels --changes"
+CHANGES = "lab.bench kernels --changes"
 PARTS = [  # the most valuable first
     Section("numbers", {"cuda": (20, NUMBERS), "cpu": (15, NUMBERS)}),
     Section(
@@ -97,16 +96,16 @@ PARTS = [  # the most valuable first
         {
             "cuda": (
                 40,
-                "lab.bench.attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64",
+                "lab.bench attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64",
             ),
-            "cpu": (40, "lab.bench.attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128"),
+            "cpu": (40, "lab.bench attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128"),
         },
     ),
     Section(
         "kernels of a step",
         {
-            "cuda": (60, "lab.bench.kernels"),
-            "cpu": (40, "lab.bench.kernels --training.local_batch_size=2"),
+            "cuda": (60, "lab.bench kernels"),
+            "cpu": (40, "lab.bench kernels --training.local_batch_size=2"),
         },
     ),
     Section(
@@ -137,8 +136,8 @@ PARTS = [  # the most valuable first
     Section(
         "products",
         {
-            "cuda": (30, "lab.bench.products --rounds=10"),
-            "cpu": (30, "lab.bench.products --rounds=5 --shapes 2048,256,704 1024,256,4096"),
+            "cuda": (30, "lab.bench products --rounds=10"),
+            "cpu": (30, "lab.bench products --rounds=5 --shapes 2048,256,704 1024,256,4096"),
         },
     ),
     Section(
@@ -146,21 +145,21 @@ PARTS = [  # the most valuable first
         {
             "cuda": (
                 15,
-                "lab.bench.products --added --rounds=15 --shapes 2048,4096,14336 4096,4096,14336 "
+                "lab.bench products --added --rounds=15 --shapes 2048,4096,14336 4096,4096,14336 "
                 "8192,4096,14336 8192,4096,4096 4096,8192,28672",
             ),
-            "cpu": (15, "lab.bench.products --added --rounds=5 --shapes 2048,256,704"),
+            "cpu": (15, "lab.bench products --added --rounds=5 --shapes 2048,256,704"),
         },
     ),
     Section(
         "loss",
         {
-            "cuda": (40, "lab.bench.loss --rounds=10"),
-            "cpu": (20, "lab.bench.loss --rounds=2 --shapes 256,64,1024"),
+            "cuda": (40, "lab.bench loss --rounds=10"),
+            "cpu": (20, "lab.bench loss --rounds=2 --shapes 256,64,1024"),
         },
     ),
-    Section("small models", {"cuda": (100, "lab.bench.graphs --rounds=12")}),
-    Section("mixtures", {"cuda": (120, "lab.bench.mixtures --rounds=10")}),
+    Section("small models", {"cuda": (100, "lab.bench graphs --rounds=12")}),
+    Section("mixtures", {"cuda": (120, "lab.bench mixtures --rounds=10")}),
     Section("1B", {"cuda": (80, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
     Section("3B", {"cuda": (100, f"{MEASURE} step 3B")}),
     Section(
@@ -261,7 +260,7 @@ def measure(
 def arguments(argv: list[str], names: list[str]) -> argparse.Namespace:
     """names: of all parts. Raises InputError."""
     parser = argparse.ArgumentParser(
-        prog="python -m lab.bench.device",
+        prog="python -m lab.bench device",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -295,7 +294,7 @@ def main(argv: list[str] | None = None, parts: list[Section] = PARTS) -> int:
     try:
         flags = arguments(sys.argv[1:] if argv is None else argv, names)
         # in a separate process, since this one must hold nothing of the GPU
-        machine = child(MEASURE, "about")
+        machine = child("device.measure", "about")
         kind = machine.pop("kind")
         record = Record(flags.json, machine, names)
         logs = flags.json.with_suffix(".logs")
@@ -320,7 +319,3 @@ def main(argv: list[str] | None = None, parts: list[Section] = PARTS) -> int:
             f"{', '.join(missing)}"
         )
     return 130 if stopped else int(any(record.state(part.name) == FAILED for part in chosen))
-
-
-if __name__ == "__main__":
-    program.run(main)

@@ -1,0 +1,57 @@
+"""Run a benchmark: python -m lab.bench NAME [...]
+
+Each prints one table, with the machine that it ran on; NAME --help says what it measures. Give it an
+idle machine. lab/bench/results has the tables of earlier runs, also of benchmarks that only git has.
+"""
+
+import importlib
+import sys
+
+from configs.schema import InputError
+
+BENCHES = {
+    "attention": "kernels of causal attention, by the shape of a model's heads",
+    "device": "everything on the GPU at hand, the most valuable first, within a budget of minutes",
+    "device.checks": "numbers on this device against a float64 model; also on ranks that share a GPU",
+    "device.measure": "rates, steps of 8B's layers, steps compared with other trainers, saves",
+    "device.planned": "planned memory and time against those of real steps; long sequences",
+    "faults": "seconds to detect and survive a kill, a freeze and other faults, and goodput",
+    "float8": "GEMMs, steps and losses in float8 against bfloat16 and torchao",
+    "graphs": "small models with and without CUDA graphs",
+    "kernels": "where a step's time goes, kernel by kernel, and what changes of it would give",
+    "loss": "the loss in pieces against the loss in one piece: time and memory",
+    "mixtures": "layers with experts against Hugging Face's and TorchTitan's",
+    "plan": "plans against published runs, against TorchTitan's, and against steps on this machine",
+    "products": "GEMMs of a model's shapes, by type",
+    "ranks": "messages and processor time of rank 0 among up to 16,384 ranks",
+    "saves": "a save and a resume of rank 0 of a large model on many ranks",
+    "sections": "a step by its phases, compared with this machine's rate of GEMMs",
+    "step": "tokens/s of a step against a bare loop, Hugging Face and TorchTitan",
+    "tasks": "task scores of a model against lm-evaluation-harness's",
+}
+FILES = {"device": "device.parts"}  # where the module is not called as the benchmark
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark that the first word names. Returns the exit code: 2 after wrong input."""
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help"):
+        print(listing())
+        return 0
+    name, *rest = words
+    if name not in BENCHES:
+        print(f"{name}: no such benchmark; there are {', '.join(BENCHES)}", file=sys.stderr)
+        return 2
+    sys.argv = [f"python -m lab.bench {name}", *rest]
+    module = importlib.import_module(f"lab.bench.{FILES.get(name, name)}")
+    try:
+        return module.main() or 0
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def listing() -> str:
+    width = max(map(len, BENCHES))
+    rows = [f"  {name:{width}}  {about}" for name, about in BENCHES.items()]
+    return "\n".join([__doc__.strip(), "", *rows])
