@@ -1,4 +1,8 @@
 """Measure the subjects of `lab.bench device`, one per process:
+
+    python -m lab.bench device.measure (rates | step NAME | compare NAME | saves) [--json out.json]
+
+- rates: the numbers of a row of tools/plan/devices.toml, for `tools.plan`.
 - step NAME: one of STEPS, through lab/bench/sections.py; 8B's layers are as many as fit, by the
   plan.
 - compare NAME: our step compared with that of the bare loop (bare), or of an installed peer: one of
