@@ -1,15 +1,15 @@
-"""The rules that span options: each a row, `name: (what breaks it, the sentence that says what to
-change)`.
+"""Checks rules that span several options. Each is a row, `name: (predicate of a violation, message
+with the remedy)`.
 
-Rules are evaluated independently, so one run of the check names everything that is wrong. They
-depend on the configuration, the model's table of flavors and the number of processes (and on
-whether data.source is a prepared folder, which all hosts share): every rank finds the same problems
-and no rank is left waiting for one that gave up. What concerns one option alone is a bound in
+Rules are evaluated independently, so one run of the check reports every violation. They depend on
+the configuration, the model's table of flavors and the number of processes (and on whether
+data.source is a prepared folder, which all hosts share): every rank finds the same problems and no
+rank is left waiting for one that gave up. Bounds of a single option are in
 `configs/schema.py`.
 
-Like all of `configs/` this imports no torch, unless model.flavor is a folder. What a family of
-models demands of its sizes is in models/flavors/, and what a mesh demands of them is here: a family
-says which number is which (`models/options.py::Numbers`).
+Like all of `configs/` this imports no torch, unless model.flavor is a folder. The constraints that
+a family of models puts on its sizes are in models/flavors/, those of a mesh are here: a family says
+which number is which (`models/options.py::Numbers`).
 """
 
 import glob

@@ -3,7 +3,7 @@ runs float32 GEMMs, what memory is kept.
 
 Import this module before torch: OpenMP reads its settings when its library is loaded. `train.py`
 and the packages whose modules are started with `python -m` (tools, data, checkpoint) do so first of
-all. What the environment says already counts.
+all. Settings in the environment take precedence.
 """
 
 import ctypes

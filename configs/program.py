@@ -1,19 +1,19 @@
 """Defines how every program begins and ends: the effect of Ctrl-C on a tool, and of a stop signal
 on a run outside of training (in it, reliability/stop.py handles them).
 
-    tool               Ctrl-C: it ends with exit code 130 and one word, wherever it is, never with a
-                       traceback; what `with` and `finally` clean up is cleaned up. Again: at once
+    tool               Ctrl-C: exit code 130 and one word, never a traceback, after `with` and `finally` have cleaned up. A second one: exit at once
     run                SIGTERM, SIGINT, SIGHUP and SIGUSR1 outside of training: exit code 75 and a
                        sentence, as there is nothing to save
     a child of a tool  ignores Ctrl-C, which the tool answers
 
-A tool that is silent for 5 s at a terminal says for how long it has been at work, and where it is.
+A tool that is silent for 5 s at a terminal prints for how long it has run, and the function it is
+in.
 
-`configs/__init__.py` calls `begin`, and every package of ours imports configs.cpu first of all: so it
-holds while torch is imported, which takes seconds. `run` is the last line of every program. Python
-runs signal handlers on the main thread only, between two of its instructions: a thread listens on the
-pipe that Python's C handler writes to, for a program that waits in C++ for other ranks or trains a
-tokenizer in Rust.
+`configs/__init__.py` calls `begin`, and every package of ours imports configs.cpu first of all: so
+the handlers work while torch is imported, which takes seconds. `run` is the last line of every
+program. Python runs signal handlers on the main thread only, between two of its instructions: a
+thread listens on the pipe that Python's C handler writes to, for a program that waits in C++ for
+other ranks or trains a tokenizer in Rust.
 """
 
 import atexit

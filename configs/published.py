@@ -1,5 +1,5 @@
-"""Which family and numbers a config.json of Hugging Face's means. `model.flavor` may name a folder with
-one instead of a row of a table; only such a configuration imports torch, with the family."""
+"""Finds the family and the sizes of a Hugging Face config.json. `model.flavor` may name a folder
+with one instead of a row of a table; only such a configuration imports torch, with the family."""
 
 import functools
 import json

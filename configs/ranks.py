@@ -1,9 +1,9 @@
 """Lists the options that only several ranks need: those of a mesh, and those that have a meaning on
 some meshes alone.
 
-`configs/check.py` refuses such an option where no rank needs it, and a tool that computes a run's
-configuration again in one process (tools.parity, tools.replay, lab.simulate) drops it. Both read
-the table below. It imports no torch.
+`configs/check.py` refuses such an option where no rank needs it, and a tool that reruns a
+configuration in one process (tools.parity, tools.replay, lab.simulate) drops it. Both read the
+table below. It imports no torch.
 """
 
 import json
@@ -14,7 +14,7 @@ from configs.schema import Config
 
 @dataclass(frozen=True)
 class OfRanks:
-    """An option, which is as it is by default in one process."""
+    """An option that has its default value in one process."""
 
     degrees: tuple[str, ...]  # of [parallelism]: it has an effect where one of them is above 1
     refused: bool = False  # where it has none

@@ -1,9 +1,9 @@
-"""Every option of a run: one frozen model per TOML table. Every field has a type, bounds and one
-line of explanation.
+"""Defines every option of a run: one frozen pydantic model per TOML table. Every field has a type,
+bounds and one line of explanation.
 
 This file is the only list of options. `--help`, the strict parser, the JSON schema for editors and
 the tests are all derived from it, so an option that is not in this file does not exist. Only the
-numbers of a model come from its family's table OPTIONS. It imports no other file of this repository
+sizes of a model come from its family's table OPTIONS. It imports no other file of this repository
 but the registry of families, and no torch, so a wrong configuration is reported in well under a
 second. Rules that span tables are rows in `configs/check.py`.
 """
@@ -30,8 +30,8 @@ DType = Literal["auto", "float32", "bfloat16", "float64"]
 
 
 class InputError(Exception):
-    """A configuration, corpus or checkpoint that cannot be used. The message is a sentence for a
-    person (what, where, what to do); `train.py` and the tools print it without a traceback and exit
+    """A configuration, corpus or checkpoint that cannot be used. The message is a sentence for the
+    user (what, where, what to do); `train.py` and the tools print it without a traceback and exit
     with 2."""
 
 

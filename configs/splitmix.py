@@ -1,4 +1,4 @@
-"""The numbers of splitmix64, by which `run.seed` becomes initial values (training/init.py) and an
+"""Constants of splitmix64, which turns `run.seed` into initial values (training/init.py) and an
 order of the data (data/order.py). Both hash an index with it, the one in torch and the other in
 numpy, so they share its constants only.
 

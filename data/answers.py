@@ -1,6 +1,7 @@
-"""A line as tokens of which only answers are trained on: an `Example`, made by a `Format`.
+"""Turns a line into an `Example`: tokens of which only answers are labels. A `Format` makes it.
 
-Completions are here, conversations in data/chat.py. data/formats.py says which one a run reads.
+The format of completions is here, that of conversations in data/chat.py. data/formats.py chooses
+one.
 """
 
 from __future__ import annotations

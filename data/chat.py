@@ -3,10 +3,10 @@ text.
 
 data/rendering.py runs the template, which gets what transformers gives it: the messages, the names of
 special tokens, and of the line `tools`, `documents` and the variables in `chat_template_kwargs`.
-data/whole.py checks that nothing that was said is missing in the text.
+data/whole.py checks that no part of the conversation is missing in the text.
 
-Which characters are answers? If the template has `{% generation %}` blocks, they are what these
-contain. Otherwise answer i is what follows when message i is added to the messages before it, with
+The characters of answers are those in the template's `{% generation %}` blocks, if it has any.
+Otherwise answer i is the text that is added when message i is added to the messages before it, with
 the prompt for an answer. It ends with the last special token if only whitespace follows, since
 nothing is generated after the end token.
 """

@@ -1,8 +1,8 @@
-"""Columns as documents: a row of a Parquet file, or of a dataset, is one; its text is in the column
+"""Reads a document from each row of a Parquet file or of a dataset: the text in the column
 `data.text_field`. With dots, that is also the path of a field inside a column of structs.
 
-UTF-8 may be stored as strings or as bytes, plain or by a dictionary. Each value is looked at in
-Arrow's memory, and becomes a Python string if it is not too long.
+UTF-8 may be stored as strings or as bytes, plain or by a dictionary. The length of each value is
+checked in Arrow's memory, before it becomes a Python string.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reads the conversation of a line: its messages, and what comes with them.
 
 A line may have more keys than `messages`. Those that `apply_chat_template` of transformers takes go
-to the template (`tools`, `documents`, the variables in `chat_template_kwargs`). Those that say
-something to the model and would be lost are refused, unless data.chat_may_drop names them. All
+to the template (`tools`, `documents`, the variables in `chat_template_kwargs`). Those that carry
+content for the model and would be lost are refused, unless data.chat_may_drop names them. All
 others (an id, a source, a score) only describe the line.
 """
 

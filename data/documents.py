@@ -1,7 +1,7 @@
-"""The documents of a prepared split: their names, and which tokens are whose.
+"""Indexes the documents of a prepared split: their names and the ranges of their tokens.
 
 Training needs only where documents begin (data/tokens.py::Tokens.document_starts); the rest is for
-data/audit.py and for people.
+data/audit.py and its users.
 """
 
 from __future__ import annotations

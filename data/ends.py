@@ -1,7 +1,7 @@
 """Finds which tokens begin and end a text, in the files of a published tokenizer.
 
 For pretraining, the end of a text is what `eos_token` of tokenizer_config.json names. The other files
-are asked only where it names none. In a chat model's folder they often name the end of a turn too.
+are read only where it names none. In a chat model's folder they often name the end of a turn too.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ two adjacent tokens may merge whenever their concatenation is a token, the lowes
 `tokenizers` keeps a list of merges: pairs, the earliest in the list first. `merges` derives that
 list, so that both do the same to every text.
 
-Why it is the same: consider a token T, and what merging does in any text inside the bytes that
-become T. No merge crosses the borders of T. Of the merges inside, the lowest rank comes first, and
-the leftmost among equals. So they are the merges, in the same order, that the bytes of T alone
+Proof that the result is the same: consider a token T, and the merges in any text inside the bytes
+that become T. No merge crosses the borders of T. Of the merges inside, the lowest rank comes first,
+and the leftmost among equals. So they are the merges, in the same order, that the bytes of T alone
 would get. The last pair before T is therefore the same wherever T is made, and the list of these
 pairs, in the order of ranks, allows exactly the merges that happen by rank. `_ranks` goes from such
 a list back to ranks.

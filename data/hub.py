@@ -1,5 +1,5 @@
-"""Datasets of Hugging Face: what `datasets` saved on this disk, a folder that it can load, or one of
-the Hub, which is streamed shard by shard.
+"""Reads Hugging Face datasets: one that `datasets` saved to this disk, a folder that it can load,
+or one of the Hub, which is streamed shard by shard.
 
 `hf:PATH[@SPLIT]`, `hf:NAME[/CONFIG][@SPLIT]`; without a split, `train`.
 """

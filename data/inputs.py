@@ -1,7 +1,8 @@
 """Checks that a run's inputs exist and that its tokenizer fits the model.
 
-`tools/check.py` asks on each node before the ranks start, `data/open.py` when they open their text.
-So nothing here imports torch. A file or a connection is for what an option names by URL alone.
+`tools/check.py` runs the checks on each node before the ranks start, `data/open.py` when they open
+their text. So nothing here imports torch, and connections are opened only for URLs that an option
+names.
 """
 
 from __future__ import annotations

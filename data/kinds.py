@@ -1,7 +1,8 @@
-"""Names what a file is that was given as text and is not UTF-8, from its first bytes, and what to do.
+"""Recognises, by its first bytes, the kind of a file that was given as text and is not UTF-8, and
+advises the user.
 
-A corpus often holds a file of another kind under a name of text: `.jsonl` that is gzip, a zip archive,
-text that Windows has written as UTF-16. "Not UTF-8 (byte 1)" then hides the mistake.
+A corpus often has files of another kind under the name of a text file: `.jsonl` that is gzip, a zip
+archive, text that Windows has written as UTF-16. "Not UTF-8 (byte 1)" then hides the mistake.
 """
 
 from __future__ import annotations

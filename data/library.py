@@ -1,9 +1,9 @@
 """Opens any tokenizer.json: the ids are those of Hugging Face's `tokenizers`, for every text.
 
-Two differences to the library are meant. The names of special tokens are ordinary text in `encode`
-(its `encode_special_tokens`), and nothing is added, cut off or padded: post-processor, truncation
-and padding of the file are not run. Added tokens that are not special (`<think>` in Qwen 3's file)
-are one token in every text, as in the library.
+It differs from the library in two ways, on purpose. The names of special tokens are ordinary text
+in `encode` (its `encode_special_tokens`), and nothing is added, cut off or padded: post-processor,
+truncation and padding of the file are not run. Added tokens that are not special (`<think>` in Qwen
+3's file) are one token in every text, as in the library.
 
 tiktoken makes the ids where data/hf_tokenizer.py has proved that they are the same: `engine` says
 which of the two does.

@@ -1,6 +1,6 @@
 """Serves the text of a run: this rank's rows of each step, as tensors.
 
-`Corpora` is what a run reads: the sources that it trains on, and the sets that it validates on.
+`Corpora` holds the text of a run: the sources that it trains on, and the sets that it validates on.
 Streamed text (data/stream.py::StreamedCorpora) has the same methods. data/open.py opens one or the
 other; the rest of the code does not distinguish them.
 

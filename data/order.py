@@ -1,7 +1,7 @@
-"""The order of a run's data: which window of which source is row r of step s.
+"""Computes the order of a run's data: which window of which source is row r of step s.
 
-It is a function of (seed, step) without state, so every rank finds its rows of any step at once, and
-a resume replays nothing. The words, here and in data/loader.py:
+It is a function of (seed, step) without state, so every rank finds its rows of any step at once,
+and a resume replays nothing. Definitions, here and in data/loader.py:
 
     source        one tokenised text: `data.source`, or an entry of `data.mixture`
     window j      tokens [j*T, j*T + T + 1) of a source: T inputs and T labels. Every token is a label
@@ -17,14 +17,14 @@ a resume replays nothing. The words, here and in data/loader.py:
 From a sample to its window in two steps:
 
 1. Which source? Every block of BLOCK samples has exactly `share` samples of each source. A
-   permutation keyed by (seed, block) deals the slots of a block to the sources. So the sample is
-   number k of its source, and k is known.
+   permutation keyed by (seed, block) distributes the slots of a block to the sources. So the sample
+   is number k of its source, and k is known.
 2. Which window? k = epoch * windows + index, and window = permutation(index), keyed by (seed,
    source, epoch) (data/shuffle.py).
 
-A new `Segment` begins where a schedule changes the weights, or where a resume goes on with other
-data. It knows how many samples of each source were consumed before it, so that each source goes on
-where it was. The segments are all that a checkpoint saves (data/splice.py).
+A new `Segment` begins where a schedule changes the weights, or where a resume continues with other
+data. It knows how many samples of each source were consumed before it, so that each source
+continues from there. The segments are all that a checkpoint saves (data/splice.py).
 """
 
 from __future__ import annotations

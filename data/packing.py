@@ -1,4 +1,4 @@
-"""Whole documents in windows: what a split of conversations has in place of a stream of tokens.
+"""Packs whole documents into windows, for conversations, instead of cutting a stream of tokens.
 
 A window of text begins in the middle of a document as often as not. An answer without its question
 would teach nothing, so here a window holds whole documents, one after another, as many as fit into

@@ -1,5 +1,5 @@
-"""A file of a source, a piece of it, and a document in a piece: what the readers of all kinds of files
-share (data/sources.py chooses among them)."""
+"""Types that the readers of all kinds of files share: a file of a source, a piece of it, and a
+document in a piece (data/sources.py chooses the reader)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ IN_LINE = "(line "  # a problem that begins so is of a record, which is counted,
 
 
 class BadFile(Exception):
-    """A file is not what its name says, from some place on. Its text is a problem of a document. It
-    will be the same at the next attempt."""
+    """A file that is damaged or of another kind than its name, from some offset on. The message is
+    reported as the problem of a document. A retry would fail the same way."""
 
 
 class File(NamedTuple):

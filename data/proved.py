@@ -1,8 +1,8 @@
 """Runs a tokenizer.json by tiktoken, where data/hf_tokenizer.py has proved that the ids are the same.
 
 `tokenizers` finds added tokens in a text, normalises what is between them, cuts it and merges. Here
-the first two are done as it does them, and tiktoken does the rest. A text that has something which
-the proof does not cover gets None, and goes to the library (data/library.py).
+the first two are done as it does them, and tiktoken does the rest. A text that the proof does not
+cover gets None, and the library encodes it (data/library.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Proof(NamedTuple):
 
 
 class Proved:
-    """The engine. Added tokens have ranks too, behind all others."""
+    """The engine: tiktoken with the added tokens, whose ranks come after all others."""
 
     def __init__(self, proof: Proof, added: list[Added]) -> None:
         self.proof = proof

@@ -1,9 +1,9 @@
 """Reads and writes tiktoken rank files: one line for each token, of its bytes and its rank.
 
-A rank file does not say the pattern that cuts text, nor the special tokens, and another pattern
-gives other ids without any error. So a file is read only if something says which pattern it was
-made for, in this order: its digest, for the published ones (DIGESTS); a `tokenizer.json` of the
-same ranks in the same folder, as data/train_tokenizer.py writes; `data.tokenizer_pattern`.
+A rank file contains neither the pattern that cuts text nor the special tokens, and another pattern
+gives other ids without any error. So a file is read only if its pattern is known from one of these,
+in this order: its digest, for the published ones (DIGESTS); a `tokenizer.json` of the same ranks in
+the same folder, as data/train_tokenizer.py writes; `data.tokenizer_pattern`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""JSON as documents: a record is an object, and its text the string under `data.text_field`.
+"""Reads documents from JSON: a record is an object, and its text the string under
+`data.text_field`.
 
 `lines` reads one record per line. `values` reads an array of records, or records one after another
 however they are laid out; it finds where each ends without parsing it, so no more than one is in
 memory. `holds_lines` says which of both a .json file is.
 
-A record is too long when it has more bytes than `bound(data.max_document_bytes)`. It is then passed
-over without being held, which is all that a decompression bomb can cost.
+A record is too long when it has more bytes than `bound(data.max_document_bytes)`. It is then
+skipped without being held in memory, so a decompression bomb costs time only.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ strings of a terabyte, or from nesting at which Python's compiler gives up or cr
 run in a child process with a limit of processor time and one of memory, and any failure becomes an
 error message. Time is that of the processor, which a busy machine does not use up.
 
-It is the environment that transformers documents for chat templates: blocks are trimmed, `break` and
-`continue` work, `tojson` does not escape HTML, `raise_exception` raises. What is not there: all whose
-result changes from one time to the next (`strftime_now`, `random`, `lipsum`, the addresses of
-objects), since the tokens of a corpus must not.
+It is the environment that transformers documents for chat templates: blocks are trimmed, `break`
+and `continue` work, `tojson` does not escape HTML, `raise_exception` raises. It lacks everything
+whose result changes between calls (`strftime_now`, `random`, `lipsum`, the addresses of objects),
+since the tokens of a corpus must not change.
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ def _content(reply: dict, name: str) -> Any:
 
 
 class Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`: what is inside, between BEGIN and END."""
+    """The block `{% generation %} ... {% endgeneration %}`: renders its content between BEGIN and
+    END."""
 
     tags = {"generation"}
 

@@ -1,8 +1,8 @@
 """Shows a row of a step as training saw it, with the labels that count in colour.
 
-`python -m data.audit RUN --show STEP[:ROW]`. The row is read by what training reads it with
-(data/loader.py::Batches), so what is shown is what the loss was computed of. A token that counts as
-a label is green, on a terminal, or in double brackets; all others are context.
+`python -m data.audit RUN --show STEP[:ROW]`. The row is read by the code that training uses
+(data/loader.py::Batches), so it shows the tokens that the loss was computed of. A token that counts
+as a label is green, on a terminal, or in double brackets; all others are context.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@
 | `hf:NAME[/CONFIG][@SPLIT]`    | one per row of a dataset of the Hugging Face Hub, streamed shard by shard      | path:row  |
 | `s3://`, `gs://`, `az://`     | an object, all below a prefix, or a glob of them: as files of the same names   | the same  |
 
-Lines and records count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline translation, a BOM
-stays). If something cannot be read (bytes that are not UTF-8, a line that is not JSON, a truncated
-.gz), everything stops with its name, unless `data.skip_failed` allows as many failures: guessing
-would train on garbage, and skipping would change the corpus in silence. Only for the standard
-library is such a file skipped, since no user chose it (CPython 3.10 to 3.13 have none outside their
-tests).
+Lines and records count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline
+translation, a BOM stays). If something cannot be read (bytes that are not UTF-8, a line that is not
+JSON, a truncated .gz), the run stops with an error that names it, unless `data.skip_failed` allows
+as many failures: guessing would train on garbage, and skipping would change the corpus in silence.
+Only for the standard library is such a file skipped, since no user chose it (CPython 3.10 to 3.13
+have none outside their tests).
 
 A file is read in `Piece`s, so that several processes can share a large one. A piece is a range of
 bytes (JSON lines), of row groups (Parquet) or of rows (a saved dataset). A compressed file is one

@@ -1,10 +1,10 @@
-"""The segments of a run: those that its configuration asks for, and those of a resumed run.
+"""Derives the segments of a run from its configuration, and continues those of a resumed run.
 
 A description is JSON with everything but the step that decides the order of the data. `begin` turns
 it into the segments of a new run: one, and one more at every step of a schedule. `state` is what a
 checkpoint and data.json record of them. `resume` continues them. If the description has changed
 since the checkpoint, that is an error, or with data.allow_splice a splice: new segments begin at the
-step of the resume, in which every source goes on where it was.
+step of the resume, in which every source continues where it was.
 """
 
 from __future__ import annotations

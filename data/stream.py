@@ -1,8 +1,8 @@
 """Tokenises text while the run trains on it: no preparation, nothing on the disk, any size.
 
-With a prepared corpus, arithmetic tells what a step sees (data/order.py). Here it depends on how far
-each stream has read. That state belongs to neither a rank nor a worker. It belongs to one of
-`data.streams` logical streams, whose number is part of the run like its seed:
+With a prepared corpus, the batch of a step is computed from its number (data/order.py). Here it
+depends on how far each stream has read. That state belongs to neither a rank nor a worker. It
+belongs to one of `data.streams` logical streams, whose number is part of the run like its seed:
 
 1. The source is cut into units: files, ranges of bytes of JSON lines, row groups, or shards
    (data/sources.py::pieces). If these are fewer than the streams, a unit is every n-th document of
@@ -15,12 +15,12 @@ each stream has read. That state belongs to neither a rank nor a worker. It belo
    groups.
 
 So batch(step) is the same, order included, on every number of ranks that divides both, and the
-whole state of a stream is the `Place` of its next token. A resume opens the unit again and passes
-over the documents before that place; their checksum must be the one that was saved. No token is
-dropped between documents, units or epochs.
+whole state of a stream is the `Place` of its next token. A resume opens the unit again and skips
+the documents before that place; their checksum must be the one that was saved. No token is dropped
+between documents, units or epochs.
 
-One thread reads and tokenises, `data.prefetch` batches ahead. It does some two million tokens per
-second and rank, and tiktoken releases the GIL meanwhile. Worker processes are not used, because
+One thread reads and tokenises, `data.prefetch` batches ahead. It reaches some two million tokens
+per second and rank, and tiktoken releases the GIL meanwhile. Worker processes are not used, because
 threads of the libraries for Hugging Face and Parquet would not survive a fork. The state of
 torchdata's StatefulDataLoader is not used either: it is that of its workers, so it is lost when the
 number of workers or of ranks changes.
@@ -172,7 +172,7 @@ class Place:
 
 
 class StreamOrder:
-    """Which row comes from which stream, and how far each stream is."""
+    """Assignment of rows to streams, and the progress of each stream."""
 
     def __init__(self, description: dict, places: list[Place]) -> None:
         """places: of all streams."""
@@ -337,7 +337,7 @@ class Stream:
                         )
                     logger.warning(f"data stream {self.number}: left out: {error}")
             place = Place(unit=place.unit + 1, failed=place.failed)
-            # each epoch deals the units anew, so a stream finds text if there is any
+            # each epoch distributes the units again, so a stream finds text if there is any
             if barren > BARREN * len(units):
                 raise InputError(
                     f"data.source: {cfg.source} has no text to train on (data stream {self.number})"

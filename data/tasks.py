@@ -1,4 +1,5 @@
-"""The tasks of an evaluation: their files, and the sequences that a model scores for them.
+"""Reads the tasks of an evaluation from files, and builds the sequences that a model scores for
+them.
 
 A file has one JSON object per line, of one of two kinds:
 
@@ -8,20 +9,21 @@ A file has one JSON object per line, of one of two kinds:
 A question may have a list of contexts, one per choice, and a "group", whose accuracy is then found
 too.
 
-How text becomes tokens, and which of these are scored, follows lm-evaluation-harness 0.4.13, so
-that both score the same:
+Tokenisation, and the choice of scored tokens, follow lm-evaluation-harness 0.4.13, so that both
+give the same scores:
 
-- A choice, or a text with a context, stands behind the context and the task's `delimiter`.
-  Whitespace that ends the context counts to what is scored, as words begin with their space in most
-  vocabularies. Then context and choice are encoded together, and what is behind the tokens of the
-  context alone is scored (lm_eval/api/model.py, `_encode_pair`).
+- A choice, or a text with a context, follows the context and the task's `delimiter`. Whitespace at
+the end of the context is scored too, as words begin with their space in most vocabularies. Then
+context and choice are encoded together, and the tokens after those of the context alone are scored
+(lm_eval/api/model.py, `_encode_pair`).
 - An empty context is the token that begins a text, or ends one if the vocabulary has no such token.
-  Other contexts get what the post-processor of a published tokenizer.json puts before a text, such as
-  Llama 3.1's <|begin_of_text|>. Texts in windows have the first of these tokens, unscored.
-- Of what is longer than the window, the beginning is left out (lm_eval/models/huggingface.py,
+  Other contexts get the tokens that the post-processor of a published tokenizer.json puts before a
+  text, such as Llama 3.1's <|begin_of_text|>. Texts in windows have the first of these tokens,
+  unscored.
+- Sequences longer than the window lose their beginning (lm_eval/models/huggingface.py,
   `_loglikelihood_tokens`). These lines are counted (`EncodedTask.truncated`).
-- A text is scored in windows, each token once. The last window reaches back, so that it is a whole
-  one too (lm_eval/utils.py, `get_rolling_token_windows`).
+- A text is scored in windows, each token once. The last window reaches back, so that it is full too
+(lm_eval/utils.py, `get_rolling_token_windows`).
 
 Nothing here imports torch: tools/check.py reads the files before a rank starts.
 """
@@ -64,8 +66,8 @@ class Text(NamedTuple):
 
 
 class ScoreRequest(NamedTuple):
-    """A sequence for the model to score. It reads all tokens but the last one, and the log-likelihood
-    of the last `scored` tokens is what counts."""
+    """A sequence for the model to score. It reads all tokens but the last one, and the
+    log-likelihood of the last `scored` tokens is its score."""
 
     tokens: list[int]
     scored: int

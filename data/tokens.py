@@ -1,8 +1,8 @@
-"""The tokens of one split of a prepared folder, mapped into memory by every rank.
+"""Maps the tokens of one split of a prepared folder into the memory of every rank.
 
-A split is an array of token ids: its documents' tokens one after another. On the disk it is cut into
-shards, flat files of little-endian uint16 or uint32 without a header. data/prepared.py opens the
-folder, checks it and says what else is in it.
+A split is an array of token ids: its documents' tokens one after another. On the disk it is cut
+into shards, flat files of little-endian uint16 or uint32 without a header. data/prepared.py opens
+and checks the folder, and describes its other files.
 """
 
 from __future__ import annotations

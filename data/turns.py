@@ -1,6 +1,6 @@
-"""The chat template of a run, after the run: to ask its model, and for those who load it elsewhere.
+"""Provides the chat template of a run after training: to chat with its model, and for exports.
 
-A run records in data.json what its conversations were rendered with (data/too_long.py::record). So a
+A run records in data.json the template of its conversations (data/too_long.py::record). So a
 question gets the tokens that it would have had in training, and an export carries the template.
 """
 

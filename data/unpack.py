@@ -1,4 +1,4 @@
-"""Compressed files, decompressed as they are read.
+"""Decompresses files as they are read.
 
 Of a damaged or truncated file everything before the damage is given, to the last byte, and then
 BadFile is raised. gzip is read with zlib, since pyarrow stops at the zeros with which tapes and

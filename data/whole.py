@@ -1,6 +1,6 @@
 """Checks that a chat template has rendered every text of the conversation.
 
-A template may leave out a part of a message without a word: a name, a system turn, the reasoning
+A template may leave out a part of a message without an error: a name, a system turn, the reasoning
 before an answer, what comes after the first three characters. So the conversation is rendered once
 more, with each of its texts between marks that occur in no text and differ for each. Where the
 marks come out, in order and with the text between them unchanged, the text is there, and not by

@@ -1,5 +1,5 @@
-"""Worker processes that read batches ahead of time (`data.workers`), and what is said of one that
-fails.
+"""Runs worker processes that read batches ahead of time (`data.workers`), and reports those that
+fail.
 
 data/loader.py calls `read_by_workers`. The workers serve `batches[step]`, so they have no state, and
 their number cannot change a batch.
@@ -208,8 +208,8 @@ class Workers:
 
 
 class ServedBatches:
-    """The batches as a worker serves them. If a step cannot be read, it serves the sentence that
-    says so."""
+    """Batches as a worker serves them. If a step cannot be read, it serves the error message
+    instead."""
 
     IDLE = -1
 

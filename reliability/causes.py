@@ -1,5 +1,5 @@
-"""Why a start failed, as far as what it left tells: a run that fails at one step for one cause again
-and again is a crash loop, and kills that come from outside are none. Imports no torch."""
+"""Diagnoses why a start failed from the files it left: a run that fails repeatedly at one step for
+one cause is in a crash loop, kills from outside are not counted. Imports no torch."""
 
 import re
 from pathlib import Path

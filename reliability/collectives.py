@@ -1,7 +1,7 @@
 """Watches the collectives and messages of a run.
 
 `Checked` compares collectives between ranks before they run. `CheckedLink` compares the messages of
-a pipeline. `twice` computes a gradient twice and compares what this rank put into collectives.
+a pipeline. `twice` computes a gradient twice and compares the inputs of this rank's collectives.
 
 gloo and NCCL match collectives by their order alone. If the ranks call one with different types, or
 with different shapes of equal size, or if one rank leaves a call out, both return wrong sums in
@@ -152,7 +152,7 @@ class CheckedLink:
 
     The receiver compares the label with what it expects, and receives the message only if they
     agree. Otherwise it raises Drift. Without this, a rank that is at a different action of the
-    schedule would be given wrong numbers in silence, or all would wait. A label is WIDTH bytes of
+    schedule would receive wrong numbers in silence, or all would wait. A label is WIDTH bytes of
     text, which travel over the CPU. A message is received when it is needed, so none arrives while
     its receiver computes.
     """

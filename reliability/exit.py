@@ -1,4 +1,4 @@
-"""The exit codes of train.py, and how a rank that cannot go on ends with a sentence."""
+"""Defines the exit codes of train.py, and ends a rank that cannot go on with an error message."""
 
 import contextlib
 import errno

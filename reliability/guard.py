@@ -21,12 +21,11 @@ Where = Callable[[int, list[list[int]]], str]
 
 
 class Diverged(RuntimeError):
-    """There is no point in training on from this state."""
+    """The state is not worth training from."""
 
 
 class Guard:
-    """Spikes, skipped steps, gradients and replicas that differ, and ranks that the others wait
-    for."""
+    """Checks for spikes, skipped steps, gradients and replicas that differ, and stragglers."""
 
     def __init__(
         self,

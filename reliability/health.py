@@ -1,5 +1,5 @@
-"""Detects what goes wrong in a run: a rank that hangs, numbers that jump, replicas that differ,
-ranks that are slow."""
+"""Detects faults of a run: a rank that hangs, loss and gradient spikes, replicas that differ, slow
+ranks."""
 
 import contextlib
 import faulthandler
@@ -274,9 +274,9 @@ def named(ranks: Sequence[int]) -> str:
 
 
 class Stragglers:
-    """Finds the rank that the others wait for. Steps are in lockstep, so a step takes every rank
-    the same time. What differs is how long each rank works before it meets the others again. These
-    sections are measured, in seconds of the host:
+    """Finds stragglers, the ranks that the others wait for. Steps are in lockstep, so a step takes
+    every rank the same time. The ranks differ in how long each works before the next collective.
+    These sections are measured, in seconds of the host:
 
         data       waiting for the batch
         prepare    from there to the first collective of the step: the batch is moved to the device

@@ -1,10 +1,10 @@
-"""Objects of a store (S3, Google Cloud Storage, Azure) under names that look like paths.
+"""Gives objects of a store (S3, Google Cloud Storage, Azure) an interface like pathlib's.
 
 A `Key` has the few methods of a `Path` that reading checkpoints and corpora needs, and the
-conditional puts that a store has instead of a lock and a rename. obstore (the Rust object_store)
-speaks to the store. It retries a request by itself, but not a put whose answer was lost: that may
-have succeeded. Here such a put is tried again, and an object that is there already is ours if it
-holds our bytes.
+conditional puts that a store has instead of a lock and a rename. obstore (the Rust object_store) is
+the client. It retries a request by itself, but not a put whose answer was lost: that may have
+succeeded. Here such a put is tried again, and an existing object counts as written if it holds our
+bytes.
 
 Credentials and endpoints come from the environment alone (AWS_*, GOOGLE_*, AZURE_*). This file
 imports no torch.
@@ -66,7 +66,7 @@ PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 
 
 class Unreachable(InputError):
-    """A store that does not answer, or refuses. It says nothing about what the store holds."""
+    """A store that does not answer, or refuses. It does not mean that an object is missing."""
 
 
 class Version(NamedTuple):
@@ -222,7 +222,7 @@ def status_of(text: str) -> int:
 
 
 class Key:
-    """A name in a bucket: an object, or what objects have in common before a slash."""
+    """A name in a bucket: an object, or a prefix of objects up to a slash."""
 
     tries = 3  # a network may damage what it carries: so often is read what has a wrong hash
 

@@ -3,10 +3,10 @@ file.
 
 Each rank writes its step, microbatch, phase and layer into memory that is mapped to
 <folder>/logs/rank-00000.position: one `pack_into` from each hook, no system call, no operator. A
-thread, the heartbeat, looks twice a second whether that has changed. Only of a rank that stands still
-does it write more: what its threads are doing, which collectives it has begun and which of them
-have not ended, as PyTorch's flight recorder has them for gloo and for NCCL, below Python and inside
-compiled graphs. `python -m tools.hang` puts the ranks' files together.
+thread, the heartbeat, checks twice a second whether that has changed. Only for a rank that has
+stopped moving does it write more: the stacks of its threads, the collectives that it has begun and
+those that have not ended, as PyTorch's flight recorder has them for gloo and for NCCL, below Python
+and inside compiled graphs. `python -m tools.hang` puts the ranks' files together.
 """
 
 import json

@@ -4,7 +4,7 @@
     given.toml     the configuration file as it was given
     config.toml    all options, resolved
     changes.diff   how the source files differ from the commit (at most DIFF_BYTES)
-    time.jsonl     what the seconds went into: a line for each save, and a last line that every step rewrites
+    time.jsonl     seconds by kind of use: a line for each save, and a last line that every step rewrites
     end.json       exit code, step and reason; a start without this file was killed, or is still running
 
 A restart adds a folder and changes none, so every interruption of a run is on record. Rank 0

@@ -1,13 +1,13 @@
-"""A listing of S3 that leaves out objects whose names obstore does not read.
+"""Lists S3 objects without those whose names obstore cannot read.
 
 obstore (the Rust object_store) reads no name with an empty segment (`a//b`), with `.` or `..` as a
 segment, or with a control character, and one of them makes every listing of its prefix fail. Such
-names come from other programs, or from a slip in a shell. So where that happens the pages are asked
-for here: obstore signs the address with the credentials that it has, and the standard library fetches
-it (ListObjectsV2 of the Amazon S3 API reference). What is left out is said.
+names come from other programs, or from a slip in a shell. So where that happens the pages are
+requested here: obstore signs the URL with its credentials, and the standard library fetches it
+(ListObjectsV2 of the Amazon S3 API reference). Objects that are left out are logged.
 
-An address is signed for an object below an endpoint. Here the endpoint ends in the query up to
-`prefix=`, and the object's name, behind its slash, is nothing.
+A URL is signed for an object below an endpoint. Here the endpoint ends in the query up to
+`prefix=`, and the object's name, after its slash, is empty.
 """
 
 import datetime

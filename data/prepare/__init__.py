@@ -1,10 +1,10 @@
-"""Text to tokens, once: `prepare(cfg)` makes the folder that data/prepared.py describes, or opens the
-one in the cache.
+"""Tokenises a corpus once: `prepare(cfg)` makes the folder that data/prepared.py describes, or
+opens the one in the cache.
 
-`python -m data.prepare --out FOLDER` makes one where you want it, to be given as data.source.
+`python -m data.prepare --out FOLDER` makes one at a path of your choice, for data.source.
 
 **The work is done in parts.** The source is divided into parts of about job.PART_BYTES, by names
-and sizes alone. Each part becomes one shard of each split, made by whichever process is free (by
+and sizes alone. Each part becomes one shard of each split, made by the next free process (by
 several threads when there are fewer parts than cores). So neither the number of processes nor a
 kill can change a token or the order. The files of a part are flushed to the disk before its record
 is put in place, so no finished part is made again after a kill. Each core holds a few documents in

@@ -1,9 +1,9 @@
 """Makes parts on the machines of a Ray cluster, one task for each part.
 
 Ray schedules the parts over the machines, and retries a part whose process or machine is lost. A
-part is finished when its record is in place (part.py), so nothing of a lost process is taken. Two
-processes may make one part at a time, if a machine was only thought to be lost: they write under
-different names, and both put the same bytes in place.
+part is finished when its record is in place (part.py), so nothing of a lost process is used. Two
+processes may make the same part, if a machine that seemed lost was not: they write under different
+names, and both put the same bytes in place.
 
 A machine that does not see the folder makes a part in a temporary folder, and Ray carries the files
 to the machine of the command. So a store is enough to read from; that machine needs room for the
@@ -29,7 +29,7 @@ from data import sources
 from data.prepare.job import PLAN, PrepareJob
 from data.prepare.workers import answer, raise_error
 
-# How often Ray makes a part anew that was lost with its process: a part that always kills its
+# How often Ray repeats a part that was lost with its process: a part that always kills its
 # process must come to an end.
 RETRIES = 8
 CONNECT_SECONDS = 10.0

@@ -1,5 +1,5 @@
-"""The whole of one preparation: how the source is divided into parts, which parts are finished, and
-their merged folder.
+"""Plans and merges one preparation: divides the source into parts, tracks which are finished, and
+merges them into one folder.
 
 While the work goes on, the folder has a subfolder `parts`. It holds `plan` (the job as JSON) and,
 for each finished part, its tables and its record (`00000.json`, written last). It is removed when

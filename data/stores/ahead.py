@@ -1,4 +1,4 @@
-"""Batches of a corpus in a store, read before they are needed.
+"""Reads batches of a corpus in a store before they are needed.
 
 One thread makes the batches in their order. Before each it asks for the blocks of the steps after
 it, so requests wait for the store concurrently, and the trainer for none of them.

@@ -1,14 +1,14 @@
-"""The shards of a corpus in a store, read in blocks.
+"""Reads the shards of a corpus in a store in blocks.
 
 A block is BLOCK bytes of a shard, fewer at its end. Blocks are numbered through all shards. The table
 `hashes` of the corpus has the hash of each, and no byte is used before its block has that hash.
 
 The local copy is one sparse file with a slot for each block, or as many as `data.cache_gb` allows:
-block n is kept in slot n % slots. A slot holds what was put there last. It has no label and no
-lock, because its content is hashed at each read: a block that is another one, half written or
-damaged is fetched. So any number of ranks and workers of a host share the file. Windows come in
-random order, each once an epoch, so no rule of replacement would keep more useful blocks than this
-one.
+block n is kept in slot n % slots. A slot holds the block that was written last. It has no label and
+no lock, because its content is hashed at each read: if it is another block, half written or
+damaged, the block is fetched. So any number of ranks and workers of a host share the file. Windows
+come in random order, each once an epoch, so no eviction policy would keep more useful blocks than
+this one.
 """
 
 from __future__ import annotations

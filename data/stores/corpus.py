@@ -1,10 +1,10 @@
-"""A prepared corpus in an object store, as data/stores/upload.py has put it there.
+"""Opens a prepared corpus in an object store, as data/stores/upload.py has put it there.
 
 It is the folder of data/prepared.py, with `hashes` (data/stores/blocks.py) in addition to the
-tables. Its manifest is hashed itself (`sum`), and it comes last, so what has one is whole.
-Everything but the shards is fetched whole when it is first asked for, compared with its SHA-256,
-and kept in a folder of `data.cache`, once for all ranks of a host. That folder also has the local
-copies of blocks.
+tables. Its manifest is hashed itself (`sum`), and it is uploaded last, so a corpus that has one is
+complete. Everything but the shards is fetched whole when it is first asked for, compared with its
+SHA-256, and kept in a folder of `data.cache`, once for all ranks of a host. That folder also has
+the local copies of blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads that wait for a store, so that what computes does not."""
+"""Runs the threads that wait for a store, so that training does not."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A tokenizer of the Hugging Face Hub: `data.tokenizer = "hf:Qwen/Qwen3-8B"`.
+"""Fetches a tokenizer of the Hugging Face Hub: `data.tokenizer = "hf:Qwen/Qwen3-8B"`.
 
 huggingface_hub fetches it into its own cache, which it shares with transformers (HF_HOME), with the
-token that `hf auth login` has stored. A file that is there is not asked for again: a run reads the
+token that `hf auth login` has stored. A file in the cache is not requested again: a run reads the
 version that was fetched first, `@REVISION` another one. `tools/check.py` fetches it once for a host,
 before the ranks start.
 """

@@ -3,8 +3,8 @@
 
 One in a store is fetched into a folder of `data.cache`, with the companion files that say how a
 text begins and ends, and what its chat template is. The folder's name is a hash of the stored
-files, so a file that is replaced there is another tokenizer here, and a file that is here needs no
-look at its content. `tools/check.py` fetches it once for a host, before the ranks start.
+files, so a file that is replaced there is another tokenizer here, and a file that is here is used
+without hashing its content. `tools/check.py` fetches it once for a host, before the ranks start.
 """
 
 from __future__ import annotations

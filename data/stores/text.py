@@ -1,4 +1,4 @@
-"""Raw text in a store, as a file that is read from front to back, or here and there (Parquet)."""
+"""Opens raw text in a store as a file for sequential or random reads (Parquet)."""
 
 from __future__ import annotations
 
