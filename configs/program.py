@@ -1,7 +1,8 @@
 """Defines how every program begins and ends: the effect of Ctrl-C on a tool, and of a stop signal
 on a run outside of training (in it, reliability/stop.py handles them).
 
-    tool               Ctrl-C: exit code 130 and one word, never a traceback, after `with` and `finally` have cleaned up. A second one: exit at once
+    tool               Ctrl-C: exit code 130 and one word, never a traceback, after `with` and `finally`
+                       have cleaned up. A second one: exit at once
     run                SIGTERM, SIGINT, SIGHUP and SIGUSR1 outside of training: exit code 75 and a
                        sentence, as there is nothing to save
     a child of a tool  ignores Ctrl-C, which the tool answers

@@ -13,9 +13,9 @@ Tokenisation, and the choice of scored tokens, follow lm-evaluation-harness 0.4.
 give the same scores:
 
 - A choice, or a text with a context, follows the context and the task's `delimiter`. Whitespace at
-the end of the context is scored too, as words begin with their space in most vocabularies. Then
-context and choice are encoded together, and the tokens after those of the context alone are scored
-(lm_eval/api/model.py, `_encode_pair`).
+  the end of the context is scored too, as words begin with their space in most vocabularies. Then
+  context and choice are encoded together, and the tokens after those of the context alone are scored
+  (lm_eval/api/model.py, `_encode_pair`).
 - An empty context is the token that begins a text, or ends one if the vocabulary has no such token.
   Other contexts get the tokens that the post-processor of a published tokenizer.json puts before a
   text, such as Llama 3.1's <|begin_of_text|>. Texts in windows have the first of these tokens,
@@ -23,7 +23,7 @@ context and choice are encoded together, and the tokens after those of the conte
 - Sequences longer than the window lose their beginning (lm_eval/models/huggingface.py,
   `_loglikelihood_tokens`). These lines are counted (`EncodedTask.truncated`).
 - A text is scored in windows, each token once. The last window reaches back, so that it is full too
-(lm_eval/utils.py, `get_rolling_token_windows`).
+  (lm_eval/utils.py, `get_rolling_token_windows`).
 
 Nothing here imports torch: tools/check.py reads the files before a rank starts.
 """
