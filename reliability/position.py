@@ -13,7 +13,6 @@ import json
 import mmap
 import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -28,36 +27,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallelisms import mesh as meshes
-
-ROOT, TORCH = Path(__file__).resolve().parent.parent, Path(torch.__file__).parent
-PHASES = (
-    "start",
-    "build",
-    "load",
-    "data",
-    "forward",
-    "backward",
-    "optimizer",
-    "between steps",
-    "validate",
-    "save",
-    "end",
+from reliability.position_file import (
+    ABOUT_AT,
+    LENGTH,
+    MAGIC,
+    NO_LAYER,
+    PHASES,
+    QUIET,
+    ROOT,
+    SEEN,
+    SEEN_AT,
+    SIZE,
+    STANDING_AT,
+    WHERE,
+    WHERE_AT,
+    WHO,
+    as_row,
 )
-NO_LAYER = -1
-
-# The file: who writes it; where it is; seconds since 1970; then two texts, each a length and JSON.
-MAGIC = b"PLUMB-1\n"
-WHO = struct.Struct("<8siiqd")  # MAGIC, rank, ranks, process, when the process came here
-WHERE = struct.Struct("<qqiii")  # moves, step, phase, microbatch, layer
-# when the heartbeat last looked; when it last saw a move; when the rank failed, or 0; the last time
-# for which the heartbeat did not run, from and to, or 0
-SEEN = struct.Struct("<ddddd")
-LENGTH = struct.Struct("<i")
-WHERE_AT, SEEN_AT, ABOUT_AT, STANDING_AT, SIZE = 64, 128, 192, 16 << 10, 64 << 10
 
 TICK = 0.5  # seconds between two looks of the heartbeat
 STANDS = 1.0  # seconds without a move after which a rank stands still
-QUIET = 2.5  # seconds without a look of the heartbeat after which a process does not answer
 AGAIN = 2.0  # seconds after which the heartbeat looks more closely again
 FLIGHTS = 32  # collectives that have ended, of which the heartbeat writes
 
@@ -330,20 +319,6 @@ def flights() -> list[list[Any]]:
         if row not in kept:
             kept.append(row)
     return kept
-
-
-def as_row(entry: dict[str, Any]) -> list[Any]:
-    """Shorten an entry of a flight recorder to a row. Messages between two ranks are counted
-    apart."""
-    number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    return [
-        entry["process_group"][0],
-        number,
-        entry["profiling_name"],
-        entry["input_sizes"],
-        entry.get("input_dtypes", []),
-        bool(entry["retired"]) or entry["state"] == "completed",
-    ]
 
 
 def children() -> list[list[Any]]:

@@ -1273,7 +1273,7 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
         "vocab_size": 8192,
     }
     args = replace(ARGS, dim=2048, n_layers=layers, **sizes)
-    shapes, names = convert.shapes("llama", args), llama_formats.FORMATS.hf_names(args)
+    shapes, names = conversions.shapes("llama", args), llama_formats.FORMATS.hf_names(args)
     hf_folder, meta = folder / "hf", folder / "meta"
     hf_folder.mkdir()
     meta.mkdir()

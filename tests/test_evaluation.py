@@ -638,8 +638,13 @@ def test_a_wrong_file_is_named_before_anything_starts(tmp_path, capsys):
 
 def test_a_wrong_call_of_the_tool_is_one_sentence(tmp_path, capsys):
     file = write(tmp_path / "x.jsonl", [{"text": ""}])
+    hugging_face = tmp_path / "hf"
+    hugging_face.mkdir()
+    (hugging_face / "config.json").write_text("{}")
     for argv, words in {
-        (str(tmp_path),): "has no tasks: name a file with --task",
+        (str(tmp_path),): "there is no checkpoint in",
+        (str(hugging_face),): "has no tasks: name a file with --task",
+        (str(hugging_face), f"--json={tmp_path}/no/scores.json"): "its folder does not exist",
         (str(tmp_path), "--task", str(file)): 'x.jsonl:1: "text" must be a string',
         (str(tmp_path), "--task", f"{tmp_path}/no"): "cannot be read",
     }.items():

@@ -12,7 +12,7 @@ from lab.simulate import __main__ as simulate
 from tools.overrides import with_options
 from tools.parity import __main__ as parity
 from tools.parity import meshes
-from tools.replay import __main__ as replay
+from tools.replay import command as replay
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 PRESETS = sorted(path.name for path in CONFIGS.glob("*.toml"))

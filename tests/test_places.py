@@ -177,7 +177,7 @@ def test_tools_read_a_run_at_its_url(store, tmp_path, capsys):
         assert said[0] == said[1] and (arguments or "steps 1 to 6," in said[0])
     for where in str(folder), URL, f"{URL}/checkpoints/step-00000005":
         against = ["--against", URL] if "step" in where else []
-        assert replay.replay([where, "--steps=6", *against], on_ranks) == 0
+        assert replay.replay([where, "--steps=6", *against], compute=on_ranks) == 0
         assert "from the state after step 5, on 1 rank" in capsys.readouterr().out
     assert compare_runs.main([str(folder), URL]) == 0
     assert "checkpoints: step 6: all " in capsys.readouterr().out

@@ -34,8 +34,10 @@ from tests.steps import (
 )
 from tools.plan import estimate as estimates
 from tools.plan import report, trace
-from tools.plan.__main__ import arguments, main, read_inputs
+from tools.plan.__main__ import main
+from tools.plan.arguments import arguments
 from tools.plan.choices import bases
+from tools.plan.command import read_inputs
 from tools.plan.device import load_device
 from tools.plan.estimate import Ring, estimate
 from tools.plan.plan import PlanInputs, make_plan
@@ -635,8 +637,8 @@ def test_workers_are_forked_from_a_command_that_has_computed_nothing(kind, forke
         raise InputError("enough")
 
     device = load_device("h100").model_copy(update={"kind": kind})
-    monkeypatch.setattr("tools.plan.__main__.load_device", lambda _: device)
-    monkeypatch.setattr("tools.plan.__main__.search", search)
+    monkeypatch.setattr("tools.plan.command.load_device", lambda _: device)
+    monkeypatch.setattr("tools.plan.command.search", search)
     monkeypatch.setattr(sys, "argv", ["plan", *DEBUG, "--gpus=2", "--search"])
     assert main() == 2
     assert main(sys.argv[1:]) == 2

@@ -16,9 +16,11 @@ from lab.bench import published
 from lab.bench.scatter import BAND, Point, scatter
 from tests.steps import apart
 from tools.plan import unmodelled
-from tools.plan.__main__ import arguments, main, read_inputs
+from tools.plan.__main__ import main
+from tools.plan.arguments import arguments
 from tools.plan.choices import Candidate, Choice
 from tools.plan.cluster import Cluster, answer
+from tools.plan.command import read_inputs
 from tools.plan.device import load_device
 from tools.plan.estimate import Playback, Ring, attention_seconds, op_seconds
 from tools.plan.pipeline import Stages

@@ -31,7 +31,7 @@ from tests.checkpoints import open_manager
 from tests.ranks import run_ranks
 from tests.runs import ROOT, environment, run, tiny_run
 from tools.replay import __main__ as tool
-from tools.replay import steps
+from tools.replay import command, steps
 from tools.replay.locate import located
 from tools.replay.operators import finish
 from training import microbatches
@@ -320,7 +320,7 @@ def ask(
             return run_ranks(ranks, recompute_wrongly, fault, task)
         return run_ranks(ranks, work, task)
 
-    code = tool.replay(arguments, compute)
+    code = tool.replay(arguments, compute=compute)
     return code, squeezed(capsys.readouterr().out)
 
 
@@ -464,8 +464,8 @@ def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
 def test_no_operator_of_a_healthy_step_is_named(arguments, compared, healthy, tmp_path) -> None:
     """Looking into the whole model. What a mesh does in another way is not compared."""
     given = [word.replace("RUN", str(healthy)) for word in arguments]
-    plan = tool.plan_of(*tool.arguments([str(healthy), "--steps=3", *given]), tmp_path)
-    ranks, (other,) = tool.operators_of(plan, 3, "", compute_on_ranks, 90)
+    plan = command.plan_of(*tool.arguments([str(healthy), "--steps=3", *given]), tmp_path)
+    ranks, (other,) = command.operators_of(plan, 3, "", compute_on_ranks, 90)
     assert located(ranks, other, "one process", plan.limits, True) == []
     noted: set[str] = set()
     for seen in ranks:
@@ -555,7 +555,7 @@ def test_steps_are_recomputed_with_the_options_of_their_start(tmp_path, capsys, 
     with pytest.raises(InputError, match="trained steps 3:4 by start 1, 5:5 by start 2: name"):
         tool.replay([place, "--steps=3:5"])
     # the negative control: with the newest start's options right steps are called wrong
-    monkeypatch.setattr(tool.Recorded, "as_trained", lambda self, steps: self)
+    monkeypatch.setattr(command.Recorded, "as_trained", lambda self, steps: self)
     code, said = ask([place, "--steps=3:4", "--tolerance=0"], capsys)
     assert code == 1 and "lr" not in said, said
 

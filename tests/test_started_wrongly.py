@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -161,3 +162,65 @@ def counted_and_held() -> list[tuple[int, int]]:
             room.check_room(job.cfg, family, args, memory=lambda: counted - 1)
         found.append((counted, size))
     return found
+
+
+ASKED = {  # arguments -> exit code, and what is said
+    **{
+        (tool, "--help"): (0, "usage: ")
+        for tool in (
+            "lab.simulate",
+            "tools.convert",
+            "tools.evaluate",
+            "tools.generate",
+            "tools.hang",
+            "tools.parity",
+            "tools.plan",
+            "tools.replay",
+        )
+    },
+    ("lab.simulate", "--gpus=99"): (2, "--gpus 99: between 1 and 16"),
+    ("tools.convert", "to-hf", "nope", "out"): (2, "there is no checkpoint in 'nope'"),
+    ("tools.convert", "from-hf", "nope", "out"): (2, "HF_FOLDER 'nope': there is no such file"),
+    ("tools.evaluate", "nope"): (2, "there is no checkpoint in 'nope'"),
+    ("tools.generate", "nope"): (2, "there is no checkpoint in 'nope'"),
+    ("tools.hang", "nope"): (2, "nope has no positions of ranks"),
+    ("tools.next_line", "no/such/out.jsonl"): (2, "OUT no/such/out.jsonl: "),
+    ("tools.parity", "nope.toml"): (2, "nope.toml: no such file"),
+    ("tools.parity", "configs/llama_debug.toml", "--meshes=gpu8"): (2, "gpu8: not a mesh"),
+    ("tools.plan", "nope.toml"): (2, "nope.toml: no such file"),
+    ("tools.plan", "configs/llama_debug.toml", "--html=no/such/x.html"): (2, "--html no/such/x"),
+    ("tools.plan", "configs/llama_debug.toml", "--trainin.steps=3"): (
+        2,
+        "did you mean training.steps?",
+    ),
+    ("tools.replay", "nope", "--steps=3"): (2, "nope is neither the folder of a run nor"),
+}
+ASK_ALL = """
+import contextlib, io, json, runpy, sys
+found = []
+for tool, *arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            runpy.run_module(tool, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            code = end.code
+    found.append([code, said.getvalue(), "torch" in sys.modules])
+print(json.dumps(found))
+"""
+
+
+def test_a_mistake_in_the_call_of_a_tool_is_said_before_torch_is_imported():
+    """Importing it takes 3 s on an idle machine and 15 s on a busy one."""
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_ALL, json.dumps(list(ASKED))],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for (asked, (code, words)), found in zip(ASKED.items(), json.loads(done.stdout), strict=True):
+        assert found[0] == code and words in found[1], (asked, found)
+        assert "Traceback" not in found[1] and not found[2], (asked, found)

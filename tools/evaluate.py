@@ -7,12 +7,15 @@ Without --task a run's own tasks are scored. A file is of the kind that its firs
 process computes in float32.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
 
@@ -23,13 +26,13 @@ from configs import program
 from configs.load import load_config
 from configs.schema import EvaluationTask, InputError, Parallelism, Run
 from data import tasks
-from parallelisms import mesh as meshes
-from parallelisms.mesh import Mesh
 from reliability.objects import Key, location
-from tools import places
-from tools.sampling import Loaded, load
-from training.evaluate import score_requests
+from tools import outbound, places
 from training.scores import CHANCE, ERROR, by_row, scores
+
+if TYPE_CHECKING:
+    from parallelisms.mesh import Mesh
+    from tools.sampling import Loaded
 
 CHUNK_TOKENS = 1024  # logits in memory, as training.loss_chunk_tokens
 
@@ -70,6 +73,8 @@ def evaluate(
 ) -> dict:
     """Score one task. Returns its scores; for each row the log-likelihoods, and the number of
     tokens that are not the likeliest."""
+    from training.evaluate import score_requests  # here, because it imports torch
+
     print(task.describe(window), file=sys.stderr)
     model = loaded.model.to(mesh.device)
     found = score_requests(model, mesh, task.requests, batch_tokens, CHUNK_TOKENS)
@@ -87,6 +92,33 @@ def evaluate(
         "truncated_lines": task.truncated,
         "samples": samples,
     }
+
+
+def evaluated(args: argparse.Namespace) -> list[dict]:
+    """Score what the command line asks for. Raises InputError, for a mistake in the call before
+    torch is imported."""
+    folder = location(args.checkpoint)
+    if args.json:
+        outbound.check_file("--json", args.json)
+    if not args.task:
+        places.check_checkpoint(folder)
+    chosen = wanted(folder, args.task, args.delimiter)
+    places.check_checkpoint(folder)
+    from parallelisms import mesh as meshes
+    from tools import sampling
+
+    loaded = sampling.load(folder, args.tokenizer)
+    window = args.window or loaded.context
+    reason = "--window" if args.window else loaded.reason
+    print(f"window: {window:,} tokens ({reason})", file=sys.stderr)
+    opened = [tasks.open_task(task, loaded.tokenizer, window) for task in chosen]
+    mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
+    results = [
+        evaluate(loaded, mesh, task, of.file, window, args.batch_tokens)
+        for task, of in zip(opened, chosen, strict=True)
+    ]
+    meshes.close_mesh()
+    return results
 
 
 def table(results: list[dict]) -> str:
@@ -149,19 +181,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     try:
-        folder = location(args.checkpoint)
-        chosen = wanted(folder, args.task, args.delimiter)
-        loaded = load(folder, args.tokenizer)
-        window = args.window or loaded.context
-        reason = "--window" if args.window else loaded.reason
-        print(f"window: {window:,} tokens ({reason})", file=sys.stderr)
-        opened = [tasks.open_task(task, loaded.tokenizer, window) for task in chosen]
-        mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
-        results = [
-            evaluate(loaded, mesh, task, of.file, window, args.batch_tokens)
-            for task, of in zip(opened, chosen, strict=True)
-        ]
-        meshes.close_mesh()
+        results = evaluated(args)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

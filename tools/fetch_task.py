@@ -21,7 +21,7 @@ import configs.cpu  # noqa: F401
 from configs import program
 from configs.schema import InputError
 from data import tasks
-from tools import saved_datasets
+from tools import outbound, saved_datasets
 from tools.benchmarks import BENCHMARKS, MMLU, Benchmark, Row, parts_of
 
 SEED = 1234  # of the harness, for examples
@@ -223,6 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     out = args.out or Path(f"{args.name}.jsonl")
     try:
+        outbound.check_file("OUT", out)
         rows = fetch(args)
         tasks.write(out, rows)
     except InputError as error:

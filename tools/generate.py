@@ -21,7 +21,6 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from checkpoint import verify
 from configs import program
@@ -71,8 +70,7 @@ def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
         raise InputError("--chat-template says how --chat is rendered: give --chat too")
     conversations = [messages_of(argument) for argument in args.chat or []]
     folder = location(args.checkpoint)
-    if isinstance(folder, Path) and not places.is_hugging_face(folder):
-        verify.newest(folder)  # raises, in the first second
+    places.check_checkpoint(folder)
     from tools import sampling  # here, because it imports torch
 
     loaded = sampling.load(folder, args.tokenizer)

@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 
 from configs import program
 from configs.schema import InputError
-from reliability import position
-from reliability.position import PHASES, QUIET
+from reliability import position_file
+from reliability.position_file import PHASES, QUIET
 from tools.places import run_folder
 
 # Sizes differ between ranks, so only the kind is compared.
@@ -152,12 +152,14 @@ def read(folder: Path) -> list[RankState]:
 def read_rank(path: Path) -> RankState | None:
     """Read one rank's file. None where it is incomplete (a rank has just made it)."""
     data = path.read_bytes()
-    if len(data) < position.SIZE or not data.startswith(position.MAGIC):
+    if len(data) < position_file.SIZE or not data.startswith(position_file.MAGIC):
         return None
-    _, number, ranks, process, started = position.WHO.unpack_from(data, 0)
-    _, step, phase, microbatch, layer = position.WHERE.unpack_from(data, position.WHERE_AT)
-    looked, moved, over, *gap = position.SEEN.unpack_from(data, position.SEEN_AT)
-    about = text(data, position.ABOUT_AT)
+    _, number, ranks, process, started = position_file.WHO.unpack_from(data, 0)
+    _, step, phase, microbatch, layer = position_file.WHERE.unpack_from(
+        data, position_file.WHERE_AT
+    )
+    looked, moved, over, *gap = position_file.SEEN.unpack_from(data, position_file.SEEN_AT)
+    about = text(data, position_file.ABOUT_AT)
     layers = about.get("layers", [])
     return RankState(
         number,
@@ -173,14 +175,14 @@ def read_rank(path: Path) -> RankState | None:
         microbatch,
         layers[layer] if 0 <= layer < len(layers) else "",
         about.get("host", "an unknown host"),
-        text(data, position.STANDING_AT),
+        text(data, position_file.STANDING_AT),
     )
 
 
 def text(data: bytes, at: int) -> dict[str, Any]:
     """Return the JSON at that path; {} where there is none, or half of one."""
-    (length,) = position.LENGTH.unpack_from(data, at)
-    start = at + position.LENGTH.size
+    (length,) = position_file.LENGTH.unpack_from(data, at)
+    start = at + position_file.LENGTH.size
     try:
         return json.loads(data[start : start + length]) if length else {}
     except ValueError:
@@ -224,7 +226,7 @@ def is_idle(thread: dict[str, Any]) -> bool:
 
 def is_of_torch(path: str) -> bool:
     """Return True for files of torch, and for code that inductor generated."""
-    return Path(path).is_relative_to(position.TORCH) or "torchinductor" in path
+    return Path(path).is_relative_to(position_file.TORCH) or "torchinductor" in path
 
 
 class Plain(pickle.Unpickler):
@@ -240,7 +242,7 @@ def read_dump(path: Path) -> list[BegunCall]:
         entries = Plain(io.BytesIO(path.read_bytes())).load()["entries"]
     except (pickle.UnpicklingError, EOFError, KeyError):
         return []
-    return [BegunCall(*position.as_row(entry)) for entry in entries if not entry["is_p2p"]]
+    return [BegunCall(*position_file.as_row(entry)) for entry in entries if not entry["is_p2p"]]
 
 
 def line_of_stacks(path: Path, started: float) -> str:
@@ -250,8 +252,8 @@ def line_of_stacks(path: Path, started: float) -> str:
         return ""
     stack = path.read_text(errors="replace").rpartition("Current thread")[2]
     for file, line, name in re.findall(r'File "(.+?)", line (\d+) in (\w+)', stack):
-        if Path(file).is_relative_to(position.ROOT) and "site-packages" not in file:
-            return f"{Path(file).relative_to(position.ROOT)}:{line} {name}"
+        if Path(file).is_relative_to(position_file.ROOT) and "site-packages" not in file:
+            return f"{Path(file).relative_to(position_file.ROOT)}:{line} {name}"
     return ""
 
 

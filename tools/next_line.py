@@ -21,6 +21,7 @@ import configs.cpu  # noqa: F401
 from configs import program
 from configs.schema import Data, InputError
 from data import sources, tasks
+from tools import outbound
 
 CHOICES = 4
 LENGTHS = range(16, 61)  # characters of a line that may be a choice
@@ -110,6 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="[%(default)s]")
     args = parser.parse_args(argv)
     try:
+        outbound.check_file("OUT", args.out)
         rows = questions(args.source, args.fraction, args.count, args.context, args.seed)
     except InputError as error:
         print(error, file=sys.stderr)

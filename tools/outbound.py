@@ -1,9 +1,11 @@
-"""Put the output of a tool into a store: `python -m tools.convert to-hf RUN s3://bucket/hf`.
+"""Check where the output of a tool goes, and put it into a store:
+`python -m tools.convert to-hf RUN s3://bucket/hf`.
 
 The output is made on this machine, in a temporary folder (TMPDIR), and then uploaded. The file
 without which no program accepts the rest as a model comes last, so a folder that has it is whole.
 """
 
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +13,23 @@ from pathlib import Path
 from configs.schema import InputError
 from reliability.objects import CHUNK, Key
 
+RUNS = Path("runs")  # the folder of all runs
 # Of our checkpoints, of DCP's folders, of transformers' and of peft's.
 LAST = ("manifest.json", ".metadata", "config.json", "adapter_config.json")
+
+
+def check_file(name: str, path: Path) -> None:
+    """Raise InputError for a file that cannot be written, before minutes of work are lost to it.
+    `runs`, which a page may be the first to need, is made. name: the argument, for the message."""
+    if path.parent == RUNS:
+        RUNS.mkdir(exist_ok=True)
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(
+            f"{name} {path}: this is a folder, or its folder does not exist: name a file that can be "
+            "written"
+        )
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise InputError(f"{name} {path}: this file may not be written: name another one")
 
 
 def made(out: Path | Key, make: Callable[[Path], str]) -> str:

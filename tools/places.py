@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import TypeGuard
 
+from checkpoint import verify
 from configs.schema import InputError
 from data.open_tokenizer import open_tokenizer
 from data.tokenizer import Tokenizer
@@ -81,6 +82,25 @@ def _copied(url: str) -> tempfile.TemporaryDirectory:
 def is_hugging_face(place: Path | Key) -> TypeGuard[Path]:
     """Return True for a local folder in Hugging Face's layout; stores are not searched."""
     return isinstance(place, Path) and (place / "config.json").is_file()
+
+
+def check_checkpoint(place: Path | Key) -> None:
+    """Raise InputError where a local folder holds no model, before torch is imported to read it;
+    stores are not asked twice."""
+    if isinstance(place, Path) and not is_hugging_face(place):
+        verify.newest(place)
+
+
+def check_exists(path: Path, what: str) -> None:
+    """Raise InputError where nothing is. what: the argument, for the message."""
+    if not path.exists():
+        raise InputError(f"{what} {str(path)!r}: there is no such file or folder")
+
+
+def check_run(place: Path | Key) -> None:
+    """Raise InputError for what is neither a run nor a checkpoint."""
+    if not any((place / name).exists() for name in ("manifest.json", "config.toml")):
+        raise InputError(f"{place} is neither the folder of a run nor a checkpoint: name one")
 
 
 def run_of(checkpoint: Path | Key) -> Path:

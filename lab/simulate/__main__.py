@@ -18,15 +18,11 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import torch
-
-import train
 from configs import program
 from configs.load import ConfigError, as_given, load_config
 from configs.ranks import default, one_process
 from configs.schema import Config, InputError
 from lab.simulate import build
-from lab.simulate.job import train_here
 from lab.simulate.ranks import Outcome, Simulator
 from tools.overrides import with_options
 from tools.parity.meshes import value_of
@@ -34,8 +30,8 @@ from tools.parity.meshes import value_of
 MOST_PARAMETERS = 200_000_000  # one processor core computes for each GPU
 # of the first step's loss with the CPU's, relative
 AGREEMENT = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 1e-2,
+    "float32": 1e-5,
+    "bfloat16": 1e-2,
 }
 BYTES = {
     "int64": 8,
@@ -114,6 +110,8 @@ def refuse(cfg: Config) -> None:
             'training.attention = "flash3" is a package that calls CUDA itself; take "flash" or '
             '"auto"'
         )
+    import train  # here, because it imports torch
+
     family, args = train.architecture(cfg)
     size = family.parameters(args)
     if size > MOST_PARAMETERS:
@@ -259,6 +257,8 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
     argv, plain = command_lines(rest, flags.gpus, place)
     cfg = load_config(argv, flags.gpus, flags.gpus)
     refuse(cfg)
+    from lab.simulate.job import train_here
+
     with Simulator() as simulator:
         print(
             f"{flags.gpus} simulated GPUs: {cfg.model.family} {cfg.model.flavor}, "
@@ -276,7 +276,7 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
         on_cpu = simulator.run(
             0, train_here, plain, folder=place / "processor", seconds=flags.seconds
         )
-    dtype = torch.float32 if cfg.training.param_dtype == "float32" else torch.bfloat16
+    dtype = "float32" if cfg.training.param_dtype == "float32" else "bfloat16"
     wrong = problems(outcome)
     if not on_cpu.whole or on_cpu.results[0]["code"]:
         wrong.append(

@@ -9,17 +9,20 @@ table, and for a mesh that differs the first place where it does. Exit code 0: a
 is not; 2: a mistake in the call. docs/forking.md says more.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
-import train
 from configs import program
 from configs.load import load_config
 from configs.schema import Config, InputError
 from tools.overrides import with_options
 from tools.parity import meshes
-from tools.parity.compare import Parity, compare
-from tools.parity.ranks import Failed, train_on
+
+if TYPE_CHECKING:
+    from tools.parity.compare import Parity
 
 MOST_PARAMETERS = 100_000_000  # all outputs and gradients are kept, and compared
 SEQ_LEN = 64  # unless the person says otherwise
@@ -67,6 +70,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def refuse(cfg: Config) -> None:
     """Raise InputError for a model that is too large for this machine."""
+    import train  # here, because it imports torch
+
     family, args = train.architecture(cfg)
     size = family.parameters(args)
     if size > MOST_PARAMETERS:
@@ -91,12 +96,15 @@ def parity(argv: list[str]) -> int:
     given = load_config(rest, None, None)
     if given.optimizer.kind == "muon":  # in bfloat16 its iteration would enlarge rounding
         rest = with_options(rest, {"optimizer.ns_dtype": flags.dtype})
-    refuse(given)
     if given.training.max_norm > 0:  # every step is clipped
         rest = with_options(rest, {"training.max_norm": str(CLIPPED)})
     for line in meshes.dropped(given):
         print(line)
     tried, refused = meshes.those_that_fit(rest, given, flags.meshes, flags.ranks)
+    refuse(given)
+    from tools.parity.compare import compare
+    from tools.parity.ranks import Failed, train_on
+
     for name, reason in refused.items():
         print(f"{name} is left out: {reason}")
     rest = with_options(rest, meshes.small(rest, tried, SEQ_LEN))
@@ -107,7 +115,10 @@ def parity(argv: list[str]) -> int:
         f"{flags.dtype}; the largest relative differences from one process:",
         flush=True,
     )
-    plain = train_on(1, with_options(rest, meshes.PLAIN), flags.steps, flags.seconds)[0]
+    try:
+        plain = train_on(1, with_options(rest, meshes.PLAIN), flags.steps, flags.seconds)[0]
+    except Failed as error:
+        raise InputError(f"one process cannot train this configuration: {error}") from None
     print(f"{'mesh':16}       loss       norm    outputs  gradients    weights", flush=True)
     differences = []
     for mesh in tried:
@@ -141,9 +152,6 @@ def main(argv: list[str] | None = None) -> int:
         return parity(sys.argv[1:] if argv is None else argv)
     except InputError as error:
         print(error, file=sys.stderr)
-        return 2
-    except Failed as error:
-        print(f"one process cannot train this configuration: {error}", file=sys.stderr)
         return 2
 
 

@@ -12,6 +12,7 @@ from configs.schema import Config
 from parallelisms.dp import DTYPES
 from parallelisms.fsdp_details import gathers_once
 from tools.goodput import best_interval, expected
+from tools.plan.arguments import MARGIN, MTBF_GPU_HOURS
 from tools.plan.device import Device
 from tools.plan.estimate import Estimate, estimate
 from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
@@ -19,15 +20,8 @@ from tools.plan.routing import BALANCED, Chosen, Routing
 from tools.plan.stack import OURS, Software
 from tools.plan.step import GIB, Step, Where, fsdp_dimension
 
-# What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's
-# published runs reserved memory was 14 to 23 % above the live bytes that we count for the same
-# configurations (docs/planning.md); this is the most.
-MARGIN = 0.23
 # CUDA context, cuBLAS workspaces and NCCL's buffers, which the allocator does not see: assumed
 CONTEXT_GIB = 1.5
-# Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783,
-# section 3.3.4).
-MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
 
 
 @dataclass(frozen=True)

@@ -18,71 +18,13 @@ parameter where it does, and by how much relative to the value. Exit code 0: equ
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
 
 from configs import program
-from configs.load import ConfigError, load_config
-from configs.schema import Config, InputError
-from tools.overrides import with_options
-from tools.parity import meshes
-from tools.parity.__main__ import refuse
-from tools.parity.meshes import MeshOfRanks
-from tools.parity.ranks import Failed, on_ranks
-from tools.parity.trajectory import whole
-from tools.places import place
-from tools.replay.judge import Limits, Row, from_other, from_record
-from tools.replay.locate import located
-from tools.replay.run import Recorded, open_run, state_in
-from tools.replay.steps import Recomputation, StepNotes, recompute
+from configs.schema import InputError
+from tools.places import check_run, place
 
-# What rounding explains: at equal weights, and in what an optimizer made of it. In float64, and in
-# float32 at equal weights, right meshes were measured (tests/parity.py). Adam enlarges rounding
-# where gradients are near 0. In bfloat16 gradients of small weights differ by 2e-2 from mesh to mesh:
-# two computations are better compared in float64.
-LIMITS = {
-    "float64": Limits(1e-12, 1e-11),
-    "float32": Limits(1e-5, 1e-3),
-    "bfloat16": Limits(5e-2, 5e-2),
-    "auto": Limits(5e-2, 5e-2),  # bfloat16 on one machine, and float32 on another
-}
-PROOF = 1e-3  # of what differs by more, a wrong step may look right
-NO_PROOF = (
-    "{:.0%} is the rounding of bfloat16, and no proof: a step that is wrong by less is not seen. "
-    "--tolerance asks for more; --mesh with --dtype=float64 compares two computations exactly"
-)
-QUIET = {
-    "run.device": "cpu",
-    "compile.enabled": "false",
-    "compile.cuda_graphs": "false",
-    "compile.optimizer": "false",
-    "validation.interval": "0",
-    "evaluation.interval": "0",
-    "metrics.progress": "off",
-}
-ONE = MeshOfRanks("one process", {})
-
-
-@dataclass(frozen=True)
-class Side:
-    """One side of the comparison: a run's options, and a mesh."""
-
-    label: str
-    task: Recomputation
-    ranks: int
-
-
-@dataclass(frozen=True)
-class Replay:
-    run: Recorded
-    first: Side
-    second: Side | None
-    same_run: bool  # the second side begins with the same state
-    begins: int  # the step of the checkpoint
-    limits: Limits
-    recorded: Limits  # where it is compared with what RUN has written
+DTYPES = ("bfloat16", "float32", "float64")
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -97,12 +39,12 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", required=True, help="FIRST:LAST, or one step; the first is 1")
     parser.add_argument("--mesh", help="as fsdp2xtp2 (one process)")
     parser.add_argument("--against", type=place, metavar="OTHER", help="another run, or checkpoint")
-    parser.add_argument(
-        "--dtype", choices=sorted({*LIMITS} - {"auto"}), help="compute in it (the run's)"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="compute in it (the run's)")
     parser.add_argument("--tolerance", type=float, help="relative; 0: every bit (by the type)")
     parser.add_argument("--seconds", type=float, default=600, help="for each side (600)")
-    return parser.parse_known_args(argv)
+    flags, rest = parser.parse_known_args(argv)
+    flags.steps = steps_of(flags.steps)
+    return flags, rest
 
 
 def steps_of(text: str) -> range:
@@ -115,197 +57,26 @@ def steps_of(text: str) -> range:
     return steps
 
 
-def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
-    """Return the command line on this mesh: the same batches, in microbatches that are no larger.
-    Raises ConfigError."""
-    argv = with_options(argv, mesh.options(given))
-    rows = max(1, given.training.global_batch_size // mesh.data_parallel)
-    largest = min(given.training.local_batch_size or rows, rows)
-    if "pp" in mesh.sizes:
-        largest = max(1, min(largest, rows // (2 * mesh.sizes["pp"])))
-    size = max(n for n in range(1, largest + 1) if rows % n == 0)
-    argv = with_options(argv, {"training.local_batch_size": str(size)})
-    load_config(argv, mesh.ranks, mesh.ranks)
-    return argv
-
-
-def check_comparable(run: Recorded, other: Recorded, more: list[str]) -> None:
-    """Raise InputError for runs whose steps cannot be compared."""
-    lengths = []
-    for each in run, other:
-        lengths.append(load_config([str(each.options), *more], None, None).training.seq_len)
-    if lengths[0] != lengths[1]:
-        raise InputError(
-            f"{run.place} has sequences of {lengths[0]} tokens and {other.place} of {lengths[1]}: "
-            "their steps cannot be compared"
-        )
-
-
-def begins_at(run: Recorded, other: Recorded, steps: range) -> int:
-    """Return the newest step before these after which both have a state."""
-    common = [step for step in run.before(steps.start) if step in other.before(steps.start)]
-    return common[0]
-
-
-def side(
-    label: str, run: Recorded, mesh: MeshOfRanks, begins: int, steps: range, more: list
-) -> Side:
-    """Build a side. Raises InputError for options that this mesh refuses, and for a run whose
-    initial state is missing."""
-    given = load_config([str(run.options), *more], None, None)
-    if steps.stop - 1 > given.training.steps:
-        raise InputError(f"--steps {steps.stop - 1}: {run.place} has {given.training.steps} steps")
-    begins_elsewhere = given.checkpoint.load_path or given.checkpoint.load_hf
-    if not begins and begins_elsewhere and not given.lora.rank:
-        raise InputError(
-            f"{run.place} has no checkpoint before step {steps.start}, and began with the weights "
-            "of another: name later steps"
-        )
-    refuse(given)
-    try:
-        argv = on_mesh([str(run.options), *more], mesh, given)
-    except ConfigError as error:
-        raise InputError(f"{label} on {mesh.name}: {error}") from None
-    return Side(label, Recomputation(argv, run.checkpoints.get(begins), steps), mesh.ranks)
-
-
-def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Replay:
-    """Plan the recomputation. Raises InputError for a mistake in the call."""
-    steps = steps_of(flags.steps)
-    run = open_run(flags.run, temporary)
-    other = run if flags.against is None else open_run(flags.against, temporary)
-    begins = begins_at(run, other, steps)
-    wanted = range(begins + 1, steps.stop)
-    run, other = run.as_trained(wanted), other.as_trained(wanted)
-    check_comparable(run, other, rest)
-    mesh = ONE if flags.mesh is None else meshes.parse(flags.mesh, "--mesh")
-    own = load_config([str(run.options), *rest], None, None).training.param_dtype
-    dtype = flags.dtype or own
-    more = with_options(rest, QUIET | {"training.param_dtype": dtype})
-    first = side(str(flags.run), run, mesh, begins, steps, more)
-    second = None
-    if flags.against is not None:
-        second = side(str(flags.against), other, ONE, begins, steps, more)
-    elif flags.mesh is not None:
-        second = side(ONE.name, run, ONE, begins, steps, more)
-    elif not {*run.metrics(), *run.gradients(), *run.checkpoints} & {*steps}:
-        raise InputError(
-            f"{flags.run} has recorded nothing of these steps: compare with --mesh or --against"
-        )
-    limits, recorded = LIMITS[dtype], LIMITS[own]
-    if flags.tolerance is not None:
-        limits = recorded = Limits(flags.tolerance, flags.tolerance)
-    return Replay(run, first, second, flags.against is None, begins, limits, recorded)
-
-
-def judge(plan: Replay, first: list, second: list | None) -> list[Row]:
-    """List the differences. first, second: the notes of each rank of a side, a list of steps."""
-    metrics = plan.run.metrics()
-    gradients = plan.run.gradients()
-    rows = []
-    for number, step in enumerate(plan.first.task.asked):
-        ranks = [of_rank[number] for of_rank in first]
-        is_first = step == plan.begins + 1
-        path = plan.run.checkpoints.get(step)
-        saved = None if path is None else {n: whole(x) for n, x in state_in(path).items()}
-        if second is not None:
-            theirs: StepNotes = second[0][number]
-            label = plan.second.label
-            rows += from_other(ranks, theirs, label, plan.limits, is_first, plan.same_run)
-        written = metrics.get(step), gradients.get(step)
-        rows += from_record(ranks, *written, saved, plan.recorded, is_first)
-    return rows
-
-
-# Where the two sides begin with something else, no operator is at fault.
-BEFORE = ("weights before", "moments before", "data", "microbatches")
-
-
-def step_to_search(plan: Replay, rows: list[Row]) -> tuple[int, str] | None:
-    """Return the first step that two sides begin with equal state and compute differently, and the
-    module to look into; None if there is none."""
-    if plan.second is None:
-        return None
-    for step in plan.first.task.asked:
-        found = [row for row in rows if (row.step, row.against) == (step, plan.second.label)]
-        if any(row.what in BEFORE for row in found):
-            return None
-        if not found:
-            continue
-        name = found[0].where.partition(" ")[0]
-        if found[0].what == "forward":
-            return step, name
-        if found[0].what == "backward":
-            levels = 2 if name.startswith("layers.") else 1
-            return step, ".".join(name.split(".")[:levels])
-        return step, ""
-    return None
-
-
-def operators_of(plan: Replay, step: int, scope: str, compute: Callable, seconds: float) -> list:
-    """Compute this step once more and return both sides' notes of its operators, by rank. scope:
-    the module to look into, if one of the sides is a mesh."""
-    noted = []
-    inside = None if plan.first.ranks == plan.second.ranks == 1 else scope
-    for each in plan.first, plan.second:
-        task = replace(each.task, asked=range(step, step + 1), search=True, scope=inside)
-        of_ranks = compute(each.ranks, seconds, recompute, task)
-        noted.append([of_rank[0] for of_rank in of_ranks])
-    return noted
-
-
-def table(rows: list[Row]) -> str:
-    lines = [("step", "against", "what differs", "first at", "size")]
-    for row in rows:
-        where = row.where + (f" and {row.more} more" if row.more else "")
-        lines.append((str(row.step), row.against, row.what, where, f"{row.size:.1e}"))
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    text = []
-    for *cells, size in lines:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        text.append("  ".join([*padded, size]))
-    return "\n".join(text)
-
-
-def begin(plan: Replay) -> str:
-    """Describe the comparison that begins."""
-    steps = plan.first.task.asked
-    logged = [step for step in steps if step in plan.run.metrics()]
-    gradients = [step for step in steps if step in plan.run.gradients()]
-    saved = [step for step in steps if step in plan.run.checkpoints]
-    line = f"from the state after step {plan.begins}, on {plan.first.ranks} rank(s); "
-    line += f"recorded: metrics of steps {logged}, checkpoints of {saved}, "
-    line += f"gradients of {gradients}"
-    return line + ("" if plan.second is None else f"; computed again by: {plan.second.label}")
-
-
-def replay(argv: list[str], compute: Callable = on_ranks) -> int:
-    """Print the table, and return the exit code. compute: tools/parity/ranks.py::on_ranks."""
+def replay(argv: list[str], **compute: Callable) -> int:
+    """Print the table, and return the exit code. compute: as of command.py::replay. Raises
+    InputError."""
     flags, rest = arguments(argv)
-    with tempfile.TemporaryDirectory(prefix="plumbline-replay-") as temporary:
-        plan = plan_of(flags, rest, Path(temporary))
-        print(begin(plan), flush=True)
-        sides = [plan.first] if plan.second is None else [plan.first, plan.second]
-        noted = [compute(each.ranks, flags.seconds, recompute, each.task) for each in sides]
-        rows = judge(plan, noted[0], noted[1] if plan.second else None)
-        place = step_to_search(plan, rows)
-        if place is not None:
-            ranks, (other,) = operators_of(plan, *place, compute, flags.seconds)
-            is_first = place[0] == plan.begins + 1
-            rows += located(ranks, other, plan.second.label, plan.limits, is_first)
-    if not rows:
-        print(f"equal to {plan.limits.values:g}, and to {plan.limits.state:g} after the optimizer")
-        if plan.second is None and plan.recorded.values > PROOF:
-            print(NO_PROOF.format(plan.recorded.values))
-        return 0
-    print(table(rows))
-    return 1
+    check_run(flags.run)
+    if flags.against is not None:
+        check_run(flags.against)
+    from tools.parity.ranks import Failed  # here, because it imports torch
+    from tools.replay import command
+
+    try:
+        return command.replay(flags, rest, **compute)
+    except Failed as error:
+        raise InputError(str(error)) from None
 
 
 def main(argv: list[str] | None = None) -> int:
     try:
         return replay(sys.argv[1:] if argv is None else argv)
-    except (InputError, Failed) as error:
+    except InputError as error:
         print(error, file=sys.stderr)
         return 2
 

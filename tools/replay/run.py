@@ -96,12 +96,11 @@ class Recorded:
 def open_run(place: Path | Key, temporary: Path) -> Recorded:
     """place: of a run or of a checkpoint. temporary: for the options of a checkpoint that has lost
     its run. Raises InputError."""
+    places.check_run(place)
     if (place / "manifest.json").exists():
         manifest = manifest_of(place)
         options = write_options(place, manifest, temporary)
         return Recorded(place, temporary, options, {manifest["step"]: place})
-    if not (place / "config.toml").exists():
-        raise InputError(f"{place} is neither the folder of a run nor a checkpoint: name one")
     files = places.files_of(place)
     checkpoints: dict[int, Path | Key] = {}
     for path in verify.look(place):

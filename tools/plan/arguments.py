@@ -1,0 +1,194 @@
+"""Know before you pay: memory, communication, time and cost of a run on GPUs that you do not have.
+
+    python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100 [--table.key=value ...]
+    python -m tools.plan configs/llama_405b.toml --gpus 1024 --search --write best.toml
+    python -m tools.plan configs/llama_8b.toml --gpus 64 --html runs/plan.html
+    python -m tools.plan configs/llama_8b.toml --gpus 64 --compare --parallelism.tensor_parallel=4
+    python -m tools.plan configs/llama_8b.toml --tokens 1e12 --days 30    # how many GPUs
+
+Runs the same `train.build` and `train.train_step` as a run does, on a fake process group with fake
+tensors (`tools/plan/trace.py`), in seconds on a laptop, and plays the traced step through on a
+device's numbers (`tools/plan/estimate.py`). Exit code 0: it fits; 1: it does not; 2: wrong
+configuration or arguments. `docs/planning.md` says how far off it was where it could be compared.
+"""
+
+import argparse
+from pathlib import Path
+
+from configs.load import load_config
+from configs.schema import Config, InputError
+from tools import outbound
+
+# What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's
+# published runs reserved memory was 14 to 23 % above the live bytes that we count for the same
+# configurations (docs/planning.md); this is the most.
+MARGIN = 0.23
+# Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783,
+# section 3.3.4).
+MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
+# The smallest mesh, where that of the file is not what is planned. expert_parallel stays, with which
+# expert_chunks and expert_exchange have a meaning.
+ONE_PROCESS = (
+    "--parallelism.data_parallel_shard=-1",
+    "--parallelism.data_parallel_replicate=1",
+    "--parallelism.context_parallel=1",
+    "--parallelism.tensor_parallel=1",
+    "--parallelism.pipeline_parallel=1",
+    "--parallelism.pipeline_schedule=1f1b",
+    "--parallelism.pipeline_stages_per_rank=0",
+    "--parallelism.pipeline_layers=[]",
+)
+
+
+def check_question(flags: argparse.Namespace) -> None:
+    """Raise InputError where --days or --usd ask how many GPUs, or --compare asks for two plans, and
+    something else contradicts."""
+    for name in ("search", "stages", "write"):
+        if flags.compare and getattr(flags, name):
+            raise InputError(f"--compare shows two plans side by side: leave --{name} out")
+    if flags.gpus is not None and flags.gpus < 1:
+        raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
+    if flags.days < 0 or flags.usd < 0:
+        raise InputError("--days and --usd are limits, more than 0")
+    if not asks_how_many(flags):
+        return
+    for name in ("gpus", "search", "stages", "write", "html", "compare"):
+        if getattr(flags, name):
+            raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
+    if flags.tokens <= 0:
+        raise InputError("--days and --usd need --tokens, what the run trains on, as 15e12")
+    if flags.usd and flags.usd_per_gpu_hour <= 0:
+        raise InputError("--usd needs --usd-per-gpu-hour, the price of a GPU")
+
+
+def asks_how_many(flags: argparse.Namespace) -> bool:
+    return bool(flags.days or flags.usd)
+
+
+OVERRIDES = {  # option -> what it gives in the place of the device's number
+    "gemm-efficiency": "share of the peak that wide matmuls reach, as 0.56",
+    "attention-efficiency": "share of the peak that attention reaches, as 0.55",
+    "network-gb-per-s": "GB/s of each GPU between hosts, one direction",
+}
+
+
+def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--gpus", type=int, help="of the whole run (8)")
+    parser.add_argument(
+        "--days",
+        type=float,
+        default=0,
+        help="with --tokens and without --gpus: how many GPUs finish in so many days",
+    )
+    parser.add_argument(
+        "--usd", type=float, default=0, help="the same, or also, for at most so many dollars"
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="of each host (8)")
+    parser.add_argument(
+        "--device",
+        help="a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)",
+    )
+    parser.add_argument(
+        "--stack",
+        default="plumbline",
+        help="a row of tools/plan/stacks.toml: plan as that software would run it (plumbline)",
+    )
+    for name, about in OVERRIDES.items():
+        parser.add_argument(f"--{name}", type=float, help=f"{about} (the device's)")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=MARGIN,
+        help=f"what the allocator adds to live bytes ({MARGIN})",
+    )
+    parser.add_argument(
+        "--tokens", type=float, default=0, help="to train on, as 15e12 (what training.steps says)"
+    )
+    parser.add_argument("--usd-per-gpu-hour", type=float, default=0)
+    parser.add_argument(
+        "--mtbf-gpu-hours",
+        type=float,
+        default=MTBF_GPU_HOURS,
+        help="GPU-hours between interruptions (Llama 3's, %(default).0f)",
+    )
+    parser.add_argument(
+        "--restart-minutes",
+        type=float,
+        default=10,
+        help="from an interruption to the next step (10)",
+    )
+    parser.add_argument(
+        "--storage-gb-per-s",
+        type=float,
+        default=10,
+        help="of the checkpoint folder, all ranks together (10)",
+    )
+    parser.add_argument(
+        "--routing",
+        default="balanced",
+        help="of MoE layers: balanced; a number, how many times the mean the fullest "
+        "rank gets; or the "
+        "folder of a run that recorded the loads of its experts (balanced)",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="try meshes, checkpointing modes and microbatches; rank those that fit",
+    )
+    parser.add_argument("--stages", action="store_true", help="of a pipeline show every rank")
+    parser.add_argument(
+        "--write",
+        metavar="OUT.toml",
+        help="the configuration planned, or with --search the best found",
+    )
+    parser.add_argument(
+        "--html",
+        metavar="OUT.html",
+        help="one page with the memory curve, the time line and the mesh",
+    )
+    parser.add_argument(
+        "--compare",
+        action="append",
+        metavar="OTHER",
+        help="a second plan to compare with: a TOML file, or an option to add to this plan's, as "
+        "--parallelism.tensor_parallel=4; may be repeated",
+    )
+    flags, rest = parser.parse_known_args(with_values(argv))
+    check_question(flags)
+    flags.gpus = flags.gpus or 8
+    if flags.gpus < 1 or flags.gpus_per_node < 1:
+        raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
+    for name in ("write", "html"):
+        path = getattr(flags, name)
+        if path:
+            outbound.check_file(f"--{name}", Path(path))
+    for name in ("mtbf_gpu_hours", "restart_minutes", "storage_gb_per_s"):
+        if getattr(flags, name) <= 0:
+            raise InputError(f"--{name.replace('_', '-')} must be more than 0")
+    return flags, rest
+
+
+def with_values(argv: list[str]) -> list[str]:
+    """Return the arguments with "--compare" and its value as one, since the value may begin with
+    dashes."""
+    joined: list[str] = []
+    for argument in argv:
+        if joined and joined[-1] == "--compare":
+            joined[-1] = f"--compare={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def configuration(flags: argparse.Namespace, rest: list[str]) -> Config:
+    """Return the configuration to plan, checked; the mesh of the file only where it is what is
+    planned. Raises ConfigError with every rule that is broken."""
+    if flags.search or asks_how_many(flags):
+        return load_config([*rest, *ONE_PROCESS])
+    return load_config(rest, flags.gpus, min(flags.gpus, flags.gpus_per_node))

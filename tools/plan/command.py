@@ -1,0 +1,143 @@
+"""Make the plans that tools.plan is asked for, and print or write them."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from configs.load import dump
+from configs.schema import Config, InputError
+from tools.plan import compare, front
+from tools.plan.arguments import asks_how_many, configuration
+from tools.plan.cluster import answer, clusters, known_devices
+from tools.plan.device import Device, load_device
+from tools.plan.page import page
+from tools.plan.plan import PlanInputs, make_plan
+from tools.plan.report import report
+from tools.plan.routing import load_routing
+from tools.plan.search import search, table
+from tools.plan.stack import load_stack
+
+
+def second(flags: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Return the arguments of the second plan, that --compare asks for."""
+    files = [value for value in flags.compare if not value.startswith("--")]
+    if len(files) > 1:
+        raise InputError(f"--compare takes one file, not {len(files)}: {', '.join(files)}")
+    return flags.compare if files else [*rest, *flags.compare]
+
+
+def compared(cfg: Config, inputs: PlanInputs, flags: argparse.Namespace, rest: list[str]) -> int:
+    """Plans two configurations and shows them side by side. Returns the exit code. Raises
+    InputError."""
+    other, _ = read_inputs(flags, second(flags, rest))
+    compare.changes(cfg, other)
+    plans = make_plan(cfg, inputs), make_plan(other, inputs)
+    print(compare.table(*plans))
+    if flags.html:
+        reports = "\n\n".join(f"Plan {name}\n\n{report(p)}" for name, p in zip("AB", plans))
+        text = page(plans[0], reports, plans[1], compare.section(*plans))
+        Path(flags.html).write_text(text, encoding="utf-8")
+        print(f"\nwritten: {flags.html}")
+    return 0 if all(plan.fits for plan in plans) else 1
+
+
+def overridden(device: Device, flags: argparse.Namespace) -> Device:
+    """Return the device with the numbers of the command line. Raises InputError."""
+    changes = {}
+    shares = {
+        "gemm_efficiency": "matmul_efficiency",
+        "attention_efficiency": "attention_efficiency",
+    }
+    for name, field in shares.items():
+        value = getattr(flags, name)
+        if value is None:
+            continue
+        if not 0 < value <= 1:
+            raise InputError(
+                f"--{name.replace('_', '-')} {value:g}: give a share of the device's peak, more "
+                "than 0 and at most 1"
+            )
+        changes[field] = value
+    if "attention_efficiency" in changes:  # overrides the choice of training.attention
+        changes["fast_attention_efficiency"] = changes["attention_efficiency"]
+    if flags.network_gb_per_s is not None:
+        if flags.network_gb_per_s <= 0:
+            raise InputError("--network-gb-per-s must be more than 0")
+        changes["fabric_gb_per_s"] = flags.network_gb_per_s
+    return device.model_copy(update=changes)
+
+
+def chosen_device(name: str, flags: argparse.Namespace) -> Device:
+    """Return the device as --stack uses it, with the overrides of the command line. Raises
+    InputError."""
+    return overridden(load_stack(flags.stack).on(load_device(name), name.lower()), flags)
+
+
+def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, PlanInputs]:
+    """Return the checked configuration and the plan's other inputs. Raises InputError, ConfigError
+    with every rule that is broken."""
+    per_host = min(flags.gpus, flags.gpus_per_node)
+    stack = load_stack(flags.stack)
+    device = chosen_device(flags.device or "h100", flags)
+    cfg = configuration(flags, rest)
+    on_gpu = device.kind == "gpu"
+    dtype = cfg.training.param_dtype
+    if on_gpu and dtype in ("float32", "float64"):
+        raise InputError(
+            f'training.param_dtype = "{dtype}": the device table has peaks for bfloat16 only; plan '
+            'with "bfloat16" '
+            'or "auto"'
+        )
+    if on_gpu:
+        training = cfg.training.model_copy(update={"param_dtype": "bfloat16"})
+        cfg = cfg.model_copy(update={"training": training})
+    inputs = PlanInputs(
+        flags.gpus,
+        per_host,
+        device,
+        on_gpu,
+        flags.margin,
+        flags.tokens,
+        flags.usd_per_gpu_hour,
+        flags.mtbf_gpu_hours,
+        flags.restart_minutes * 60,
+        flags.storage_gb_per_s,
+        load_routing(flags.routing),
+        stack,
+    )
+    return cfg, inputs
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
+    """Plan what the command line asks for, and return the exit code. fresh: this process has computed
+    nothing yet. Raises InputError."""
+    if asks_how_many(flags):
+        _, inputs = read_inputs(flags, rest)
+        names = [flags.device] if flags.device else known_devices()
+        devices = {name: chosen_device(name, flags) for name in names}
+        found = clusters(rest, inputs, flags.gpus_per_node, devices)
+        print(answer(found, flags.days, flags.usd))
+        return 0 if any(one.keeps(flags.days, flags.usd) for one in found) else 1
+    cfg, inputs = read_inputs(flags, rest)
+    if flags.compare:
+        return compared(cfg, inputs, flags, rest)
+    section = ""
+    if flags.search:
+        found = search(cfg, inputs, log=to_stderr, fresh=fresh and inputs.on_gpu)
+        print(table(found) + "\n\nThe first of these:\n")
+        cfg = found.ranking[0].choice.applied_to(cfg)
+        section = front.section(found.traced, inputs.gpus, found.covered)
+    plan = make_plan(cfg, inputs)
+    text = report(plan, flags.stages)
+    print(text)
+    if flags.write:
+        Path(flags.write).write_text(dump(plan.cfg), encoding="utf-8")
+        print(f"\nwritten: {flags.write}")
+    if flags.html:
+        Path(flags.html).write_text(page(plan, text, section=section), encoding="utf-8")
+        print(f"\nwritten: {flags.html}")
+    return 0 if plan.fits else 1
