@@ -318,7 +318,9 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
 
     def flags() -> Flags:
         """Return this rank's control bits for this step."""
-        return Flags(stop.asked(), checkpoints.writing(), batches.problem is not None)
+        return Flags(
+            stop.asked() or metrics.lost, checkpoints.writing(), batches.problem is not None
+        )
 
     def save() -> None:
         """Save the state after this step. One that is not finite is not published

@@ -61,7 +61,7 @@ class Watchdog:
 
     def arm(self, seconds: float, phase: str = "") -> None:
         """Give the process `seconds` + GRACE from now on, until the next call of `arm`. A call
-        takes 10 us. phase: the one that begins (reliability/position.py::PHASES)."""
+        takes 10 us. phase: the one that begins (reliability/position_file.py::PHASES)."""
         if phase:
             self.position.begin(phase)
         signal.setitimer(signal.ITIMER_REAL, seconds + self.GRACE)

@@ -515,6 +515,18 @@ def test_a_picture_has_a_curve_for_each_logged_loss(runs, tmp_path):
     assert np.corrcoef(heights, losses)[0, 1] < -0.999  # SVG counts from the top
 
 
+def test_a_picture_shows_a_loss_that_was_logged_once(runs, tmp_path):
+    folder = tmp_path / "young"
+    shutil.copytree(runs["plain"], folder, ignore=shutil.ignore_patterns("checkpoints"))
+    first = (folder / "metrics.jsonl").read_text().splitlines()[0]
+    (folder / "metrics.jsonl").write_text(first + "\n")
+    place = tmp_path / "loss.svg"
+    asked = [str(folder), "--out", str(tmp_path / "page.html"), "--picture", str(place)]
+    assert report.main(asked) == 0
+    drawn = ElementTree.parse(place).getroot()
+    assert not drawn.findall("{*}polyline") and len(drawn.findall("{*}circle")) == 1
+
+
 def test_a_picture_that_cannot_be_written_is_a_sentence(runs, tmp_path, capsys):
     place = tmp_path / "none" / "loss.svg"
     assert report.main([str(runs["plain"]), "--picture", str(place)]) == 2

@@ -198,8 +198,8 @@ def test_a_start_without_a_step_changes_nothing_that_a_reader_sees(alone, tmp_pa
     assert "steps = 17\n" in (folder / "config.toml").read_text()
 
 
-def without_folder(folder: Path, options: list[str]) -> tuple[int, str]:
-    """Start a run whose folder is removed in its 7th step."""
+def without_folder(folder: Path, options: list[str]) -> tuple[int, str, int]:
+    """Start a run whose folder is removed in its 7th step. Returns how many it has begun, too."""
     real = train.train_step
     calls = []
 
@@ -210,14 +210,16 @@ def without_folder(folder: Path, options: list[str]) -> tuple[int, str]:
         return real(*args)
 
     train.train_step = step
-    return main(folder, options)
+    return *main(folder, options), len(calls)
 
 
 def test_a_folder_that_is_removed_ends_the_run_in_a_sentence(alone, tmp_path):
     _, options = alone
     options = [*options, "--metrics.tensorboard=true", "--validation.interval=3"]
-    for code, said in run_ranks(2, without_folder, tmp_path / "run", options):
+    options += ["--metrics.interval=1", "--checkpoint.interval=50", "--training.steps=50"]
+    for code, said, steps in run_ranks(2, without_folder, tmp_path / "run", options):
         assert code == 1  # 2 would say that nothing was started
+        assert steps <= 8, "no further step is computed until a save finds out"
         assert "was removed during the run" in said
         assert "Traceback" not in said and said.count("\n") == 1, said
     assert not (tmp_path / "run").exists()

@@ -273,6 +273,7 @@ class MetricsWriter:
         self.bar = self.tensorboard = self.wandb = None
         self.draws = cfg.tensorboard
         self.records: dict[str, Lines] = {}  # by the name of the file
+        self.lost = False  # whether somebody has removed the run's folder
         if not rank0:
             return
         if cfg.wandb_project:
@@ -298,6 +299,12 @@ class MetricsWriter:
             self.bar.refresh()
         numbers = {key: json_number(value) for key, value in values.items()}
         self._record(FILE, {"step": step} | numbers)
+        try:
+            self.folder.stat()
+        except FileNotFoundError:
+            self.lost = True
+        except OSError:  # the disk does not answer: that is not said of the folder
+            pass
         if self.draws:
             with self._curves_may_fail():
                 self._draw(step, values)

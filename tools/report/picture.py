@@ -70,6 +70,9 @@ def _curve(series: Series, color: str, dashes: str, across: Axis, axis: Axis) ->
         f"{_x(across.share(step)):.1f},{_y(axis.share(value)):.1f}"
         for step, value in zip(series.steps[shown], series.mean[shown], strict=True)
     ]
+    if len(points) == 1:  # a line through it would have no length
+        x, y = points[0].split(",")
+        return f'<circle cx="{x}" cy="{y}" r="3" fill="{color}"/>'
     style = f'stroke="{color}" stroke-width="2" stroke-dasharray="{dashes}"'
     return f'<polyline points="{" ".join(points)}" fill="none" {style}/>'
 
