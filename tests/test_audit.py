@@ -78,6 +78,16 @@ def command(*args: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+def test_each_segment_deals_other_slots_to_its_sources(audited):
+    """With equal shares, seed and sources, a later one would else repeat the order of the first."""
+    first, *later = audited.order.segments
+    for segment in later:
+        same = dataclasses.replace(segment, sources=first.sources)
+        assert same.seed == first.seed
+        assert (same.slots(0)[0] != first.slots(0)[0]).any()
+    assert (first.slots(1)[0] != first.slots(0)[0]).any()
+
+
 def test_the_rows_listed_are_those_of_the_batches(audited):
     order = audited.order
     assert [segment.step for segment in order.segments] == [0, 20, 40]

@@ -385,6 +385,14 @@ def test_windows_hold_as_many_whole_documents_as_fit():
         assert inside == [i for i, size in enumerate(lengths) if size <= room]
 
 
+def test_a_window_has_room_for_a_conversation_of_one_token_more_than_its_inputs(corpus):
+    """T inputs and T labels are T + 1 tokens."""
+    borders = np.append(corpus.train.document_starts, len(corpus.train))
+    longest = int(np.diff(borders).max())
+    assert not len(corpus.train.too_long(longest - 1))
+    assert len(corpus.train.too_long(longest - 2))
+
+
 # --------------------------------------------------------------------------------------------------
 # batches
 

@@ -1233,6 +1233,12 @@ def test_bad_arguments(argv):
     assert caught.value.code == 2
 
 
+def test_the_type_of_a_folder_is_that_of_most_numbers_and_not_of_most_tensors():
+    dtypes = {"embedding": torch.bfloat16, "norm.0": torch.float32, "norm.1": torch.float32}
+    sizes = {"embedding": 1000, "norm.0": 40, "norm.1": 40}
+    assert hf.main_dtype(sizes, dtypes) == torch.bfloat16
+
+
 # --------------------------------------------------------------------------------------------------
 # memory
 

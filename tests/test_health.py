@@ -299,6 +299,13 @@ def test_a_spike_is_one_and_noise_is_not():
     assert Spikes(0.0, spikes.state()).limit("loss") == math.inf and Spikes(0.0, {}).state() == {}
 
 
+def test_a_deviation_is_at_least_one_percent_of_the_median():
+    """Values that hardly differ would make each next one a spike."""
+    steady = Spikes(6.0, {"loss": [2.0] * 30, "grad_norm": [1.0, 1.0001] * 15})
+    assert steady.add(loss=2.11, grad_norm=1.05) == ""
+    assert "loss 2.13" in steady.add(loss=2.13, grad_norm=1.05)
+
+
 def test_after_a_lasting_change_of_level_the_new_level_is_no_spike():
     """Spikes are in the window like every other step, skipped or not, so they become what is usual."""
     numbers = random.Random(5)

@@ -14,7 +14,7 @@ import train
 from checkpoint import adapters, hf, verify
 from configs.load import load_config
 from configs.schema import InputError, Lora
-from models import lora
+from models import MODELS, lora
 from parallelisms import lora as on_a_mesh
 from parallelisms.mesh import world
 from tests.parity import (
@@ -86,6 +86,20 @@ def test_a_model_with_adapters_is_the_model_of_the_merged_weights(shape):
             assert off(b.grad, 7 / 3 * (weight.grad @ a.mT)) < 1e-5, name
             seen += 1
     assert seen == sum(lora.is_adapter(name) for name in weights) / 2
+
+
+@pytest.mark.parametrize("width", [48, 300])
+def test_a_has_the_deviation_of_the_authors_code(width):
+    """torch's kaiming_uniform_ with a = sqrt(5), by which peft fills A too."""
+    family = MODELS["llama"]
+    args = family.small(width)
+    rows = lora.adapted(family, Lora(rank=4, targets=["wq", "w2"])).initial_values(args)
+    found = {name: row for name, *row in rows if name.endswith("lora_a")}
+    assert len(found) == 2
+    for name, in_features in ("wq", args.dim), ("w2", args.hidden_dim):
+        (row,) = (row for pattern, row in found.items() if f".{name}." in pattern)
+        filled = torch.nn.init.kaiming_uniform_(torch.empty(2000, in_features), a=5**0.5)
+        assert row == ["normal", pytest.approx(filled.std().item(), rel=0.02)]
 
 
 def adapters_of(name: str, weights: dict) -> tuple:

@@ -123,3 +123,13 @@ def test_without_a_loss_of_the_cpu_there_is_no_difference() -> None:
     assert not wrong and "nan" not in "".join(lines)
     lines, wrong = simulate.losses({1: 2.5}, {1: 2.0}, 1e-5)
     assert "the first loss differs" in wrong[0]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_mesh_of_parity_keeps_what_the_configuration_says_of_its_ranks(kept, monkeypatch):
+    argv = [str(CONFIGS / "llama_debug.toml"), "--parallelism.accumulate_gradients=sharded"]
+    given = load_config(argv, None, None)
+    if not kept:  # the negative control
+        monkeypatch.setattr(meshes, "NOT_KEPT", {"parallelism.accumulate_gradients"})
+    options = meshes.parse("fsdp2").options(given)
+    assert options["parallelism.accumulate_gradients"] == ("sharded" if kept else "whole")

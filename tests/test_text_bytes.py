@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from configs.schema import Data, InputError
 from data import splice, text_bytes
@@ -14,6 +15,7 @@ from data.prepare import prepare
 from tests.library import added, byte_fallback, unigram, word_piece
 from tests.ranks import run_ranks
 from tests.runs import run, tiny_run
+from training.validate import scores
 
 TEXTS = [
     f"the  caf\u00e9s\u2581 {i}! \u65e5\u672c\U0001f600 the\n ab. " * (i + 3) for i in range(40)
@@ -78,3 +80,13 @@ def test_a_run_reports_bits_per_byte_of_the_text(tmp_path):
     # digits, letters and spaces without a token: each byte is one
     bits = last["validation_loss"] / math.log(2)
     assert bits < last["validation_bits_per_byte"] < bits * 1.2
+
+
+def test_the_score_over_several_sets_is_weighted_by_their_tokens():
+    sums = {"short": torch.tensor([30.0, 10.0, 40.0]), "long": torch.tensor([10.0, 90.0, 90.0])}
+    found = scores(sums)
+    assert found["validation_loss"] == pytest.approx(40 / 100), "1.56 is the mean of the two"
+    assert found["validation_perplexity"] == pytest.approx(math.exp(0.4))
+    assert found["validation_bits_per_byte"] == pytest.approx(40 / math.log(2) / 130)
+    assert found["validation/short/loss"] == 3.0
+    assert found["validation/long/perplexity"] == pytest.approx(math.exp(1 / 9))
