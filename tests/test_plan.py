@@ -21,6 +21,7 @@ import torch
 import train
 from configs.load import load_config
 from configs.schema import InputError
+from models import layers
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
 from tests.steps import (
@@ -370,6 +371,38 @@ def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
     derived, in_step, repeated = apart(counted, options, ranks)
     assert in_step == pytest.approx(derived, rel=1e-9)
     assert recomputed[0] <= repeated / derived <= recomputed[1]
+
+
+def report_of(change: str) -> str:
+    """The plan's text of a model in which a mistake is put."""
+    cfg = config([NONE, "--training.local_batch_size=4", "--model.vocab_size=1032"], 1)
+    family, args = train.architecture(cfg)
+    forward = layers.FeedForward.forward
+
+    def twice(module: layers.FeedForward, x: torch.Tensor) -> torch.Tensor:
+        return forward(module, forward(module, x))
+
+    if change == "formula":
+        real = family.flops_per_token
+        family = replace(family, flops_per_token=lambda *sizes: 1.02 * real(*sizes))
+        train.architecture = lambda _: (family, args)
+    if change == "block":
+        layers.FeedForward.forward = twice
+    return report.report(make_plan(cfg, PlanInputs(1, 1, load_device("h100"))))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("formula", "-2.0% against what flops_per_token of models/llama.py derives"),
+        ("block", "the matmuls of layers.0, layers.1"),
+        ("", ""),
+    ],
+)
+def test_flops_that_the_formula_does_not_derive_are_said(change, words):
+    text = apart(report_of, change)
+    assert ("Warning  " in text) == bool(change) and words in text, text
+    assert ("as their weights say" in text) == (change == "formula")
 
 
 @pytest.mark.slow

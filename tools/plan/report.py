@@ -12,6 +12,7 @@ from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms import ep_hosts
 from parallelisms.cores import supports_spec
 from parallelisms.schedules import layers_text
+from tools.plan import counted
 from tools.plan.plan import CONTEXT_GIB, Plan, PlanInputs
 from tools.plan.routing import BALANCED, Chosen
 from tools.plan.stack import SCALING_FROM, scaling_loss
@@ -73,6 +74,7 @@ def report(plan: Plan, all_stages: bool = False) -> str:
         *communication(plan),
         "",
         *speed(plan),
+        *counted.warning(plan),
         *scaling(plan),
         *run(plan),
     ]

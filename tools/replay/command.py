@@ -224,7 +224,8 @@ def begin(plan: Replay) -> str:
     logged = [step for step in steps if step in plan.run.metrics()]
     gradients = [step for step in steps if step in plan.run.gradients()]
     saved = [step for step in steps if step in plan.run.checkpoints]
-    line = f"from the state after step {plan.begins}, on {plan.first.ranks} rank(s); "
+    ranks = plan.first.ranks
+    line = f"from the state after step {plan.begins}, on {ranks} rank{'s' * (ranks > 1)}; "
     line += f"recorded: metrics of steps {logged}, checkpoints of {saved}, "
     line += f"gradients of {gradients}"
     return line + ("" if plan.second is None else f"; computed again by: {plan.second.label}")

@@ -1,0 +1,47 @@
+"""Compare the FLOPs that a plan counts in the step with those that the family derives from its sizes,
+by which a run reports its MFU."""
+
+from collections import defaultdict
+
+import train
+from tools.plan.plan import Plan
+from tools.plan.routing import BALANCED
+
+LARGEST = 0.01  # relative difference without a warning
+
+
+def warning(plan: Plan) -> list[str]:
+    """Return a line where the two differ: a family that computes something else than its
+    `flops_per_token` says has a wrong MFU. With adapters, or where the fullest rank is shown, they
+    differ rightly."""
+    family, _ = train.architecture(plan.cfg)
+    derived, counted, _ = plan.flops()
+    off = counted / derived - 1
+    if abs(off) <= LARGEST or plan.cfg.lora.rank or plan.inputs.routing != BALANCED:
+        return []
+    return [
+        f"Warning          {counted:.4g} FLOPs per token are counted, {off:+.1%} against what "
+        f"flops_per_token of models/{family.name}.py derives: a run's MFU is wrong by as much"
+        + odd_blocks(plan)
+    ]
+
+
+def odd_blocks(plan: Plan) -> str:
+    """Name the blocks whose matmuls are not the 6 FLOPs of each of their weights and each token;
+    where all are, attention or the output projection is left. "" for pipelines and experts."""
+    if plan.pipeline or plan.step.moe_layers:
+        return ""
+    seen: dict[int, int] = defaultdict(int)
+    for where, times, op in plan.step.ops():
+        if not op.attention_flops:
+            seen[where.block] += times * (op.matmul_flops - op.recomputed)
+    per_token = plan.inputs.gpus / plan.tokens_per_step
+    odd = []
+    for block in range(plan.step.layers):
+        wanted = 6 * plan.step.parameters[block].elements
+        if abs(seen[block] * per_token / wanted - 1) > LARGEST:
+            odd.append(f"layers.{block}")
+    if not odd:
+        return "; the matmuls of its blocks are as their weights say: see attention and the output"
+    shown = ", ".join(odd[:4]) + ", ..." * (len(odd) > 4)
+    return f"; the matmuls of {shown} are not those of their weights"
