@@ -34,7 +34,8 @@ from models import moe
 from models.kernels import document_attention as masked
 from tests import fork_server
 from tests.ranks import run_ranks
-from tools.plan import arguments, command
+from tools.plan.arguments import arguments as plan_arguments
+from tools.plan.command import read_inputs
 from tools.plan.device import load_device
 
 CPU = torch.device("cpu")
@@ -379,8 +380,8 @@ def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
     record.put("rates", {"state": "done", "ended": "now", "report": report})
     file = tmp_path / "out.toml"
     assert load_device(str(file)) == device
-    flags, rest = arguments.arguments(["configs/llama_debug.toml", "--gpus=1", f"--device={file}"])
-    _, inputs = command.read_inputs(flags, rest)
+    flags, rest = plan_arguments(["configs/llama_debug.toml", "--gpus=1", f"--device={file}"])
+    _, inputs = read_inputs(flags, rest)
     arrived = inputs.device
     assert arrived.peak == 989e12 and arrived.memory_gib == 139.8 and arrived.host_gb_per_s == 55
     assert arrived.matmul_efficiency == pytest.approx(722 / 989)
