@@ -1126,6 +1126,26 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(damaged, gone, tmp_path):
     assert sorted(path.name for path in folder.glob("[!.]*")) == left
 
 
+@pytest.mark.parametrize("lost", [True, False])
+def test_nothing_is_removed_after_the_lease_is_lost(lost, tmp_path):
+    """Another run may continue from what this one would remove."""
+    folder = tmp_path / "c"
+    names = [verify.step_name(step, 0) for step in (1, 2, 3)]
+    run_ranks(1, partial(save_all, folder, [1, 2, 3], keep_last=0))
+
+    def check() -> None:
+        if lost:
+            raise lease.Lost("taken over")
+
+    retention = Retention(
+        folder, SimpleNamespace(id="0123abcd", check=check), Checkpoint(keep_last=1)
+    )
+    retention.remove_expired(names, 7)
+    retention.close()
+    left = sorted(path.name for path in folder.glob("[!.]*"))
+    assert left == (names if lost else names[-1:]) and bool(retention.gone) != lost
+
+
 # One run per folder
 
 

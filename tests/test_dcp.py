@@ -38,9 +38,9 @@ from parallelisms.mesh import world
 from tests.checkpoints import Attack, rewrite
 from tests.ranks import run_ranks
 from tests.runs import MESHES, run, series, tiny_run
-from tools import convert, new_checkpoint
+from tools import convert, new_checkpoint, to_dcp
 from tools import dcp as dcp_folder
-from training.optim import set_learning_rate
+from training.optim import learning_rate, set_learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
@@ -527,6 +527,20 @@ def test_torchtitans_llama_goes_on_here(fused, ranks, tmp_path):
     for of_rank in found:
         assert of_rank == pytest.approx(losses[2:], abs=1e-5)
     assert abs(losses[2] - losses[3]) > 1e-3, "the losses of different steps differ"
+
+
+@pytest.mark.parametrize("warmup", ["warmup_fraction=0.1", "warmup_steps=10", "warmup_steps=0"])
+def test_the_learning_rate_that_is_written_is_that_of_the_next_step(warmup):
+    """A checkpoint holds the options as they were given: a warm-up as a fraction, too."""
+    cfg = load_config(
+        ["configs/llama_debug.toml", "--training.steps=100", f"--lr_schedule.{warmup}"]
+    )
+    weight = "layers.0.attention.wq.weight"
+    for step in 0, 1, 9, 10, 99:
+        manifest = {"step": step, "facts": {"config": dump(cfg)}}
+        (options,) = to_dcp.param_groups(Path("x"), manifest, MODELS["llama"], [weight]).values()
+        want = learning_rate(step, 100, cfg.optimizer.lr, cfg.lr_schedule)
+        assert options["lr"] == want, (step, options["lr"], want)
 
 
 # TorchTitan itself -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -437,6 +438,22 @@ def test_a_rank_that_was_stopped_and_woke_to_end_did_not_answer(tmp_path: Path) 
             position.SEEN.pack_into(here.memory, position.SEEN_AT, *seen)
     with mock.patch.object(hang, "understand", lambda *_: None):
         assert [rank.silent for rank in hang.read(tmp_path)] == [False, True]
+
+
+def test_of_each_group_the_first_open_collective_is_the_one_that_a_rank_waits_for() -> None:
+    """Later ones were begun behind it, and wait for it."""
+
+    def begun(group: str, number: int, ended: bool) -> hang.BegunCall:
+        return hang.BegunCall(group, number, "gloo:all_reduce", [[2]], ["Float"], ended)
+
+    flights = [
+        begun("0", 4, True),
+        begun("0", 5, False),
+        begun("1", 9, False),
+        begun("0", 6, False),
+    ]
+    waiting = hang.RankState.waiting.fget(SimpleNamespace(flights=flights))
+    assert [(call.group, call.number) for call in waiting] == [("0", 5), ("1", 9)]
 
 
 def test_a_dump_that_is_a_program_is_not_run(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from data.loader import loader
 from data.open import open_corpora
 from data.prepare import __main__ as prepare_command
 from data.prepare import job, prepare
-from data.stores import blocks, places, text
+from data.stores import ahead, blocks, places, text
 from data.stores import corpus as corpus_in_store
 from data.workers import LoaderError
 from reliability import objects
@@ -775,3 +775,23 @@ def test_a_file_url_is_a_path(corpus):
 def test_an_empty_prefix_is_named(store):
     with pytest.raises(InputError, match='"s3://bucket/none": no object with a text suffix'):
         sources.find("s3://bucket/none")
+
+
+def test_reading_ahead_goes_on_however_many_blocks_were_read(monkeypatch):
+    """Only blocks of steps that are not read count, not those of the whole run."""
+    asked: list[int] = []
+    ahead_of: list[int] = []
+
+    def ask(batches: object, step: int) -> int:
+        asked.append(step)
+        return ahead.BLOCKS_AHEAD // 4
+
+    class Steps:
+        def __getitem__(self, step: int) -> int:
+            ahead_of.append(len(asked) - step)
+            return step
+
+    monkeypatch.setattr(ahead, "ask", ask)
+    steps = range(40)
+    assert list(ahead.read_ahead(Steps(), steps, Data())) == list(steps)
+    assert ahead_of == [min(4, len(steps) - step) for step in steps]
