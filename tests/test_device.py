@@ -647,10 +647,23 @@ def test_the_front_lists_and_runs_benchmarks(arguments, code, sentence, capsys, 
     assert sentence in said.out + said.err
 
 
-def test_a_command_of_before_answers_with_the_new_one():
-    old = [sys.executable, "-m", "lab.bench.device.planned", "lengths"]
-    done = subprocess.run(old, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 1 and "python -m lab.bench device.planned" in done.stderr, done
+@pytest.mark.parametrize(
+    "words, code, sentence",
+    [
+        ("lab.bench nonsense", 2, "nonsense: no such benchmark"),
+        ("lab.bench.device.planned lengths", 1, "run as: python -m lab.bench device.planned"),
+    ],
+    ids=["", "a command of before"],
+)
+def test_the_front_is_a_program(words, code, sentence):
+    done = subprocess.run(
+        [sys.executable, "-m", *words.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == code and sentence in done.stderr, done
 
 
 def test_every_part_can_be_started():

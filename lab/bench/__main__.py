@@ -7,6 +7,7 @@ idle machine. lab/bench/results has the tables of earlier runs, also of benchmar
 import importlib
 import sys
 
+from configs import program
 from configs.schema import InputError
 
 BENCHES = {
@@ -55,3 +56,7 @@ def listing() -> str:
     width = max(map(len, BENCHES))
     rows = [f"  {name:{width}}  {about}" for name, about in BENCHES.items()]
     return "\n".join([__doc__.strip(), "", *rows])
+
+
+if __name__ == "__main__":
+    program.run(main)
