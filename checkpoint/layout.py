@@ -10,36 +10,16 @@ A DeviceMesh numbers its ranks in this way, so one row describes a tensor on any
 of one. Ranks of different pipeline stages have different `first`. Where several ranks hold the same
 shard, `first` chooses which of them writes it.
 
-This file imports no torch. A box is a pair of lists: its offset in the tensor and its shape.
+This file imports no torch. For a box see configs/boxes.py.
 """
 
 import math
 from collections.abc import Iterator
 
+from configs.boxes import Box, Split, box_at, piece
+
 MOST = 1 << 48  # elements, ranks or offsets
 DIMS = 64  # of a tensor, and cuts of it by dimensions of a mesh
-Box = tuple[list[int], list[int]]
-
-
-def piece(length: int, pieces: int, i: int) -> tuple[int, int]:
-    """Return the begin and the length of piece i of `length` elements, as torch.chunk cuts them."""
-    size = -(-length // pieces)
-    start = min(size * i, length)
-    return start, min(size, length - start)
-
-
-Split = list[list[int]]  # of a row: entries [dim, pieces, stride]
-
-
-def box_at(shape: list[int], split: Split, taken: list[int]) -> Box:
-    """Return the box that is left of a tensor after taking one piece, given by its number, of each
-    entry of `split`."""
-    offset = [0] * len(shape)
-    size = list(shape)
-    for (dim, pieces, _), i in zip(split, taken, strict=True):
-        start, size[dim] = piece(size[dim], pieces, i)
-        offset[dim] += start
-    return offset, size
 
 
 def box_of_rank(row: dict, rank: int) -> Box | None:

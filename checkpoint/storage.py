@@ -39,11 +39,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from checkpoint import layout, verify
-from checkpoint.layout import Box
 from checkpoint.verify import Shard
+from configs.boxes import Box
+from parallelisms import boxes
 from reliability.objects import Key
 
 DTYPES = {
@@ -78,43 +78,11 @@ class NotFinite(ArithmeticError):
 # who writes what
 
 
-def cuts(tensor: DTensor) -> list[tuple[int, int]]:
-    """Return (tensor dimension, mesh dimension) of each cut, in the order in which the cuts are
-    made.
-
-    If FSDP shards what tensor parallelism has already cut, FSDP's placement is a `_StridedShard`,
-    whose cut comes second although its mesh dimension comes first. Raises ValueError for a
-    placement that is no shard and no replica.
-    """
-    first: list[tuple[int, int]] = []
-    second: list[tuple[int, int]] = []
-    for mesh_dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if not hasattr(placement, "dim"):
-            raise ValueError(f"a tensor with the placements {tensor.placements} cannot be saved")
-        cut = (placement.dim, mesh_dim)
-        if isinstance(placement, _StridedShard):
-            second.append(cut)
-        else:
-            first.append(cut)
-    return first + second
-
-
 def box_of(name: str, tensor: Tensor) -> Box:
-    """Return the box of the whole tensor that this rank holds."""
-    shape = list(tensor.shape)
+    """Return the box of the whole tensor that this rank holds: of a generator its own row."""
     if name.startswith(GENERATOR):
-        return [dist.get_rank(), 0], shape
-    if not isinstance(tensor, DTensor):
-        return [0] * tensor.ndim, shape
-    mesh = tensor.device_mesh
-    split = []
-    pieces = []
-    for dim, mesh_dim in cuts(tensor):
-        split.append([dim, mesh.size(mesh_dim), 1])
-        pieces.append(mesh.get_local_rank(mesh_dim))
-    return layout.box_at(shape, split, pieces)
+        return [dist.get_rank(), 0], list(tensor.shape)
+    return boxes.box_of(tensor)
 
 
 def strides(mesh: DeviceMesh) -> tuple[int, list[int]]:
@@ -163,7 +131,7 @@ def describe(live: Mapping[str, Tensor], ranks: int, holders: range) -> dict[str
             if id(mesh) not in known:
                 known[id(mesh)] = strides(mesh)
             first, steps = known[id(mesh)]
-            for dim, mesh_dim in cuts(tensor):
+            for dim, mesh_dim in boxes.cuts(tensor):
                 if mesh.size(mesh_dim) > 1:
                     split.append([dim, mesh.size(mesh_dim), steps[mesh_dim]])
             replicas = _replicas(tensor, steps)

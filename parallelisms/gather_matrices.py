@@ -15,14 +15,14 @@ Shapes:  X matrices in a stack, 1 for a weight that is a matrix   R rows   C col
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
+
+from parallelisms.boxes import every_box
 
 # A rank gathers so many elements at a time, or one matrix if that is larger: 128 MiB in bfloat16.
 ROUND_ELEMENTS = 1 << 26
@@ -84,48 +84,23 @@ def layout_of(weight: Tensor, this_rank: int) -> Layout:
         whole = tuple((0, length) for length in shape)
         return Layout(shape, {this_rank: whole}, {this_rank: ()})
     ranks = weight.device_mesh.mesh
-    cuts, replicated = cuts_of(weight)
     boxes: dict[int, Box] = {}
     coordinates = {}
-    for coordinate in product(*map(range, ranks.shape)):
+    for coordinate, box in every_box(weight):
         rank = int(ranks[coordinate])
         coordinates[rank] = coordinate
-        box = [(0, length) for length in shape]
-        for dim, mesh_dim in cuts:
-            box[dim] = chunk(box[dim], ranks.shape[mesh_dim], coordinate[mesh_dim])
-        if size_of(tuple(box)):
-            boxes[rank] = tuple(box)
+        of_stack = ranges(box)
+        if size_of(of_stack):
+            boxes[rank] = of_stack
+    kinds = enumerate(weight.placements)
+    replicated = tuple(mesh_dim for mesh_dim, kind in kinds if kind.is_replicate())
     return Layout(shape, boxes, coordinates, replicated)
 
 
-def cuts_of(weight: DTensor) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """Return (dimension of the stack, mesh dimension) of each cut, in the order in which the cuts
-    are made, and the mesh dimensions that cut nothing.
-
-    FSDP shards what tensor parallelism has cut already: its placement is then a `_StridedShard`,
-    whose cut comes second although its mesh dimension comes first.
-    """
-    extra = 3 - weight.ndim
-    first: list[tuple[int, int]] = []
-    second: list[tuple[int, int]] = []
-    replicated = []
-    for mesh_dim, placement in enumerate(weight.placements):
-        if placement.is_replicate():
-            replicated.append(mesh_dim)
-        elif isinstance(placement, _StridedShard):
-            second.append((placement.dim + extra, mesh_dim))
-        elif placement.is_shard():
-            first.append((placement.dim + extra, mesh_dim))
-        else:
-            raise ValueError(f"a weight with the placements {weight.placements} has no parts")
-    return first + second, tuple(replicated)
-
-
-def chunk(whole: Range, pieces: int, i: int) -> Range:
-    """Return piece i of a range, as torch.chunk cuts it."""
-    begin, end = whole
-    size = -(-(end - begin) // pieces)
-    return min(begin + size * i, end), min(begin + size * (i + 1), end)
+def ranges(box: tuple[list[int], list[int]]) -> Box:
+    """Return a box of a matrix or of a stack of matrices as ranges of a stack."""
+    of_dims = [(start, start + length) for start, length in zip(*box, strict=True)]
+    return tuple(of_dims) if len(of_dims) == 3 else ((0, 1), *of_dims)
 
 
 def clipped(box: Box, experts: Range) -> Box:

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from models.kernels.precision import wide as as_wide
 from models.local import local
+from parallelisms.boxes import box_of
 
 
 class SequenceSlice(ParallelStyle):
@@ -59,8 +60,7 @@ class SplitEmbedding(nn.Embedding):
         super().__init__(whole.num_embeddings, whole.embedding_dim, device="meta")
         self.weight = part_of(whole.weight, mesh, Shard(0))
         self.mesh = mesh
-        rows = -(-whole.num_embeddings // mesh.size())  # of a rank; the last may have fewer
-        self.first = rows * mesh.get_local_rank()
+        (self.first, _), _ = box_of(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Look up tokens: x int64 [B, T] -> [B, this rank's slice of T, D]."""

@@ -37,6 +37,7 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.place import PATIENCE, CheckpointFolder
 from checkpoint.retention import Retention, expired
 from checkpoint.verify import Damaged
+from configs.boxes import Box
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError, Parallelism, Run
 from parallelisms import mesh as meshes
@@ -157,7 +158,7 @@ def test_the_rule_of_parts_cuts_every_tensor_into_boxes_that_fill_it():
         assert dict(layout.parts_in(row, wanted)) == expected, (row, wanted)
 
 
-def _places(box: layout.Box) -> list[tuple[int, ...]]:
+def _places(box: Box) -> list[tuple[int, ...]]:
     return list(
         itertools.product(*(range(start, start + n) for start, n in zip(*box, strict=True)))
     )

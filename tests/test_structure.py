@@ -54,6 +54,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.local",  # this rank's part of a weight
         "models.lora",  # adds adapters to modules
         "models.moe",  # which modules are routers
+        "configs.boxes",  # how a tensor is cut
         "models",
         "training.optimizers",  # the contract compares its table with the optimizer
     },
@@ -66,6 +67,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.kernels.ruled_attention",
         "models.terms",
         "parallelisms.mesh",
+        "parallelisms.boxes",  # which box of a tensor this rank holds
         "parallelisms.cores",
         "parallelisms.gather_matrices",  # Muon orthogonalises these
         # validation reads batches, and frees the weights that its forward passes have gathered
@@ -91,6 +93,8 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "parallelisms.mesh",
         "reliability.disk",
         "reliability.objects",
+        "configs.boxes",  # how a tensor is cut
+        "parallelisms.boxes",  # which box of a tensor this rank holds
         "configs.published",  # which model a config.json means
         "models.lora",  # which parameters are adapters
         "training",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from parallelisms.boxes import box_of
 from training.loss import IGNORE, linear_cross_entropy
 
 
@@ -49,7 +50,7 @@ def mistakes(h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Te
     if isinstance(weight, DTensor):
         mesh = weight.device_mesh
         group = mesh.get_group()
-        first_row = -(-vocabulary // mesh.size()) * mesh.get_local_rank()
+        (first_row, _), _ = box_of(weight)
         weight = weight.to_local()
         assert isinstance(h, DTensor)
         h = h.full_tensor()

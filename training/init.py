@@ -18,14 +18,13 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from functools import cache
 from statistics import NormalDist
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from configs import splitmix
+from parallelisms.boxes import box_of
 
 # the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 deviations
 CELL_BITS = 14
@@ -93,24 +92,11 @@ def normal_values(index: Tensor, key: int, std: float) -> Tensor:
 
 
 def global_ids(param: Tensor) -> list[Tensor]:
-    """Return the global indices of this rank's shard in each dimension: int64 [local size].
-
-    Shards are cut as by torch.chunk. If FSDP shards what tensor parallelism has already cut, FSDP's
-    placement is a `_StridedShard`, whose cut comes second although its mesh dimension comes first.
-    """
-    if not isinstance(param, DTensor):
-        return [torch.arange(n, device=param.device) for n in param.shape]
-    ids = [torch.arange(n, device=param.to_local().device) for n in param.shape]
-    mesh = param.device_mesh
-    cuts: list[tuple[Any, int, int]] = [
-        (p, mesh.size(d), mesh.get_local_rank(d))
-        for d, p in enumerate(param.placements)
-        if not p.is_replicate()
-    ]
-    for placement, ranks, rank in sorted(cuts, key=lambda cut: isinstance(cut[0], _StridedShard)):
-        whole = ids[placement.dim]
-        size = -(-len(whole) // ranks)
-        ids[placement.dim] = whole[size * rank : size * (rank + 1)]
+    """For each dimension, the global indices that this rank's shard holds: int64 [local size]."""
+    local = param.to_local() if isinstance(param, DTensor) else param
+    ids = []
+    for start, length in zip(*box_of(param), strict=True):
+        ids.append(torch.arange(start, start + length, device=local.device))
     return ids
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from models.kernels import precision
+from parallelisms.boxes import box_of
 from training.loss_passes import EAGER, LossPasses, add_matmul
 from training.z_loss import ZLoss
 
@@ -138,9 +139,7 @@ def linear_cross_entropy(
         # Each rank's h gradient comes from its rows of the vocabulary only: Partial, to be summed
         # on the way back.
         h = h.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        # Shard splits as torch.chunk does: the last ranks may hold fewer rows
-        per_rank = -(-len(weight) // mesh.size())
-        first_row = per_rank * mesh.get_local_rank()
+        (first_row, _), _ = box_of(weight)
         weight = weight.to_local(grad_placements=[Shard(0)])
     if each is not None:
         each = each.view(-1)
