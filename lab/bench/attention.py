@@ -17,7 +17,7 @@ from configs.cpu import keep_memory
 import torch
 import torch.nn.functional as F
 
-from lab.bench import harness
+from lab.bench import harness, isolated
 from models.kernels.causal_attention import causal_attention
 from training import attention
 
@@ -72,7 +72,7 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
     together = dict.fromkeys(names, 0.0)
     for part, matmuls in ("forward", 2), ("backward", 5):
         one = ["-m", "lab.bench", "attention", f"--shapes={shape}", f"--part={part}"]
-        seconds, _ = harness.in_turn({name: [*one, f"--one={name}"] for name in names}, rounds)
+        seconds, _ = isolated.timed({name: [*one, f"--one={name}"] for name in names}, rounds)
         # half of 2 * T * T * E for each matmul: it is causal
         flops = matmuls * batch * heads * tokens**2 * size
         for row, name in zip(rows, names):
@@ -93,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         shape = [int(n) for n in args.shapes[0].split(",")]
-        harness.serve(contender(args.one, shape, args.part))
+        isolated.serve(contender(args.one, shape, args.part))
         return
     measured = {shape: measure(shape, args.rounds) for shape in args.shapes}
     rows = [row for some, _ in measured.values() for row in some]

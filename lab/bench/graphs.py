@@ -117,10 +117,9 @@ def one(options: list[str], variant: str) -> None:
     def last() -> dict:
         if not on_gpu:
             return {}
-        gib = torch.cuda.max_memory_reserved() / 2**30
-        return {"gib": gib, "idle": idle_share(*kernel_times(lambda: step(done)))}
+        return {"idle": idle_share(*kernel_times(lambda: step(done)))}
 
-    isolated.serve({"seen": seen, "tokens": shape[1] * shape[2]}, run, last)
+    isolated.serve(run, {"seen": seen, "tokens": shape[1] * shape[2]}, last)
     train.meshes.close_mesh()
 
 

@@ -23,7 +23,6 @@ from configs.cpu import bfloat16_is_fast
 import torch
 
 from reliability.record import code, source_hash
-from training.metrics import memory_gib
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -61,55 +60,6 @@ def alternate(
             if i >= warm_up:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
-
-
-def in_turn(
-    contenders: dict[str, list[str]], rounds: int, warm_up: int = 2
-) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Run like `alternate`, with each contender (arguments of python) in a separate process, so
-    that it has its own memory and allocator. Returns the seconds, and the final output of each.
-    Such a process answers every line that it reads with the seconds it took, and the end of input
-    with its final output: `serve`. All begin at the same time, because they may have to compile."""
-    processes = {
-        name: subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for name, arguments in contenders.items()
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for process in processes.values():
-        ask(process)
-    for i in range(warm_up + rounds):
-        for name, process in processes.items():
-            if i > 0:
-                ask(process)
-            if not (answer := process.stdout.readline()):
-                raise RuntimeError(f"{' '.join(contenders[name])} ended with code {process.wait()}")
-            if i >= warm_up:
-                seconds[name].append(float(answer))
-    return seconds, {
-        name: json.loads(process.communicate()[0]) for name, process in processes.items()
-    }
-
-
-def ask(process: subprocess.Popen) -> None:
-    """Request one more call."""
-    process.stdin.write("\n")
-    process.stdin.flush()
-
-
-def serve(
-    run: Callable[[], object],
-    summary: Callable[[], dict] = dict,
-) -> None:
-    """Serve the other end of `in_turn`. The final output is the peak GiB and the given numbers."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":  # what building took does not count
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    for _ in sys.stdin:
-        print(alternate({"": run}, rounds=1, warm_up=0)[""][0], flush=True)
-    print(json.dumps({"gib": memory_gib(device), **summary()}), flush=True)
 
 
 def parser(about: str) -> argparse.ArgumentParser:

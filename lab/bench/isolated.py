@@ -1,9 +1,8 @@
-"""Run contenders in separate processes, in turn, where some may fail: the results of the others
-stay.
+"""Run contenders in separate processes, in turn: each has its own memory and allocator.
 
-Like `harness.in_turn`, but each process first prints facts about itself, may take its time to
-compile while the others do, and answers with more facts at the end. One that dies, or takes too
-long, is left out of the rest, with its last output as the reason.
+All are started at once, because they may have to compile. Each prints facts about itself when it is
+ready, answers each line that it reads with the seconds of one call, and ends with more facts. One
+that dies, or takes too long, is left out of the rest, with its last output as the reason.
 """
 
 import json
@@ -18,28 +17,31 @@ from pathlib import Path
 
 import torch
 
-from lab.bench.harness import end_with_parent
+from lab.bench.harness import alternate, end_with_parent
+from training.metrics import memory_gib
 
 END = "end"
-THREADS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # for they all compile at the same time
+ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # where many compile at the same time
+PATIENCE = 900.0  # seconds
 
 
 class Contender:
     """Contender in one process. facts: its printed facts; seconds: of each round; why: the reason
     of its failure, "" without one."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self.facts: dict = {}
         self.seconds: list[float] = []
         self.why = ""
+        self.unread = b""
         self.log = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
-            text=True,
-            env=os.environ | THREADS,
+            bufsize=0,
+            env=os.environ | environment,
             preexec_fn=end_with_parent,
         )
 
@@ -47,8 +49,7 @@ class Contender:
         if self.why:
             return
         try:
-            self.process.stdin.write(question + "\n")
-            self.process.stdin.flush()
+            self.process.stdin.write(f"{question}\n".encode())
         except OSError:
             self.give_up("it has ended")
 
@@ -56,16 +57,23 @@ class Contender:
         """Return its next line of JSON; {} and a reason if there is none by then (of
         time.monotonic)."""
         while not self.why:
-            left = max(0.0, deadline - time.monotonic())
-            if not select.select([self.process.stdout], [], [], left)[0]:
-                self.give_up("no answer in time")
-                break
-            line = self.process.stdout.readline()
-            if not line:
-                self.give_up(f"ended with code {self.process.wait()}")
-            elif line.startswith("{"):  # what else libraries print is passed over
+            line, ended, self.unread = self.unread.partition(b"\n")
+            if not ended:
+                self.unread = line + self.more(deadline)
+            elif line.startswith(b"{"):  # what else libraries print is passed over
                 return json.loads(line)
         return {}
+
+    def more(self, deadline: float) -> bytes:
+        """Return what it has printed since, and wait for it; b"" and a reason if nothing comes."""
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([self.process.stdout], [], [], left)[0]:
+            self.give_up("no answer in time")
+            return b""
+        printed = self.process.stdout.read(65536)
+        if not printed:
+            self.give_up(f"ended with code {self.process.wait()}")
+        return printed
 
     def give_up(self, reason: str) -> None:
         self.process.kill()
@@ -82,13 +90,14 @@ def in_turn(
     ready_seconds: float,
     round_seconds: float,
     noted: Callable[[dict[str, Contender]], None] = lambda all_of_them: None,
+    environment: dict[str, str] = ONE_THREAD,
 ) -> dict[str, Contender]:
     """Start all (arguments of python) at once, and when each has said its facts, time them in turn.
 
     ready_seconds: for all to get ready; round_seconds: for each answer after that. noted: called
     whenever there is more to write down.
     """
-    running = {name: Contender(arguments) for name, arguments in contenders.items()}
+    running = {name: Contender(words, environment) for name, words in contenders.items()}
     deadline = time.monotonic() + ready_seconds
     for contender in running.values():
         contender.facts |= contender.answer(deadline)
@@ -110,6 +119,19 @@ def in_turn(
     return running
 
 
+def timed(
+    contenders: dict[str, list[str]], rounds: int
+) -> tuple[dict[str, list[float]], dict[str, dict]]:
+    """Return the seconds and the facts of each, after a round that does not count. Raises
+    RuntimeError if one of them fails."""
+    running = in_turn(contenders, 1 + rounds, PATIENCE, PATIENCE, environment={})
+    for name, contender in running.items():
+        if contender.why:
+            raise RuntimeError(f"{name}: {contender.why}")
+    seconds = {name: contender.seconds[1:] for name, contender in running.items()}
+    return seconds, {name: contender.facts for name, contender in running.items()}
+
+
 def numbers(running: dict[str, Contender]) -> dict[str, dict]:
     """Return all that is known of them, for programs."""
     return {
@@ -124,15 +146,20 @@ def note(path: str | None, running: dict[str, Contender]) -> None:
         Path(path).write_text(json.dumps({"so far": numbers(running)}) + "\n", encoding="utf-8")
 
 
-def serve(facts: dict, run: Callable[[], object], last: Callable[[], dict]) -> None:
-    """Serve the other end of `in_turn`."""
-    print(json.dumps(facts), flush=True)
+def serve(
+    run: Callable[[], object], facts: dict | None = None, last: Callable[[], dict] = dict
+) -> None:
+    """Serve the other end of `in_turn`. The first call compiles, and is not timed. The facts at the
+    end begin with the peak GiB of the calls."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what building took
+        torch.cuda.reset_peak_memory_stats()
+    run()
+    print(json.dumps(facts or {}), flush=True)
     for line in sys.stdin:
         if line.strip() == END:
-            print(json.dumps(last()), flush=True)
+            gib = memory_gib(device)
+            print(json.dumps({"gib": gib, **last()}), flush=True)
             return
-        began = time.perf_counter()
-        run()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        print(json.dumps({"seconds": time.perf_counter() - began}), flush=True)
+        print(json.dumps({"seconds": alternate({"": run}, 1, 0)[""][0]}), flush=True)

@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity
 
 import train
 from configs.load import load_config
-from lab.bench import harness, sections
+from lab.bench import harness, isolated, sections
 from lab.bench.device.measure import sustained
 from lab.bench.idle import ON_A_GPU, idle_share, kernel_times, traced
 from parallelisms.master_weights import MasterWeights
@@ -322,7 +322,7 @@ def serve(name: str, options: list[str]) -> None:
     change()
     losses = []
     _, run = a_step([*options, *more])
-    harness.serve(lambda: losses.append(run().loss), summary=lambda: {"losses": losses})
+    isolated.serve(lambda: losses.append(run().loss), last=lambda: {"losses": losses})
     close_mesh()
 
 
@@ -330,7 +330,7 @@ def compare(names: list[str], options: list[str], rounds: int) -> dict:
     module = ["-m", "lab.bench", "kernels", *options]
     processes = {name: [*module, f"--one={name}"] for name in names}
     with power_and_clock() as seen:
-        seconds, ended = harness.in_turn(processes, rounds)
+        seconds, ended = isolated.timed(processes, rounds)
     rows = []
     for name, times in seconds.items():
         losses = ended[name]["losses"]

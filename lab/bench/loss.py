@@ -16,7 +16,7 @@ from configs.cpu import keep_memory
 import torch
 
 from configs.schema import Compile
-from lab.bench import harness
+from lab.bench import harness, isolated
 from training.loss import linear_cross_entropy, plain_cross_entropy
 from training.loss_passes import compiled_loss
 
@@ -56,13 +56,13 @@ def main() -> None:
     parser.add_argument("--one", help="this contender, one timing per line of input")
     args = parser.parse_args()
     if args.one:
-        harness.serve(contender(args.one, args.shapes[0]))
+        isolated.serve(contender(args.one, args.shapes[0]))
         return
     rows = []
     for shape in args.shapes:
         one = ["-m", "lab.bench", "loss", f"--shapes={shape}"]
         contenders = {name: [*one, f"--one={name}"] for name in CONTENDERS}
-        seconds, ended = harness.in_turn(contenders, args.rounds)
+        seconds, ended = isolated.timed(contenders, args.rounds)
         for name, times in seconds.items():
             rows.append(
                 [

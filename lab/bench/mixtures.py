@@ -323,16 +323,13 @@ def one(part_name: str, contender: str, folder: Path) -> None:
 
     out = run()
     torch.save((out.detach().cpu(), x.grad.cpu()), folder / f"{part_name}; {contender}.pt")
-    run()
     del out
-    torch.cuda.empty_cache()
 
     def last() -> dict:
-        gib = torch.cuda.max_memory_reserved() / 2**30 if GPU else 0.0
         found = kernels(run)
-        return {"gib": gib, "shares": shares(found), "kernels": found[:40]}
+        return {"shares": shares(found), "kernels": found[:40]}
 
-    isolated.serve({"flops": flops(size, args, part)}, run, last)
+    isolated.serve(run, {"flops": flops(size, args, part)}, last)
 
 
 def rows_of(running: dict[str, isolated.Contender], folder: Path) -> list[list[str]]:

@@ -41,7 +41,7 @@ from torch import Tensor
 import train
 from configs.load import load_config
 from configs.schema import Config, InputError
-from lab.bench import harness
+from lab.bench import harness, isolated
 from models import FORMATS, llama
 from models.formats.torchtitan import in_pairs, rotated_heads
 from parallelisms import blocks, dp
@@ -415,7 +415,7 @@ def measure(dtype: str, names: list[str], overrides: list[str], rounds: int) -> 
             for name in names
             if name != "ours"
         }
-    seconds, ended = harness.in_turn(contenders, rounds)
+    seconds, ended = isolated.timed(contenders, rounds)
     compare_losses(dtype, {name: words["losses"][0] for name, words in ended.items()})
     cfg = load_config(overrides)
     tokens = cfg.training.local_batch_size * cfg.training.seq_len
@@ -474,9 +474,9 @@ def main() -> None:
             cpu_settings()
         step = contender(args.one, load_config([*overrides, f"--training.max_norm={CLIP}"]))
         losses = []
-        harness.serve(
+        isolated.serve(
             lambda: losses.append(step()),
-            summary=lambda: {"losses": [float(loss) for loss in losses]},
+            last=lambda: {"losses": [float(loss) for loss in losses]},
         )
         train.meshes.close_mesh()
         return
