@@ -11,9 +11,9 @@ from models.layers import Args
 
 
 def multiplied(args: Args, feed_forward: int | None = None) -> int:
-    """Weights that a token is multiplied with: all matrices but the embedding, which is looked up.
-    A tied embedding is multiplied too, as the output projection. feed_forward: those of one block
-    where it has no w1, w2 and w3."""
+    """Count the weights that a token is multiplied with: all matrices but the embedding, which is
+    looked up. A tied embedding is multiplied too, as the output projection. feed_forward: those of
+    one block where it has no w1, w2 and w3."""
     # wq and wo, wk and wv
     attention = 2 * args.dim * args.head_dim * (args.n_heads + args.n_kv_heads)
     if feed_forward is None:
@@ -22,8 +22,8 @@ def multiplied(args: Args, feed_forward: int | None = None) -> int:
 
 
 def parameters(args: Args, feed_forward: int | None = None) -> int:
-    """Those that are multiplied, an embedding that is not tied, two norms in each block and the
-    last one."""
+    """Count all parameters: those that are multiplied, an embedding that is not tied, two norms in
+    each block and the last one."""
     embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
     return multiplied(args, feed_forward) + embedding + (2 * args.n_layers + 1) * args.dim
 
@@ -34,15 +34,15 @@ def flops_per_token(
     feed_forward: int | None = None,
     specs: Sequence[AttentionSpec] | None = None,
 ) -> float:
-    """6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B). specs:
-    of the layers, None where all are plain; a window leaves min(T, window) keys of T.
+    """Return 6 N + 12 L H E T, as PaLM counts it (Chowdhery et al., arXiv:2204.02311, appendix B).
+    specs: of the layers, None where all are plain; a window leaves min(T, window) keys of T.
 
     A weight that is multiplied costs 2 per token forward and 4 backward (gradients of input and of
     weight); N counts those weights. Attention scores and their use cost 2 * 2 H E T per layer
     forward, three times that with backward. Like PaLM and TorchTitan, this does *not* halve
     attention for being causal, nor count what checkpointing computes twice: MFUs compare with
-    theirs. Nor does it know of data.mask_documents, which computes less attention: then FLOP/s and
-    MFU are upper bounds.
+    theirs. It ignores data.mask_documents too, which computes less attention: then FLOP/s and MFU
+    are upper bounds.
     """
     keys = args.n_layers * seq_len  # of all layers, for a query
     if specs is not None:

@@ -178,8 +178,9 @@ class DeepSeekV3(moe.SparseDecoder):
 
 
 def tp_plan(args: Args) -> dict[str, str]:
-    """The narrow vectors of a token are computed once, by the rank that has the token in its slice
-    of the sequence, and gathered: they are what crosses, not the hidden state. Heads are split."""
+    """Return a plan that splits the heads. The narrow vectors of a token are computed once, by the
+    rank that has the token in its slice of the sequence, and gathered: these are sent, not the
+    hidden state."""
     attention = {
         "wq_a": "slice_linear",
         "q_norm": "sequence",
@@ -217,7 +218,8 @@ def attention_weights(args: Args) -> int:
 
 
 def multiplied(args: Args, experts: int) -> int:
-    """Weights that are multiplied, where so many of the experts that are not shared count."""
+    """Count the weights that are multiplied, where so many of the experts that are not shared
+    count."""
     feed_forward = args.n_dense_layers * 3 * args.dim * args.hidden_dim
     mixtures = (args.n_layers - args.n_dense_layers) * moe.weights(args, experts)
     return (
@@ -229,20 +231,20 @@ def multiplied(args: Args, experts: int) -> int:
 
 
 def _beside(args: Args) -> int:
-    """Parameters that are not multiplied: an embedding that is not tied, the norms, and the biases
-    of the routers."""
+    """Count the parameters that are not multiplied: an embedding that is not tied, the norms, and
+    the biases of the routers."""
     embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
     norms = 2 * args.dim + args.q_rank + args.kv_rank
     return embedding + args.n_layers * norms + args.dim
 
 
 def parameters(args: Args) -> int:
-    """Those that are trained; the routers' biases are not."""
+    """Count the trained parameters; the routers' biases are not trained."""
     return multiplied(args, args.n_experts) + _beside(args)
 
 
 def active_parameters(args: Args) -> int:
-    """Those that work on a token."""
+    """Count the parameters that work on a token."""
     return multiplied(args, args.experts_per_token) + _beside(args)
 
 

@@ -107,7 +107,8 @@ class TensorLayout(Protocol):
     def read(
         self, box: tuple[slice, ...], read_slice: Callable[[str, tuple[slice, ...]], Tensor]
     ) -> Tensor:
-        """This box of our parameter, contiguous. read_slice: returns a box of a tensor of theirs."""
+        """Read this box of our parameter, contiguous. read_slice: returns a box of a tensor of
+        theirs."""
 
     def join(self, parameters: list[Tensor]) -> Tensor:
         """Their tensor, from all whole parameters of ours that are in it, in the order of

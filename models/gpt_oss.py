@@ -57,7 +57,7 @@ class Args:
 
     @property
     def hidden_dim(self) -> int:
-        """config.json's intermediate_size."""
+        """Return the width of the MLP, config.json's intermediate_size."""
         return self.expert_dim
 
 
@@ -68,7 +68,7 @@ LIMIT = 7.0
 
 
 def attention_spec(args: Args, number: int) -> AttentionSpec:
-    """That of this layer."""
+    """Return the attention spec of this layer."""
     has_window = args.window and number % 2 == 0
     return AttentionSpec(window=args.window if has_window else None, sinks=True)
 
@@ -133,8 +133,9 @@ class GptOss(moe.SparseDecoder):
 
 
 def initial_values(args: Args) -> list[tuple[str, str, float]]:
-    """Matrices as in all our decoders, sinks as transformers does it (normal, 0.02). Biases are 0:
-    for the router's that is our choice, so that no expert is preferred at first."""
+    """Return how weights are drawn: matrices as in all our decoders, sinks as transformers does it
+    (normal, 0.02). Biases are 0: for the router's that is our choice, so that no expert is
+    preferred at first."""
     biases = [
         ("*.bias", "zeros", 0.0),
         ("*.experts.b[123]", "zeros", 0.0),
@@ -163,7 +164,7 @@ def tp_plan(args: Args) -> dict[str, str]:
 
 
 def _biases(args: Args, experts: int) -> int:
-    """Numbers of a block that are added: biases, of so many experts, and sinks."""
+    """Count the numbers of a block that are added: biases, of so many experts, and sinks."""
     queries = args.n_heads * args.head_dim
     keys_and_values = 2 * args.n_kv_heads * args.head_dim
     attention = queries + keys_and_values + args.dim + args.n_heads
@@ -177,7 +178,7 @@ def parameters(args: Args) -> int:
 
 
 def active_parameters(args: Args) -> int:
-    """Those that work on a token."""
+    """Count the parameters that work on a token."""
     experts = args.experts_per_token
     biases = args.n_layers * _biases(args, experts)
     return arithmetic.parameters(args, moe.weights(args, experts)) + biases

@@ -65,8 +65,8 @@ class LowRank(nn.Module):
         self.scale = scale
 
     def forward(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """x [..., in], a [rank, in], b [out, rank] -> scale (x a^T) b^T [..., out]. The narrow tensor
-        is scaled, which is less work than to scale the result."""
+        """Compute x [..., in], a [rank, in], b [out, rank] -> scale (x a^T) b^T [..., out]. The
+        narrow tensor is scaled, which is less work than to scale the result."""
         return F.linear(self.scale * F.linear(x, a), b)
 
 
@@ -149,7 +149,7 @@ class AdaptedPlace:
 
 
 def places(build: Callable[[Any], nn.Module], args: Any, lora: Any) -> list[AdaptedPlace]:
-    """Every weight of the model that has adapters. build: that of its family."""
+    """Yield every weight of the model that has adapters. build: that of its family."""
     with torch.device("meta"):
         model = build(args)
     add(model, lora)
@@ -164,12 +164,14 @@ def places(build: Callable[[Any], nn.Module], args: Any, lora: Any) -> list[Adap
 
 
 def adapted(family: Family, lora: Any) -> Family:
-    """The family with what changes where only adapters are trained; lora.rank = 0: the family.
+    """Return the family with what changes where only adapters are trained; lora.rank = 0: the
+    family.
 
-    The FLOPs of a frozen weight that is multiplied are 4 per token and not 6 (models/arithmetic.py):
-    2 in forward, 2 for the gradient of its input, and none for its own. Adapters have 6. So it is
-    the family's count, less 2 N, plus 6 n, where n are the numbers of the adapters that work on a
-    token. (The first block needs no gradient of its input, which is not left out.)
+    The FLOPs of a frozen weight that is multiplied are 4 per token and not 6
+    (models/arithmetic.py): 2 in forward, 2 for the gradient of its input, and none for its own.
+    Adapters have 6. So it is the family's count, less 2 N, plus 6 n, where n are the numbers of the
+    adapters that work on a token. (The first block needs no gradient of its input, which is not
+    left out.)
     """
     if not lora.rank:
         return family
@@ -188,8 +190,8 @@ def adapted(family: Family, lora: Any) -> Family:
         return family.flops_per_token(args, seq_len) - of_weights / 3 + 6.0 * working
 
     def initial_values(args: Any) -> list[tuple[str, str, float]]:
-        """A is normal, with the deviation 1 / sqrt(3 in) that the authors' code has too (there it is
-        uniform); B is 0."""
+        """Return how weights are drawn: A is normal, with the deviation 1 / sqrt(3 in) that the
+        authors' code has too (there it is uniform); B is 0."""
         rows = {"*lora_b": ("zeros", 0.0)}
         for place in places(family.build, args, lora):
             words = ["*" if word.isdigit() else word for word in place.name.split(".")]

@@ -76,9 +76,9 @@ class Router(nn.Module):
         return ExpertChoice(experts, weights * args.routed_scale, affinities)
 
     def within_best_groups(self, wanted: Tensor) -> Tensor:
-        """The scores [N, X], and -inf outside of each token's best groups. A group is as good as
-        the sum of its two best experts (DeepSeek-V3's inference code; the report, section 2.1.2,
-        sums as many as a token has of each node)."""
+        """Return the scores [N, X], and -inf outside of each token's best groups. A group is as
+        good as the sum of its two best experts (DeepSeek-V3's inference code; the report, section
+        2.1.2, sums as many as a token has of each node)."""
         groups = wanted.unflatten(-1, (self.args.expert_groups, -1))  # [N, groups, X / groups]
         merits = groups.topk(2, -1).values.sum(-1)  # [N, groups]
         best = merits.topk(self.args.groups_per_token, -1).indices
@@ -238,7 +238,7 @@ class SparseDecoder(Decoder):
     """A decoder, some blocks of which may be a `MixtureBlock`."""
 
     def mixtures(self) -> dict[int, nn.Module]:
-        """The mixtures of experts by the number of their layer."""
+        """Return the mixtures of experts by the number of their layer."""
         return {
             int(number): layer.feed_forward
             for number, layer in self.layers.items()
@@ -247,8 +247,8 @@ class SparseDecoder(Decoder):
 
 
 def tp_plan(args: Any) -> dict[str, str]:
-    """A mixture works on this rank's slice of the sequence. Only shared experts, which get all
-    tokens, are split."""
+    """Return a plan that splits only the shared experts, which get all tokens. A mixture works on
+    this rank's slice of the sequence."""
     shared = {
         "layers.*.feed_forward.shared_experts": "gather_sequence",
         "layers.*.feed_forward.shared_experts.w1": "columns",
@@ -268,7 +268,7 @@ def describe(args: Any, active: int) -> str:
 
 
 def weights(args: Any, experts: int) -> int:
-    """The weights of a mixture's router, its shared experts and so many of the others."""
+    """Count the weights of a mixture's router, its shared experts and so many of the others."""
     return (
         3 * args.dim * args.expert_dim * (experts + args.n_shared_experts)
         + args.n_experts * args.dim

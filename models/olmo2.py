@@ -83,8 +83,8 @@ class Olmo2(layers.Decoder):
         return PostNormBlock(args, attention, feed_forward, table)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """With scaled positions two tables in each of cos and sin, [2, ..., E]: of the layers with
-        a window, and of the others."""
+        """Return two tables in each of cos and sin where positions are scaled, [2, ..., E]: of the
+        layers with a window, and of the others."""
         args = self.args
         frequencies = layers.rope_frequencies(args.head_dim, args.rope_theta, positions.device)
         cos, sin = layers.rope_tables(frequencies, positions)
@@ -97,7 +97,8 @@ class Olmo2(layers.Decoder):
 
 
 def initial_values(args: Args) -> list[tuple[str, str, float]]:
-    """The same deviation for all matrices at every depth (arXiv:2501.00656)."""
+    """Return how weights are drawn: all matrices with the same deviation at every depth
+    (arXiv:2501.00656)."""
     return [("*norm.weight", "ones", 0.0), ("*", "normal", 0.02)]
 
 

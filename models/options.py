@@ -11,7 +11,8 @@ from typing import Any
 
 
 def dense_toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
-    """The numbers of a dense decoder of this width, for measurements; flavor: gives all others."""
+    """Return the numbers of a dense decoder of this width, for measurements; flavor: gives all
+    others."""
     return flavor | {
         "dim": dim,
         "n_layers": 4,
@@ -60,8 +61,8 @@ class Numbers:
     costs apart from its FLOPs."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a number that is none of the options: the rules about it would be
-        left out without a word."""
+        """Raise ValueError for a number that is none of the options: its rules would be skipped in
+        silence."""
         for name in (*self.query_width, self.heads, self.kv_heads, self.hidden_units):
             if name and name not in self.options:
                 known = ", ".join(self.options)

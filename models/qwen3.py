@@ -56,8 +56,8 @@ class Qwen3(moe.SparseDecoder):
 
 
 def tp_plan(args: Args) -> dict[str, str]:
-    """Heads are split over the ranks and all use the same gain, whose gradient is therefore a sum
-    over ranks."""
+    """Return a plan that splits the heads over the ranks. All use the same gain, whose gradient is
+    therefore a sum over ranks."""
     norms = {"layers.*.attention.q_norm": "heads", "layers.*.attention.k_norm": "heads"}
     feed_forward = moe.tp_plan(args) if args.n_experts else layers.tp_plan_of_feed_forward()
     return layers.TP_PLAN | layers.TP_PLAN_OF_ATTENTION | norms | feed_forward
@@ -75,7 +75,7 @@ def parameters(args: Args) -> int:
 
 
 def active_parameters(args: Args) -> int:
-    """Those that work on a token."""
+    """Count the parameters that work on a token."""
     return (
         arithmetic.parameters(args, feed_forward_weights(args, args.experts_per_token))
         + args.n_layers * 2 * args.head_dim

@@ -42,7 +42,7 @@ class AuxiliaryTerms:
         self.sums: dict[str, dict[int | None, Tensor]] = defaultdict(dict)
 
     def copied(self) -> "AuxiliaryTerms":
-        """The same numbers in tensors of their own, with which nothing later is computed."""
+        """Return clones of the sums, so that later computation does not change them."""
         other = AuxiliaryTerms(self.scale, self.tokens, self.labels)
         other.divisors = {name: divisor.clone() for name, divisor in self.divisors.items()}
         for name, of_layers in self.sums.items():

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def mscale(factor: float, weight: float = 1.0) -> float:
-    """By how much queries and keys grow for contexts that are `factor` times as long (section 3.4;
-    weight: DeepSeek-V2's, arXiv:2405.04434)."""
+    """Return the factor by which queries and keys grow for contexts that are `factor` times as long
+    (section 3.4; weight: DeepSeek-V2's, arXiv:2405.04434)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -23,7 +23,7 @@ def yarn(
     truncate: bool = True,
     **_: float,
 ) -> Tensor:
-    """Radians per position, float32 [E/2], with the slow ones divided by `factor` (section
+    """Return radians per position, float32 [E/2], with the slow ones divided by `factor` (section
     3.2). frequencies [E/2]: those of `models/layers.py::rope_frequencies`, at base theta.
 
     A pair that turns more than beta_fast times within the original length keeps its frequency, one
@@ -33,7 +33,7 @@ def yarn(
     """
 
     def pair_that_turns(times: float) -> float:
-        """The number of the pair that turns so often, as a real number."""
+        """Return the number of the pair that turns so often, as a real number."""
         return (
             len(frequencies)
             * math.log(original_max_seq_len / (times * 2 * math.pi))

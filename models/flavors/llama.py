@@ -123,8 +123,8 @@ FLAVORS: dict[str, dict] = {
 
 
 def width_of_head(numbers: dict[str, Any]) -> float:
-    """head_dim after a change of dim or n_heads. Where the two do not fit, it is a fraction, which
-    the rule "head_dim" refuses."""
+    """Return head_dim after a change of dim or n_heads. Where the two do not fit, it is a fraction,
+    which the rule "head_dim" refuses."""
     dim = numbers["dim"]
     n_heads = numbers["n_heads"]
     return dim / n_heads if dim % n_heads else dim // n_heads

@@ -53,13 +53,14 @@ def hf_names(args: Args) -> dict[str, str]:
 
 
 def hf_ignored(args: Args) -> str:
-    """The layers behind the last one predict further tokens (MTP), which our model does not have."""
+    """Return a pattern of the names of the layers behind the last one. They predict further tokens
+    (MTP), which our model does not have."""
     return rf"model\.layers\.{args.n_layers}\..*|" + dense.hf_ignored(args)
 
 
 def hf_config(args: Args) -> dict[str, Any]:
-    """transformers 5 reads `rope_parameters`; the hub's file and everything older have `rope_theta`
-    and `rope_scaling`."""
+    """Return the fields of config.json. transformers 5 reads `rope_parameters`; the hub's file and
+    everything older have `rope_theta` and `rope_scaling`."""
     yarn_numbers = None
     if args.rope_scaling:
         renamed = {"original_max_seq_len": "original_max_position_embeddings"}

@@ -70,8 +70,8 @@ HF_NAMES_OF_MIXTURES = {  # of Qwen3-MoE and DeepSeek-V3; `#` is an expert's num
 
 
 def hf_names(args: Args, table: dict[str, str] = HF_NAMES) -> dict[str, str]:
-    """The table with every layer's number. A tied model has one matrix for both, here as in Hugging
-    Face's files."""
+    """Return the table of names with every layer's number. A tied model has one matrix for both,
+    here as in Hugging Face's files."""
     names = {}
     for ours, theirs in table.items():
         if ours == "output.weight" and args.tied_embeddings:
@@ -84,16 +84,17 @@ def hf_names(args: Args, table: dict[str, str] = HF_NAMES) -> dict[str, str]:
 
 
 def hf_ignored(args: Args) -> str:
-    """The copy of a tied matrix, and tables that old versions saved; transformers reads neither."""
+    """Return a pattern of the tensors to ignore: the copy of a tied matrix, and tables that old
+    versions saved; transformers reads neither."""
     tables = r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
     return rf"{tables}|lm_head\.weight" if args.tied_embeddings else tables
 
 
 def hf_fields(args: Args, scaling: dict | None = None) -> dict[str, Any]:
-    """The fields that Hugging Face's configurations of dense decoders share; scaling: of the rotary
-    positions, in its words.
+    """Return the fields that Hugging Face's configurations of dense decoders share; scaling: of the
+    rotary positions, in its words.
 
-    The rotary numbers stand there twice: transformers 5 calls them `rope_parameters`; everything
+    The rotary numbers are there twice: transformers 5 calls them `rope_parameters`; everything
     older, and other readers such as vLLM and llama.cpp, `rope_theta` and `rope_scaling`.
     transformers 5 reads both to the same effect.
     """
@@ -119,10 +120,10 @@ def hf_fields(args: Args, scaling: dict | None = None) -> dict[str, Any]:
 
 
 def hf_rope(config: dict[str, Any], theta: float = 10000.0) -> dict[str, Any]:
-    """The rotary numbers of a config.json, wherever it has them, in transformers' order of
-    preference. `rope_type` and `rope_theta` are always there; theta: the default of the family's
-    configuration. An original length at the top level takes precedence over the one next to the
-    factor, and without any it is the model's."""
+    """Return the rotary numbers of a config.json, from the first place that has them in
+    transformers' order of preference. `rope_type` and `rope_theta` are always in the result; theta:
+    the default of the family's configuration. An original length at the top level takes precedence
+    over the one next to the factor, and without any it is the model's."""
     rope = {"rope_theta": config.get("rope_theta") or theta}
     if config.get("partial_rotary_factor") is not None:
         rope["partial_rotary_factor"] = config["partial_rotary_factor"]
@@ -173,9 +174,9 @@ def check_full_attention(config: dict[str, Any], window: str = "sliding_window")
 def numbers_from_hf(
     config: dict[str, Any], head_dim: int | None, kv_heads: int, context: int
 ) -> dict[str, Any]:
-    """The numbers of `Args` from the fields of a config.json. The rest of the arguments are the
-    defaults of the family's configuration class; head_dim None: hidden_size / num_attention_heads.
-    Raises KeyError, TypeError or ValueError."""
+    """Return the numbers of `Args` from the fields of a config.json. The rest of the arguments are
+    the defaults of the family's configuration class; head_dim None: hidden_size /
+    num_attention_heads. Raises KeyError, TypeError or ValueError."""
     dim = whole_number(config, "hidden_size")
     heads = whole_number(config, "num_attention_heads")
     return check_heads(
@@ -205,7 +206,7 @@ def is_tied(config: dict[str, Any]) -> bool:
 
 
 def check_heads(numbers: dict[str, Any]) -> dict[str, Any]:
-    """The same numbers. Raises ValueError for heads that no attention can have."""
+    """Return the same numbers. Raises ValueError for heads that no attention can have."""
     heads = numbers["n_heads"]
     kv_heads = numbers["n_kv_heads"]
     head_dim = numbers["head_dim"]
@@ -217,7 +218,7 @@ def check_heads(numbers: dict[str, Any]) -> dict[str, Any]:
 def whole_number(
     table: dict[str, Any], key: str, default: int | None = None, most: int = 2**24
 ) -> int:
-    """A size from a file that may say anything, up to what a model can have. Raises KeyError or
+    """Return a size from an untrusted file, up to what a model can have. Raises KeyError or
     ValueError."""
     value = default if table.get(key) is None and default else table[key]
     if type(value) is not int or not 0 < value <= most:
@@ -226,7 +227,7 @@ def whole_number(
 
 
 def real_number(table: dict[str, Any], key: str, default: float | None = None) -> float:
-    """A positive finite number from a file that may say anything. Raises KeyError or ValueError."""
+    """Return a positive finite number from an untrusted file. Raises KeyError or ValueError."""
     value = default if table.get(key) is None and default else table[key]
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{key} is {value!r}")

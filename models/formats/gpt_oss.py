@@ -47,8 +47,8 @@ TURNS = {"1": (0, 2), "3": (1, 2), "2": (0, 1)}  # number of a weight -> its tur
 
 
 def hf_layouts(args: Args, there: Container[str]) -> dict[str, TensorLayout]:
-    """gate_up_proj is [X, D, 2 F], gate and up in turns, down_proj [X, F, D]: ours transposed.
-    In MXFP4 they lie as ours do."""
+    """Return the layouts of the experts' weights. gate_up_proj is [X, D, 2 F], gate and up in
+    turns, down_proj [X, F, D]: ours transposed. In MXFP4 they are not transposed."""
     layouts: dict[str, TensorLayout] = {}
     for ours, theirs in hf_names(args).items():
         if ".experts." not in ours:
@@ -69,9 +69,9 @@ def layer_types(n_layers: int) -> list[str]:
 
 
 def hf_config(args: Args) -> dict[str, Any]:
-    """transformers adds a balance loss to the loss only where output_router_logits is true. Its
-    formula is not ours: it mixes the layers' counts. Raises ValueError for a model without
-    windows."""
+    """Return the fields of config.json. transformers adds a balance loss to the loss only where
+    output_router_logits is true. Its formula is not ours: it mixes the layers' counts. Raises
+    ValueError for a model without windows."""
     if not args.window:
         raise ValueError("transformers' gpt-oss has windows, and model.window is 0")
     scaling = None
@@ -154,7 +154,7 @@ def args_from_hf(config: dict[str, Any]) -> Args:
 
 
 def _check_quantisation(quantisation: Any) -> None:
-    """Raises ValueError for any but MXFP4."""
+    """Raise ValueError for any quantisation but MXFP4."""
     if not quantisation:
         return
     method = quantisation.get("quant_method") if isinstance(quantisation, dict) else quantisation

@@ -36,7 +36,7 @@ class Interleaved:
         return {self.name: [*others, last * self.n]}
 
     def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
-        """This box of ours."""
+        """Read this box of our parameter."""
         *others, last = _exchanged(box) if self.transposed else box
         whole = slice(last.start * self.n, last.stop * self.n)
         part = read_slice(self.name, (*others, whole))[..., self.turn :: self.n]
@@ -66,7 +66,7 @@ class Mxfp4:
         return {f"{self.name}_blocks": [*scales, GROUP // 2], f"{self.name}_scales": scales}
 
     def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
-        """This box of ours, float32. Expert by expert, for dequantising takes memory."""
+        """Read this box of our parameter, float32, expert by expert: dequantising takes memory."""
         experts, rows, columns = box
         whole = slice(rows.start * self.n, rows.stop * self.n)
         groups = slice(columns.start // GROUP, math.ceil(columns.stop / GROUP))
@@ -91,8 +91,8 @@ NAN = 255  # the only scale that is no number
 
 
 def dequantise(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks uint8 [..., G, 16], two values in each byte, the first in its lower half; scales uint8
-    [..., G] -> float32 [..., G * 32]. The values are exact, in bfloat16 too."""
+    """Dequantise MXFP4: blocks uint8 [..., G, 16], two values in each byte, the first in its lower
+    half; scales uint8 [..., G] -> float32 [..., G * 32]. The values are exact, in bfloat16 too."""
     negative = tuple(-value for value in E2M1)
     table = torch.tensor(E2M1 + negative, device=blocks.device)
     pairs = torch.stack((blocks & 15, blocks >> 4), -1)  # [..., G, 16, 2]

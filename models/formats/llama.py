@@ -47,9 +47,9 @@ def args_from_hf(config: dict[str, Any]) -> Args:
 
 
 def args_from_meta(params: dict[str, Any], weights: dict[str, Tensor], files: int) -> Args:
-    """params.json does not say how long the contexts were, nor the factor by which the rotary
-    frequencies are stretched, so these are the published models'. Source: their config.json on the
-    hub."""
+    """Return the Args of Meta's params.json. It does not say how long the contexts were, nor the
+    factor by which the rotary frequencies are stretched, so these are the published models'.
+    Source: their config.json on the hub."""
     dim = whole_number(params, "dim")
     heads = whole_number(params, "n_heads")
     theta = real_number(params, "rope_theta", 10000.0)

@@ -72,7 +72,7 @@ def args_from_hf(config: dict[str, Any]) -> Args:
 
 
 def rope_of_olmo3(config: dict[str, Any], theta: float) -> dict[str, Any]:
-    """The rotary numbers of the layers of full attention. The others have the same base, and
+    """Return the rotary numbers of the layers of full attention. The others have the same base, and
     nothing is scaled in them. transformers 5 writes both, everything older one `rope_scaling`."""
     by_kind = config.get("rope_parameters") or {}
     if "rope_type" in by_kind:
@@ -100,7 +100,7 @@ def rope_of_olmo3(config: dict[str, Any], theta: float) -> dict[str, Any]:
 
 
 def scaling_from_hf(rope: dict[str, Any]) -> dict[str, float] | None:
-    """`Args.rope_scaling` from the rotary numbers of a config.json."""
+    """Return `Args.rope_scaling` from the rotary numbers of a config.json."""
     dense.check_rope(rope, KINDS)
     if rope["rope_type"] == "default":
         return None

@@ -85,8 +85,8 @@ def biases_that_ours_lacks(
 
 
 def states(theirs: dict[str, str], fused: bool) -> dict[str, list[str]]:
-    """Names under which their optimizer keeps its state -> the parameters of ours that are in it.
-    theirs: of `names`.
+    """Return the names under which their optimizer keeps its state -> the parameters of ours that
+    are in it. theirs: of `names`.
 
     fused: whether their model has one projection for queries, keys and values, as its sizes of 0.3
     have. Its weight is saved in three, under the names of three; the moments are saved as they are.
@@ -109,7 +109,8 @@ def joined_shape(shapes: list[list[int]]) -> list[int]:
 
 
 def join(family: str, ours: list[str], parts: list[Tensor], args: Any) -> Tensor:
-    """A weight of theirs, or a moment, from those of these parameters; of a scalar, the first."""
+    """Join a weight of theirs, or a moment, from those of these parameters; of a scalar, the
+    first."""
     if parts[0].ndim != 2:
         return parts[0]
     turned = []
@@ -124,7 +125,7 @@ def join(family: str, ours: list[str], parts: list[Tensor], args: Any) -> Tensor
 
 
 def split(family: str, ours: list[str], whole: Tensor, args: Any) -> dict[str, Tensor]:
-    """The inverse of `join`, by parameter."""
+    """Invert `join`, by parameter."""
     if whole.ndim != 2:
         return dict.fromkeys(ours, whole)
     parts = [whole]
@@ -149,6 +150,6 @@ def rotated_heads(family: str, name: str, args: Any) -> int:
 
 
 def in_pairs(weight: Tensor, heads: int) -> Tensor:
-    """weight [heads * E, D]. The inverse of `half_rotation`."""
+    """Invert `half_rotation`: weight [heads * E, D]."""
     halves = weight.view(heads, 2, -1, weight.shape[1])  # [heads, 2, E/2, D]
     return halves.transpose(1, 2).reshape(weight.shape)

@@ -8,7 +8,7 @@ from models.kernels.cpu import causal_attention as cpu
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]."""
+    """Compute causal attention: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]."""
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         return cpu.causal_attention(q, k, v)
     is_grouped = q.shape[1] != k.shape[1]

@@ -8,13 +8,13 @@ from torch import Tensor
 
 
 def inverse(order: Tensor) -> Tensor:
-    """The permutation that undoes another: which row each place has got. int64 [M] -> [M]."""
+    """Return the inverse permutation: the row that each place has got. int64 [M] -> [M]."""
     numbers = torch.arange(len(order), device=order.device)
     return torch.empty_like(order).scatter_(0, order, numbers)
 
 
 def weighted(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts, [N, D]. rows [M, D]: their outputs, sorted by
-    expert; order int64 [M]: which (token, choice) each is of; weights [N, k]."""
+    """Return the weighted sum of each token's experts, [N, D]. rows [M, D]: their outputs, sorted
+    by expert; order int64 [M]: which (token, choice) each is of; weights [N, k]."""
     of_tokens = rows[inverse(order)].view(*weights.shape, rows.shape[1])  # [N, k, D]
     return torch.bmm(weights.to(rows.dtype)[:, None], of_tokens).squeeze(1)

@@ -36,8 +36,8 @@ class Documents:
 
     @classmethod
     def of(cls, positions: Tensor, device: torch.device) -> "Documents":
-        """From the batch's positions, int64 [B, T] on the CPU: 0 at every document's first token
-        and at each row's."""
+        """Build it from the batch's positions, int64 [B, T] on the CPU: 0 at every document's first
+        token and at each row's."""
         first = (positions.flatten() == 0).nonzero().flatten()
         starts = F.pad(first, (0, 1), value=positions.numel()).int()
         longest = int(starts.diff().max())
@@ -57,7 +57,7 @@ def fits_varlen(x: Tensor) -> bool:
 
 
 def kernel_exists(device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    """The same before there are queries; width: the numbers of a head."""
+    """Return the answer of `fits_varlen` before there are queries; width: the numbers of a head."""
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)

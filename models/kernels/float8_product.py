@@ -35,8 +35,8 @@ RECIPES = {"tensorwise": Recipe(False, LARGE), "rowwise": Recipe(True, PRECISE)}
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
-    """x [..., K], weight [N, K], bias [N] -> [..., N] in the type of x. K and N must be multiples of
-    16, and for the gradient of the weight so must the number of tokens."""
+    """Multiply in float8: x [..., K], weight [N, K], bias [N] -> [..., N] in the type of x. K and N
+    must be multiples of 16, and for the gradient of the weight so must the number of tokens."""
     product = _Float8Linear.apply(x.flatten(0, -2), weight, *recipe)
     out = product.view(*x.shape[:-1], -1)
     return out if bias is None else out + bias
@@ -79,8 +79,8 @@ class Rounded(NamedTuple):
 
 
 def rounded(matrix: Tensor, to: torch.dtype, recipe: Recipe, along: int) -> Rounded:
-    """along: the side that the product sums over, so by_row there is a scale for each place of the
-    other."""
+    """Round to float8 with scales. along: the side that the product sums over, so by_row there is a
+    scale for each place of the other."""
     magnitude = matrix.abs()
     most = magnitude.amax(along, keepdim=True) if recipe.by_row else magnitude.amax()
     factor = torch.finfo(to).max / most.float().clamp(min=SMALLEST)
@@ -94,8 +94,8 @@ def rounded(matrix: Tensor, to: torch.dtype, recipe: Recipe, along: int) -> Roun
 def multiplied(
     a: Rounded, b: Rounded, out: torch.dtype, recipe: Recipe, fast: bool = False
 ) -> Tensor:
-    """a [rows, K] times b [K, columns]. fast: sum up within the tensor cores, whose sums have 14
-    bits; otherwise these are added in float32 at every 128 numbers."""
+    """Multiply a [rows, K] by b [K, columns]. fast: sum up within the tensor cores, whose sums have
+    14 bits; otherwise these are added in float32 at every 128 numbers."""
     of_rows = a.scale.unsqueeze(1) if recipe.by_row else a.scale
     of_columns = b.scale.unsqueeze(0) if recipe.by_row else b.scale
     if recipe.emulate:

@@ -28,13 +28,13 @@ class AdaptedWeight(NamedTuple):
 
 
 def fits_grouped_mm(rows: Tensor, width: int) -> bool:
-    """width: of a result, F."""
+    """Return whether torch's grouped GEMM takes these operands. width: of a result, F."""
     return rows.is_cuda and rows.dtype == torch.bfloat16 and rows.shape[1] % 8 == width % 8 == 0
 
 
 def grouped_product(rows: Tensor, weight: Tensor | AdaptedWeight, counts: Tensor) -> Tensor:
-    """rows [M, D], group after group; weight [X, F, D]; counts int64 [X], the rows of each group, M
-    in sum -> [M, F]: each row times the transposed weight of its group.
+    """Multiply each row by the transposed weight of its group: rows [M, D], group after group;
+    weight [X, F, D]; counts int64 [X], the rows of each group, M in sum -> [M, F].
 
     The gradients of the rows and of the weight are two nodes of autograd's graph, as they are two
     GEMMs. A node with both would compute both whenever a backward needs one of them: twice in a
@@ -76,8 +76,8 @@ class _Joined(torch.autograd.Function):
 
 
 def add_bias_of_group(rows: Tensor, bias: Tensor, counts: Tensor) -> Tensor:
-    """rows [M, F], group after group, each plus the bias of its group, bias [X, F]; counts as above
-    -> [M, F]. No host-device sync."""
+    """Add to each row the bias of its group: rows [M, F], group after group; bias [X, F]; counts as
+    above -> [M, F]. No host-device sync."""
     return _AddBias.apply(rows, bias, counts)
 
 

@@ -51,11 +51,12 @@ class AttentionSpec:
         return ", ".join(parts)
 
     def keys(self, length: int) -> int:
-        """The most keys that a query sees in a sequence of this length."""
+        """Return the most keys that a query sees in a sequence of this length."""
         return length if self.window is None else min(length, self.window)
 
     def check(self, sinks: Tensor | None) -> None:
-        """Raises ValueError if the sinks of this spec are missing, or if there are some without."""
+        """Raise ValueError if the sinks of this spec are missing, or if there are sinks without
+        it."""
         if self.sinks != (sinks is not None):
             raise ValueError(
                 f"{self} was given {'no sinks' if sinks is None else 'sinks'}: they would be "
@@ -63,7 +64,7 @@ class AttentionSpec:
             )
 
     def numbers(self, head_dim: int) -> tuple[int, float, float]:
-        """The window (0: none), the scale and the cap (0: none), as operators take them."""
+        """Return the window (0: none), the scale and the cap (0: none), as operators take them."""
         scale = head_dim**-0.5 if self.scale is None else self.scale
         return self.window or 0, scale, self.soft_cap or 0.0
 
@@ -72,7 +73,8 @@ PLAIN = AttentionSpec()
 
 
 def why_slow(device: torch.device, spec: AttentionSpec) -> str | None:
-    """A sentence if this spec has no fast kernel on this device. Its numbers are right anyway."""
+    """Return a sentence if this spec has no fast kernel on this device. Its numbers are right
+    anyway."""
     if device.type == "cuda" and spec.soft_cap is not None:
         return (
             "attention with a soft cap has no FlashAttention kernel in PyTorch: it is computed in "
@@ -266,7 +268,8 @@ PieceSlices = list[tuple[slice, slice]]  # each piece's queries and keys
 def _slices(
     n: int, m: int, starts: Tensor | None, key_starts: Tensor | None, longest: int
 ) -> PieceSlices:
-    """Tables on a GPU are read from there, which waits for it in every layer."""
+    """Return the slices of queries and keys of each piece. Tables on a GPU are copied to the host,
+    a sync in every layer."""
     ends = list(range(0, n + 1, longest)) if starts is None else starts.tolist()
     key_ends = ends if key_starts is None else key_starts.tolist()
     queries = [slice(a, b) for a, b in zip(ends, ends[1:])]
@@ -275,8 +278,8 @@ def _slices(
 
 
 def _blocks(pieces: PieceSlices, window: int, device: torch.device) -> Iterator:
-    """The pieces in blocks of queries: (slice of queries, slice of the keys that they see, which of
-    these each query does not see, bool [t, s]). So the work is that of the window."""
+    """Yield the pieces in blocks of queries: (slice of queries, slice of the keys that they see,
+    which of these each query does not see, bool [t, s]). So the work is that of the window."""
     for queries, keys in pieces:
         earlier = (keys.stop - keys.start) - (queries.stop - queries.start)
         for first in range(queries.start, queries.stop, BLOCK):
@@ -294,22 +297,22 @@ def _blocks(pieces: PieceSlices, window: int, device: torch.device) -> Iterator:
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:
-    """[t, H, ...] -> [K, G t, ...]: the queries of all heads that share a key."""
+    """Group the queries of all heads that share a key: [t, H, ...] -> [K, G t, ...]."""
     t, H = x.shape[:2]
     by_head = x.transpose(0, 1)  # [H, t, ...]
     return by_head.reshape(heads, H // heads * t, *x.shape[2:])
 
 
 def _ungrouped(x: Tensor, t: int) -> Tensor:
-    """[K, G t, ...] -> [t, H, ...]"""
+    """Undo `_grouped`: [K, G t, ...] -> [t, H, ...]."""
     return x.reshape(-1, t, *x.shape[2:]).transpose(0, 1)
 
 
 def _scores(
     q: Tensor, k: Tensor, hidden: Tensor, scale: float, soft_cap: float
 ) -> tuple[Tensor, Tensor | None]:
-    """q [K, G t, E] and k [K, s, E], float -> scores [K, G t, s], -inf where hidden; and, with a
-    cap, what they are divided by it, within -1 and 1."""
+    """Compute q [K, G t, E] and k [K, s, E], float -> scores [K, G t, s], -inf where hidden; and,
+    with a cap, what they are divided by it, within -1 and 1."""
     scores = torch.bmm(q, k.mT) * scale
     relative = None
     if soft_cap:

@@ -16,7 +16,7 @@ TILE = 2**20  # scores of a tile, for each thread: they stay in a core's cache
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]."""
+    """Compute causal attention: q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]."""
     return _Attention.apply(q, k, v)
 
 

@@ -126,7 +126,8 @@ def slices(starts: Tensor) -> list[slice]:
 
 
 def heads_first(one: slice, *tensors: Tensor) -> list[Tensor]:
-    """One document of each [B*T, heads, E], as the kernels want it: [1, heads, length, E]; a view."""
+    """Return one document of each [B*T, heads, E], as the kernels want it: [1, heads, length, E]; a
+    view."""
     return [x[one].transpose(0, 1)[None] for x in tensors]
 
 
