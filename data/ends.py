@@ -43,8 +43,8 @@ BEGINS = (
     "<BOS>",
     "<|startoftext|>",
 )
-# What an id in a config.json cannot mean. A config that was never told has transformers' defaults
-# (eos_token_id = 2), which are the ids of something else in most tokenizers.
+# Tokens that the ids of a config.json cannot mean. A config without such ids has transformers'
+# defaults (eos_token_id = 2), which are the ids of something else in most tokenizers.
 NEVER_ENDS = (*BEGINS, "<unk>", "<pad>", "<mask>", "[UNK]", "[PAD]", "[CLS]", "[MASK]")
 
 

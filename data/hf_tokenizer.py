@@ -41,7 +41,7 @@ from data.tokenizer import (
 )
 
 # Patterns that mean the same in the regular expressions of tiktoken and tokenizers, and that match
-# every text from end to end (tiktoken drops what lies between two matches).
+# every text from end to end (tiktoken drops the text between two matches).
 SPLITS = (SPLIT, SPLIT_CL100K, SPLIT_GPT2, SPLIT_O200K, SPLIT_QWEN2)
 # Mistral's (tekken.json): o200k's without contractions, digits one by one.
 SPLIT_TEKKEN = (

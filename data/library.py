@@ -100,7 +100,7 @@ class LibraryTokenizer(Tokenizer):
     @cached_property
     def put_before(self) -> list[int]:
         """The ids that the file's post-processor puts before a text, Llama 3.1's
-        `<|begin_of_text|>` say. transformers 5 goes by it too, not by `add_bos_token`."""
+        `<|begin_of_text|>` say. transformers 5 uses it too, not `add_bos_token`."""
         kept = {"post_processor": self.document.get("post_processor")}
         library = build(self.document, kept)
         plain = library.encode(A_TEXT, add_special_tokens=False).ids

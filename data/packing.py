@@ -49,7 +49,7 @@ class PackedTokens(Tokens):
 
     def are_answers(self, start: int, stop: int) -> np.ndarray:
         """Return which tokens of [start, stop) belong to an answer, bool [stop - start]."""
-        # an odd number of borders lies at or before a token of an answer
+        # the number of borders at or before a token of an answer is odd
         before = self.answers.searchsorted(start, "right")
         inside = self.answers[before : self.answers.searchsorted(stop, "left")]
         crossed = np.bincount(inside - start, minlength=stop - start).cumsum()

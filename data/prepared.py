@@ -78,7 +78,7 @@ class CorpusFolder:
             if size != file["bytes"]:
                 raise InputError(
                     f"{path} has {size} bytes instead of {file['bytes']}: this tokenised corpus is "
-                    f"damaged; remove {self.folder} and run again to make it anew"
+                    f"damaged; remove {self.folder} and run again to prepare it"
                 )
 
     def path(self, name: str) -> str:
@@ -99,8 +99,8 @@ def open_prepared(folder: str, cfg: Data | None = None) -> Prepared:
     if saved.fingerprint != manifest["tokenizer_fingerprint"]:
         raise InputError(
             f"{folder}: its tokenizer ({saved.fingerprint}) is not the one that made its tokens "
-            f"({manifest['tokenizer_fingerprint']}); remove the folder and run again to make it "
-            "anew"
+            f"({manifest['tokenizer_fingerprint']}); remove the folder and run again to prepare "
+            "it"
         )
     try:
         kind = PackedTokens if manifest["format"] == FORMAT_OF_ANSWERS else Tokens
@@ -143,7 +143,7 @@ def verify(folder: str, cfg: Data | None = None) -> Prepared:
         if not os.path.isfile(path) or file_sha256(path) != file["sha256"]:
             raise InputError(
                 f"{path} is not what was written: this tokenised corpus is damaged; remove "
-                f"{place.folder} and run again to make it anew"
+                f"{place.folder} and run again to prepare it"
             )
     prepared = open_prepared(folder, cfg)
     n_vocab = prepared.tokenizer.n_vocab

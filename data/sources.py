@@ -279,7 +279,7 @@ def _file(path: str, root: str) -> File:
             "or "
             '"stdlib"'
         ) from error
-    # a pipe would block for ever, and be empty the second time
+    # a pipe would block forever, and be empty the second time
     if not stat.S_ISREG(status.st_mode):
         raise InputError(
             f"data.source: {path} is not a regular file: write its content to one first"

@@ -143,7 +143,7 @@ def resume(progress: dict, description: dict, allow_splice: bool) -> tuple[Order
 
 
 def _check_skips(saved: dict, current: dict, step: int) -> None:
-    """Raise InputError if a new entry of data.skip lies before the checkpoint of `step`."""
+    """Raise InputError if a new entry of data.skip is before the checkpoint of `step`."""
     known = saved.get("skip", [])
     new = [entry for entry in current.get("skip", []) if entry not in known]
     late = [entry for entry in new if entry[0] < step]

@@ -306,7 +306,7 @@ class Stragglers:
 
     def report(self, mesh: Mesh, steps: int) -> list[tuple[int, str, float]]:
         """Returns (rank, section, seconds per step above the median) of all that are late, the same
-        on every rank, and starts counting anew."""
+        on every rank, and resets the counts."""
         elapsed = time.monotonic() - self.since
         own_seconds = torch.tensor([self.seconds[section] for section in self.SECTIONS] + [elapsed])
         everyone = [torch.empty_like(own_seconds) for _ in range(mesh.size)]

@@ -42,7 +42,7 @@ SOON_TRIES = 3
 CHUNK = 1 << 24
 IN_FLIGHT = 4
 PARTS = 10_000  # that an upload may have; S3 allows no more
-# Reads of fewer bytes than this fetch so many, because small tensors lie side by side.
+# Reads of fewer bytes than this fetch so many, because small tensors are adjacent.
 NEAR = 1 << 20
 PIECES = 4  # that a large read is fetched in at the same time
 # What obstore reads from the environment, unless options of the client are given: ours are times.
@@ -270,7 +270,7 @@ class Key:
         if _process() != os.getpid():
             raise Unreachable(
                 f"{self}: this process was forked from one that uses stores, and has none of the "
-                "threads that do: start it anew (spawn)"
+                "threads that do: start it with spawn"
             )
         began = time.monotonic()
         failure: Exception | None = None
@@ -437,7 +437,7 @@ class Key:
         return Unreachable(f"{self}: there is no bucket or container {self.bucket!r}")
 
     def upload(self, chunks: Callable[[], Iterable[memoryview]], size: int) -> "Stat":
-        """Put an object of `size` bytes in parts. chunks: gives its bytes, anew for each try."""
+        """Put an object of `size` bytes in parts. chunks: yields its bytes, again for each try."""
         try:
             self._call(_upload, chunks, size)
         except FileNotFoundError:
@@ -589,7 +589,7 @@ class RangeReader:
         return end - begin
 
     def forget(self) -> None:
-        """Fetch anew what is read next."""
+        """Drop the buffer, so that the next read fetches again."""
         self.near = (0, b"")
 
     def close(self) -> None:

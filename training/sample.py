@@ -195,7 +195,7 @@ def sample_stream(
     context: positions that the model sees at most (its training length, a multiple of `multiple`).
     multiple: the length of every forward is a multiple of this; tensor parallelism needs its size
     here, since it splits the sequence. Inputs are padded on the right, where causal attention does
-    not look. cache: False computes everything anew for every token, which is what tests compare
+    not look. cache: False recomputes everything for every token, which is what tests compare
     with, and what happens where attention does not support AttentionSpec (parallelisms/cores.py).
     """
     # on the CPU, the same on every rank

@@ -84,7 +84,7 @@ def causal_attention_backward(
 
 
 def _in_two(x: Tensor) -> Tensor:
-    """Float32 [...] as two bfloat16 [..., 2], whose sum it is to 16 bits."""
+    """Split float32 [...] into two bfloat16 [..., 2], whose sum it is to 16 bits."""
     high = x.bfloat16()
     return torch.stack((high, (x - high).bfloat16()), -1)
 

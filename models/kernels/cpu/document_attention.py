@@ -107,7 +107,7 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> tuple
 
     PyTorch's own CPU kernel, document by document, as one operator: the loop is hidden from
     autograd (which would record and concatenate N pieces), from torch.compile (which would unroll
-    it and compile anew for each batch) and from selective checkpointing (which keeps one result).
+    it and recompile for each batch) and from selective checkpointing (which keeps one result).
     """
     return pieces(q, k, v, starts, starts)
 
