@@ -33,7 +33,7 @@ SEEN = struct.Struct("<ddddd")
 LENGTH = struct.Struct("<i")
 WHERE_AT, SEEN_AT, ABOUT_AT, STANDING_AT, SIZE = 64, 128, 192, 16 << 10, 64 << 10
 
-QUIET = 2.5  # seconds without a look of the heartbeat after which a process does not answer
+QUIET = 2.5  # seconds without a tick of the heartbeat after which a process does not respond
 
 
 def as_row(entry: dict[str, Any]) -> list[Any]:
