@@ -1,5 +1,5 @@
-"""How a tensor is cut into the parts that ranks hold, as arithmetic of integers. This file imports no
-torch; parallelisms/boxes.py applies it to a DTensor.
+"""Computes how a tensor is cut into the parts that ranks hold, in integer arithmetic. This file
+imports no torch; parallelisms/boxes.py applies it to a DTensor.
 
 A box is a pair of lists: its offset in the tensor and its shape.
 """

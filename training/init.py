@@ -92,7 +92,7 @@ def normal_values(index: Tensor, key: int, std: float) -> Tensor:
 
 
 def global_ids(param: Tensor) -> list[Tensor]:
-    """For each dimension, the global indices that this rank's shard holds: int64 [local size]."""
+    """Return the global indices of this rank's shard in each dimension: int64 [local size]."""
     local = param.to_local() if isinstance(param, DTensor) else param
     ids = []
     for start, length in zip(*box_of(param), strict=True):
