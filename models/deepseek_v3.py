@@ -230,7 +230,7 @@ def multiplied(args: Args, experts: int) -> int:
     )
 
 
-def _beside(args: Args) -> int:
+def _not_multiplied(args: Args) -> int:
     """Count the parameters that are not multiplied: an embedding that is not tied, the norms, and
     the biases of the routers."""
     embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
@@ -240,12 +240,12 @@ def _beside(args: Args) -> int:
 
 def parameters(args: Args) -> int:
     """Count the trained parameters; the routers' biases are not trained."""
-    return multiplied(args, args.n_experts) + _beside(args)
+    return multiplied(args, args.n_experts) + _not_multiplied(args)
 
 
 def active_parameters(args: Args) -> int:
     """Count the parameters that work on a token."""
-    return multiplied(args, args.experts_per_token) + _beside(args)
+    return multiplied(args, args.experts_per_token) + _not_multiplied(args)
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:

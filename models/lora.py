@@ -149,7 +149,7 @@ class AdaptedPlace:
 
 
 def places(build: Callable[[Any], nn.Module], args: Any, lora: Any) -> list[AdaptedPlace]:
-    """Yield every weight of the model that has adapters. build: that of its family."""
+    """Return every weight of the model that has adapters. build: that of its family."""
     with torch.device("meta"):
         model = build(args)
     add(model, lora)
