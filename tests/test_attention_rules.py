@@ -283,7 +283,13 @@ def test_documents_are_told_for_the_windows_of_all_stages_of_a_rank():
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("method", [GATHER, [ULYSSES]], ids=["gather", "ulysses"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(GATHER, id="gather"),
+        pytest.param([ULYSSES], id="ulysses", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_compiled_mesh_equals_one_process(method, oracles):
     run = [*ADAMW, CP2, *method, *COMPILED, *SELECTIVE, DOCUMENTS]
     [seen] = run_ranks(2, on_ranks, [run], 1, timeout=250)[0]

@@ -285,8 +285,8 @@ def flipped(options: list[str], folder: Path, victim: int, which: int) -> str:
     ("mesh", "victim", "which"),
     [
         ("fsdp2", 1, 0),
-        pytest.param("tp2", 1, 1, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 0, 1, marks=pytest.mark.slow),
+        pytest.param("tp2", 1, 1, marks=pytest.mark.exhaustive),
+        pytest.param("fsdp2", 0, 1, marks=pytest.mark.exhaustive),
         pytest.param("fsdp2xtp2", 2, 1, marks=pytest.mark.slow),
         pytest.param("hsdp2x2", 3, 0, marks=pytest.mark.slow),
     ],

@@ -5,7 +5,6 @@ combinations of settings, such that every two settings of the factors meet in th
 meshes. Mistakes that others made are in tests/test_museum.py.
 """
 
-import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -40,14 +39,6 @@ from tests.runs import (
     COMPILED,
     CP2,
     ULYSSES,
-    ends,
-    killed,
-    run,
-    said,
-    samples,
-    series,
-    tiny_run,
-    trained,
 )
 from tools.parity import in_memory
 from tools.plan import trace
@@ -456,66 +447,6 @@ def test_validation_counts_the_tokens_of_all_ranks():
         for key, value in alone.items():
             assert all(seen[key] == pytest.approx(value, rel=1e-6) for seen in right), key
             assert all(seen[key] != pytest.approx(value, rel=1e-4) for seen in wrong), key
-
-
-LEGS = {  # mesh: (ranks, options, data-parallel ranks)
-    "cp4": (
-        4,
-        ["--parallelism.context_parallel=4", "--debug.replay_interval=2", "--run.device=cpu"],
-        1,
-    ),
-    "one": (1, [], 1),
-    "cp2xtp2": (
-        4,
-        [CP2, ULYSSES, "--parallelism.tensor_parallel=2", "--debug.check_collectives=true"],
-        1,
-    ),
-    "fsdp4": (4, [], 4),
-    "pp2xcp2": (4, [CP2, "--parallelism.pipeline_parallel=2"], 1),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.cap(200)
-def test_a_run_that_is_killed_on_one_mesh_after_another_is_the_run_on_one_process(tmp_path):
-    """No sample is repeated or skipped. Loss, norm and validation are equal up to rounding; the
-    sample at the end is equal."""
-    options = [
-        *tiny_run(tmp_path),
-        "--checkpoint.interval=2",
-        "--validation.interval=4",
-        "--validation.steps=3",
-        "--data.mask_documents=true",
-        "--data.validation_fraction=0.2",
-        "--debug.sample_tokens=8",
-    ]
-    one, many, began = tmp_path / "alone", tmp_path / "shared", []
-    for folder in one, many:
-        folder.mkdir()
-    assert run_ranks(1, run, options, one) == [(0, "")]
-    want = samples(one, 1)
-    for mesh, (ranks, more, dp_size) in LEGS.items():
-        if mesh == list(LEGS)[-1]:
-            assert run_ranks(ranks, run, [*options, *more], many) == [(0, "")] * ranks
-        else:
-            codes = ends(ranks, tmp_path / f"ranks-{mesh}", killed, [*options, *more], many, 5)
-            assert codes[-1] == -signal.SIGKILL and 0 not in codes, codes
-        start, rows = trained(many, dp_size)
-        assert rows == want[start : start + len(rows)], mesh
-        began.append(start)
-    assert began == sorted(set(began)), (
-        f"a start has not gone on where the one before it had saved: {began}"
-    )
-    for key in "loss", "grad_norm", "validation_loss":
-        here, there = series(many, key), series(one, key)
-        assert (
-            here.keys() == there.keys() and max(abs(here[s] / there[s] - 1) for s in there) <= 1e-5
-        ), key
-    texts = [
-        said(folder).split("a sample from the final weights:")[1].split("tensorboard")[0]
-        for folder in (many, one)
-    ]
-    assert texts[0] == texts[1]
 
 
 LONG = [

@@ -355,8 +355,7 @@ EXPERTS = [
     "--model.expert_dim=12",
 ]
 ALL_MESHES = MESHES | CONTEXT_MESHES | EXPERT_MESHES
-NOW = ["pp2xcp2", "fsdp2xtp2"]
-LATER = ["hsdp2x2", "cp2xtp2", "fsdp2xcp2", "pp2xtp2", "pp2xfsdp2"]
+LATER = ["pp2xcp2", "hsdp2x2", "cp2xtp2"]
 OF_EXPERTS = ["ep2"]
 
 

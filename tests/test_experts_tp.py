@@ -100,9 +100,12 @@ def test_mesh_equals_the_plain_model(mesh, models, more):
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_sequences_that_are_gathered_again_equal_the_plain_model():
-    """Every model with experts, and latent attention."""
+    """Latent attention, and sinks."""
     again = ["--activation_checkpoint.gather_again=true"]
-    chosen = [settings(experts=experts, checkpointing="selective") for experts in EXPERTS]
+    chosen = [
+        settings(experts=experts, checkpointing="selective")
+        for experts in ("deepseek_v3", "gpt_oss")
+    ]
     check("experts on tp2", chosen, again, factors=FACTORS)
 
 
@@ -112,7 +115,11 @@ def test_sequences_that_are_gathered_again_equal_the_plain_model():
     "mesh, more",
     [
         ("ep2 of tp2", COMPILED),
-        ("pp2xtp2", ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=5"]),
+        pytest.param(
+            "pp2xtp2",
+            ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=5"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_queries_from_a_narrow_vector_equal_the_plain_model(mesh, more):

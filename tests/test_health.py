@@ -126,7 +126,7 @@ def equals_oracle(folder: Path, oracle: Path) -> bool:
     ("where", "value"),
     [
         (in_gradient_alone, math.inf),
-        pytest.param(in_loss_alone, math.nan, marks=pytest.mark.torture),
+        pytest.param(in_loss_alone, math.nan, marks=pytest.mark.exhaustive),
         pytest.param(in_both, math.nan, marks=pytest.mark.torture),
         pytest.param(in_loss_alone, math.inf, marks=pytest.mark.exhaustive),
         pytest.param(in_gradient_alone, math.nan, marks=pytest.mark.exhaustive),
@@ -436,7 +436,7 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
     ("mesh", "ranks"),
     [
         ("data_parallel_replicate=3", 3),
-        pytest.param("tensor_parallel=2", 2, marks=pytest.mark.torture),
+        pytest.param("tensor_parallel=2", 2, marks=pytest.mark.exhaustive),
         pytest.param(
             "data_parallel_replicate=2 --parallelism.data_parallel_shard=2",
             4,

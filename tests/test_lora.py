@@ -417,7 +417,7 @@ def hash_of_base(options: list[str]) -> str:
     "mesh",
     [
         "experts on hsdp2xtp2",
-        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("ep2xpp2", "ep2xcp2")),
+        pytest.param("ep2xpp2", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_hash_of_a_base_is_the_same_on_every_mesh(mesh):

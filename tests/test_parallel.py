@@ -104,7 +104,13 @@ EIGHT_RANKS = {
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", EIGHT_RANKS)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=() if mesh == "pp2xhsdp2x2" else pytest.mark.exhaustive)
+        for mesh in EIGHT_RANKS
+    ],
+)
 def test_eight_ranks_equal_the_plain_model(mesh):
     """One run: every two dimensions of such a mesh meet all settings on four ranks."""
     check(mesh, [combination_of(clipping="in force", **EIGHT_RANKS[mesh])])
@@ -164,16 +170,6 @@ def test_every_schedule_equals_the_plain_model(mesh, schedule):
         ],
         [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=5"],
     )
-
-
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_a_tied_weight_stays_gathered_for_the_whole_second_half_of_a_backward():
-    tied = combination_of(
-        optimizer="sgd", accumulation="reduced once", embeddings="tied", checkpointing="full"
-    )
-    more = ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4"]
-    check("pp2xfsdp2", [tied], more)
 
 
 @pytest.mark.slow
@@ -266,10 +262,13 @@ def test_negative_control_weights_of_the_step_before_are_seen():
     [
         ("fsdp2", "selective"),
         pytest.param("fsdp2xtp2", "full", marks=pytest.mark.slow),
-        pytest.param("pp2xfsdp2", "selective", marks=pytest.mark.slow),
         *(
             pytest.param(mesh, checkpointing, marks=pytest.mark.exhaustive)
-            for mesh, checkpointing in (("tp2", "full"), ("fsdp2xtp2", "none"))
+            for mesh, checkpointing in (
+                ("pp2xfsdp2", "selective"),
+                ("tp2", "full"),
+                ("fsdp2xtp2", "none"),
+            )
         ),
     ],
 )
@@ -351,7 +350,7 @@ def stock_embedding(options: list[str], dp_size: int) -> dict:
     return trajectory(options, dp_size)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.cap(300)
 @pytest.mark.skipif(
     not torch.__version__.startswith("2.13.0"), reason="the upstream bug is in torch 2.13.0 alone"
@@ -418,7 +417,9 @@ def test_same_mesh_twice_is_bitwise_equal():
     "mesh, more",
     [
         ("fsdp4", []),
-        ("hsdp2x4", ["--parallelism.data_parallel_replicate=2"]),
+        pytest.param(
+            "hsdp2x4", ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_weights_kept_sharded_over_some_ranks_equal_the_plain_model(mesh, more):
@@ -532,7 +533,7 @@ FLOAT8 = [  # sides that are multiples of 16
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp2", "cp2", "pp2"])
+@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("cp2", marks=pytest.mark.exhaustive)])
 def test_float8_on_two_ranks_is_near_one_rank(mesh):
     """Each rank has its own scales for its tokens, so the two agree up to rounding to 8 bits: 3
     bits of mantissa."""

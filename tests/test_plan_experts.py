@@ -124,8 +124,8 @@ CASES = {  # name: (ranks, (routing, options) of each case)
 }
 
 
-# every dimension of these is in another case
-REPEATED = ("ep2xfsdp2", "ep4", "ep2xtp2", "ep2xcp2")
+# every dimension of these is in another case, here or in tests/test_plan.py
+REPEATED = ("ep2xfsdp2", "ep4", "ep2xtp2", "ep2xcp2", "ep2xhsdp2")
 
 
 def marked(name: str):

@@ -94,7 +94,7 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
     [
         "2 ranks",
         pytest.param("other schedules", marks=pytest.mark.slow),
-        pytest.param("cp2", marks=pytest.mark.slow),
+        pytest.param("cp2", marks=pytest.mark.exhaustive),
         pytest.param("cp2, gather", marks=pytest.mark.exhaustive),
         pytest.param("4 ranks", marks=pytest.mark.exhaustive),
     ],

@@ -17,7 +17,7 @@ import data.loader
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
-from tests.checkpoints import MESHES, mesh_options
+from tests.checkpoints import mesh_options
 from tests.ranks import run_ranks
 from tests.runs import run, samples, series, stopped_at, tiny_run
 
@@ -146,35 +146,6 @@ def test_resumed_on_another_mesh_the_loss_is_equal_and_no_sample_is_lost(
     source, target, made, tmp_path
 ):
     check_pair(made, source, target, tmp_path / "again")
-
-
-# Two sources of each target: every mesh is one of them, and each of data and tensor parallelism
-# begins, ends, grows and shrinks. Their states are compared bitwise for all 36 pairs in
-# tests/test_torture_checkpoint.py.
-SOURCES = {
-    "1x1": ["2x1", "4x2"],
-    "2x1": ["1x2", "4x1"],
-    "1x2": ["2x1", "2x2"],
-    "2x2": ["1x2", "4x1"],
-    "4x1": ["1x1"],  # and 2x2, in the default suite
-}
-
-
-@pytest.mark.torture
-@pytest.mark.cap(400)
-@pytest.mark.parametrize("target", SOURCES)
-def test_resumed_from_other_meshes_the_loss_is_equal(target, made, tmp_path):
-    for source in SOURCES[target]:
-        check_pair(made, source, target, tmp_path / source)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.cap(400)
-@pytest.mark.parametrize("target", MESHES)
-def test_resumed_from_every_mesh_on_every_mesh_the_loss_is_equal(target, made, tmp_path):
-    """All 36 pairs, six in a test."""
-    for source in MESHES:
-        check_pair(made, source, target, tmp_path / source)
 
 
 # Mistakes put back

@@ -149,6 +149,7 @@ EXPERT_MATRIX = {
 }
 # whose pairs of dimensions larger or other meshes have, too
 EXHAUSTIVE = {
+    "fsdp2xtp2",
     "hsdp2x2",
     "pp2xfsdp2",
     "fsdp2xcp2",
@@ -302,7 +303,6 @@ WHOLE_RUNS = {  # name -> (GPUs, options, where a step may wait)
     "float32": (2, [TP2, "--training.param_dtype=float32"], ()),
     "documents, every second block": (1, ["--data.mask_documents=true", EVERY_SECOND], ()),
     "documents, gather": (2, ["--data.mask_documents=true", CP2], ()),
-    "gather": (2, [CP2], ()),
     "flash, workers": (1, ["--training.attention=flash", "--data.workers=1"], ()),
     "cudnn": (1, ["--training.attention=cudnn"], ()),
     "full checkpointing, synchronous saves": (
@@ -317,22 +317,18 @@ WHOLE_RUNS = {  # name -> (GPUs, options, where a step may wait)
     # of two hosts of one GPU
     "experts, ep by host": (2, [*QWEN3_EXPERTS, EP2, HIERARCHICAL], (ROWS,)),
     "experts, selective": (2, [*QWEN3_EXPERTS, EP2, SELECTIVE], (ROWS,)),
-    "latent attention, offload": (2, [*LATENT, OFFLOAD], (ASKED, NORM)),
     "latent attention, gather": (2, [*LATENT, CP2], ()),
-    "pipeline": (2, [PP2], ()),
     "pipeline of shards": (4, [PP2], ()),
     "one microbatch in a pipeline": (2, [PP2, ONE_MICROBATCH], ()),
     "zero bubble": (2, pipelined("zero_bubble"), ()),
     "zbv": (2, pipelined("zbv", "--training.local_batch_size=1"), ()),
     "dualpipe_v": (2, pipelined("dualpipe_v", "--training.local_batch_size=1"), ()),
-    "interleaved": (2, pipelined("interleaved_1f1b", "--training.local_batch_size=1"), ()),
 }
 # PyTorch's CUDA sanitizer looks for races between the streams of these
 SANITIZED = {
     "default",
     "float32",
-    "gather",
-    "pipeline",
+    "documents, gather",
     "pipeline of shards",
     "experts, ep",
     "experts, ep in chunks",

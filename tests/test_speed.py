@@ -672,7 +672,7 @@ def plain_curves() -> list[list[float]]:
     return plain
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.cap(600)
 @pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"

@@ -172,7 +172,7 @@ def check_whole(folder: Path, expected: Callable[[int, int], float]) -> tuple[in
 
 
 @pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.slow)])
-@short_and_long("trials", [4], [16], [50])
+@short_and_long("trials", [4], [], [50])
 def test_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, tmp_path):
     """One folder, many deaths: each trial resumes what the one before left, lease and half-written
     folder included."""
@@ -191,7 +191,7 @@ def test_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, 
 
 
 @pytest.mark.slow
-@short_and_long("trials", [3], [16], [50])
+@short_and_long("trials", [3], [], [50])
 def test_a_step_saved_again_is_old_or_new_and_never_a_mixture(trials, tmp_path):
     """Going back to step 1, whose future was saved already, and killed while saving that again with
     other values."""
@@ -347,7 +347,7 @@ def test_control_saving_in_place_is_caught(two_saved, tmp_path):
 
 
 @pytest.mark.slow
-@short_and_long("trials", [2], [4], [10])
+@short_and_long("trials", [2], [], [10])
 def test_a_kill_while_loading_changes_no_byte(trials, saved, tmp_path):
     def contents(folder: Path) -> dict[str, str]:
         files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lease"]
@@ -718,7 +718,7 @@ def trains_while_it_saves(folder: Path, seconds: float) -> tuple[list[float], li
 
 
 @pytest.mark.slow
-@short_and_long("seconds", [0.3], [5.0])
+@short_and_long("seconds", [0.3], [], [5.0])
 def test_training_continues_while_slow_files_are_written(seconds, tmp_path):
     for quiet, during, waited in run_ranks(2, trains_while_it_saves, tmp_path, seconds):
         assert len(during) >= 2 and sum(during) > 2 * seconds  # steps while one save was written
@@ -891,7 +891,7 @@ def silent_flips(folder: Path, name: str, n: int, seed: int) -> int:
     return silent
 
 
-@short_and_long("flips", [100], [500])
+@short_and_long("flips", [100], [], [500])
 def test_every_flipped_bit_in_a_checkpoint_is_detected(flips, saved, tmp_path):
     folder = copy_of(saved, tmp_path) / "step-00000030"
     for name in ("rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"):
@@ -922,7 +922,7 @@ def test_control_without_hashes_most_flipped_bits_are_silent(saved, tmp_path, mo
     assert silent_flips(folder, "rank-00000.safetensors", 40, seed=1) > 30
 
 
-@short_and_long("n", [(3, 10)], [(12, 100)])
+@short_and_long("n", [(3, 10)], [], [(12, 100)])
 def test_truncated_files_and_zeroed_pages_are_detected(n, saved, tmp_path):
     cuts, pages = n
     folder = copy_of(saved, tmp_path) / "step-00000030"
@@ -1059,7 +1059,7 @@ def check_one_winner(answers: list[str]) -> None:
     ), answers
 
 
-@short_and_long("trials", [2], [20])
+@short_and_long("trials", [2], [], [20])
 def test_of_two_runs_one_gets_the_folder(trials, tmp_path):
     for seed in range(trials):
         check_one_winner(two_runs(tmp_path, random.Random(100 + seed)))
