@@ -3,7 +3,8 @@
 Twelve meshes use every dimension together. Their state is bitwise the same after a load: weights,
 both moments, the routing biases, and on the same mesh the generators. No sample is repeated or
 skipped, the losses are those of one plain process, and what a mesh saves again exports to the same
-files. CI passes one run from mesh to mesh, so that each is once the source and once the target; `-m exhaustive` has all 144 ordered pairs in both types.
+files. CI passes one run from mesh to mesh, so that each is once the source and once the target;
+`-m exhaustive` has all 144 ordered pairs in both types.
 """
 
 import os
