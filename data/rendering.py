@@ -59,7 +59,7 @@ class Renderer:
             child = self._started()
             replies = []
             with suppress(BrokenPipeError):
-                child.stdin.write(json.dumps([source, requests]) + "\n")
+                child.stdin.write(json.dumps([source, requests, SECONDS]) + "\n")
                 child.stdin.flush()
                 for _ in requests:
                     line = child.stdout.readline()
@@ -226,10 +226,10 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     for line in sys.stdin:
-        source, requests = json.loads(line)
+        source, requests, seconds = json.loads(line)
         for request in requests:
             # its default is to end the process, also inside a long computation
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             try:
                 answer = json.dumps(reply(source, request))
             except MemoryError:

@@ -56,6 +56,7 @@ def errors_of(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
     return {name: ON_CPU[name](CPU, folder / name) for name in names}
 
 
+@pytest.mark.slow
 def test_the_checks_pass_on_a_cpu(tmp_path):
     """The CPU counterpart of tests/test_gpu.py."""
     seen = run_ranks(1, errors_of, list(ON_CPU), tmp_path)[0]

@@ -320,7 +320,13 @@ MESHES_OF_COST = {
 }
 
 
-@pytest.mark.parametrize("mesh", MESHES_OF_COST)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(mesh, marks=() if mesh == "fsdp2" else pytest.mark.slow)
+        for mesh in MESHES_OF_COST
+    ],
+)
 def test_positions_add_no_operator_and_no_graph(mesh: str, tmp_path: Path) -> None:
     """... although each block is written in forward and in backward."""
     ranks, options = MESHES_OF_COST[mesh]

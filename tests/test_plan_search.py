@@ -160,11 +160,13 @@ def differences(space: Space) -> list[tuple[float, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_tracing_everything_finds(small):
     assert len(small.choices) == 15 and len(small.memories()) > 8
     assert not differences(small)
 
 
+@pytest.mark.slow
 def test_the_search_traces_less(small):
     """Searches for the best alone, of 15 choices and a replica."""
     small.searched(small.of_memory(100.0), 1)
@@ -200,6 +202,7 @@ def broken_bounds(space: Space) -> list[str]:
     return broken
 
 
+@pytest.mark.slow
 def test_no_plan_is_below_its_bounds(small):
     assert not broken_bounds(small)
 
@@ -290,6 +293,7 @@ def test_negative_control_a_wrong_front_is_found(small, monkeypatch, mistake):
     assert wrong_fronts(small)
 
 
+@pytest.mark.slow
 def test_the_options_of_a_plan_on_the_front_give_that_plan(small):
     for choice in (*small.choices, *small.hybrids):
         options = front.options_of(choice).split()
@@ -305,6 +309,7 @@ def make_key(cfg: Config) -> tuple:
     return tuple(map(str, named))
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_named(small, monkeypatch):
     monkeypatch.setattr(search, "workers", small.workers)
     monkeypatch.setattr(search, "what_would_do", nothing)

@@ -410,7 +410,7 @@ def test_a_fault_that_has_passed_before_the_next_checkpoint_is_located(
     [
         pytest.param(
             fault,
-            marks=() if fault in (wrong_mask, wrong_sum) else pytest.mark.slow,
+            marks=() if fault is wrong_mask else pytest.mark.slow,
         )
         for fault in COMPUTED
     ],

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from tests.ranks import WORKERS
 from tests.runs import as_typed, environment, tiny_run
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 CANARY = "canary-8f3b1c"
 SECRETS = {
@@ -68,7 +70,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.fixture(scope="module", params=[1, 2])
 def a_run(
     request, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Path, str, set[str]]]:
@@ -96,7 +98,6 @@ def test_a_run_on_one_node_listens_on_the_loopback_alone(a_run):
     assert a_run[2] == {LOOPBACK}, "and it does listen: gloo's ranks connect to each other"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's table of sockets")
 def test_control_torchs_own_store_listens_everywhere():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -313,9 +313,12 @@ WHOLE_RUNS = {  # name -> (GPUs, options, where a step may wait)
     "offload": (2, [OFFLOAD], (ASKED, NORM)),
     "experts": (1, QWEN3_EXPERTS, ()),
     "experts, ep": (2, [*QWEN3_EXPERTS, EP2], (ROWS,)),
-    "experts, ep in chunks": (2, [*QWEN3_EXPERTS, EP2, "--parallelism.expert_chunks=3"], (ROWS,)),
     # of two hosts of one GPU
-    "experts, ep by host": (2, [*QWEN3_EXPERTS, EP2, HIERARCHICAL], (ROWS,)),
+    "experts, ep by host, in chunks": (
+        2,
+        [*QWEN3_EXPERTS, EP2, HIERARCHICAL, "--parallelism.expert_chunks=3"],
+        (ROWS,),
+    ),
     "experts, selective": (2, [*QWEN3_EXPERTS, EP2, SELECTIVE], (ROWS,)),
     "latent attention, gather": (2, [*LATENT, CP2], ()),
     "pipeline of shards": (4, [PP2], ()),
@@ -331,8 +334,7 @@ SANITIZED = {
     "documents, gather",
     "pipeline of shards",
     "experts, ep",
-    "experts, ep in chunks",
-    "experts, ep by host",
+    "experts, ep by host, in chunks",
     "offload",
 }
 # options that change no number, so that the run on the CPU does without them
