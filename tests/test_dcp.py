@@ -42,7 +42,6 @@ from tools import convert, new_checkpoint, to_dcp
 from tools import dcp as dcp_folder
 from training.optim import learning_rate, set_learning_rate
 
-ROOT = Path(__file__).resolve().parent.parent
 SMALL = (
     "--model.dim=42 --model.n_layers=3 --model.n_heads=6 --model.n_kv_heads=2 --model.head_dim=14 "
     "--model.hidden_dim=54 --model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=16 "
