@@ -77,9 +77,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=place)
     waits = {groups.get(item.nodeid, item.nodeid) for item in items if marked(item, "waits")}
     plan = {"groups": groups, "waits": sorted(waits)}
-    own = config._tmp_path_factory.getbasetemp()
-    (own / "plan.json").write_text(json.dumps(plan))
-    os.environ["PLUMBLINE_TESTS_FOLDER"] = str(own.parent)  # tests/once.py
+    (config._tmp_path_factory.getbasetemp() / "plan.json").write_text(json.dumps(plan))
 
 
 @pytest.fixture(scope="session", autouse=True)

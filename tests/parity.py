@@ -24,7 +24,6 @@ from configs.load import load_config
 from models import NUMBERS as NUMBERS_OF
 from parallelisms.mesh import Mesh, world
 from tests.covering import Pair
-from tests.once import once
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, SMALL_MODEL, ULYSSES
 from tools.parity import in_memory
@@ -320,7 +319,7 @@ def seed_of(oracle: dict) -> str:
 @functools.cache
 def oracle_of(options: tuple[str, ...]) -> dict:
     """A trajectory in which every choice of experts is clear, with its "seed" and its "options"."""
-    return once(("oracle", *options), lambda: run_ranks(1, _clear, list(options))[0])
+    return run_ranks(1, _clear, list(options))[0]
 
 
 def _clear(options: list[str]) -> dict:
@@ -392,8 +391,7 @@ def bounds(oracle: dict) -> dict[str, float]:
     if "options" not in oracle:
         return dict.fromkeys(("loss", "norm", "weights"), EQUAL)
     if "bounds" not in oracle:
-        options = [*oracle["options"], SHAKEN]
-        shaken = once(("shaken", *options), lambda: run_ranks(1, trajectory, options)[0])
+        shaken = run_ranks(1, trajectory, [*oracle["options"], SHAKEN])[0]
         oracle["bounds"] = rounding_bounds(shaken, oracle)
     return oracle["bounds"]
 

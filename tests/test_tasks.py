@@ -405,10 +405,7 @@ CONTEXTS = (
     "name",
     [
         "qwen3",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("llama2", "llama3_1")
-        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama2", "llama3_1")),
     ],
 )
 def test_a_published_tokenizer_encodes_contexts_and_choices_as_in_the_harness(name):
