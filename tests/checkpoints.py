@@ -43,7 +43,7 @@ MESHES = {"1x1": (1, 1), "2x1": (2, 1), "1x2": (1, 2), "2x2": (2, 2), "4x1": (4,
 
 
 def build(*options: str) -> train.Job:
-    """The job of this rank's world, with its optimizer's state."""
+    """Build the job of this rank's world, with its optimizer's state."""
     here = meshes.world()
     job = train.build(load_config([*MODEL, *options], here.size, here.local_size))
     materialise(job.optimizer)
@@ -57,7 +57,8 @@ def open_manager(
 
 
 def do_steps(job: train.Job, count: int) -> None:
-    """Steps of the optimizer alone, with gradients that are the same on every mesh, bit by bit."""
+    """Run steps of the optimizer alone, with gradients that are the same on every mesh, bit by
+    bit."""
     torch.manual_seed(7)
     whole = {n: torch.Size(p.shape) for n, p in job.model.named_parameters()}
     for _ in range(count):
@@ -71,7 +72,7 @@ def do_steps(job: train.Job, count: int) -> None:
 
 
 def tensors(job: train.Job) -> dict[str, torch.Tensor]:
-    """This rank's shards of model and optimizer; the same memory as the live ones."""
+    """Return this rank's shards of model and optimizer; the same memory as the live ones."""
     live = state.tensors(job.model, job.optimizer)
     return {name: state.local(t) for name, t in live.items() if not name.startswith("rng.")}
 
@@ -82,12 +83,12 @@ def fill(job: train.Job, value: float) -> None:
 
 
 def values(job: train.Job) -> list[float]:
-    """The distinct values in the state of this rank: one, if it is whole."""
+    """Return the distinct values in the state of this rank: one, if it is whole."""
     return sorted({value for t in tensors(job).values() for value in t.unique().tolist()})
 
 
 def values_on_disk(folder: Path) -> list[float]:
-    """The distinct values in the files of a checkpoint, as another library reads them."""
+    """Return the distinct values in the files of a checkpoint, as another library reads them."""
     found = set()
     for path in folder.glob("*.safetensors"):
         with safetensors.safe_open(path, "pt") as file:
@@ -97,7 +98,7 @@ def values_on_disk(folder: Path) -> list[float]:
 
 
 def save_all(folder: Path, steps: list[int], **options: object) -> None:
-    """A run that saves these steps, each state filled with its number."""
+    """Save these steps in one run, each state filled with its number."""
     job = build()
     checkpoints = open_manager(job, folder, **options)
     checkpoints.load(job.model, job.optimizer)
@@ -146,8 +147,8 @@ def heard():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """The folder of a run of two ranks with checkpoints of steps 10, 20 and 30. Copy it before you
-    damage it."""
+    """Return the folder of a run of two ranks with checkpoints of steps 10, 20 and 30. Copy it
+    before you damage it."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     run_ranks(2, save_all, folder, [10, 20, 30])
     return folder
@@ -158,8 +159,8 @@ def copy_of(saved: Path, place: Path) -> Path:
 
 
 def set_pattern(job: train.Job) -> None:
-    """Values that differ from place to place, and do not depend on the mesh because initial weights
-    do not."""
+    """Set values that differ from place to place, and do not depend on the mesh because initial
+    weights do not."""
     now = tensors(job)
     for name, tensor in now.items():
         if name.startswith("optimizer."):

@@ -39,10 +39,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker of pytest-xdist: put the tests into the order in which they are handed out, and
-    write down for the scheduler which of them belong on one worker. These are those of a file that
-    share a fixture, which is then made once, and those that must be alone, so that the other
-    workers wait only once."""
+    """Put the tests of a pytest-xdist worker into the order in which they are handed out, and write
+    down for the scheduler which of them belong on one worker. These are those of a file that share
+    a fixture, which is then made once, and those that must be alone, so that the other workers wait
+    only once."""
     if not hasattr(config, "workerinput"):
         return
 
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def _server() -> None:
-    """The server that forks ranks begins with the first test: it takes some seconds to import what
+    """Start the server that forks ranks before the first test: it takes some seconds to import what
     they need."""
     if fork_server := sys.modules.get("tests.fork_server"):
         fork_server.start_server()
@@ -101,12 +101,13 @@ def _process_group() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """In the process that hands out the tests: a group goes to one worker, any other test to the
-    next that is free. A third of the workers begin with what is marked `waits`, the others with
-    what computes, so that all the way some tests compute while others wait.
+    """Schedule the tests, in the process that hands them out: a group goes to one worker, any other
+    test to the next that is free. A third of the workers begin with what is marked `waits`, the
+    others with what computes, so that all the way some tests compute while others wait.
 
     pytest-xdist's own `--dist loadgroup` does nothing with pytest 9.2: it writes the group into a
-    name that is not read."""
+    name that is not read.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     place = config._tmp_path_factory.getbasetemp()
@@ -222,8 +223,8 @@ def _processor_seconds() -> float:
 
 
 def _stats_of_children() -> Iterator[Path]:
-    """The files that may belong to children of this process. A kernel that has a list of them is
-    asked for it: to look at every process of the machine takes milliseconds, for every test."""
+    """Return the files that may belong to children of this process. A kernel that has a list of
+    them is read: to look at every process of the machine takes milliseconds, for every test."""
     lists = list(Path("/proc/self/task").glob("*/children"))
     if not lists:
         yield from Path("/proc").glob("[0-9]*/stat")
@@ -246,8 +247,8 @@ def _machine() -> tuple[float, float]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[None]:
-    """The report of a test's teardown carries what the whole test has cost, fixtures that were made
-    for it included, to the process that prints."""
+    """Put into the report of a test's teardown the cost of the whole test, fixtures that were made
+    for it included, for the process that prints."""
     if call.when == "teardown":
         processor, clock = item.stash[COST]
         cost = (_processor_seconds() - processor, time.monotonic() - clock)

@@ -44,7 +44,7 @@ MAY_DROP = ("system",)  # by the strict one
 
 
 def said(*contents: str, system: str = "") -> dict:
-    """A line: what user and assistant said in turns."""
+    """Return a line: what user and assistant said in turns."""
     messages = [{"role": "system", "content": system}] if system else []
     for i, content in enumerate(contents):
         messages.append({"role": ("user", "assistant")[i % 2], "content": content})
@@ -61,7 +61,7 @@ TALKS = [
 
 
 def conversations(count: int, longest: int = 9) -> list[dict]:
-    """Conversations of one to three answers, of many lengths."""
+    """Return conversations of one to three answers, of many lengths."""
     rng = random.Random(7)
     made = []
     for i in range(count):
@@ -75,20 +75,20 @@ def conversations(count: int, longest: int = 9) -> list[dict]:
 
 
 def write(path: Path, rows: list) -> Path:
-    """JSON lines; a str is a line as it is."""
+    """Write JSON lines; a str is a line as it is."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
 def small_tokenizer() -> Tokenizer:
-    """A BPE of 262 tokens and four special ones."""
+    """Make a BPE of 262 tokens and four special ones."""
     ranks = [bytes([i]) for i in range(256)] + [b"an", b"in", b"\n\n", b" x", b"you", b" you"]
     return Tokenizer(ranks, SPLIT, SPECIAL, SPECIAL[0], begin_of_text=SPECIAL[1])
 
 
 def write_tokenizer(folder: Path, template: str = "") -> Path:
-    """small_tokenizer as the files of Hugging Face's, with a chat template."""
+    """Write small_tokenizer as the files of Hugging Face's, with a chat template."""
     for file, content in hf_tokenizer.files(small_tokenizer(), 4096).items():
         if template and file == "tokenizer_config.json":
             content["chat_template"] = template

@@ -14,12 +14,12 @@ Pair = frozenset[tuple[str, str]]
 
 
 def pairs(combination: dict[str, str]) -> set[Pair]:
-    """Every two settings of a combination {factor: setting}."""
+    """Return every two settings of a combination {factor: setting}."""
     return {frozenset(pair) for pair in combinations(combination.items(), 2)}
 
 
 def every_pair(factors: dict[str, Sequence[str]]) -> list[Pair]:
-    """Every two settings of two different factors, in the factors' order."""
+    """Return every two settings of two different factors, in the factors' order."""
     return [
         frozenset({(one, a), (two, b)})
         for one, two in combinations(factors, 2)
@@ -31,8 +31,8 @@ def every_pair(factors: dict[str, Sequence[str]]) -> list[Pair]:
 def covering_array(
     factors: dict[str, Sequence[str]], needless: Collection[Pair] = ()
 ) -> list[dict[str, str]]:
-    """Combinations {factor: setting} that contain every pair of settings but the needless ones; the
-    same on every machine."""
+    """Return combinations {factor: setting} that contain every pair of settings but the needless
+    ones; the same on every machine."""
     missing = {pair: None for pair in every_pair(factors) if pair not in needless}  # in order
     used = Counter()
     chosen = []
@@ -54,8 +54,9 @@ def _best(
     missing: Collection[Pair],
     used: Counter,
 ) -> tuple[str, str]:
-    """The setting that adds most missing pairs to this combination; of equals, the one with most
-    missing pairs elsewhere; of these, the one whose pairs were used least, and then the first."""
+    """Return the setting that adds most missing pairs to this combination; of equals, the one with
+    most missing pairs elsewhere; of these, the one whose pairs were used least, and then the
+    first."""
     in_missing = Counter(setting for pair in missing for setting in pair)
     ranked = []
     for factor in factors:

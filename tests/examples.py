@@ -18,7 +18,7 @@ from tests.runs import ROOT, run, series, tiny_run
 
 
 def fork(folder: Path, name: str = "") -> Path:
-    """A copy of the tree with the example in it."""
+    """Return a copy of the tree with the example in it."""
     excluded = shutil.ignore_patterns(".*", "__pycache__", "runs", "*.egg-info", "golden")
     tree = folder / "tree"
     shutil.copytree(ROOT, tree, ignore=excluded)

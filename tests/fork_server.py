@@ -142,8 +142,9 @@ def _enter(
 
 
 def start_server() -> None:
-    """Unless it runs. It imports what of this repository is imported here. tests/conftest.py calls
-    this before the first test, so that tools which use Python's fork server find this one."""
+    """Start the server unless it runs. It imports what of this repository is imported here.
+    tests/conftest.py calls this before the first test, so that tools which use Python's fork server
+    find this one."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.fork_server"])
     ours = [name for name, module in list(sys.modules.items()) if _is_ours(name, module)]
     before = {

@@ -23,7 +23,7 @@ class Overlapped(NamedTuple):
 
 
 def overlapped(options: list[str], dp_size: int, enabled: bool = True) -> Overlapped:
-    """A CPU has no symmetric memory: here the operators are PyTorch's own plain versions of them,
+    """Emulate symmetric memory on a CPU: the operators are PyTorch's own plain versions of them,
     all-gather then matmul, matmul then scatter, so that the rewritten graph runs for real."""
     import torch._functorch.config
     from torch._inductor import config

@@ -39,7 +39,7 @@ def begin(folder: Path, rank: int, size: int) -> None:
 
 
 def light_rank(folder: Path, rank: int, size: int, way: Callable[[int], None]) -> None:
-    """A rank that has a position and runs collectives, and then hangs in that way."""
+    """Run a rank that has a position and runs collectives, and then hangs in that way."""
     begin(folder, rank, size)
     here = position.Position(folder / "logs" / f"rank-{rank:05d}.position", rank)
     here.open()
@@ -72,14 +72,14 @@ def other_order(rank: int) -> None:
 
 
 def other_size(rank: int) -> None:
-    """gloo sends both in parts of 1 MiB, so only their number differs; most other sizes make it end
-    the process (SIGABRT), which is no hang."""
+    """Send another number of elements. gloo sends both in parts of 1 MiB, so only their number
+    differs; most other sizes make it end the process (SIGABRT), which is no hang."""
     dist.all_reduce(torch.ones((6 if rank == 3 else 4) << 20))
     dist.barrier()
 
 
 def two_groups(rank: int) -> None:
-    """Ranks 0 and 1 take two groups in different order."""
+    """Let ranks 0 and 1 take two groups in different order."""
     groups = dist.new_group([0, 1, 2]), dist.new_group([0, 1, 3])
     for group in reversed(groups) if rank == 1 else groups:
         if rank in dist.get_process_group_ranks(group):
@@ -88,7 +88,8 @@ def two_groups(rank: int) -> None:
 
 
 def cut_off(folder: Path, rank: int, size: int, names: list[str]) -> None:
-    """A rank on one of two hosts (tests/hosts.py), whose collectives go on until the cable is cut."""
+    """Run a rank on one of two hosts (tests/hosts.py), whose collectives go on until the cable is
+    cut."""
     with open(f"/run/netns/{names[rank * len(names) // size]}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter {names}")
@@ -211,7 +212,7 @@ def fill(pipe: Path) -> None:
 
 
 def read_all(pipe: Path) -> None:
-    """So that `fill` returns."""
+    """Read everything, so that `fill` returns."""
     descriptor = os.open(pipe, os.O_RDWR)
     left = FULL
     while left:
@@ -220,7 +221,7 @@ def read_all(pipe: Path) -> None:
 
 
 def toured(folder: Path, options: list[str]) -> tuple[int, str]:
-    """A run on this rank that hangs in each way of OF_A_RUN."""
+    """Start a run on this rank that hangs in each way of OF_A_RUN."""
     Tour(folder).patch()
     return runs.run([*options, *OPTIONS], folder)
 
@@ -232,7 +233,7 @@ def tour_rank(folder: Path, rank: int, size: int, options: list[str]) -> None:
 
 
 def wait_in(way: str) -> None:
-    """Patches a run of train.py so that rank 1 hangs in its third step."""
+    """Patch a run of train.py so that rank 1 hangs in its third step."""
     real_step, real_attention, calls = train.train_step, AttentionCore.forward, []
     real_clip = train.clip_grad_norm
 

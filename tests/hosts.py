@@ -149,7 +149,7 @@ class Hosts:
 
 
 def _enter(name: str) -> None:
-    """The namespace, by a process that has no thread yet."""
+    """Enter the namespace, by a process that has no thread yet."""
     with open(f"/run/netns/{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter {name}")

@@ -77,7 +77,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_hub(models: dict[str, dict[str, Path] | str]) -> Iterator[Hub]:
-    """A hub of these models, in a thread."""
+    """Run a hub of these models, in a thread."""
     hub = Hub(models)
     thread = threading.Thread(target=hub.serve_forever, daemon=True)
     thread.start()

@@ -135,7 +135,7 @@ class Nursery:
 
 
 def _fork_on_request(asked: Connection, launcher: int) -> int:
-    """Each rank is forked twice: the process between ends at once, so the launcher adopts it."""
+    """Fork each rank twice: the process between ends at once, so the launcher adopts it."""
     while True:
         try:
             args, settings = asked.recv()

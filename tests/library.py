@@ -39,7 +39,8 @@ def added(name: str, id: int, **fields: bool) -> dict:
 
 
 def same_as_library(tok: tokenizer.Tokenizer, path: Path, texts: list[str]) -> None:
-    """Ids of text, of rendered text and decoded text are the library's, and every byte is counted."""
+    """Check that ids of text, of rendered text and decoded text are the library's, and every byte
+    is counted."""
     theirs = tokenizers.Tokenizer.from_file(str(path))
     theirs.no_truncation()
     for text in texts:

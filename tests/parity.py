@@ -223,8 +223,8 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
 
 
 def gathered(mesh: Mesh, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
-    """This rank's tensors, whole. Every rank of the mesh must call it. In one collective, since
-    `full_tensor` needs up to three for each tensor, which would be a fifth of a run."""
+    """Return this rank's tensors, whole. Every rank of the mesh must call it. In one collective,
+    since `full_tensor` needs up to three for each tensor, which would be a fifth of a run."""
     own = {}
     for name, tensor in tensors.items():
         start, _ = box_of(name, tensor)
@@ -243,7 +243,7 @@ def gathered(mesh: Mesh, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarr
 
 
 def options_of_a_family(options: list[str]) -> list[str]:
-    """OPTIONS without those that the family of these options does not have."""
+    """Return OPTIONS without those that the family of these options does not have."""
     chosen = [o.partition("=")[2] for o in options if o.startswith("--model.family=")]
     known = {f"--model.{name}" for name in NUMBERS_OF[chosen[-1] if chosen else "llama"].options}
     return [o for o in OPTIONS if not o.startswith("--model.") or o.partition("=")[0] in known]
@@ -278,7 +278,8 @@ def options_of(combination: Combination, factors: dict = FACTORS) -> list[str]:
 
 
 def trajectories(runs: list[list[str]], dp_size: int) -> list[dict]:
-    """One after another in the same processes: the first run pays for what PyTorch looks up once."""
+    """Run trajectories one after another in the same processes: the first run pays for what PyTorch
+    looks up once."""
     return [trajectory(options, dp_size) for options in runs]
 
 
@@ -296,14 +297,14 @@ def matrix(factors: dict, simple: list[str], composed: list[str]) -> tuple[dict,
 
 
 def combination_of(**settings: str) -> Combination:
-    """The plain model's settings, except for these."""
+    """Return the plain model's settings, except for these."""
     return {factor: next(iter(table)) for factor, table in FACTORS.items()} | settings
 
 
 def plain(*more: str, **numbers: str) -> dict:
-    """The oracle of these settings: one process, no parallelism, no accumulation, no checkpointing.
-    Of `more` options, those of a mesh, the ones that change the model count. What is compared with
-    it needs `seed_of` it among its options."""
+    """Run the oracle of these settings: one process, no parallelism, no accumulation, no
+    checkpointing. Of `more` options, those of a mesh, the ones that change the model count. What is
+    compared with it needs `seed_of` it among its options."""
     combination = combination_of(**numbers)
     shape = [o for o in more if o.startswith(CHANGE_THE_MODEL) or o in MARKERS]
     return oracle_of(
@@ -312,13 +313,14 @@ def plain(*more: str, **numbers: str) -> dict:
 
 
 def seed_of(oracle: dict) -> str:
-    """The option of a run that is compared with it."""
+    """Return the option of a run that is compared with this oracle."""
     return f"--run.seed={oracle['seed']}"
 
 
 @functools.cache
 def oracle_of(options: tuple[str, ...]) -> dict:
-    """A trajectory in which every choice of experts is clear, with its "seed" and its "options"."""
+    """Return a trajectory in which every choice of experts is clear, with its "seed" and its
+    "options"."""
     return run_ranks(1, _clear, list(options))[0]
 
 
@@ -340,8 +342,8 @@ def clear_trajectories(runs: list[list[str]]) -> list[dict]:
 
 
 def _with_gap(options: list[str]) -> tuple[dict, float]:
-    """A trajectory, and the smallest lead in it of a chosen expert, or group of experts, over one
-    that was not chosen, as a part of its score."""
+    """Return a trajectory, and the smallest lead in it of a chosen expert, or group of experts,
+    over one that was not chosen, as a part of its score."""
     gaps, real = [], torch.Tensor.topk
 
     def topk(scores, k, dim):
@@ -397,7 +399,8 @@ def bounds(oracle: dict) -> dict[str, float]:
 
 
 def rounding_bounds(shaken: dict, oracle: dict) -> dict[str, float]:
-    """The bounds that follow from a plain run whose initial weights were moved by rounding."""
+    """Return the bounds that follow from a plain run whose initial weights were moved by
+    rounding."""
     _, later = apart(shaken, oracle)
     result = {}
     for key in "loss", "norm", "weights":
@@ -448,8 +451,8 @@ def check(
     timeout: float = 270,
     factors: dict = FACTORS,
 ) -> None:
-    """Every combination of `factors` on this mesh, with `more` options, is its plain model; all
-    ranks report the same numbers."""
+    """Check that every combination of `factors` on this mesh, with `more` options, is its plain
+    model; all ranks report the same numbers."""
     ranks, options, dp_size = (MESHES | CONTEXT_MESHES | EXPERT_MESHES)[mesh]
     runs, oracles = [], []
     for combination in combinations:

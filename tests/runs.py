@@ -139,7 +139,7 @@ SETTINGS = (
 
 
 def tiny_run(place: Path) -> list[str]:
-    """A tiny run over a corpus of 40 small documents, with its own cache."""
+    """Prepare a tiny run over a corpus of 40 small documents, with its own cache."""
     corpus = place / "corpus"
     corpus.mkdir()
     for i in range(40):
@@ -155,8 +155,8 @@ def as_typed(options: Sequence[str]) -> list[str]:
 
 
 def run(options: list[str], folder: Path) -> tuple[int, str]:
-    """train.main on this rank: its exit code, and what it printed as an error. Notes which samples
-    each step saw."""
+    """Run train.main on this rank; return its exit code, and what it printed as an error. Notes
+    which samples each step saw."""
     real = train.train_step
 
     def noting(job, batch, *options):
@@ -195,8 +195,8 @@ def in_mid_run(folder: Path, step: int) -> bool:
 
 
 def samples(folder: Path, dp_size: int) -> list[list[int]]:
-    """The global batch of every step that was trained, in order, put together from the ranks'
-    shares."""
+    """Return the global batch of every step that was trained, in order, put together from the
+    ranks' shares."""
     shares = [
         [json.loads(line) for line in (folder / f"samples-{r}.jsonl").read_text().splitlines()]
         for r in range(dp_size)
@@ -222,7 +222,7 @@ def _on_one_thread(options: list[str], folder: Path) -> None:
 
 
 def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int = 0) -> int:
-    """A run of which one rank gets SIGTERM during `step`; returns the exit code."""
+    """Run with one rank that gets SIGTERM during `step`; returns the exit code."""
     real, steps = train.train_step, []
 
     def with_signal(job, batch, *options):
@@ -236,7 +236,7 @@ def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int 
 
 
 def killed(options: list[str], folder: Path, calls: int) -> tuple[int, str]:
-    """A run whose last rank dies of kill -9 as its step number `calls` begins."""
+    """Run with a last rank that dies of kill -9 as its step number `calls` begins."""
     real, steps = train.train_step, []
 
     def with_kill(job, batch, *rest):
@@ -254,8 +254,8 @@ def said(folder: Path) -> str:
 
 
 def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
-    """The step after which the newest start of this run went on, and the samples of each step
-    since. Removes the notes."""
+    """Return the step after which the newest start of this run went on, and the samples of each
+    step since. Removes the notes."""
     first = said(folder).split("resumed after step ")[1:]
     rows = samples(folder, dp_size)
     for path in folder.glob("samples-*"):
@@ -266,9 +266,9 @@ def trained(folder: Path, dp_size: int) -> tuple[int, list[list[int]]]:
 def ends(
     n: int, folder: Path, fn: Callable, *args: object, seconds: float = 60, last_hangs: bool = False
 ) -> list[int | None]:
-    """Like run_ranks, for ranks that may end at once: the exit code of each, or minus the signal it
-    died of. None for one that has not ended in time. last_hangs: so the last rank is not waited for
-    when the others have ended."""
+    """Run ranks that may end at once, as run_ranks does: return the exit code of each, or minus the
+    signal it died of. None for one that has not ended in time. last_hangs: so the last rank is not
+    waited for when the others have ended."""
     folder.mkdir(parents=True, exist_ok=True)
     processes: list[ForkServerProcess] = []
     codes = []
@@ -292,8 +292,8 @@ def _and_exit(fn: Callable, args: tuple) -> None:
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """This process's environment with the tests' Python first on PATH, and of the launch variables
-    only `settings`."""
+    """Return this process's environment with the tests' Python first on PATH, and of the launch
+    variables only `settings`."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -327,7 +327,8 @@ _PORTS = iter(
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole tensor on the CPU, gathered where it is a DTensor (a collective)."""
+    """Return a copy of the whole tensor on the CPU, gathered where it is a DTensor (a
+    collective)."""
     return (x.full_tensor() if isinstance(x, DTensor) else x).detach().to("cpu", copy=True)
 
 

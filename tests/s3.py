@@ -66,7 +66,7 @@ class Objects:
         return tag
 
     def as_of(self, seconds: float) -> dict[str, tuple[bytes, str]]:
-        """The objects as they were so many seconds ago."""
+        """Return the objects as they were so many seconds ago."""
         then = dict(self.now)
         for when, key, before in reversed(self.past):
             if when < time.monotonic() - seconds:
@@ -78,7 +78,7 @@ class Objects:
         return then
 
     def fault(self, method: str, key: str, possible: tuple[str, ...]) -> str:
-        """The fault that this request suffers, or nothing."""
+        """Return the fault that this request suffers, or nothing."""
         with self.lock:
             for rule in self.rules:
                 if rule["kind"] not in possible or not re.search(rule.get("key", ""), key):
@@ -370,7 +370,7 @@ class Server:
             return answer.read()
 
     def rules(self, *rules: dict) -> None:
-        """The faults from now on. A rule: kind (of KINDS), key (a pattern), methods, rate, skip
+        """Set the faults from now on. A rule: kind (of KINDS), key (a pattern), methods, rate, skip
         (so many requests first), count (no more than these), seconds (of a stall)."""
         self.ask("rules", json.dumps(rules).encode())
 
@@ -395,7 +395,7 @@ class Server:
         self.put(key, bytes(changed))
 
     def download(self, prefix: str, folder: Path) -> None:
-        """The objects below a prefix, as files."""
+        """Download the objects below a prefix, as files."""
         for key in self.keys(prefix):
             path = folder / key.removeprefix(prefix).lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -422,7 +422,7 @@ class Quiet(ThreadingHTTPServer):
     request_queue_size = 256
 
     def handle_error(self, *_: object) -> None:
-        """A connection that one side has cut is no news here."""
+        """Ignore a connection that one side has cut."""
 
 
 def main() -> None:

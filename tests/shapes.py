@@ -170,7 +170,7 @@ def formats(family: Family) -> Formats:
 
 
 def hugging_face(family: Any, args: Any) -> nn.Module:
-    """transformers' model of these numbers."""
+    """Build transformers' model of these numbers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**formats(family).hf_config(args))
@@ -186,9 +186,9 @@ class Part(NamedTuple):
 
 
 def as_ours(tensors: dict[str, torch.Tensor], hf: str | Part) -> torch.Tensor:
-    """The tensor that a name of `hf_names` or a part means, among those of transformers' model: in
-    memory it has the experts' weights of Qwen3 and DeepSeek-V3 in one tensor, w1 and w3 one after
-    the other."""
+    """Return the tensor that a name of `hf_names` or a part means, among those of transformers'
+    model: in memory it has the experts' weights of Qwen3 and DeepSeek-V3 in one tensor, w1 and w3
+    one after the other."""
     if isinstance(hf, Part):
         whole = tuple(slice(0, size) for size in hf.shape)
         return hf.layout.read(whole, lambda name, box: tensors[name][box])
@@ -203,8 +203,8 @@ def as_ours(tensors: dict[str, torch.Tensor], hf: str | Part) -> torch.Tensor:
 def random_pair(
     family: Any, args: Any
 ) -> tuple[nn.Module, nn.Module, list[tuple[str, str | Part]]]:
-    """transformers' model and ours with the same random weights, and for each name in ours what
-    `as_ours` finds it by in theirs."""
+    """Return transformers' model and ours with the same random weights, and for each name in ours
+    what `as_ours` finds it by in theirs."""
     torch.manual_seed(1)
     theirs, ours = hugging_face(family, args), family.build(args)
     with torch.no_grad():

@@ -26,7 +26,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 def trajectories(runs: list[list[str]], dp_size: int) -> list[dict]:
-    """Those of tests/parity.py on this rank's GPU; the host waits inside train_step are
+    """Run those of tests/parity.py on this rank's GPU; the host waits inside train_step are
     recorded."""
     real = in_steps(train.train_step)
 
@@ -55,7 +55,7 @@ def runs(each: list[list[str]]) -> list[dict]:
 
 
 def stopped(argv: list[str], step: int) -> dict:
-    """A run of which rank 0 gets SIGTERM as a step begins."""
+    """Run with a rank 0 that gets SIGTERM as a step begins."""
     real, steps = train.train_step, []
 
     def with_signal(*args, **kwargs):
@@ -69,7 +69,7 @@ def stopped(argv: list[str], step: int) -> dict:
 
 
 def raising(argv: list[str]) -> None:
-    """A run whose last rank raises in its second step."""
+    """Run with a last rank that raises in its second step."""
     real, steps = train.train_step, []
 
     def with_error(*args, **kwargs):
@@ -91,7 +91,7 @@ def check_errors(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
 
 
 def open_group() -> int:
-    """NCCL and gloo, as a run opens them; returns this rank."""
+    """Open NCCL and gloo, as a run opens them; returns this rank."""
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=PATIENCE)
@@ -99,7 +99,7 @@ def open_group() -> int:
 
 
 def with_mistake(argv: list[str], mistake: str) -> dict:
-    """A run whose train_step has a mistake in it."""
+    """Run with a mistake in train_step."""
     real = train.train_step
 
     def step(job, batch, *rest):
@@ -164,7 +164,7 @@ def reads_before_it_arrives(waits: bool) -> float:
 
 
 def uses_a_result_too_early(waits: bool) -> float:
-    """An all-reduce of another stream, whose result is taken without waiting for it."""
+    """Take the result of an all-reduce of another stream without waiting for it."""
     open_group()
     x = torch.ones(4, device="cuda")
     out = torch.zeros(8, device="cuda")
@@ -224,7 +224,7 @@ def host_memory() -> None:
 
 
 def closes_alone() -> None:
-    """Rank 1 goes on without closing its groups."""
+    """Go on without closing the groups, on rank 1."""
     rank = open_group()
     dist.all_reduce(torch.ones(4, device="cuda"))
     torch.cuda.synchronize()
@@ -236,7 +236,7 @@ def closes_alone() -> None:
 
 
 def collectives() -> dict[str, list[float]]:
-    """Every kind of collective, on small numbers; closes its groups."""
+    """Run every kind of collective, on small numbers; closes its groups."""
     rank = open_group()
     size = dist.get_world_size()
     mine = torch.arange(size, device="cuda", dtype=torch.float32) + 10 * rank
@@ -323,7 +323,7 @@ def of_rules(options: list[str]) -> dict:
 
 
 def hangs_in_backward(argv: list[str]) -> None:
-    """A run whose rank 1 sleeps in its second step, in the backward of the first block."""
+    """Run with a rank 1 that sleeps in its second step, in the backward of the first block."""
     real_step, real_attention, calls = train.train_step, AttentionCore.forward, []
 
     def step(*args):
@@ -344,8 +344,8 @@ def hangs_in_backward(argv: list[str]) -> None:
 
 
 def hangs_without_one(folder: Path) -> None:
-    """Rank 1 leaves out a collective, and waits for the next one of the CPU. The other one's times
-    out, and NCCL's flight recorder dumps."""
+    """Leave out a collective on rank 1, which waits for the next one of the CPU. The other one's
+    times out, and NCCL's flight recorder dumps."""
     global PATIENCE
     PATIENCE = timedelta(seconds=3)
     record_flights(folder / "logs")
@@ -364,16 +364,16 @@ def hangs_without_one(folder: Path) -> None:
 
 
 def in_bfloat16() -> train.Job:
-    """The model of the checks."""
+    """Build the model of the checks in bfloat16."""
     return train.build(checks.config(torch.device("cuda"), "--training.param_dtype=bfloat16"))
 
 
 def sampled() -> list[int]:
-    """Tokens from it, with keys and values kept."""
+    """Sample tokens from it, with keys and values kept."""
     job = in_bfloat16()
     return sample(job.model, checks.PROMPT, 4, checks.CONTEXT, job.mesh.device, temperature=0)
 
 
 def one_step() -> float:
-    """The loss of a step of it."""
+    """Return the loss of a step of it."""
     return train.train_step(in_bfloat16(), checks.batches()[0]).loss

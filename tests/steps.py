@@ -37,7 +37,7 @@ def collectives(step: Step) -> Counter:
 
 
 def outline(step: Step) -> list:
-    """All events in order, with storages numbered by their first appearance."""
+    """Return all events in order, with storages numbered by their first appearance."""
     names: dict[int, int] = {}
     found = []
     for stretch in step.stretches:
@@ -111,8 +111,8 @@ def profiled(job: train.Job, batch: dict) -> Counter:
 
 
 def peaks(step: Step) -> dict[tuple[str, int], int]:
-    """The most bytes that live in each phase of each block; but for clipping, which holds a number
-    per parameter."""
+    """Return the most bytes that live in each phase of each block; but for clipping, which holds a
+    number per parameter."""
     now, most = sum(step.before().values()), {}
     for where, _, change in step.curve():
         now += change
@@ -122,8 +122,8 @@ def peaks(step: Step) -> dict[tuple[str, int], int]:
 
 
 def real_step(cfg: Config) -> tuple[int, Where, dict[str, int], Counter, Counter, dict]:
-    """(peak, where, what it is, collectives, what the profiler saw of them, the peak of every
-    block) of this rank's real second step, and of the third or fourth."""
+    """Return (peak, where, what it is, collectives, what the profiler saw of them, the peak of
+    every block) of this rank's real second step, and of the third or fourth."""
     job = train.build(cfg)
     microbatches = job.cfg.training.microbatches(job.mesh.dp_size)
     batch = trace.batch_of(job, microbatches)
@@ -149,7 +149,7 @@ def apart_by(a: dict, b: dict) -> int:
 
 
 def assert_same_step(predicted: Step, outcomes: list[tuple]) -> None:
-    """outcomes: what `real` returned on each rank."""
+    """Check the steps of all ranks. outcomes: what `real` returned on each rank."""
     expected, where, what = predicted.peak()
     peak, there, kinds, seen, profiler_saw, by_block = outcomes[0]
     of_ranks = [outcome[:2] for outcome in outcomes]

@@ -17,8 +17,8 @@ def running_store() -> Iterator[Server]:
 
 
 def emptied(running: Server, monkeypatch: pytest.MonkeyPatch, settings: Settings) -> Server:
-    """The server with an empty bucket and no faults, which this process and its ranks can reach.
-    settings: no test waits as long as a run does."""
+    """Return the server with an empty bucket and no faults, which this process and its ranks can
+    reach. settings: no test waits as long as a run does."""
     for name, value in running.environment.items():
         monkeypatch.setenv(name, value)
     for module, name, value in settings:

@@ -488,7 +488,7 @@ def test_most_layers_by_the_memory_of_each():
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_planned_and_run(tmp_path):
-    """Of two configurations that wait for each other one is wrong, and the other is never tried."""
+    """One of two configurations that wait for each other is wrong, and the other is never tried."""
     small = "--model.n_layers=1 --training.param_dtype=float32 --training.seq_len=64"
     wrong = f"{small} --model.n_layers=0"
     path = tmp_path / "planned.json"

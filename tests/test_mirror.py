@@ -202,8 +202,8 @@ def test_a_run_that_goes_on_is_not_taken_over(store, tmp_path, monkeypatch, caps
 
 
 def test_a_node_does_not_send_what_another_one_writes(store, tmp_path):
-    """Of two nodes without a shared folder, the second has fetched the first one's metrics.
-    Negative control: without the record of what it fetched, it would put the old ones back."""
+    """The second of two nodes without a shared folder has fetched the first one's metrics. Negative
+    control: without the record of what it fetched, it would put the old ones back."""
     store.put(f"{AT}metrics.jsonl", b"step 1")
     node = mirror.Mirror(tmp_path / "node", location(URL))
     assert node.fetch() == 1

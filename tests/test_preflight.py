@@ -801,7 +801,7 @@ def test_a_checkpoint_is_as_large_as_the_run_writes_it(place):
     ],
 )
 def test_checkpoints_that_must_have_room(options, kept):
-    """Of 16 steps with one every 5: saves after 5, 10, 15, 16; and one that is being written."""
+    """16 steps with one save every 5: saves after 5, 10, 15, 16; and one that is being written."""
     assert machine.checkpoints_kept(load_config([*TINY, *options])) == kept
 
 

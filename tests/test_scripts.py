@@ -567,8 +567,8 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     "first, build", [("probe===1.4", "1.4"), ("", "1.4+cpu"), ("probe===7", "1.4+cpu")]
 )
 def test_ci_gets_the_build_that_people_get(first: str, build: str, tmp_path: Path) -> None:
-    """Where a CPU wheel of the pinned version is at hand, as where CI runs; and if there is no
-    other."""
+    """CI installs the CPU wheel of the pinned version, or the wheel that INSTALL_FIRST names if
+    there is one."""
     for version in ("1.4", "1.4+cpu"):
         wheel(tmp_path, version)
     (tmp_path / "requirements.txt").write_text("probe==1.4\n")

@@ -163,7 +163,7 @@ def _times_of_a_save(folder: Path) -> list[float]:
 
 
 def test_an_upload_takes_bounded_memory(store):
-    """Of 96 MiB, sent as views of one block, only a few parts are held at once."""
+    """Only a few parts of 96 MiB, sent as views of one block, are held at once."""
     grown = run_ranks(1, there, _memory_of_an_upload, 96 << 20)[0]
     assert grown < 8 * CHUNK, f"{grown / 2**20:.0f} MiB"
     assert len(store.object(AT + "large")) == 96 << 20
