@@ -126,7 +126,7 @@ class Flags(NamedTuple):
     """Control bits that a rank shares with all others in a step. They are all-reduced together with
     the loss, so they cost no extra message."""
 
-    stop: bool = False  # it was asked to stop
+    stop: bool = False  # a stop was requested
     saving: bool = False  # it has not finished its part of the checkpoint that is being written
     # its stream of text has ended, so its batch is empty and the step must not count
     no_data: bool = False
@@ -170,8 +170,8 @@ def train_step(
     flags: Callable[[], Flags] = Flags,
     digest: bool = False,
 ) -> StepResult:
-    """One optimizer step on this rank's share of the global batch: tokens and labels, int64 [A, b,
-    T] in A microbatches (with context parallelism T is this rank's part of a sequence).
+    """Do one optimizer step on this rank's share of the global batch: tokens and labels, int64 [A,
+    b, T] in A microbatches (with context parallelism T is this rank's part of a sequence).
 
     A gradient whose norm is above `skip_above` changes no weight (training.skip_spikes). With
     `replay` the gradient is computed twice and compared with itself (debug.replay_interval).
@@ -279,8 +279,8 @@ def gradients(
 
 
 def accumulate_gradients(job: Job, microbatches: Microbatches, scale: Tensor) -> Tensor:
-    """Forward and backward of one microbatch after the other. The gradients of `scale` times their
-    losses add up in `.grad`. Which backward reduces them over the ranks depends on
+    """Run forward and backward of one microbatch after the other. The gradients of `scale` times
+    their losses add up in `.grad`. Which backward reduces them over the ranks depends on
     parallelism.accumulate_gradients. Returns the summed loss, a float64 scalar."""
     # float32 would round at every microbatch
     total = torch.zeros((), dtype=torch.float64, device=job.mesh.device)

@@ -1,10 +1,9 @@
 """Evaluation: the scores of tasks (data/tasks.py), the same numbers on every mesh.
 
-Requests are sorted by length and dealt to the data-parallel ranks, so that a batch has little
-padding, and the batches of all ranks have one shape. A batch goes through the model as one of
-validation does. Nothing of it stays: no random number is drawn, no term of a loss is collected and
-no weight changes.
-"""
+Requests are sorted by length and distributed over the data-parallel ranks, so that a batch has
+little padding, and the batches of all ranks have one shape. A batch goes through the model as one
+of validation does. Nothing of it stays: no random number is drawn, no term of a loss is collected
+and no weight changes."""
 
 import logging
 import math
@@ -104,7 +103,7 @@ def score_requests(
     chunk_tokens: int,
     watched: Callable[[Iterator[Batch]], Iterator[Batch]] = _all,
 ) -> Scored:
-    """All ranks call it.
+    """Score the requests; all ranks call it.
 
     most_tokens: of a microbatch, with padding, as far as one request does not have more;
     chunk_tokens: as in `linear_cross_entropy`; watched: passes the batches on, or ends early, on

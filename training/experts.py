@@ -96,7 +96,7 @@ class ExpertLoad:
     def metrics(
         self, rows: dict[int, list[float]], counts: dict[int, list[int]]
     ) -> dict[str, float]:
-        """rows: of the table in `report`, by the number of the layer."""
+        """Return the metrics. rows: of the table in `report`, by the number of the layer."""
         values: dict[str, float] = {}
         for layer, row in rows.items():
             mean = sum(counts[layer]) / self.args.n_experts

@@ -2,9 +2,9 @@
 and from then on the host starts them with one call.
 
 A small model's kernels take less time than the host needs to launch them one by one, so its GPU
-waits. A recording is a list of kernels with fixed addresses: it reads the batch where the recorded
-one lay, and leaves loss and gradients where they were. So nothing in it may depend on numbers that
-only the GPU knows, and no shape may change: `check.py` and `open_recorder` refuse what does.
+waits. A recording is a list of kernels with fixed addresses: it reads the batch at the recorded
+one's addresses, and writes loss and gradients to theirs. So nothing in it may depend on numbers
+that only the GPU knows, and no shape may change: `check.py` and `open_recorder` refuse what does.
 
 Clipping and the optimizer stay outside. Their launches are few, and the learning rate is a number
 of the host: in a recording it would be one of the GPU, in float32, and the weights others. So the
@@ -58,9 +58,9 @@ def check(cfg: Config, device: torch.device, args: Any) -> None:
 
 
 class GraphRecorder:
-    """The first step runs kernel by kernel, so that everything is compiled and allocated. The second
-    is recorded, and it and all later ones are started as a whole. A batch of another shape runs
-    kernel by kernel."""
+    """Runs the first step kernel by kernel, so that everything is compiled and allocated. The
+    second is recorded, and it and all later ones are started as a whole. A batch of another shape
+    runs kernel by kernel."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Which of the scored tokens a model would not have written itself, if it always wrote the likeliest.
+"""Find the scored tokens that greedy decoding would not have written.
 
 A text after a context counts as right if there is none: that is the accuracy of LAMBADA in
 lm-evaluation-harness (lm_eval/models/huggingface.py, `_loglikelihood_tokens`). Its model reads the

@@ -112,8 +112,8 @@ def tag(key: str) -> str:
 def peak_flops(
     device_name: str, override_tflops: float = 0.0, dtype: torch.dtype = torch.bfloat16
 ) -> float | None:
-    """Peak FLOP/s of one device for MFU: the override if given, else that of the table, which is
-    for bfloat16 only.
+    """Return the peak FLOP/s of one device for MFU: the override if given, else that of the table,
+    which is for bfloat16 only.
 
     None for any other dtype and for a device that is not in the table: no MFU is better than a
     wrong one.
@@ -128,8 +128,8 @@ def peak_flops(
 
 
 def memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB: on CUDA what the allocator held since the last call, on CPU what this
-    process ever held."""
+    """Return the peak memory in GiB: on CUDA what the allocator held since the last call, on CPU
+    what this process ever held."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_reserved(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -273,7 +273,7 @@ class MetricsWriter:
         self.bar = self.tensorboard = self.wandb = None
         self.draws = cfg.tensorboard
         self.records: dict[str, Lines] = {}  # by the name of the file
-        self.lost = False  # whether somebody has removed the run's folder
+        self.lost = False  # whether the run's folder was removed
         if not rank0:
             return
         if cfg.wandb_project:
@@ -284,7 +284,7 @@ class MetricsWriter:
             self.bar = tqdm(total=steps, initial=start, bar_format=BAR, file=sys.stderr)
 
     def log(self, step: int, values: dict[str, float], line: str = "") -> None:
-        """Report values measured at the end of `step`: every key to the writers, and to the person
+        """Report values measured at the end of `step`: every key to the writers, and to the console
         `line`, or else the keys in LINE."""
         if self.peak and "tflops_per_device" in values:
             values = values | {"mfu": values["tflops_per_device"] * 1e12 / self.peak}

@@ -104,7 +104,8 @@ class Microbatches:
 
 
 def real_tokens(batch: dict[str, Tensor], mesh: Mesh) -> Tensor | None:
-    """Which of this rank's tokens are no padding, bool [A, b, t]; None where no window has any."""
+    """Return which of this rank's tokens are no padding, bool [A, b, t]; None where no window has
+    any."""
     if "length" not in batch:
         return None
     length = batch["length"].to(mesh.device, non_blocking=True)

@@ -8,7 +8,7 @@ are orthogonalised on any mesh (parallelisms/gather_matrices.py).
 
 The Newton-Schulz iteration computes in bfloat16, as Jordan's code and `torch.optim.Muon` do: it is
 made of GEMMs, and needs no precision, because it stops where singular values are between 0.7 and
-1.2. What travels between ranks has that type too. In float32 (`optimizer.ns_dtype`) the update is
+1.2. What ranks exchange has that type too. In float32 (`optimizer.ns_dtype`) the update is
 the same on every mesh up to float32's rounding. In bfloat16 the rounding of a gradient's sum may
 change an update by 2^-8 of its size.
 """

@@ -1,4 +1,4 @@
-"""A Chrome trace of a few steps, and CUDA's allocator history: where the time and the memory go."""
+"""Record a Chrome trace of a few steps, and CUDA's allocator history."""
 
 import logging
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ from configs import schema
 
 @contextmanager
 def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
-    """Yields an object on which the loop calls step() after every training step. It does nothing if
+    """Yield an object on which the loop calls step() after every training step. It does nothing if
     `enabled` is false.
 
-    After the steps that were asked for it writes `<folder>/profile/rank-00000.json.gz`, for
+    After the requested steps it writes `<folder>/profile/rank-00000.json.gz`, for
     chrome://tracing and ui.perfetto.dev. Steps are counted from the start of this process, so a
     resumed run is profiled like a fresh one. If the run ends before the last of these steps, it
     writes those that it has. `memory_snapshot` adds `rank-00000.memory.pickle` for

@@ -1,4 +1,4 @@
-"""From log-likelihoods to the scores of a task, with their standard errors."""
+"""Compute the scores of a task from log-likelihoods, with their standard errors."""
 
 import math
 
@@ -18,8 +18,8 @@ CHANCE = "chance"  # the accuracy of a guess
 def scores(
     task: EncodedTask, log_likelihoods: np.ndarray, mistakes: np.ndarray
 ) -> dict[str, float]:
-    """log_likelihoods, mistakes: training/evaluate.py::Scored. With a single row there is no
-    standard error."""
+    """Return the scores of a task. log_likelihoods, mistakes: training/evaluate.py::Scored. With a
+    single row there is no standard error."""
     if task.kind == "perplexity":
         values = _of_texts(task, log_likelihoods)
         values |= _of_continuations(task, mistakes)
@@ -37,10 +37,10 @@ def by_row(task: EncodedTask, numbers: np.ndarray) -> list[list[float]]:
 
 
 def _of_questions(task: EncodedTask, log_likelihoods: np.ndarray) -> dict[str, float]:
-    """Accuracy by the log-likelihood of a choice, and by that divided by its length. The names and
-    the lengths in characters and bytes, without the delimiter, are those of lm-evaluation-harness
-    0.4.13 (lm_eval/api/task.py, `process_results`): acc, acc_norm, acc_bytes. It has no length in
-    tokens; acc_tokens divides by the tokens that are scored."""
+    """Return the accuracy by the log-likelihood of a choice, and by that divided by its length. The
+    names and the lengths in characters and bytes, without the delimiter, are those of
+    lm-evaluation-harness 0.4.13 (lm_eval/api/task.py, `process_results`): acc, acc_norm, acc_bytes.
+    It has no length in tokens; acc_tokens divides by the tokens that are scored."""
     scored = np.array([float(request.scored) for request in task.requests])
     of_choices = by_row(task, log_likelihoods)
     tokens = by_row(task, scored)
@@ -78,9 +78,10 @@ def _of_groups(right: np.ndarray, chances: np.ndarray, groups: np.ndarray) -> di
 
 
 def _of_texts(task: EncodedTask, log_likelihoods: np.ndarray) -> dict[str, float]:
-    """Perplexity per word, byte and token: exp of the loss of all texts over the number of all their
-    words, bytes or tokens, as lm-evaluation-harness 0.4.13 weights it (lm_eval/api/metrics.py,
-    `weighted_perplexity`). As there, words are what whitespace separates, at the ends too."""
+    """Return the perplexity per word, byte and token: exp of the loss of all texts over the number
+    of all their words, bytes or tokens, as lm-evaluation-harness 0.4.13 weights it
+    (lm_eval/api/metrics.py, `weighted_perplexity`). As there, words are what whitespace separates,
+    at the ends too."""
     nats = np.zeros(len(task.rows))
     np.subtract.at(nats, task.row_of_request, log_likelihoods)
     tokens = np.zeros(len(task.rows))

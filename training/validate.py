@@ -80,8 +80,8 @@ def ended_by_stop(job: Any, step: int, stop: Any, what: str) -> bool:
 
 
 def any_rank_stops(mesh: Mesh, asked: bool) -> Callable[[], bool]:
-    """Begin to ask all ranks whether one of them was `asked` to stop. The result returns the
-    answer. All ranks call both."""
+    """Start an all-reduce of `asked`, whether this rank was asked to stop. The result waits, and
+    returns whether any was. All ranks call both."""
     flag = torch.full((1,), float(asked), device=mesh.device)
     numbers = to_host_async(mesh.sum_over_ranks(flag))
     return lambda: any(numbers())
@@ -91,9 +91,10 @@ def any_rank_stops(mesh: Mesh, asked: bool) -> Callable[[], bool]:
 def validate(
     model: nn.Module, mesh: Mesh, batches: Iterable[dict], chunk_tokens: int, token_bytes: Tensor
 ) -> Tensor:
-    """Sums over the `batches` of all ranks (dicts as data/loader.py makes them), float64 [3]: loss
-    in nats, tokens predicted, bytes of those tokens. token_bytes: int64 [vocabulary], the bytes of
-    text that each token stands for; a batch's own `sizes` (data/text_bytes.py) come before it."""
+    """Return sums over the `batches` of all ranks (dicts as data/loader.py makes them), float64
+    [3]: loss in nats, tokens predicted, bytes of those tokens. token_bytes: int64 [vocabulary], the
+    bytes of text that each token stands for; a batch's own `sizes` (data/text_bytes.py) come before
+    it."""
     total = torch.zeros(3, dtype=torch.float64, device=mesh.device)
     token_bytes = token_bytes.to(mesh.device)
     for batch in batches:
@@ -114,8 +115,8 @@ def validate(
 
 
 def scores(sums: dict[str, Tensor]) -> dict[str, float]:
-    """Metrics from the `validate` sums of each set: over all sets together, and of each set if
-    there are several. (The set without a name is the held-out part of the only source.)"""
+    """Return metrics from the `validate` sums of each set: over all sets together, and of each set
+    if there are several. (The set without a name is the held-out part of the only source.)"""
     values = {f"validation_{key}": value for key, value in _scores(sum(sums.values())).items()}
     if len(sums) > 1:
         for name, total in sums.items():
@@ -125,8 +126,8 @@ def scores(sums: dict[str, Tensor]) -> dict[str, float]:
 
 
 def _scores(total: Tensor) -> dict[str, float]:
-    """Loss in nats per token; perplexity; bits per byte of text, which compares models of different
-    tokenizers."""
+    """Return the loss in nats per token; perplexity; bits per byte of text, which compares models
+    of different tokenizers."""
     nats, tokens, size = total.tolist()
     loss = nats / max(tokens, 1)
     perplexity = math.exp(loss) if loss < 700 else math.inf  # a float ends at e^709

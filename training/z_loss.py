@@ -23,14 +23,15 @@ class ZLoss:
         self.ranks = ranks
 
     def add(self, log_z: Tensor) -> Tensor:
-        """log_z: float32 [C], 0 where the label does not count. Returns [C] by what the gradient of
-        the cross-entropy's log Z has to be multiplied: log Z + f log^2 Z has the gradient (1 + 2 f
-        log Z) softmax with respect to the logits."""
+        """Add the z-loss of tokens. log_z: float32 [C], 0 where the label does not count. Returns
+        [C] by what the gradient of the cross-entropy's log Z has to be multiplied: log Z + f log^2
+        Z has the gradient (1 + 2 f log Z) softmax with respect to the logits."""
         total = self.factor * log_z.double().square().sum()
         self.terms.report("z_loss", total / self.ranks)
         return 1 + 2 * self.factor * log_z
 
 
 def open_z_loss(factor: float, terms: AuxiliaryTerms, mesh: Mesh) -> ZLoss | None:
-    """None for a factor of 0. The ranks of tensor parallelism have the same tokens."""
+    """Return the z-loss of a step, or None for a factor of 0. The ranks of tensor parallelism have
+    the same tokens."""
     return ZLoss(factor, terms, mesh.tp) if factor else None
