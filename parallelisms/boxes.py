@@ -1,4 +1,4 @@
-"""Which box of a tensor a rank holds: the one answer for initial values, checkpoints, exports and Muon.
+"""Compute the box of a tensor that a rank holds, for initial values, checkpoints, exports and Muon.
 
 PyTorch's own computes wrong boxes (torch 2.13, `compute_local_shape_and_global_offset`) where FSDP
 shards unevenly what tensor parallelism has cut.
@@ -58,5 +58,5 @@ def every_box(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], Box]]:
 
 
 def _split(tensor: DTensor) -> list[list[int]]:
-    """(tensor dimension, pieces, mesh dimension) of each cut."""
+    """Return (tensor dimension, pieces, mesh dimension) of each cut."""
     return [[dim, tensor.device_mesh.size(mesh_dim), mesh_dim] for dim, mesh_dim in cuts(tensor)]

@@ -31,9 +31,8 @@ class KeyValueCache:
     this rank's share; or, in a model that computes them from narrow vectors (`Decoder.latents`),
     these vectors, float [B, S, width].
 
-    `forward` puts other modules in the places of these parameter-free ones: the model knows nothing
-    of it. Keys and values of all cached positions are recomputed from the latents for every token.
-    """
+    `forward` replaces these parameter-free modules by others: the model knows nothing of it. Keys
+    and values of all cached positions are recomputed from the latents for every token."""
 
     def __init__(self, model: nn.Module, capacity: int):
         """capacity: positions to keep of each prompt, S. Raises InputError for a model whose
@@ -89,7 +88,7 @@ class KeyValueCache:
 
 
 class CachedAttention(nn.Module):
-    """Attention of a few new tokens to all that are kept, in the place of a core."""
+    """Attention of a few new tokens to all that are kept; replaces a core."""
 
     def __init__(self, core: Any, attend: Callable, keep: Callable | None):
         """attend: what computes, with the arguments of the core. keep: takes keys and values of the
@@ -110,8 +109,8 @@ class CachedAttention(nn.Module):
 
 
 class CachedLatents(nn.Module):
-    """The narrow vectors of all tokens that are kept, in the place of what computes those of new
-    ones."""
+    """The narrow vectors of all tokens that are kept; replaces the module that computes those of
+    new ones."""
 
     def __init__(self, latents: nn.Module, keep: Callable):
         super().__init__()
@@ -123,8 +122,8 @@ class CachedLatents(nn.Module):
 
 
 def to_all_before(positions: Tensor, length: int, spec: AttentionSpec = PLAIN) -> Callable:
-    """Attention by `spec` of a few positions, int64 [B, T], to those of `length` that are not after
-    them."""
+    """Return attention by `spec` of a few positions, int64 [B, T], to those of `length` that are
+    not after them."""
     of_keys = torch.arange(length, device=positions.device)
     of_queries = positions[:, None, :, None]  # [B, 1, T, 1]
     mask = of_keys <= of_queries  # [B, 1, T, length]
