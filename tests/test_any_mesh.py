@@ -64,8 +64,8 @@ def nothing() -> None:
 
 
 def state_of(job: train.Job) -> dict[str, torch.Tensor]:
-    """The whole state as DTensors themselves put it together, not by the boxes of a checkpoint. A
-    replica gets its own. The generator is this rank's."""
+    """Return the whole state as DTensors themselves put it together, not by the boxes of a
+    checkpoint. A replica gets its own. The generator is this rank's."""
     live = state.tensors(job.model, job.optimizer)
     return {name: whole(tensor) for name, tensor in live.items()}
 
@@ -90,7 +90,7 @@ def noted_in(folder: Path) -> dict[str, torch.Tensor]:
 def other_names(
     job: train.Job, noted: dict[str, torch.Tensor], same_mesh: bool
 ) -> tuple[list[str], list[str]]:
-    """The names of this rank's tensors, and of those that are not bitwise what was noted. A
+    """Return the names of this rank's tensors, and of those that are not bitwise what was noted. A
     generator goes on where it was on the same mesh alone."""
     live = state_of(job)
     generator = live.pop("rng.cpu")
@@ -182,7 +182,7 @@ class Runs:
         self.given = [o for o in tiny_run(place) if not o.startswith("--model.")]
 
     def options(self, mesh: str, dtype: str) -> list[str]:
-        """Sizes that meshes do not divide evenly, and 8 experts."""
+        """Return sizes that meshes do not divide evenly, and 8 experts."""
         more = [*MODEL, *DEEPSEEK, *ADAMW, *MESHES[mesh][1]]
         return self.given + more + RUN + ([FLOAT64] if dtype == "float64" else [])
 
@@ -191,11 +191,11 @@ class Runs:
         return self.made("one", dtype, None)
 
     def saved(self, mesh: str, dtype: str) -> Path:
-        """A run on this mesh that has saved after SAVED."""
+        """Train on this mesh, and save after the steps SAVED."""
         return self.made(mesh, dtype, SAVED)
 
     def made(self, mesh: str, dtype: str, stop: int | None) -> Path:
-        """The folder of such a run, which is made once."""
+        """Return the folder of such a run, which is made once."""
         folder = self.place / "runs" / f"{mesh}-{dtype}-{stop}"
         if not folder.exists():
             folder.mkdir(parents=True)
@@ -277,7 +277,7 @@ def is_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def exported(path: Path) -> dict[str, bytes]:
-    """The files that transformers would read, by name."""
+    """Return the files that transformers would read, by name."""
     out = path.parent / f"hf-{path.name}"
     dtype = stored(path)["model.norm.weight"].dtype
     hf.export(path, out, FORMATS["deepseek_v3"], dtype, {})

@@ -47,7 +47,8 @@ SPECS = {
 def naive(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, within: Tensor, sinks: Tensor | None
 ) -> Tensor:
-    """The whole matrix of scores. within: int64 [B, T], each token's position in its document."""
+    """Return the whole matrix of scores. within: int64 [B, T], each token's position in its
+    document."""
     groups = q.shape[2] // k.shape[2]
     k = k.repeat_interleave(groups, 2)
     v = v.repeat_interleave(groups, 2)
@@ -77,7 +78,7 @@ def inputs(dtype: torch.dtype, spec: AttentionSpec) -> list[Tensor]:
 
 
 def positions(with_documents: bool) -> Tensor:
-    """Documents of 1, 4, 140 and more tokens."""
+    """Return documents of 1, 4, 140 and more tokens."""
     at = torch.arange(T)
     if not with_documents:
         return at.expand(B, -1)
@@ -90,8 +91,8 @@ def positions(with_documents: bool) -> Tensor:
 
 
 def compare(spec: AttentionSpec, with_documents: bool, dtype: torch.dtype, core=None) -> float:
-    """The largest difference of output and gradients from the naive ones in float64, relative to
-    the largest number, or 1."""
+    """Return the largest difference of output and gradients from the naive ones in float64,
+    relative to the largest number, or 1."""
     within = positions(with_documents)
     given = inputs(dtype, spec)
     generator = torch.Generator().manual_seed(1)
@@ -209,7 +210,8 @@ MISTAKES = {f.__name__: f for f in (of_first_layer, without_window, without_sink
 
 
 def on_ranks(runs: list[list[str]], dp_size: int, mistakes: Sequence[str] = ()) -> list[dict]:
-    """Trajectories on this rank: of each run, and with each of the mistakes of the first run."""
+    """Return trajectories on this rank: of each run, and with each of the mistakes of the first
+    run."""
     use()
     seen = [parity.trajectory(run, dp_size) for run in runs]
     for mistake in mistakes:
@@ -258,7 +260,7 @@ def test_a_mesh_equals_one_process(mesh, runs, oracles):
 
 
 def windows_of_documents(options: list[str]) -> list[int]:
-    """Those for which the model of this rank says what attention must keep apart."""
+    """Return the ones for which the model of this rank says what attention must keep apart."""
     job = train.build(load_config(options, 4, 4))
     length = job.cfg.training.seq_len
     return sorted(job.model.documents(torch.arange(length)[None], job.mesh.device))
@@ -448,7 +450,7 @@ class WithoutCores(llama.Llama):
 
 
 def plain_windows(args, seq_len):
-    """A count of FLOPs that knows of no window."""
+    """Return a count of FLOPs that knows of no window."""
     return arithmetic.flops_per_token(args, seq_len)
 
 

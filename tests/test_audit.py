@@ -23,8 +23,8 @@ STEPS, T, G = 90, 16, 24
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """The folder of a run of 90 steps on two sources, of which 60 are in a checkpoint, with a
-    schedule and a splice."""
+    """Return the folder of a run of 90 steps on two sources, of which 60 are in a checkpoint, with
+    a schedule and a splice."""
     place = tmp_path_factory.mktemp("audit")
     corpora = {}
     for name, count in ("web", 30), ("code", 7):

@@ -22,7 +22,7 @@ def said(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def parent(tmp_path_factory) -> tuple[list[str], Path]:
-    """A run of 12 steps that saves at 5, 10 and 12, on two ranks; and its options."""
+    """Train 12 steps on two ranks, with saves at 5, 10 and 12; return the run and its options."""
     place = tmp_path_factory.mktemp("parent")
     options = [*tiny_run(place), *MESHES["fsdp2"][1], *WSD, "--training.steps=12"]
     folder = place / "run"

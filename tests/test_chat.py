@@ -75,7 +75,7 @@ def as_chat(name: str = "plain", tok: Tokenizer | None = None) -> chat.Chat:
 
 
 def parts(tok: Tokenizer, ids: np.ndarray, mask: np.ndarray) -> list[str]:
-    """The texts of the stretches of tokens that are answers."""
+    """Return the texts of the stretches of tokens that are answers."""
     found = []
     for i, (id, is_answer) in enumerate(zip(ids.tolist(), mask.tolist(), strict=True)):
         if is_answer and (not i or not mask[i - 1]):
@@ -409,7 +409,7 @@ def order_of(corpora: list[Prepared], G: int = 6):
 
 
 def read(corpus: Prepared) -> list[dict]:
-    """The rows of the first epoch."""
+    """Return the rows of the first epoch."""
     count = len(corpus.train.windows(T))
     rows = Batches([corpus.train], order_of([corpus], 1), 1, 0, 1, True)
     return [rows[step] for step in range(count)]
@@ -541,8 +541,8 @@ def options_of(folder: Path) -> list[str]:
 
 
 def trajectory(options: list[str], bug: str = "") -> dict:
-    """Three steps on this mesh: losses, norms, the first gradient, the weights afterwards, and how
-    many labels this rank had in each step. bug: what a negative control breaks."""
+    """Do three steps on this mesh: losses, norms, the first gradient, the weights afterwards, and
+    how many labels this rank had in each step. bug: what a negative control breaks."""
     cfg = load_config(options, world().size, world().local_size)
     corpora = open_corpora(cfg, lambda _: None)
     job = train.build(cfg)
@@ -585,8 +585,8 @@ def leave_a_rank_without_answers(step: int, batch: dict, order, mesh) -> None:
 
 
 def alone(options: list[str]) -> float:
-    """The first step's loss: the plain model on each conversation by itself, over the answers' tokens
-    of the whole batch."""
+    """Return the first step's loss: the plain model on each conversation by itself, over the
+    answers' tokens of the whole batch."""
     cfg = load_config(options)
     corpora = open_corpora(cfg, lambda _: None)
     job = train.build(cfg)

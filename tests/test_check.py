@@ -32,7 +32,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said wher
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text, a tokenizer of 300 tokens, and the text prepared with it."""
+    """Return a text, a tokenizer of 300 tokens, and the text prepared with it."""
     place = tmp_path_factory.mktemp("inputs")
     text = " ".join(f"{n} and {n * n % 97}," for n in range(3000))
     (place / "text.txt").write_text(text)

@@ -38,7 +38,7 @@ PRESETS = sorted((ROOT / "configs").glob("*.toml"))
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """An empty working folder, in which nothing but the test's own file may appear."""
+    """Yield an empty working folder, in which nothing but the test's own file may appear."""
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     written = {path.name for path in tmp_path.rglob("*")} - {"x.toml", "y.toml", "folder", "pipe"}
@@ -1434,7 +1434,7 @@ RULE_CASES = {
 
 
 def case(words: str) -> list[str]:
-    """Arguments from the bare defaults: a file that changes nothing, and these overrides."""
+    """Return arguments from the bare defaults: a file that changes nothing, and these overrides."""
     Path("x.toml").write_text("[run]\nseed = 0\n")
     return ["x.toml", *(f"--{word}" for word in words.split())]
 
@@ -1954,7 +1954,7 @@ def test_preset_on_other_sizes(name, world):
 
 
 def other_value(option: dict) -> object:
-    """An allowed value of an option that is not its default."""
+    """Return an allowed value of an option that is not its default."""
     if "anyOf" in option:
         chosen = option["anyOf"][0 if option["default"] is None else -1]
         return other_value(chosen | {"default": None})

@@ -52,7 +52,8 @@ PAIRWISE = covering_array(*matrix(FACTORS, MESHES[:1], MESHES[1:]))
 
 
 def settings(**chosen: str) -> dict[str, str]:
-    """A combination: the plain model's settings, `gather` without documents, except for these."""
+    """Return a combination: the plain model's settings, `gather` without documents, except for
+    these."""
     return combination_of(
         **({factor: next(iter(table)) for factor, table in CONTEXT.items()} | chosen)
     )
@@ -283,7 +284,7 @@ class Sent(Watch):
 def job_and_batch(
     *options: str, seq_len: int = 16, rows: int = 2
 ) -> tuple[train.Job, dict[str, Tensor]]:
-    """A job, and a batch of one microbatch for it."""
+    """Return a job, and a batch of one microbatch for it."""
     batch = [
         f"--training.seq_len={seq_len}",
         f"--training.global_batch_size={rows}",
@@ -391,7 +392,7 @@ def test_latent_attention_sends_no_padding(method):
 
 
 def kept(options: list[str], seq_len: int) -> int:
-    """Bytes that autograd keeps on this rank between forward and backward."""
+    """Return the bytes that autograd keeps on this rank between forward and backward."""
     job, batch = job_and_batch(
         *options, "--parallelism.reshard_after_forward=false", seq_len=seq_len, rows=1
     )

@@ -216,7 +216,8 @@ def test_fsdp_over_tensor_parallel_shards_a_matrix_over_both():
 
 
 def group_timeouts() -> list[float]:
-    """Seconds that a collective of each group of the mesh may take, after set_timeout(7)."""
+    """Return the seconds that a collective of each group of the mesh may take, after
+    set_timeout(7)."""
     run = job("--parallelism.context_parallel=2", "--parallelism.pipeline_parallel=2")
     run.mesh.set_timeout(7)
     of_mesh = run.mesh.device_mesh.get_all_groups() + run.mesh.fsdp_mesh.get_all_groups()

@@ -84,7 +84,7 @@ def run(*argv: object) -> int:
 def write_hf(
     folder: Path, family: Any, args: Any, dtype: torch.dtype = torch.float32, limit: int = 30_000
 ) -> Path:
-    """A folder as transformers writes it, with a random model, in several files."""
+    """Write a folder as transformers writes it, with a random model, in several files."""
     torch.manual_seed(7)
     model = hugging_face(family, args)
     with torch.no_grad():
@@ -411,7 +411,7 @@ def test_a_live_mesh_refuses_another_model_on_every_rank(hf_folder, tmp_path):
 
 
 def renamed(source: Path, model_type: str, copy: Path) -> Path:
-    """The same folder with a different model_type."""
+    """Return the same folder with a different model_type."""
     shutil.copytree(source, copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
@@ -674,7 +674,7 @@ HEADS, HEAD, HIDDEN, WORDS = 6, 14, 54, 264
 
 
 def write_meta(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
-    """A folder of Meta's layout, and the whole weights in it."""
+    """Write a folder of Meta's layout, and return the whole weights in it."""
     more, files, embedding_cut, tied = META[kind]
     params = {"dim": 84, "n_layers": 2, "n_heads": HEADS, "multiple_of": 2, "norm_eps": 1e-5} | more
     dim, kv = params["dim"], params.get("n_kv_heads", HEADS)
@@ -839,7 +839,8 @@ def test_metas_tokenizer_is_converted(trained, tmp_path):
 
 
 def save_trained(folder: Path) -> dict[str, Tensor] | None:
-    """A checkpoint with an optimizer that has stepped; rank 0 returns all its tensors, whole."""
+    """Write a checkpoint with an optimizer that has stepped; rank 0 returns all its tensors,
+    whole."""
     job = build("--training.global_batch_size=8", "--parallelism.tensor_parallel=2")
     for p in job.model.parameters():
         p.grad = p.detach() * 3 + 0.1
@@ -1270,7 +1271,8 @@ def growth(*argv: object) -> int:
 
 
 def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
-    """The same sizes for Hugging Face, in float32, and as Meta has them, in bfloat16, two files."""
+    """Write the same sizes for Hugging Face, in float32, and as Meta has them, in bfloat16, two
+    files."""
     sizes = {
         "n_heads": 16,
         "n_kv_heads": 16,

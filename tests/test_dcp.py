@@ -63,7 +63,7 @@ MODELS_HERE = {  # name -> options
 
 
 def converted(*argv: object) -> tuple[int, str]:
-    """The exit code of `tools.convert`, and what it printed as an error."""
+    """Return the exit code of `tools.convert`, and what it printed as an error."""
     said = StringIO()
     with redirect_stderr(said):
         code = convert.main([str(word) for word in argv])
@@ -71,7 +71,7 @@ def converted(*argv: object) -> tuple[int, str]:
 
 
 def write_checkpoint(options: list[str], out: Path, step: int = 7) -> dict[str, Tensor]:
-    """A checkpoint of AdamW with random numbers in every tensor, which are returned."""
+    """Write a checkpoint of AdamW with random numbers in every tensor, and return these."""
     cfg = load_config(options)
     family = MODELS[cfg.model.family]
     args = family.Args(**architecture(cfg.model))
@@ -356,7 +356,7 @@ LR = 0.01
 
 
 def first_weights(fused: bool) -> dict[str, Tensor]:
-    """A model of the sizes SMALL, under the names of 0.3 (fused) or 0.2."""
+    """Return a model of the sizes SMALL, under the names of 0.3 (fused) or 0.2."""
     generator = torch.Generator().manual_seed(5)
 
     def normal(*shape: int) -> Tensor:
@@ -381,7 +381,7 @@ def first_weights(fused: bool) -> dict[str, Tensor]:
 
 
 def projected(weights: dict[str, Tensor], prefix: str, x: Tensor) -> list[Tensor]:
-    """Queries, keys and values [B, T, heads, WIDTH]."""
+    """Return queries, keys and values [B, T, heads, WIDTH]."""
     fused = f"{prefix}qkv_linear.wqkv.weight"
     if fused not in weights:
         parts = [F.linear(x, weights[f"{prefix}{name}.weight"]) for name in QKV]
@@ -482,8 +482,8 @@ def as_saved(weights: dict[str, Tensor], optimizer: torch.optim.Optimizer, shard
 
 
 def losses_from(folder: Path, options: list[str], steps: range) -> list[float]:
-    """The losses of these steps on this mesh, from the checkpoint in a run's folder; the step after
-    them is saved there."""
+    """Return the losses of these steps on this mesh, from the checkpoint in a run's folder; the
+    step after them is saved there."""
     here = world()
     cfg = load_config([*options, "--training.max_norm=0"], here.size, here.local_size)
     job = train.build(cfg)
@@ -568,8 +568,8 @@ DEBUG_MODELS = {  # in our words
 
 
 def titans_losses(name: str, folder: Path, steps: range, save: int) -> list[float]:
-    """The losses of these steps of TorchTitan's debug model, which it begins or loads, and saves
-    after step `save`: with its model, its optimizers and its CheckpointManager."""
+    """Return the losses of these steps of TorchTitan's debug model, which it begins or loads, and
+    saves after step `save`: with its model, its optimizers and its CheckpointManager."""
     from torchtitan.components.checkpoint import CheckpointManager as TheirManager
     from torchtitan.components.optimizer import (
         LRSchedulersContainer,
@@ -668,7 +668,8 @@ def test_torchtitan_itself_moves_here_and_back(name, tmp_path):
 
 
 def refused(folder: Path, place: Path, *more: object) -> str:
-    """The sentence with which a folder is refused; nothing is left of what would have been made."""
+    """Return the sentence with which a folder is refused; nothing is left of what would have been
+    made."""
     code, said = converted("from-dcp", folder, place / "out", *more)
     assert code == 2 and said.count("\n") == 1, said
     left = [path for path in (place / "out").rglob("*") if path.is_file()]
@@ -678,7 +679,8 @@ def refused(folder: Path, place: Path, *more: object) -> str:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
-    """A folder with our names, and `theirs` with TorchTitan's. Copy it before you damage it."""
+    """Return a folder with our names, and `theirs` with TorchTitan's. Copy it before you damage
+    it."""
     place = tmp_path_factory.mktemp("saved")
     write_checkpoint(SMALL, place / "run")
     toml_of(SMALL, place)

@@ -194,7 +194,7 @@ sys.exit({"fail": 1, "wrong": 2}.get(how, 0))
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):
-    """A folder with parts that import nothing, so that they take 30 ms each."""
+    """Return a folder with parts that import nothing, so that they take 30 ms each."""
     (tmp_path / "fake_part.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))

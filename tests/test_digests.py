@@ -43,8 +43,8 @@ Numbers = dict[str, list[float]]
 
 
 def digests_of(kind: str, options: list[str], dp_size: int) -> tuple[Numbers, Numbers]:
-    """The numbers of the first step; and those of the gradients that this rank has gathered whole,
-    after clipping."""
+    """Return the numbers of the first step; and those of the gradients that this rank has gathered
+    whole, after clipping."""
     chosen = [*KINDS[kind], *MORE, *options]
     base = options_of_a_family(chosen)
     rows = BATCH // dp_size // 6

@@ -131,8 +131,8 @@ def in_chunks(dispatcher: nn.Module, chunks: int) -> nn.Module:
 def exchange_errors(
     name: str, groups: tuple, chunks: int = 1
 ) -> tuple[dict[str, float], dict[str, int]]:
-    """The largest errors of this rank's results and gradients; and the rows that it sent to other
-    hosts by the hierarchical and by the flat exchange, with what each should be."""
+    """Return the largest errors of this rank's results and gradients; and the rows that it sent to
+    other hosts by the hierarchical and by the flat exchange, with what each should be."""
     torch.manual_seed(7)
     rank, experts = dist.get_rank(), layer()
     begins = [sum(map(tokens_of, range(r))) for r in range(WORLD + 1)]
@@ -233,7 +233,8 @@ def swapped_chunks() -> object:
 
 
 def every_routing() -> tuple[dict[str, tuple], dict[str, dict], dict[str, dict]]:
-    """The errors of each routing; those of each mistake; and those of each routing in chunks."""
+    """Return the errors of each routing; those of each mistake; and those of each routing in
+    chunks."""
     groups = open_groups()
     right = {name: exchange_errors(name, groups) for name in ROUTINGS}
     in_chunks = {name: exchange_errors(name, groups, CHUNKS)[0] for name in ROUTINGS}
@@ -294,7 +295,7 @@ def test_a_token_crosses_to_a_host_once_and_back_once(routed, name):
 
 
 def members_of_groups(on_a_host: list[int]) -> list[list[int]] | str:
-    """The ranks of this rank's groups, where that many ranks say that they are on a host."""
+    """Return the ranks of this rank's groups, where that many ranks say that they are on a host."""
     os.environ["LOCAL_WORLD_SIZE"] = str(on_a_host[dist.get_rank()])
     try:
         groups = ep_hosts.open_groups(mesh_of_experts())
@@ -313,7 +314,8 @@ def test_peers_have_the_same_place_on_their_hosts():
 
 
 def timeouts_of_all_groups(options: list[str]) -> set[float]:
-    """Seconds that a collective of any group of this process may take after set_timeout(7)."""
+    """Return the seconds that a collective of any group of this process may take after
+    set_timeout(7)."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     job = build(load_config(options, 4))
     job.mesh.set_timeout(7)
@@ -349,7 +351,7 @@ PAIRWISE = covering_array(
 
 
 def settings(**chosen: str) -> dict[str, str]:
-    """A combination: the first setting of every factor, except for these."""
+    """Return a combination: the first setting of every factor, except for these."""
     return {factor: next(iter(table)) for factor, table in FACTORS.items()} | chosen
 
 

@@ -53,7 +53,7 @@ def write(path: Path, rows: list) -> Path:
 
 
 def questions(count: int) -> list[dict]:
-    """Contexts of 0 to 30 bytes, with three choices of different lengths."""
+    """Return contexts of 0 to 30 bytes, with three choices of different lengths."""
     rows = []
     for i in range(count):
         words = [WORDS[(i * 7 + j) % len(WORDS)] for j in range(i % 7)]
@@ -81,7 +81,7 @@ def row(file: Path, kind: str = "multiple_choice", **more) -> EvaluationTask:
 
 
 def merging(*tokens: bytes) -> Tokenizer:
-    """A BPE of bytes and these tokens."""
+    """Return a BPE of bytes and these tokens."""
     ranks = [*byte_tokenizer().ranks, *tokens]
     return Tokenizer(ranks, SPLIT, ["<|endoftext|>"], "<|endoftext|>")
 
@@ -304,7 +304,8 @@ BATCH = ["--training.global_batch_size=24", "--training.local_batch_size=2"]
 
 
 def counted(options: list[str], files: dict[str, Path], bug: str = "") -> list[list[float]]:
-    """The log-likelihoods of both tasks on this rank. bug: what a negative control breaks."""
+    """Return the log-likelihoods of both tasks on this rank. bug: what a negative control
+    breaks."""
     world = meshes.world()
     cfg = load_config([*SMALL_MODEL, *BATCH, *options], world.size, world.local_size)
     job = train.build(cfg)
@@ -331,7 +332,7 @@ def counted(options: list[str], files: dict[str, Path], bug: str = "") -> list[l
 
 
 def one_by_one(files: dict[str, Path], family: list[str]) -> list[list[float]]:
-    """The same from whole logits, one request after another, without padding."""
+    """Return the same from whole logits, one request after another, without padding."""
     job = train.build(load_config([*SMALL_MODEL, *BATCH, *family], 1, 1))
     found = []
     with torch.no_grad():
@@ -402,7 +403,7 @@ def test_negative_control(bug, files, oracles):
 
 
 def restless(options: list[str]) -> Any:
-    """A job whose logits differ by more than rounding."""
+    """Return a job whose logits differ by more than rounding."""
     world = meshes.world()
     job = train.build(load_config([*SMALL_MODEL, *BATCH, *options], world.size, world.local_size))
     with torch.no_grad():
@@ -412,8 +413,9 @@ def restless(options: list[str]) -> Any:
 
 
 def written_by(options: list[str]) -> tuple[list, list[int], float]:
-    """Contexts, each with what the model itself writes after it, in which some tokens are another
-    one; how many tokens of each are not the likeliest; and the least lead of a likeliest token."""
+    """Return contexts, each with what the model itself writes after it, in which some tokens are
+    another one; how many tokens of each are not the likeliest; and the least lead of a likeliest
+    token."""
     model = restless(options).model
     generator = np.random.default_rng(3)
     requests = []
@@ -490,7 +492,7 @@ BALANCED = [
 
 
 def of_family(family: str, options: list[str]) -> list[str]:
-    """The options without those that the family does not have."""
+    """Return the options without those that the family does not have."""
     foreign = {f"--model.{name}" for name in MODEL_OPTIONS - NUMBERS[family].options.keys()}
     return [option for option in options if option.partition("=")[0] not in foreign]
 
@@ -513,7 +515,8 @@ def lines_of(folder: Path) -> list[dict]:
 
 
 def state_after(options: list[str], folder: Path) -> dict:
-    """A whole run, and what it leaves: its weights and optimizer states, and torch's generator."""
+    """Do a whole run, and return what it leaves: its weights and optimizer states, and torch's
+    generator."""
     kept = {}
     real = train.finish
 
@@ -595,7 +598,7 @@ def report_of(folder: Path) -> str:
 
 
 def stopping(options: list[str], folder: Path) -> int:
-    """A run whose rank 1 gets SIGTERM while it evaluates for the first time."""
+    """Do a run whose rank 1 gets SIGTERM while it evaluates for the first time."""
     real = evaluate.batch_of
 
     def with_signal(*given):
@@ -674,8 +677,8 @@ METRICS = {
 
 
 def rows_of(count: int) -> dict[str, list[dict]]:
-    """Questions whose contexts are empty, short, end in whitespace or are longer than the window;
-    texts of less than a window, of one, and of several."""
+    """Return questions whose contexts are empty, short, end in whitespace or are longer than the
+    window; texts of less than a window, of one, and of several."""
     questions = []
     texts = []
     for i in range(count):
@@ -709,7 +712,8 @@ def harness_folder(tmp_path_factory) -> Path:
 
 
 def its_own(run_folder: Path, row: dict) -> dict:
-    """The row with a word, or its beginning, that the model writes itself: of up to three tokens."""
+    """Return the row with a word, or its beginning, that the model writes itself: of up to three
+    tokens."""
     loaded = sampling.load(run_folder)
     for count in 3, 2, 1:
         *_, [text] = sampling.texts_as_they_come(loaded, [row["context"]], count, temperature=0)

@@ -68,8 +68,8 @@ def tiny_experts(place: Path) -> list[str]:
 def load_of(
     counts: dict[int, list[int]], monkeypatch, **numbers: float
 ) -> tuple[dict[str, float], dict, list[str]]:
-    """The report of two steps of one process in which each layer's experts got `counts` in sum, and
-    what was warned of."""
+    """Return the report of two steps of one process in which each layer's experts got `counts` in
+    sum, and what was warned of."""
     args = SimpleNamespace(
         n_layers=3,
         n_experts=4,
@@ -337,7 +337,8 @@ def whole_state(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def moved(runs) -> Path:
-    """The run of `runs` again, two steps on each of three meshes, and exported at its end."""
+    """Return the run of `runs` again, two steps on each of three meshes, and exported at its
+    end."""
     folder = runs["one"].parent / "moved"
     folder.mkdir()
     options = [option for option in tiny_experts_again(runs) if "training.steps" not in option]
@@ -354,7 +355,7 @@ def moved(runs) -> Path:
 
 
 def tiny_experts_again(runs: dict[str, Path]) -> list[str]:
-    """The options of `runs`, on the corpus that is there."""
+    """Return the options of `runs`, on the corpus that is there."""
     place = runs["one"].parent
     return [
         *(option for option in TINY if not option.startswith("--model.")),
@@ -403,8 +404,8 @@ def imported(folder: Path, exported: Path) -> list[str]:
 
 
 def logits_of_both(folder: Path, exported: Path) -> float:
-    """The greatest difference between the logits of transformers, which read what was exported, and
-    ours."""
+    """Return the greatest difference between the logits of transformers, which read what was
+    exported, and ours."""
     from transformers import AutoModelForCausalLM
 
     args = deepseek_v3.Args(

@@ -58,7 +58,7 @@ IN_FEW_SECONDS = ("ep2",)
 
 
 def settings(**chosen: str) -> dict[str, str]:
-    """A combination: the first setting of every factor, except for these."""
+    """Return a combination: the first setting of every factor, except for these."""
     return {factor: next(iter(table)) for factor, table in (FACTORS | CONTEXT).items()} | chosen
 
 
@@ -329,7 +329,7 @@ SPEED = 0.01
 
 
 def job_and_batch(experts: str, *more: str) -> tuple[train.Job, dict[str, torch.Tensor]]:
-    """A model with these experts on this rank, and a batch of one microbatch."""
+    """Return a model with these experts on this rank, and a batch of one microbatch."""
     own = EXPERTS[experts]
     base = [o for o in OF_ONE if not o.startswith(MISSING.get(experts, ()))]
     job = train.build(load_config([*base, *own, *more], world().size, world().local_size))

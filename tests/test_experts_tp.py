@@ -37,7 +37,7 @@ FACTORS = (
 
 
 def settings(**chosen: str) -> dict[str, str]:
-    """A combination: the first setting of every factor, except for these."""
+    """Return a combination: the first setting of every factor, except for these."""
     return (
         {factor: next(iter(table)) for factor, table in FACTORS.items()}
         | {"clipping": "in force"}
@@ -130,8 +130,8 @@ def test_queries_from_a_narrow_vector_equal_the_plain_model(mesh, more):
 
 
 def boxes_and_replicas(options: list[str]) -> tuple[list[str], list[str]]:
-    """The parameters of which this rank does not hold the box that a checkpoint takes from it, and
-    the replicas that differ."""
+    """Return the parameters of which this rank does not hold the box that a checkpoint takes from
+    it, and the replicas that differ."""
     cfg = load_config([*options, "--training.local_batch_size=1"], world().size, world().local_size)
     job = train.build(cfg)
     wrong = []

@@ -56,7 +56,7 @@ def nearest(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def reference(matrix: Tensor, dtype: torch.dtype, recipe: Recipe, along: int) -> Tensor:
-    """The matrix after its rounding, float64: by the definition."""
+    """Return the matrix after its rounding, float64: by the definition."""
     wide = matrix.double()
     most = wide.abs().amax(along, keepdim=True) if recipe.by_row else wide.abs().amax()
     factor = (values_of(dtype)[-1] / most).float()
@@ -75,7 +75,7 @@ def made(*shape: int, seed: int) -> Tensor:
 
 
 def all_three(linear: Callable, x: Tensor, weight: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    """The result, and the gradients of x and the weight."""
+    """Return the result, and the gradients of x and the weight."""
     x = x.clone().requires_grad_()
     weight = weight.clone().requires_grad_()
     out = linear(x, weight)
@@ -179,7 +179,7 @@ def steps(options: list[str], count: int) -> tuple[list[float], train.Job]:
 
 
 def train_steps(job: train.Job, count: int) -> list[float]:
-    """Losses of so many steps on a sequence that can be learnt."""
+    """Return the losses of so many steps on a sequence that can be learnt."""
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(count):
@@ -219,8 +219,8 @@ def test_float8_learns_what_bfloat16_learns(recipe, options):
 
 
 def operators_of_a_block(recipe: str) -> tuple[list[Counter], list[float], list[float]]:
-    """Operators of the forward and the backward of a block that is compiled as a whole under
-    selective checkpointing, and the losses without and with it."""
+    """Return the operators of the forward and the backward of a block that is compiled as a whole
+    under selective checkpointing, and the losses without and with it."""
     graphs = []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> Callable:

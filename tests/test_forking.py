@@ -84,7 +84,7 @@ def test_an_example_is_short_and_fits_the_tree(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def unchanged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """The losses of the tree as it is."""
+    """Return the losses of the tree as it is."""
     place = tmp_path_factory.mktemp("unchanged")
     options = [*tiny_run(place), STEPS]
     assert run_ranks(1, run, options, place / "run") == [(0, "")]

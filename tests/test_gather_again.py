@@ -110,7 +110,8 @@ def test_a_plan_copies_the_weights_of_gemms_that_become_one():
 
 
 def exposed(float8: float) -> float:
-    """Seconds for which a planned step waits for reduce-scatters, if all that can be is hidden."""
+    """Return the seconds for which a planned step waits for reduce-scatters, if all that can be is
+    hidden."""
     step = trace_step(load_config([*MODEL, TP2, *COMPILED], 2, 2), 2, 2, True)
     stack = OURS.model_copy(update={"hidden_tensor": 1.0, "float8": float8})
     time = estimate(step, load_device("h100"), 2, True, stack=stack)
@@ -123,8 +124,8 @@ def test_a_plan_waits_for_sums_of_float8_gemms():
 
 
 def kept_by_a_compiled_block(options: list[str]) -> int:
-    """Bytes that the partitioner of a compiled block saves for backward, without parameters and the
-    tables of rotary positions."""
+    """Return the bytes that the partitioner of a compiled block saves for backward, without
+    parameters and the tables of rotary positions."""
     partition = debugging.min_cut_rematerialization_partition
     saved = []
 
@@ -146,7 +147,7 @@ def kept_by_a_compiled_block(options: list[str]) -> int:
 
 
 def planned(options: list[str]) -> int:
-    """The same of the second block by the planner."""
+    """Return the same of the second block by the planner."""
     step = trace_step(load_config([*MODEL, TP2, *COMPILED, *options], 2, 2), 2, 2, False)
     kept = [
         memory.size

@@ -47,7 +47,7 @@ ARGS = LLAMA.Args(**LLAMA.numbers.flavors["debug"] | SIZES)
 
 
 def restless(args=ARGS, family=LLAMA) -> torch.nn.Module:
-    """A model with weights so large that every token depends on all tokens before it."""
+    """Return a model with weights so large that every token depends on all tokens before it."""
     torch.manual_seed(5)
     model = family.build(args)
     for parameter in model.parameters():
@@ -368,7 +368,7 @@ def test_a_character_of_several_tokens_appears_once_it_is_whole():
 
 
 def spaced(name, tmp_path):
-    """A tokenizer that puts a space before a text, and takes it from one that it decodes."""
+    """Return a tokenizer that puts a space before a text, and takes it from one that it decodes."""
     if name == "llama2":
         return hf_tokenizer.read_file(published("llama2") / "tokenizer.json")
     document = {"byte fallback": byte_fallback, "metaspace": unigram}[name]()

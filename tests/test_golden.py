@@ -47,7 +47,7 @@ def build(mesh: list[str]) -> train.Job:
 
 
 def train_on(job: train.Job, first: int, last: int) -> list[float]:
-    """Losses of these steps, on tokens that are a function of the step."""
+    """Return the losses of these steps, on tokens that are a function of the step."""
     mesh, losses = job.mesh, []
     for step in range(first, last + 1):
         row = torch.arange(4)[:, None] * 17 + torch.arange(17) * 5 + step  # [4, T + 1]

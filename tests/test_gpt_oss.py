@@ -239,7 +239,8 @@ HUB = replace(GPT_OSS, dim=64, expert_dim=32, vocab_size=263)
 
 
 def write_hub(folder: Path) -> dict[str, Tensor]:
-    """A folder in the hub's form, with experts in MXFP4; returns what transformers makes of it."""
+    """Write a folder in the hub's form, with experts in MXFP4; returns what transformers makes of
+    it."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     torch.manual_seed(11)

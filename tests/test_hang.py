@@ -119,7 +119,8 @@ class Hung:
             fork_server.end(process)
 
     def until(self, right: Callable[[hang.Verdict], bool]) -> hang.Verdict:
-        """The verdict when it is right, twice in a row; the last one where it is not in time."""
+        """Return the verdict when it is right, twice in a row; the last one where it is not in
+        time."""
         deadline = time.monotonic() + PATIENCE * WORKERS
         verdict = hang.Verdict([], ["the ranks have left nothing"], False)
         found = 0
@@ -277,8 +278,8 @@ def computes(module: torch.nn.Module, args: tuple) -> None:
 
 
 def steps_of(options: list[str], folder: Path, adds_one: bool) -> tuple[list, list, list, int]:
-    """Operators and losses of a step without and with positions, of the same job and batch; graph
-    breaks and graphs of both; how often the positions were written."""
+    """Return the operators and losses of a step without and with positions, of the same job and
+    batch; graph breaks and graphs of both; how often the positions were written."""
     job = train.build(load_config(options, dist.get_world_size()))
     numbers = torch.randint(0, 263, (2, 1, 17), generator=torch.Generator().manual_seed(1))
     batch = {"tokens": numbers[..., :-1], "labels": numbers[..., 1:]}

@@ -56,7 +56,7 @@ def in_both(loss: torch.Tensor, value: float) -> torch.Tensor:
 def poisoned(
     options: list[str], folder: Path, where, value: float, gate: bool = True
 ) -> tuple[int, str]:
-    """A run in which rank 1's loss is spoilt in step BAD."""
+    """Do a run in which rank 1's loss is spoilt in step BAD."""
     real_loss, real_step, steps = train.linear_cross_entropy, train.train_step, []
 
     def loss(*args, **kwargs):
@@ -158,7 +158,7 @@ def test_negative_control_without_the_gate_such_a_batch_changes_the_weights(
 
 
 def always_bad(folder: Path, options: list[str], steps: int) -> str:
-    """A start of a run in which no loss after so many steps of the run is a number; how it ends."""
+    """Start a run in which no loss after so many of its steps is a number; return how it ends."""
     real, real_rate, at = train.linear_cross_entropy, train.learning_rate, []
     train.learning_rate = lambda step, *rest: (at.append(step), real_rate(step, *rest))[1]
     train.linear_cross_entropy = lambda *args, **kwargs: (
@@ -199,7 +199,8 @@ def test_a_step_that_fails_at_every_start_is_not_retried_for_ever(options, tmp_p
 def harmed(
     options: list[str], folder: Path, harm: Callable[[torch.Tensor], None], ends: type[Exception]
 ) -> str:
-    """A run in which rank 1's first weights come to harm after step 5's update: how it ends."""
+    """Do a run in which rank 1's first weights come to harm after step 5's update; return how it
+    ends."""
     real, steps = train.train_step, []
 
     def step(job, batch, *options):
@@ -324,7 +325,7 @@ def test_after_a_lasting_change_of_level_the_new_level_is_no_spike():
 
 
 def spiking(options: list[str], folder: Path, stop_at: int | None) -> tuple[int, str]:
-    """A run of which the gradient of step 11 is a hundred times what it should be."""
+    """Do a run of which the gradient of step 11 is a hundred times what it should be."""
     Spikes.LEAST = 5
     real_loss, real_rate, at = train.linear_cross_entropy, train.learning_rate, []
     train.learning_rate = lambda step, *rest: (at.append(step), real_rate(step, *rest))[1]

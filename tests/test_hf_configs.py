@@ -24,7 +24,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def write(folder: Path, family: Any, args: Any, limit: str = "5GB") -> Path:
-    """A folder that transformers writes, of a random model."""
+    """Write a folder that transformers writes, of a random model."""
     torch.manual_seed(3)
     model = hugging_face(family, args)
     with torch.no_grad():

@@ -57,7 +57,7 @@ def until(
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A tiny run of four ranks over a small corpus, prepared once."""
+    """Return a tiny run of four ranks over a small corpus, prepared once."""
     return [
         *tiny_run(tmp_path_factory.mktemp("data")),
         f"--training.steps={STEPS}",
@@ -68,8 +68,8 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of the same mesh by run_train.sh on one node, computed by the first worker of
-    pytest that asks for them."""
+    """Return the losses of the same mesh by run_train.sh on one node, computed by the first worker
+    of pytest that asks for them."""
     place = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         place = place.parent
@@ -489,7 +489,7 @@ class Ray:
         self.process.wait()
 
     def said(self) -> str:
-        """All but the lines that Ray repeats every second."""
+        """Return all but the lines that Ray repeats every second."""
         lines = self.log.read_text().splitlines()
         return "\n".join(line for line in lines if "PlacementGroupCleaner" not in line)
 

@@ -45,7 +45,7 @@ class Places:
 
 
 def tokens_of(folder: Path, n: int) -> Tokens:
-    """The same as a file, as preparation leaves it."""
+    """Return the same as a file, as preparation leaves it."""
     folder.mkdir(exist_ok=True)
     np.arange(n, dtype=np.uint32).tofile(folder / "train.bin")
     return Tokens(str(folder), "train", np.dtype(np.uint32))
@@ -70,7 +70,8 @@ WEIGHTS = [
 def mixture(
     seed: int = 5, T: int = 13, G: int = 240, weights: list = WEIGHTS, names: str = "abc"
 ) -> dict:
-    """The description of a mixture with a schedule: weights change after 30 steps and after 47."""
+    """Return the description of a mixture with a schedule: weights change after 30 steps and after
+    47."""
     rows = [
         (name, f"text {name}", MIXED["abc".index(name)], w)
         for name, w in zip(names, weights, strict=True)
@@ -322,7 +323,7 @@ def saved(order: Order, description: dict, step: int) -> dict:
 
 
 def interrupted(trial: int, resume=splice.resume, order_of=None) -> tuple[list, list]:
-    """A run of 12 steps that is killed at random, resumed from a random earlier checkpoint on
+    """Do a run of 12 steps that is killed at random, resumed from a random earlier checkpoint on
     another number of ranks, and resumed again from the same one; (what it trained on, what the
     uninterrupted run trains on)."""
     draw = random.Random(trial)

@@ -343,7 +343,7 @@ def test_a_run_says_how_many_parameters_are_trained(runs):
 
 
 def from_step_5(runs: dict, folder: Path) -> Path:
-    """A copy of the run of adapters as it was after step 5."""
+    """Return a copy of the run of adapters as it was after step 5."""
     name = verify.step_name(5, 0)
     shutil.copytree(runs["adapters"] / "checkpoints" / name, folder / "checkpoints" / name)
     return folder

@@ -49,7 +49,7 @@ QUIET = schema.Metrics(tensorboard=False, progress="off")
 
 @pytest.fixture
 def logger(tmp_path: Path) -> Iterator[logging.Logger]:
-    """The log of rank 0 in tmp_path; afterwards logging is as it was."""
+    """Yield the log of rank 0 in tmp_path; afterwards logging is as it was."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield log.setup(tmp_path, 0)

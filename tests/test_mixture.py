@@ -30,7 +30,7 @@ def text(i: int, kind: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Two sources that share 25 texts, and a third set to validate on."""
+    """Return two sources that share 25 texts, and a third set to validate on."""
     place = tmp_path_factory.mktemp("mixture")
     for kind, count in ("web", 40), ("code", 30), ("further", 3):
         folder = place / kind
@@ -217,8 +217,8 @@ def test_a_bpe_of_several_new_sources_is_refused(options, tmp_path):
 
 
 def with_failing_worker(how: str, options: list[str], folder: Path) -> tuple[object, str, float]:
-    """A run of which rank 1's worker fails at step 6; (exit code or error, what was printed,
-    seconds since then)."""
+    """Do a run of which rank 1's worker fails at step 6; return (exit code or error, what was
+    printed, seconds since then)."""
     real, failed = Batches.__getitem__, folder / "failed"
 
     def failing(self, step):

@@ -34,7 +34,7 @@ def numbers(name: str, **changes: object):
 
 
 def built(name: str, layers: range | None = None, **changes: object) -> torch.nn.Module:
-    """A model, or a stage of it, with the initial values of seed 0."""
+    """Return a model, or a stage of it, with the initial values of seed 0."""
     args = numbers(name, **changes)
     model = MODELS[name].build(args, layers)
     init.initialise(model, MODELS[name].initial_values(args), 0)
@@ -361,8 +361,8 @@ STRETCHED = {
 
 
 def olmo(repository: str, config: dict) -> list:
-    """The rows of `published` for an OLMo. config: what all of them have in common, and its sizes.
-    The extension of OLMo 3's context makes two flavors of a repository."""
+    """Return the rows of `published` for an OLMo. config: what all of them have in common, and its
+    sizes. The extension of OLMo 3's context makes two flavors of a repository."""
     size = repository.split("-")[-1]
     if size == "32B":
         config["num_key_value_heads"] = 8

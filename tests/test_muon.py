@@ -297,7 +297,7 @@ def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
 
 
 def scheduled(run: list[str], ignored: bool) -> dict:
-    """A trajectory whose steps set the learning rate, as train.train does."""
+    """Return a trajectory whose steps set the learning rate, as train.train does."""
     if ignored:
 
         def set_learning_rate(optimizer, lr):
@@ -424,7 +424,8 @@ def test_an_optimizer_of_a_fork_needs_its_row_alone(tmp_path):
 
 
 def saved_muon(folder: Path, steps: int, then: int, *more: str) -> dict[str, np.ndarray]:
-    """A run of `steps`, saved, and `then` more, on this mesh: the whole state at its end."""
+    """Do a run of `steps`, saved, and `then` more, on this mesh; return the whole state at its
+    end."""
     job = train.build(config("--optimizer.kind=muon", "--optimizer.ns_dtype=float32", *more))
     manager = checkpoints.open_manager(job, folder, async_save=True)
     progress = manager.load(job.model, job.optimizer)
@@ -512,7 +513,7 @@ def test_the_plan_counts_what_a_rank_orthogonalises():
 
 
 def planned_fork() -> tuple[int, int]:
-    """Bytes of parameters and of the optimizer's state of a plan."""
+    """Return the bytes of parameters and of the optimizer's state of a plan."""
     add_sign()
     run = [*parity.OPTIONS, f"--training.local_batch_size={parity.BATCH // 2}"]
     step = traced(with_sign(load_config(run, 2, 2)), 2, 2, on_gpu=True)

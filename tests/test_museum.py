@@ -789,7 +789,8 @@ CONTROLS = [
 
 
 def run(options: list[str], dp_size: int, bug: Callable[[Patch], None]) -> dict:
-    """The trajectory of a run with this mistake in the code, which is right again afterwards."""
+    """Return the trajectory of a run with this mistake in the code, which is right again
+    afterwards."""
     with Patch.context() as patch:
         bug(patch)
         return trajectory(options, dp_size)
@@ -917,19 +918,19 @@ PAGE = ROOT / "docs" / "museum.md"
 
 
 def cells_of(line: str) -> list[str]:
-    """The cells of a line of a table."""
+    """Return the cells of a line of a table."""
     return [cell.strip() for cell in line.strip("| ").split("|")]
 
 
 def comparable(line: str) -> list[str]:
-    """The cells of a line of the table, without the size of the error, which differs between
+    """Return the cells of a line of the table, without the size of the error, which differs between
     machines."""
     cells = cells_of(line)
     return cells[:4] + cells[5:]
 
 
 def lines_of_the_table() -> list[str]:
-    """The lines of the committed table, one for each row."""
+    """Return the lines of the committed table, one for each row."""
     columns = 5 + len(LOOSE)
     lines = []
     for line in TABLE.read_text(encoding="utf-8").splitlines():

@@ -50,7 +50,8 @@ def steps(optimizer: torch.optim.Optimizer, model: nn.Module, count: int, fine: 
 
 
 def far(model: nn.Module, other: nn.Module, fused, one) -> float:
-    """The largest difference of weights and averages, relative to the largest of a tensor."""
+    """Return the largest difference of weights and averages, relative to the largest of a
+    tensor."""
     largest = 0.0
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         pairs = [(a, b), *((fused.state[a][key], one.state[b][key]) for key in fused.state[a])]

@@ -30,7 +30,7 @@ def bpe() -> tokenizer.Tokenizer:
 
 @pytest.fixture(scope="module")
 def document(bpe) -> str:
-    """A tokenizer.json with the added tokens ADDED."""
+    """Return a tokenizer.json with the added tokens ADDED."""
     tok = tokenizer.Tokenizer(bpe.ranks, bpe.split, list(ADDED.values()), "<|endoftext|>")
     return json.dumps(hf_tokenizer.files(tok, 64)["tokenizer.json"])
 
@@ -199,7 +199,8 @@ for name in sys.argv[1:]:
 
 
 def child(home: Path, endpoint: str, *names: str, offline: str = "0") -> subprocess.Popen:
-    """A process that opens these, one line for each: huggingface_hub reads the environment once."""
+    """Return a process that opens these, one line for each: huggingface_hub reads the environment
+    once."""
     settings = {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": offline}
     environment = {**os.environ, **settings, "HF_HUB_DISABLE_TELEMETRY": "1"}
     environment.pop("HF_TOKEN", None)

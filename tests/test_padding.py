@@ -40,7 +40,7 @@ def batch_of(job: train.Job, length: int, answers: int, filler: int) -> dict[str
 
 
 def step(length: int, answers: int, filler: int, more: list[str], change: Callable) -> dict:
-    """The gradient, the counts of experts and the terms of one step."""
+    """Return the gradient, the counts of experts and the terms of one step."""
     change()
     base = parity.options_of_a_family([*EXPERTS["qwen3 experts"], *more])
     options = [
@@ -74,7 +74,7 @@ def of_balance(
     ranks: int = 1,
     change: Callable = nothing,
 ) -> tuple[dict[str, np.ndarray], dict]:
-    """The gradient of the balance loss alone, with a float64 rounding, and the counts."""
+    """Return the gradient of the balance loss alone, with a float64 rounding, and the counts."""
     with_loss = run_ranks(ranks, step, length, answers, filler, [BALANCE, *mesh], change)[0]
     without = run_ranks(
         ranks, step, length, answers, filler, ["--model.balance_loss=0", *mesh], change
@@ -84,7 +84,7 @@ def of_balance(
 
 
 def furthest(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
-    """The largest distance of a gradient, relative to the largest gradient."""
+    """Return the largest distance of a gradient, relative to the largest gradient."""
     size = max(np.linalg.norm(x) for x in other.values())
     assert size > 1e-6
     return max(np.linalg.norm(one[name] - x) for name, x in other.items()) / size

@@ -62,8 +62,8 @@ ROTATED = (
 
 
 def errors_of_rotations(family: str) -> list[float]:
-    """The largest error of each call of `apply_rope` in a step of two ranks in bfloat16, of which
-    one rounding of the exact result has at most 1."""
+    """Return the largest error of each call of `apply_rope` in a step of two ranks in bfloat16, of
+    which one rounding of the exact result has at most 1."""
     job = train.build(load_config([*ROTATED, f"--model.family={family}"], 2, 2))
     theta, seen, real = job.args.rope_theta, [], layers.apply_rope
 
@@ -298,8 +298,8 @@ SEEN = {  # options of two ranks -> classes that print(model) shows
 
 
 def classes_and_names(options: tuple[str, ...]) -> tuple[set[str], list[str], list[str]]:
-    """The classes of a model's modules on this rank, the names of what a checkpoint holds, and those
-    of one device."""
+    """Return the classes of a model's modules on this rank, the names of what a checkpoint holds,
+    and those of one device."""
     cfg = load_config([*DEBUG, *options], 2, 2)
     job = train.build(cfg)
     classes = {type(module).__name__ for module in job.model.modules()}

@@ -100,7 +100,7 @@ def test_a_mesh_that_is_refused_is_left_out() -> None:
 
 
 def notes(scale: float) -> Notes:
-    """Those of a step whose clipped gradient is by this factor too large."""
+    """Return the ones of a step whose clipped gradient is by this factor too large."""
     weight = np.ones((2, 3))
     return Notes(
         samples=np.zeros((1, 1), np.int64),

@@ -140,8 +140,8 @@ def test_validation_counts_every_microbatch_whether_the_ranks_divide_them_or_not
 
 
 def troubled(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
-    """A run of two stages, the second of which has trouble in step 3. If it fails, it takes a while
-    until it ends."""
+    """Do a run of two stages, the second of which has trouble in step 3. If it fails, it takes a
+    while until it ends."""
     real, calls = train.linear_cross_entropy, []
 
     def loss(*args, **more):
@@ -233,8 +233,8 @@ def other_order(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
 
 
 def step_with(options: list[str], fault: Callable | None, is_checked: bool) -> float | str:
-    """The gradient norm of a step on two stages, the second of which has the fault; or this rank's
-    error."""
+    """Return the gradient norm of a step on two stages, the second of which has the fault; or this
+    rank's error."""
     job = train.build(load_config([*options, *MESHES["pp2"][1]], 2, 2))
     tokens = torch.randint(263, (4, 2, 16), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens, "labels": tokens}
@@ -355,7 +355,7 @@ def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
 
 
 def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
-    """A run whose second stage of two is slow in forward or in backward."""
+    """Do a run whose second stage of two is slow in forward or in backward."""
     real = pp.PipelineStep.forward if kind == "forward" else pp.PipelineStep.backward
 
     def slow(self, *args):

@@ -63,7 +63,8 @@ def trained(tmp_path: Path) -> Path:
 
 
 def write_run(out: Path, options: list[str]) -> Path:
-    """The folder of a run with one checkpoint: a model with moments of AdamW, and its tokenizer."""
+    """Write the folder of a run with one checkpoint: a model with moments of AdamW, and its
+    tokenizer."""
     cfg = load_config(options)
     args = LLAMA.Args(**LLAMA.numbers.flavors["debug"] | numbers(cfg))
     generator = torch.Generator().manual_seed(3)
@@ -189,7 +190,7 @@ def test_tools_read_a_run_at_its_url(store, tmp_path, capsys):
 
 
 def fetched(store: Server, name: str) -> int:
-    """Bytes of the ranges that were asked for of objects with this in their name."""
+    """Return the bytes of the ranges that were asked for of objects with this in their name."""
     total = 0
     for method, key, extent in store.status()["log"]:
         if method == "GET" and name in key:

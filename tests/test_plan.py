@@ -110,7 +110,7 @@ REPEATED = (
 
 
 def marked(name: str, quick: tuple[str, ...], repeated: tuple[str, ...]):
-    """A case as pytest's parameter: of the default suite, of the exhaustive one or slow."""
+    """Return a case as pytest's parameter: of the default suite, of the exhaustive one or slow."""
     if name in quick:
         return name
     mark = pytest.mark.exhaustive if name in repeated else pytest.mark.slow
@@ -374,7 +374,7 @@ def test_counted_flops_are_the_derived_ones(ranks, options, recomputed):
 
 
 def report_of(change: str) -> str:
-    """The plan's text of a model in which a mistake is put."""
+    """Return the plan's text of a model in which a mistake is put."""
     cfg = config([NONE, "--training.local_batch_size=4", "--model.vocab_size=1032"], 1)
     family, args = train.architecture(cfg)
     forward = layers.FeedForward.forward

@@ -129,7 +129,7 @@ REPEATED = ("ep2xfsdp2", "ep4", "ep2xtp2", "ep2xcp2", "ep2xhsdp2")
 
 
 def marked(name: str):
-    """A case as pytest's parameter: of the default suite, of the exhaustive one or slow."""
+    """Return a case as pytest's parameter: of the default suite, of the exhaustive one or slow."""
     if name == "2 ranks":
         return name
     mark = pytest.mark.exhaustive if name in REPEATED else pytest.mark.slow

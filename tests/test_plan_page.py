@@ -28,7 +28,7 @@ PIPELINE = [
 
 
 def played(schedule: str, ranks: int, microbatches: int, head: float = 1.3) -> Timeline:
-    """A schedule whose last stage is slower, with messages that take time."""
+    """Return a schedule whose last stage is slower, with messages that take time."""
     placement = schedules.placement(schedule, ranks)
     last = len(placement) - 1
 

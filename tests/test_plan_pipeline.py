@@ -244,7 +244,7 @@ def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
 
 
 def planned_units(schedule: str, ranks: int, microbatches: int) -> float:
-    """The length of a planned step, if a forward takes one unit and a whole backward two."""
+    """Return the length of a planned step, if a forward takes one unit and a whole backward two."""
     table = schedules.table(schedule, ranks, 0, microbatches)
     played = schedules.timeline(
         table, schedules.placement(schedule, ranks), lambda a: 2.0 if a.kind == BACKWARD else 1.0

@@ -41,7 +41,7 @@ Plain = dict[Choice, tuple[Candidate, Profile | None]]
 def traced_alone(
     choice: Choice, cfg: Config, machines: list[PlanInputs]
 ) -> list[tuple[Candidate, Profile | None]]:
-    """The choice's plan on every machine. It shares traces with no other choice."""
+    """Return the choice's plan on every machine. It shares traces with no other choice."""
     stages = Stages(parallel=False)
     found = []
     for inputs in machines:
@@ -90,7 +90,7 @@ class Space:
         return replace(row, fits=row.needed <= inputs.device.memory_gib * GIB)
 
     def ranking(self, inputs: PlanInputs, shown: int) -> list[Candidate]:
-        """The answer of a search without bounds: everything, sorted."""
+        """Return the answer of a search without bounds: everything, sorted."""
         rows = {choice: self.row(choice, inputs) for choice in self.choices}
         fitting = []
         for choice, row in rows.items():
@@ -187,7 +187,7 @@ def test_negative_control_a_bound_that_is_too_tight_changes_the_answer(small, mo
 
 
 def broken_bounds(space: Space) -> list[str]:
-    """The choices whose plan is faster or smaller than their bounds."""
+    """Return the choices whose plan is faster or smaller than their bounds."""
     profiles = {}
     for choice, (_, known) in space.plain.items():
         if known is not None and choice.replicas == 1:

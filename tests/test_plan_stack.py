@@ -48,7 +48,7 @@ def seconds(op: Op, stack: Software, where: Where = IN_BLOCK, in_block: bool = T
 
 
 def product(m: int, k: int, n: int) -> Op:
-    """A matmul in bfloat16."""
+    """Return a matmul in bfloat16."""
     return Op("mm", matmul_flops=2 * m * k * n, operands=2 * (m * k + k * n + m * n))
 
 

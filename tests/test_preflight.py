@@ -73,7 +73,7 @@ def elsewhere(patch: pytest.MonkeyPatch, place: Path) -> None:
 
 
 def table(rank_to: dict[int, dict]) -> Callable:
-    """A device table of 8 GPUs; with other entries for some ranks."""
+    """Return a device table of 8 GPUs; with other entries for some ranks."""
 
     def new(real: Callable, device: torch.device) -> dict:
         rank, local = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])

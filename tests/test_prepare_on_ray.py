@@ -75,7 +75,7 @@ def store(running_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 @pytest.fixture(scope="module")
 def machines(running_store: Server) -> Iterator[object]:
-    """A cluster of a head, which makes no part, and three machines of one CPU each. They are
+    """Yield a cluster of a head, which makes no part, and three machines of one CPU each. They are
     processes of this machine, and know the store."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in running_store.environment.items():
@@ -131,7 +131,7 @@ def open_files(process: int) -> list[str]:
 
 
 def halt_in_mid_part(machine: object, folder: Path) -> int:
-    """A process of the machine that is making a part in `folder`, stopped there; or 0."""
+    """Return a process of the machine that is making a part in `folder`, stopped there; or 0."""
     raylet = machine.all_processes["raylet"][0].process.pid
     children = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
     for child in map(int, children):

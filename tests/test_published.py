@@ -200,7 +200,7 @@ TEXTS = (
     ],
 )
 def opened(request: pytest.FixtureRequest) -> Iterator[tuple[File, Path, tokenizer.Tokenizer]]:
-    """Each file, opened once for all tests."""
+    """Yield each file, opened once for all tests."""
     file = FILES[request.param]
     path = published(file.package) / file.name
     yield file, path, read_file(path)

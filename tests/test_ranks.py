@@ -47,7 +47,7 @@ class Collectives(Watch):
 
 
 def counted(folder: Path, options: list[str]) -> tuple[int, str, list[Counter], list[Counter]]:
-    """A run whose saves last for several steps. Returns its exit code, its errors, and the
+    """Do a run whose saves last for several steps. Returns its exit code, its errors, and the
     collectives inside of each `train_step`, and between it and the one before."""
     inside, between = [], []
     real_step, real_write = train.train_step, storage.write
@@ -231,7 +231,7 @@ def test_what_cannot_be_sent_to_a_rank_is_named():
 
 @contextmanager
 def groups_opened() -> Iterator[list[int]]:
-    """The size of each process group that is opened inside, by this rank or by others."""
+    """Yield the size of each process group that is opened inside, by this rank or by others."""
     opened, real = [], dist.new_group
 
     def new_group(ranks, *args, **kwargs):
@@ -300,8 +300,8 @@ def open_files() -> list[str]:
 
 
 def sockets(folder: Path, ports: list[int]) -> list[int]:
-    """The sockets of this rank after a sum and a gathered object: in groups as `torch` opens them,
-    and as a run on GPUs does."""
+    """Return the sockets of this rank after a sum and a gathered object: in groups as `torch` opens
+    them, and as a run on GPUs does."""
     counts = []
     for port, lazy in zip(ports, "01", strict=True):
         dist.destroy_process_group()

@@ -258,8 +258,8 @@ def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A copy of the repository, as an empty clone is, with a small corpus, after the first command
-    of the README."""
+    """Return a copy of the repository, as an empty clone is, with a small corpus, after the first
+    command of the README."""
     house = copy_of_repository(tmp_path_factory.mktemp("house"))
     corpus = house / "corpus"
     corpus.mkdir()
@@ -302,7 +302,7 @@ def type_in(house: Path, command: str) -> None:
 
 
 def in_a_shell(house: Path, line: str) -> tuple[int, str]:
-    """The exit code, and what was printed. `python` is this environment's."""
+    """Return the exit code, and what was printed. `python` is this environment's."""
     places = {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "HOME": str(house),
@@ -356,7 +356,7 @@ def trains(house: Path, *arguments: str) -> tuple[int, str]:
 
 
 def printed(house: Path, run: Callable[[], int]) -> tuple[int, str]:
-    """The exit code of a program that this process runs in the copy, and what it prints."""
+    """Return the exit code of a program that this process runs in the copy, and what it prints."""
     os.chdir(house)
     os.environ["HOME"] = str(house)
     with tempfile.TemporaryFile("w+") as output:

@@ -429,7 +429,7 @@ def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
 
 
 def options_of(run: Path) -> list[Path]:
-    """The files with a run's options: those of its newest start, and those of each."""
+    """Return the files with a run's options: those of its newest start, and those of each."""
     return [run / "config.toml", *sorted(run.glob("starts/*/config.toml"))]
 
 

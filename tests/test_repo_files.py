@@ -22,7 +22,7 @@ def text(name: str) -> str:
 
 
 def pin(package: str) -> str:
-    """The line of requirements-test.txt that pins a package."""
+    """Return the line of requirements-test.txt that pins a package."""
     return re.search(rf"^{package}==[\d.]+$", text("requirements-test.txt"), re.MULTILINE)[0]
 
 

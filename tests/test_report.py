@@ -101,7 +101,7 @@ def page(*folders: Path) -> Page:
 
 
 def refused(capsys, *arguments: object) -> str:
-    """The one sentence of a call that ends with code 2."""
+    """Return the one sentence of a call that ends with code 2."""
     capsys.readouterr()
     assert report.main([str(argument) for argument in arguments]) == 2
     printed = capsys.readouterr()

@@ -59,7 +59,7 @@ def nodes(
     script: str = "wrapper.py",
     prepare: Callable[[], None] = nothing_first,
 ) -> list[Launcher]:
-    """The launchers, one for each `--node-rank` in flags, or the only one."""
+    """Return the launchers, one for each `--node-rank` in flags, or the only one."""
     ranks = [flag for flag in flags if flag.startswith("--node-rank")] or ["--node-rank=0"]
     flags = [flag for flag in flags if flag not in ranks]
     return [

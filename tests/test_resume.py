@@ -56,7 +56,7 @@ def differences(want: Path, got: Path, tolerance: float) -> dict[str, int]:
 
 
 def start(folder: Path, options: list[str], changes: list[Callable], stop: int | None) -> int:
-    """A run on this rank with these changes to the code; its exit code."""
+    """Do a run on this rank with these changes to the code; return its exit code."""
     for change in changes:
         change()
     return stopped_at(stop, options, folder) if stop else run(options, folder)[0]
@@ -104,7 +104,8 @@ def resumed(
     *changes: Callable,
     more: tuple[str, ...] = (),
 ) -> Path:
-    """The folder of a run that goes on from the checkpoints of `source`, on this mesh, to the end."""
+    """Return the folder of a run that goes on from the checkpoints of `source`, on this mesh, to
+    the end."""
     shutil.copytree(source / "checkpoints", place / "checkpoints")
     n, options = mesh_options(mesh, *made.options, *more)
     assert run_ranks(n, start, place, options, changes, None) == [0] * n

@@ -33,7 +33,7 @@ OPTIONS = [*parity.ADAMW, *LARGE_STEPS]
 def post_norm(
     options: list[str], dp_size: int = 1, mistake: Callable[[], None] | None = None
 ) -> dict:
-    """A trajectory of such a model. Runs in a rank, so the patches end with it."""
+    """Return a trajectory of such a model. Runs in a rank, so the patches end with it."""
     layers.Block.forward = normalised_outputs
     if mistake:
         mistake()
@@ -42,7 +42,8 @@ def post_norm(
 
 @pytest.fixture(scope="module")
 def oracle() -> dict:
-    """The plain model, and how far it is off when its initial weights are moved by rounding."""
+    """Return the plain model, and how far it is off when its initial weights are moved by
+    rounding."""
     seen = run_ranks(1, post_norm, OPTIONS)[0] | {"options": OPTIONS}
     shaken = run_ranks(1, post_norm, [*OPTIONS, parity.SHAKEN])[0]
     return seen | {"bounds": parity.rounding_bounds(shaken, seen)}

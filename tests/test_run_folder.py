@@ -69,7 +69,7 @@ def ends(options: list[str], folder: Path) -> tuple[int, str]:
 
 
 def diverges(options: list[str], folder: Path) -> str:
-    """A run that ends with an exception in its third step."""
+    """Do a run that ends with an exception in its third step."""
     real, begun = train.train_step, itertools.count(1)
 
     def train_step(job, batch, *options):
@@ -88,7 +88,7 @@ def diverges(options: list[str], folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory) -> tuple[Path, tuple[float, float]]:
-    """A run killed when it began step 9, again at 8, failing at 7, stopped after 13, then ended;
+    """Do a run killed when it began step 9, again at 8, failing at 7, stopped after 13, then ended;
     and the least and the most seconds that it took by our clock."""
     place = tmp_path_factory.mktemp("interrupted")
     folder, options = place / "run", [*tiny_run(place), *SAVED]
@@ -373,7 +373,7 @@ def test_redact(text, shown):
 
 
 def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
-    """A run during which the wall clock does this, from its third step on."""
+    """Do a run during which the wall clock does this, from its third step on."""
     real, step, begun = time.time, train.train_step, itertools.count(1)
     clocks = {
         "an hour back": lambda: real() - 3600,
@@ -501,7 +501,7 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path):
 
 
 def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
-    """A run whose copy of the state takes 0.3 s (at steps 5, 10, 15 and 16), or whose reading of
+    """Do a run whose copy of the state takes 0.3 s (at steps 5, 10, 15 and 16), or whose reading of
     data 0.05 s (at each)."""
     if where == "data":
         real_loader = data.loader.loader

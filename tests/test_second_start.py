@@ -39,7 +39,7 @@ def main(folder: Path, options: list[str]) -> tuple[int, str]:
 
 
 def waiting(folder: Path, options: list[str], until: Path) -> tuple[int, str]:
-    """A run that says in its 7th step that it is there, and waits until a file is."""
+    """Do a run that says in its 7th step that it is there, and waits until a file is."""
     real = train.train_step
     lease.BEAT = 0.2
     calls = []
@@ -63,7 +63,7 @@ def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def elsewhere(folder: Path, options: list[str]) -> tuple[int, str]:
-    """A start on another node, whose file system does not share locks."""
+    """Start on another node, whose file system does not share locks."""
 
     def no_lock(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
@@ -86,7 +86,7 @@ def as_it_was(folder: Path, options: list[str]) -> tuple[int, str]:
 
 
 def contents(folder: Path, but: tuple[str, ...] = (".lease", ".position")) -> dict[str, bytes]:
-    """The files of a run but those that it writes all the time while it lives."""
+    """Return the files of a run but those that it writes all the time while it lives."""
     found = {}
     for path in sorted(folder.rglob("*")):
         parts = {*path.parts, path.suffix}
@@ -106,7 +106,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A run on two ranks that no other start disturbs: its folder, and its options."""
+    """Do a run on two ranks that no other start disturbs; return its folder and its options."""
     place = tmp_path_factory.mktemp("alone")
     options = [*tiny_run(place), "--checkpoint.keep_last=2"]
     (place / "run").mkdir()
@@ -243,7 +243,7 @@ def test_a_folder_that_is_removed_before_training_does_too(moment, alone, tmp_pa
 
 
 def without_folder_at(moment: str, folder: Path, options: list[str]) -> tuple[int, str]:
-    """A run whose folder is removed when this function of train.py is called."""
+    """Do a run whose folder is removed when this function of train.py is called."""
     real = getattr(train, moment)
 
     def removing(*args: object, **kwargs: object) -> object:

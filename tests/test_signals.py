@@ -299,7 +299,7 @@ def test_another_signal_during_a_stop_is_no_repeat(monkeypatch):
 
 
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:
-    """A run whose third step takes `pause` seconds more than the others, with a limit of so many
+    """Do a run whose third step takes `pause` seconds more than the others, with a limit of so many
     seconds from now."""
     real, steps = stop.Stop.__init__, itertools.count(1)
 

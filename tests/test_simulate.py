@@ -163,7 +163,7 @@ ALL_MESHES = MESHES | CONTEXT_MESHES | EXPERT_MESHES
 
 
 def marked(mesh: str) -> object:
-    """The mesh as a parameter of a test."""
+    """Return the mesh as a parameter of a test."""
     marks = []
     if mesh in EXHAUSTIVE:
         marks.append(pytest.mark.exhaustive)

@@ -32,7 +32,7 @@ def smollm2() -> Path:
 
 
 def cut(source: Path, folder: Path) -> Path:
-    """A folder with the first LAYERS of its layers."""
+    """Return a folder with the first LAYERS of its layers."""
     folder.mkdir()
     config = json.loads((source / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))

@@ -45,7 +45,7 @@ SMALL = (
 
 
 def steps(options: list[str], count: int, microbatches: int = 2) -> tuple[list[float], train.Job]:
-    """Losses and gradient norms of so many steps on a sequence that can be learnt."""
+    """Return the losses and gradient norms of so many steps on a sequence that can be learnt."""
     torch.set_num_threads(1)
     job = train.build(
         load_config([*SMALL, f"--training.local_batch_size={8 // microbatches}", *options])
@@ -513,8 +513,8 @@ PHASES = ("forward", "loss", "backward", "clip", "optimizer")
 
 
 def phases(options: list[str]) -> list[str]:
-    """The labels of train.train_step, in the order in which a step of two microbatches enters
-    them."""
+    """Return the labels of train.train_step, in the order in which a step of two microbatches
+    enters them."""
     torch.set_num_threads(1)
     job = train.build(
         load_config(
@@ -561,7 +561,8 @@ ASKS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select"
 
 
 def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]]:
-    """The host-device syncs of a step: before the optimizer's kernel is queued, and after it."""
+    """Return the host-device syncs of a step: before the optimizer's kernel is queued, and after
+    it."""
     if early:
         clip = train.clip_grad_norm
         train.clip_grad_norm = lambda *args: torch.tensor(clip(*args).item())

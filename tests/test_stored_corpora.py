@@ -90,7 +90,7 @@ def corpus(tmp_path) -> Path:
 
 @pytest.fixture
 def folder(corpus, tmp_path) -> str:
-    """The corpus, prepared on the disk."""
+    """Return the corpus, prepared on the disk."""
     cfg = Data(source=str(corpus), cache=str(tmp_path / "disk"), tokenizer="bytes")
     return prepare(cfg, quiet).folder
 

@@ -40,8 +40,8 @@ def store(running_store: Server, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 @pytest.fixture
 def folder(store: Server, tmp_path: Path) -> Path:
-    """A folder with the files of a tokenizer, as Hugging Face's are, with a template and a task, that
-    the store has too."""
+    """Return a folder with the files of a tokenizer, as Hugging Face's are, with a template and a
+    task, that the store has too."""
     tok = train_bpe([TEXT], 260)
     files = hf_tokenizer.files(tok, 16)
     template = "{% for m in messages %}{{ m['content'] }}<|endoftext|>{% endfor %}"

@@ -85,7 +85,7 @@ def step_of(step: int) -> str:
 
 
 def shards(store: Server, step: int) -> list[str]:
-    """The objects of a checkpoint that hold tensors."""
+    """Return the objects of a checkpoint that hold tensors."""
     return [key for key in store.keys(step_of(step)) if key.endswith(".safetensors")]
 
 
@@ -207,7 +207,7 @@ def save_for_ever(place: Path, folder: Path) -> None:
 
 
 def begun(place: Path) -> list[int]:
-    """The saves that either rank has begun: all but the newest are published."""
+    """Return the saves that either rank has begun: all but the newest are published."""
     steps = []
     for path in place.glob("begun-*"):
         steps += map(int, path.read_text().split())

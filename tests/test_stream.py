@@ -79,8 +79,8 @@ def opened(cfg: Data, seed: int = 3) -> tuple[stream.StreamSource, dict]:
 def take(
     source, order: StreamOrder, first: int, steps: int, dp: int = 1, local: int = 1
 ) -> tuple[list[dict], StreamOrder]:
-    """The global batches of some steps, put together from the shares of dp ranks, and where the
-    streams then are."""
+    """Return the global batches of some steps, put together from the shares of dp ranks, and where
+    the streams then are."""
     ranks = [
         StreamedBatches(source, order, range(first, first + steps), local, r, dp, lambda x: [x])
         for r in range(dp)
@@ -471,7 +471,7 @@ def test_a_run_that_moves_between_meshes_sees_what_one_rank_sees(tiny, tmp_path)
 
 
 def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[int, str]:
-    """A run of which rank 1's streams fail while the batch of `step` is made."""
+    """Do a run of which rank 1's streams fail while the batch of `step` is made."""
     real = StreamedBatches._batch
 
     def batch(self, at, streams):

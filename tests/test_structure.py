@@ -185,7 +185,7 @@ def test_no_test_file_imports_another_one():
 
 
 def first_imports(path: Path) -> list[str]:
-    """The modules that a file imports at its top level, in its order."""
+    """Return the modules that a file imports at its top level, in its order."""
     nodes = ast.parse(path.read_text(encoding="utf-8")).body
     return [
         name
@@ -295,7 +295,8 @@ OF_A_FAMILY = re.compile(
 
 
 def names_of_a_family(source: str) -> set[str]:
-    """The names that code uses: identifiers, attributes, and strings that are no docstring."""
+    """Return the names that code uses: identifiers, attributes, and strings that are no
+    docstring."""
     tree, words = ast.parse(source), set()
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -337,7 +338,7 @@ REPLACED = {"parallelisms/blocks.py": {"forward"}}
 
 
 def methods_of(*packages: str) -> set[str]:
-    """The names of the methods of all classes in these packages."""
+    """Return the names of the methods of all classes in these packages."""
     names = set()
     for package in packages:
         for path in (ROOT / package).rglob("*.py"):
@@ -350,7 +351,7 @@ def methods_of(*packages: str) -> set[str]:
 
 
 def replaced_methods(source: str, methods: set[str]) -> set[str]:
-    """The methods that code assigns to objects other than `self`."""
+    """Return the methods that code assigns to objects other than `self`."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         for target in getattr(node, "targets", []):
@@ -401,7 +402,7 @@ def symbols(path: Path) -> set[str]:
 
 
 def defined(node: ast.stmt) -> set[str]:
-    """The names that a definition or an assignment gives."""
+    """Return the names that a definition or an assignment gives."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return {node.name}
     targets = (
@@ -448,7 +449,7 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def stale(path: Path, root: Path, folders: set[str]) -> list[str]:
-    """The pointers of a file to files of ours that do not exist, or that lack the symbol.
+    """Return the pointers of a file to files of ours that do not exist, or that lack the symbol.
     `folders`: those of the root."""
     problems = []
     for number, line in prose(path):

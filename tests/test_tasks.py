@@ -108,7 +108,7 @@ def save_rows(name: str, folder: Path, count: int = 6, **splits: str) -> None:
 
 
 def of_harness(name: str, folder: Path, shots: int) -> list[tuple[str, str]]:
-    """The (context, continuation) of every request of the harness."""
+    """Return the (context, continuation) of every request of the harness."""
     [found] = bench.harness_tasks([name], folder, shots)
     leaves = found.get_all_tasks() if name == benchmarks.MMLU else [found]
     requests = []
@@ -119,7 +119,7 @@ def of_harness(name: str, folder: Path, shots: int) -> list[tuple[str, str]]:
 
 
 def of_file(file: Path) -> list[tuple[str, str]]:
-    """The same of a task's file."""
+    """Return the same of a task's file."""
     requests = []
     for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
         if "text" in row:

@@ -317,7 +317,7 @@ def test_a_term_that_is_counted_again_when_recomputed_is_seen():
 
 
 def alone() -> SimpleNamespace:
-    """A mesh of one rank that counts its collectives."""
+    """Return a mesh of one rank that counts its collectives."""
     mesh = SimpleNamespace(device=torch.device("cpu"), calls=[])
 
     def gather(names: list[str]) -> list:
@@ -333,7 +333,7 @@ def alone() -> SimpleNamespace:
 
 
 def reporting(tokens: int = 4, **values: float) -> AuxiliaryTerms:
-    """The terms of a step."""
+    """Return the terms of a step."""
     step = AuxiliaryTerms(torch.ones(()), torch.tensor(tokens))
     for name, value in values.items():
         step.report(name, torch.tensor(value))

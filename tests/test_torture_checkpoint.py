@@ -154,8 +154,8 @@ def save_for_ever(place: Path, folder: Path, offset: int, options: dict) -> None
 
 
 def begun(place: Path) -> set[int]:
-    """The saves that either rank has begun, as `save` has returned. One is in flight at a time, so
-    all but the last are published."""
+    """Return the saves that either rank has begun, as `save` has returned. One is in flight at a
+    time, so all but the last are published."""
     return {
         int(line)
         for rank in range(2)
@@ -291,7 +291,7 @@ def die_at(place: Path, folder: Path, point: str, victim: int) -> None:
 
 @pytest.fixture(scope="module")
 def two_saved(tmp_path_factory) -> Path:
-    """The folder of a run of two ranks with checkpoints of steps 1 and 2. Copy it."""
+    """Return the folder of a run of two ranks with checkpoints of steps 1 and 2. Copy it."""
     folder = tmp_path_factory.mktemp("two") / "checkpoints"
     run_ranks(2, save_all, folder, [1, 2])
     return folder
@@ -382,7 +382,8 @@ sys.exit(code)
 
 
 def trained(folder: Path) -> list[list[int]]:
-    """The samples of each step that both ranks have trained since the last start, in order."""
+    """Return the samples of each step that both ranks have trained since the last start, in
+    order."""
     paths = [folder / f"samples-{rank}.jsonl" for rank in range(2)]
     shares = [
         [json.loads(line) for line in path.read_text().splitlines()]
@@ -691,8 +692,8 @@ def slow_files(seconds: float):
 
 
 def trains_while_it_saves(folder: Path, seconds: float) -> tuple[list[float], list[float], float]:
-    """Seconds of each step without a save and during one, and those that the next save waited for
-    it."""
+    """Return the seconds of each step without a save and during one, and those that the next save
+    waited for it."""
     job = build()
     checkpoints = open_manager(job, folder)
     tokens = torch.arange(17).repeat(2, 2, 1)  # [A, b, T + 1]
@@ -1034,7 +1035,7 @@ def contend(folder: Path, delay: float, hold: float = 20.0) -> str:
 
 
 def two_runs(folder: Path, rng: random.Random) -> list[str]:
-    """Two runs that start 0 to 50 ms apart."""
+    """Do two runs that start 0 to 50 ms apart."""
     (folder / "refused").unlink(missing_ok=True)
     pids, ends = [], []
     for delay in (0.0, rng.uniform(0, 0.05)):

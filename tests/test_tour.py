@@ -30,7 +30,7 @@ def routed() -> list[Seen]:
 
 @pytest.fixture(scope="module")
 def drawn(dense, routed, tmp_path_factory) -> Path:
-    """The folder into which the command has drawn."""
+    """Return the folder into which the command has drawn."""
     folder = tmp_path_factory.mktemp("pictures")
     runs = {4: dense, 2: routed}
     with pytest.MonkeyPatch.context() as patch:

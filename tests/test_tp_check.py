@@ -170,7 +170,7 @@ MISTAKES: dict[str, tuple[str, str, dict[str, str | None], list[str]]] = {
 
 
 def plan_with(family: Any, args: Any, changes: dict[str, str | None]) -> dict[str, str]:
-    """The family's plan with these rows before it, or without them."""
+    """Return the family's plan with these rows before it, or without them."""
     plan = family.tp_plan(args)
     new = {pattern: style for pattern, style in changes.items() if style is not MISSING}
     kept = {pattern: style for pattern, style in plan.items() if pattern not in changes}
@@ -196,7 +196,7 @@ def args_of(family: str, flavor: str) -> Any:
 
 
 def shipped_plans() -> dict[str, str]:
-    """The family and its flavor -> what is said of the plan."""
+    """Return the family and its flavor -> what is said of the plan."""
     said = {}
     for name, family in MODELS.items():
         for flavor in family.numbers.flavors:

@@ -36,7 +36,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 
 @pytest.fixture
 def options(uninterrupted, tmp_path: Path) -> list[str]:
-    """The same corpus, and a copy of the cache."""
+    """Return the same corpus, and a copy of the cache."""
     folder, made = uninterrupted
     shutil.copytree(folder.parent / "cache", tmp_path / "cache")
     kept = [option for option in made if not option.startswith("--data.cache=")]
@@ -109,8 +109,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(oracle, options, tmp_pa
 def poisoned(
     from_step: int, to_step: int, options: list[str], folder: Path
 ) -> tuple[str, list[bool]]:
-    """A run in which one rank's loss is not a number in some steps; (the error it ends with, finite
-    weights by step)."""
+    """Do a run in which one rank's loss is not a number in some steps; return (the error it ends
+    with, finite weights by step)."""
     real_loss, real_step, finite = train.linear_cross_entropy, train.train_step, []
 
     def loss(*args, **options):
@@ -151,7 +151,7 @@ def test_a_run_that_stays_without_finite_gradients_ends(options, tmp_path):
 
 
 def validated(options: list[str], folder: Path) -> tuple[int, bool]:
-    """A run with validation; whether every parameter is a shard afterwards."""
+    """Do a run with validation; return whether every parameter is a shard afterwards."""
     jobs, real = [], train.build
 
     def build(cfg):
@@ -207,7 +207,7 @@ def test_sample_and_generated_text_are_the_same_on_every_mesh(options, tmp_path)
 
 
 def generated(*arguments: str) -> tuple[int, str, str]:
-    """The exit code of tools.generate, its text, and what it says."""
+    """Return the exit code of tools.generate, its text, and what it says."""
     text, said = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(text), contextlib.redirect_stderr(said):
         code = generate.main(list(arguments))
@@ -302,7 +302,7 @@ def test_a_run_folder_that_cannot_be_written_is_a_sentence(options, tmp_path):
 
 
 def with_room_for(size: int, options: list[str], folder: Path) -> tuple[int, str]:
-    """A run whose files cannot grow beyond `size` bytes, as on a full disk."""
+    """Do a run whose files cannot grow beyond `size` bytes, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     return run(options, folder)
 

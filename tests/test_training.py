@@ -466,7 +466,8 @@ def error_of_norm(norm: torch.Tensor, grads: list[torch.Tensor]) -> float:
 
 
 def clip(grads: list[torch.Tensor], max_norm: float = 0.0) -> torch.Tensor:
-    """The norm that `clip_grad_norm` reports of these gradients, which it scales in place."""
+    """Return the norm that `clip_grad_norm` reports of these gradients, which it scales in
+    place."""
     params = [nn.Parameter(torch.empty_like(g)) for g in grads]
     for param, grad in zip(params, grads):
         param.grad = grad

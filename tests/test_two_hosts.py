@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.waits]
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A tiny run of 2 x 2 over a small corpus, prepared once."""
+    """Return a tiny run of 2 x 2 over a small corpus, prepared once."""
     return [
         *tiny_run(tmp_path_factory.mktemp("data")),
         "--parallelism.tensor_parallel=2",
@@ -67,7 +67,7 @@ def words(said: Path) -> str:
 
 
 def ended(running: list, seconds: float, said: Path) -> list[int]:
-    """The exit codes."""
+    """Return the exit codes."""
     until(
         lambda: all(p.poll() is not None for p in running),
         seconds,
@@ -77,7 +77,7 @@ def ended(running: list, seconds: float, said: Path) -> list[int]:
 
 
 def resumed(folder: Path) -> int:
-    """The step after which the newest start that has resumed went on."""
+    """Return the step after which the newest start that has resumed went on."""
     text = (folder / "logs" / "rank-00000.log").read_text()
     return int(re.findall(r"resumed after step (\d+)", text)[-1])
 

@@ -355,7 +355,7 @@ def test_a_template_that_does_harm_is_a_sentence(source, short_of_time):
 
 @pytest.fixture
 def short_of_time(monkeypatch):
-    """A new renderer with less time."""
+    """Yield a new renderer with less time."""
     rendering._renderer.cache_clear()
     monkeypatch.setattr(rendering, "SECONDS", 1.0)
     yield
