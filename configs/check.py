@@ -314,7 +314,7 @@ RULES = {
         "{parallelism.tensor_parallel} does not divide {training.seq_len}: each rank keeps an "
         "equal part of the sequence",
     ),
-    # rows are dealt as torch.chunk does: ceil(vocab / tp) to each rank until none are left
+    # rows are split as by torch.chunk: ceil(vocab / tp) to each rank until none are left
     "tp_vocabulary": (
         lambda c: (
             (c.parallelism.tensor_parallel - 1)

@@ -60,7 +60,7 @@ class AttentionCore(nn.Module):
     """The part of attention that has no parameters, where tokens see each other: causal attention by
     a spec, which every module that is put in its place honours (parallelisms/cores.py)."""
 
-    # A class that overrides `forward` says it anew (parallelisms/cores.py).
+    # A class that overrides `forward` sets it too (parallelisms/cores.py).
     supports_spec: ClassVar[bool] = True
 
     def __init__(self, spec: AttentionSpec = PLAIN):

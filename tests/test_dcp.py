@@ -746,7 +746,7 @@ def test_what_is_no_metadata_is_refused(opcodes, tmp_path):
 def test_an_archive_runs_nothing_either(saved, tmp_path):
     folder = Path(shutil.copytree(saved / "ours", tmp_path / "dcp"))
     marker = tmp_path / "marker"
-    lies_elsewhere(folder, "plumbline", Attack(marker))
+    move_value(folder, "plumbline", Attack(marker))
     said = refused(folder, tmp_path)
     assert "plumbline is damaged: Weights only load failed" in said and not marker.exists()
     torch.load(folder / "plumbline.distcp", weights_only=False)
@@ -771,7 +771,7 @@ def place_of(name: str, file: str, length: int = 1 << 20) -> Callable[[Any], Non
     return how
 
 
-def lies_elsewhere(folder: Path, name: str, value: Any) -> None:
+def move_value(folder: Path, name: str, value: Any) -> None:
     """Move a value into a separate file."""
     path = folder / f"{name}.distcp"
     torch.save(value, path)
@@ -852,7 +852,7 @@ def test_a_folder_that_does_not_fit_is_refused(how, words, saved, tmp_path):
 def test_a_gap_between_chunks_is_seen(saved, tmp_path):
     """Two chunks with the elements of the whole, both at its beginning."""
     folder = Path(shutil.copytree(saved / "ours", tmp_path / "dcp"))
-    lies_elsewhere(folder, "model.norm.weight", torch.ones(21))
+    move_value(folder, "model.norm.weight", torch.ones(21))
     change(folder, twice)
     assert "model.norm.weight has values that are not finite" in refused(folder, tmp_path)
 
@@ -924,7 +924,7 @@ def routers_bias(folder: Path, value: float) -> None:
     """Fill the biases of a folder with TorchTitan's names."""
     for key, stored in dcp_folder.Folder(folder).tensors.items():
         if key.endswith(".expert_bias_E"):
-            lies_elsewhere(folder, key, torch.full(stored.shape, value))
+            move_value(folder, key, torch.full(stored.shape, value))
 
 
 def test_what_has_no_parameter_here_must_say_nothing(tmp_path):
@@ -943,7 +943,7 @@ def test_what_has_no_parameter_here_must_say_nothing(tmp_path):
     write_checkpoint(tied, tmp_path / "tied")
     folder = tmp_path / "tied-dcp"
     assert converted("to-dcp", tmp_path / "tied", folder, "--names", "torchtitan") == (0, "")
-    lies_elsewhere(folder, "lm_head.weight", torch.zeros(263, 42))
+    move_value(folder, "lm_head.weight", torch.zeros(263, 42))
     config = toml_of(tied, tmp_path)
     said = refused(folder, tmp_path, "--config", config)
     assert "lm_head.weight differs from tok_embeddings.weight, and the model ties them" in said

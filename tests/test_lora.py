@@ -432,14 +432,14 @@ def test_another_base_is_refused_by_name(runs, tmp_path):
     folder = from_step_5(runs, tmp_path)
     other = tmp_path / "other"
     shutil.copytree(runs["base"], other)
-    [(code, said)] = run_ranks(1, run_beside_another_base, runs["options"], folder, other)
+    [(code, said)] = run_ranks(1, run_with_another_base, runs["options"], folder, other)
     assert code == 2
     base = manifest_of(runs["adapters"])["facts"]["base"]
     assert f"were trained on the weights of {base['folder']} (F32, hash {base['hash']})" in said
     assert f"and those of {verify.newest(other)} (F32, hash " in said
 
 
-def run_beside_another_base(options: list[str], folder: Path, other: Path) -> tuple[int, str]:
+def run_with_another_base(options: list[str], folder: Path, other: Path) -> tuple[int, str]:
     """`other` is a copy of the base. One number of it is changed as it is read."""
     real = adapters.hash_of
 

@@ -428,7 +428,7 @@ def test_the_names_that_selective_checkpointing_keeps_exist():
         assert str(getattr(getattr(getattr(torch.ops, namespace), operator), overload)) == name
 
 
-def beside_hugging_face(shape: str) -> dict:
+def compare_with_hugging_face(shape: str) -> dict:
     """Our packed window against transformers' model on each document alone; the greatest
     differences."""
     theirs, ours, pairs = random_pair(*SHAPES[shape])
@@ -464,7 +464,7 @@ def beside_hugging_face(shape: str) -> dict:
 )
 def test_equals_hugging_face_on_each_document(shape):
     pytest.importorskip("transformers")
-    seen = run_ranks(1, beside_hugging_face, shape)[0]
+    seen = run_ranks(1, compare_with_hugging_face, shape)[0]
     assert seen["logits"] <= 2e-6 and seen["grads"] <= 1e-5, seen
 
 

@@ -85,14 +85,14 @@ def test_it_goes_in_and_out_unchanged(smollm2, tmp_path):
     after = load_file(tmp_path / "out" / hf.ONE_FILE)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert_used_alike(source, tmp_path / "out")
+    assert_same_usage(source, tmp_path / "out")
     load = transformers.AutoModelForCausalLM.from_pretrained
     tokens = torch.arange(40)[None]
     logits = [load(f, dtype=torch.float32)(tokens).logits for f in (source, tmp_path / "out")]
     assert torch.equal(*logits)
 
 
-def assert_used_alike(source: Path, out: Path) -> None:
+def assert_same_usage(source: Path, out: Path) -> None:
     import transformers
 
     for name in ("tokenizer.json", *COMPANIONS):
@@ -141,7 +141,7 @@ def test_it_trains_to_equal_losses_on_every_mesh(smollm2, tmp_path):
         ]
         assert run_ranks(ranks, train_here, options, timeout=300) == [0] * ranks
         losses[name] = series(tmp_path / name)
-    assert_used_alike(source, tmp_path / "one" / "hf" / f"step-{STEPS:08}")
+    assert_same_usage(source, tmp_path / "one" / "hf" / f"step-{STEPS:08}")
     assert len(losses["one"]) == STEPS and losses["one"][STEPS] < losses["one"][1]
     for name in MESHES:
         for step, loss in losses["one"].items():

@@ -731,14 +731,14 @@ def test_a_conflict_that_stays_is_said_and_what_is_there_decides(store):
 def test_a_checkpoint_whose_manifest_is_there_is_published(store, tmp_path):
     """A later failure of the lease is no failure of the save, and retention removes the checkpoint
     in its turn."""
-    words = run_ranks(1, there, _saves_beside_a_lease_that_fails, store.port, tmp_path)[0]
+    words = run_ranks(1, there, _saves_while_its_lease_fails, store.port, tmp_path)[0]
     assert all("is published, but the lease does not name it yet" in line for line in words)
     assert len(words) == 3
     assert verify.published(location(URL)) == ["step-00000004", "step-00000003"]
     assert run_ranks(1, there, resume, tmp_path)[0][:2] == (4, [4.0])
 
 
-def _saves_beside_a_lease_that_fails(port: int, folder: Path) -> list[str]:
+def _saves_while_its_lease_fails(port: int, folder: Path) -> list[str]:
     objects.RETRIES = objects.TRIES = 1
     lease.BEAT = 1000
     job = build()

@@ -249,7 +249,7 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
     if places.is_hugging_face(folder):
         config, of_base = adapters.files_of_base(folder)
         config["tie_word_embeddings"] = run.args.tied_embeddings
-        files = beside_template(of_base, files, run.path)
+        files = base_with_template(of_base, files, run.path)
     else:
         config = hf.config_of(run.formats, run.args)
     with progress_bar(run.size, run.path.name) as bar:
@@ -282,7 +282,7 @@ def files_of_run(path: Path | Key, longest: int) -> Mapping[str, dict | Path]:
     return turns.files(places.run_of(path), saved, longest) if saved else {}
 
 
-def beside_template(
+def base_with_template(
     of_base: Mapping[str, dict | Path], of_run: Mapping[str, dict | Path], path: Path | Key
 ) -> Mapping[str, dict | Path]:
     """Return the files of a Hugging Face base plus the chat template of the checkpoint's run. The

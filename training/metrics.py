@@ -195,7 +195,7 @@ def model_summary(
         for name, size in mesh.sizes.items()
         if name not in ("pp", "cp", "ep") or size > 1
     }
-    ep = f"experts dealt to groups of {shown.pop('ep')} ranks, " if "ep" in shown else ""
+    ep = f"experts shared by groups of {shown.pop('ep')} ranks, " if "ep" in shown else ""
     dimensions = " x ".join(f"{name} {size}" for name, size in shown.items())
     return (
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"

@@ -56,7 +56,7 @@ def few(trace: "Trace", firsts: range) -> Iterator[int]:
         yield first
         pieces.append(piece_of(rows[begin:]))
     second, third = pieces
-    if not are_alike(trace, second, third):
+    if not are_equivalent(trace, second, third):
         yield from firsts[3:]
         return
     rows[begin:] = with_copies(trace, second, third, len(firsts) - TRACED)
@@ -68,7 +68,7 @@ def piece_of(rows: list) -> LossPiece:
     return LossPiece(rows, born)
 
 
-def are_alike(trace: "Trace", second: LossPiece, third: LossPiece) -> bool:
+def are_equivalent(trace: "Trace", second: LossPiece, third: LossPiece) -> bool:
     """Return True if both do the same, and the third frees all that the second left and nothing
     older."""
     if second.outline(trace) != third.outline(trace):

@@ -67,7 +67,7 @@ def run(
         return func(*args, **kwargs)
     if func in IN_PLACE:
         return None
-    if func in ELEMENTWISE and not kwargs and are_alike(tensors):
+    if func in ELEMENTWISE and not kwargs and have_equal_layout(tensors):
         first = tensors[0]
         with in_kernel_invocation_manager(mode):
             out = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=META)
@@ -98,7 +98,7 @@ class Shards:
         return self.tensor.narrow(self.dim, begin, min(self.rows, size - begin))
 
 
-def are_alike(tensors: list[torch.Tensor]) -> bool:
+def have_equal_layout(tensors: list[torch.Tensor]) -> bool:
     """Return True if they have one shape and one floating-point dtype, with their numbers in that
     order."""
     first = tensors[0]
