@@ -349,7 +349,7 @@ def test_wrong_calls_are_one_sentence(tmp_path, capsys):
         ("piqa", "--from", "./piqa", "--shots", "3"): "has only 3 rows",
         ("piqa", "--from", "./piqa", "--shots", "-1"): "numbers from 0 on",
         ("copa", "--from", "./damaged"): "cannot be read by datasets",
-        ("piqa", "./no/x.jsonl", "--from", "./piqa"): "cannot be written",
+        ("piqa", "./no/x.jsonl", "--from", "./piqa"): "a file that can be written",
     }.items():
         name, *rest = argv
         given = [name]

@@ -93,7 +93,7 @@ def matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None]
 
 def child(bench: str, *args: str) -> dict:
     """Run `python -m lab.bench BENCH args` and return its last line of JSON. It is a separate process,
-    so that what it measures of memory is its own. Raises RuntimeError with its last words."""
+    so that what it measures of memory is its own. Raises RuntimeError with its last output."""
     command = [sys.executable, "-m", "lab.bench", bench, *args]
     ended = subprocess.run(command, capture_output=True, text=True)
     if ended.returncode:

@@ -1,4 +1,4 @@
-"""Plan a run before it is paid for: arguments.py says how it is asked."""
+"""Plan a run before it is paid for: arguments.py describes the command line."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Make the plans that tools.plan is asked for, and print or write them."""
+"""Make the plans of the command line, and print or write them."""
 
 import argparse
 import sys
