@@ -69,8 +69,8 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
        the experts leave before it. Adapters, if there are any, are then split as their weights
        are.
     2. Context parallelism replaces the attention cores, which then compute the heads that tensor
-    parallelism leaves on a rank. 3. Float8 replaces linear layers, so it comes before what wraps
-    them.
+       parallelism leaves on a rank.
+    3. Float8 replaces linear layers, so it comes before what wraps them.
     4. Activation checkpointing and compile, block by block. A *selective* policy must be inside the
        compiled region, where the partitioner reads it; recomputing whole blocks must be outside,
        because compiled regions that checkpoint DTensor code as a whole fail on torch 2.13.
