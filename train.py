@@ -30,7 +30,7 @@ from configs import check, program
 from configs.load import as_given, dump, help_text, load_config
 from configs.schema import Config, InputError
 from data import turns
-from data.loader import Corpora
+from data.loader import Corpora, PreparedBatches
 from data.open import open_corpora
 from data.tokenizer import Tokenizer
 from data.workers import LoaderError
@@ -299,68 +299,135 @@ def accumulate_gradients(job: Job, microbatches: Microbatches, scale: Tensor) ->
     return total
 
 
+class Session:
+    """The state that the loop keeps around a job: text, checkpoints, metrics, guard and time.
+
+    It begins where the newest checkpoint in cfg.run.folder ends, or with step 0.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        corpora: Corpora,
+        place: Any,
+        this_start: Start,
+        stop: Stop,
+        watchdog: health.Watchdog,
+    ) -> None:
+        """place: where the run's checkpoints are (checkpoint/place.py::claimed)."""
+        cfg = job.cfg
+        self.job = job
+        self.corpora = corpora
+        self.stop = stop
+        self.watchdog = watchdog
+        self.clock = this_start.clock
+        self.checkpoints, progress, self.order = resume(
+            job, FORMATS, corpora, dump(cfg), watchdog, place
+        )
+        self.start: int = progress.get("step", 0)  # steps that are done already
+        self.held_out = corpora.held_out(job.mesh, job.args.vocab_size)
+        self.tasks = open_tasks(cfg, corpora.tokenizer)
+        family, _ = architecture(cfg)
+        self.metrics, self.meter = open_metrics(job, family, self.start, len(corpora.sources))
+        spikes = progress.get("spikes", {})
+        self.guard = Guard(cfg, job.mesh, job.model, job.optimizer, spikes)
+        self.patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
+        this_start.resume(self.start, self.checkpoints.origin)
+        watchdog.position.follow(pp.stages_of(job.model), job.optimizer, self.start)
+
+    def open_batches(self) -> PreparedBatches:
+        """Return this rank's batches of the steps that are left."""
+        job = self.job
+        left = range(self.start, job.cfg.training.last_step)
+        pin_memory = job.mesh.device.type == "cuda"
+        self.batches = self.corpora.batches(
+            self.order, left, job.mesh, job.args.vocab_size, pin_memory
+        )
+        return self.batches
+
+    def flags(self) -> Flags:
+        """Return this rank's control bits for this step."""
+        return Flags(
+            self.stop.asked() or self.metrics.lost,
+            self.checkpoints.writing(),
+            self.batches.problem is not None,
+        )
+
+    def end_first_step(self) -> None:
+        """Give the steps that follow their own time limit, and describe the run in its folder."""
+        cfg = self.job.cfg
+        self.patience = cfg.run.step_timeout_seconds
+        self.job.mesh.set_timeout(self.patience)
+        self.stop.at_once = False  # from now on there is something to save
+        describe(Path(cfg.run.folder), dump(cfg), self.corpora, self.order)
+
+    def save(self, step: int) -> None:
+        """Save the state after `step`. One that is not finite is not published
+        (checkpoint/storage.py::NotFinite)."""
+        self.watchdog.arm(self.watchdog.STORAGE, "save")
+        progress = {
+            "step": step,
+            "samples": self.order.samples(step),
+            "data": self.batches.state(),
+            "spikes": self.guard.state(),
+        }
+        self.checkpoints.save(step, self.job.model, self.job.optimizer, progress)
+
+    def validate(self, step: int) -> bool:
+        """Score the held-out sets. Returns True if a stop was requested meanwhile."""
+        stopped = run_validation(
+            self.job,
+            self.held_out,
+            self.corpora.tokenizer,
+            self.metrics,
+            step,
+            self.stop,
+            self.watchdog,
+        )
+        self.clock.record("validation")
+        return stopped
+
+    def evaluate(self, step: int) -> bool:
+        """Score the tasks. Returns True if a stop was requested meanwhile."""
+        stopped = run_evaluation(self.job, self.tasks, self.metrics, step, self.stop, self.watchdog)
+        self.clock.record("validation")
+        return stopped
+
+
 def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
     """Train from the newest checkpoint in cfg.run.folder, if there is one, to the last step.
     Returns the exit code. place: where its checkpoints are (checkpoint/place.py::claimed)."""
     steps = cfg.training.last_step
     clock = this_start.clock
     corpora, job = open_run(cfg, this_start, watchdog)
-    mesh = job.mesh
-    if this_start.fails_again_and_again(mesh, cfg.run.max_failures_at_step):
+    if this_start.fails_again_and_again(job.mesh, cfg.run.max_failures_at_step):
         return CRASH_LOOP
 
-    checkpoints, progress, order = resume(job, FORMATS, corpora, dump(cfg), watchdog, place)
-    start = step = progress.get("step", 0)
-    held_out = corpora.held_out(mesh, job.args.vocab_size)
-    tasks = open_tasks(cfg, corpora.tokenizer)
-    metrics, meter = open_metrics(job, architecture(cfg)[0], start, len(corpora.sources))
-    guard = Guard(cfg, mesh, job.model, job.optimizer, progress.get("spikes", {}))
-
-    def flags() -> Flags:
-        """Return this rank's control bits for this step."""
-        return Flags(
-            stop.asked() or metrics.lost, checkpoints.writing(), batches.problem is not None
-        )
-
-    def save() -> None:
-        """Save the state after this step. One that is not finite is not published
-        (checkpoint/storage.py::NotFinite)."""
-        watchdog.arm(watchdog.STORAGE, "save")
-        progress = {
-            "step": step,
-            "samples": order.samples(step),
-            "data": batches.state(),
-            "spikes": guard.state(),
-        }
-        checkpoints.save(step, job.model, job.optimizer, progress)
-
-    patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
+    run = Session(job, corpora, place, this_start, stop, watchdog)
+    checkpoints, guard, meter, metrics = run.checkpoints, run.guard, run.meter, run.metrics
+    step = run.start
     stopping = False
-    this_start.resume(start, checkpoints.origin)
-    watchdog.position.follow(pp.stages_of(job.model), job.optimizer, start)
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
     with (
-        profiler(cfg.profiler, Path(cfg.run.folder), mesh.rank) as profile,
+        profiler(cfg.profiler, Path(cfg.run.folder), job.mesh.rank) as profile,
         metrics,
         checkpoints,
-        collectives.checked(job.model, mesh, cfg.debug.check_collectives),
+        collectives.checked(job.model, job.mesh, cfg.debug.check_collectives),
         health.FailureTime(watchdog.position),
     ):
-        pin_memory = mesh.device.type == "cuda"
-        wanted = range(start, steps)
-        batches = corpora.batches(order, wanted, mesh, job.args.vocab_size, pin_memory)
+        batches = run.open_batches()
         while step < steps and not stopping:
             clock.record("other")
-            watchdog.arm(patience + cfg.data.timeout_seconds, "data")
+            watchdog.arm(run.patience + cfg.data.timeout_seconds, "data")
             batch = next(batches)
             data_seconds = clock.record("data")
 
-            watchdog.arm(patience, "forward")
+            watchdog.arm(run.patience, "forward")
             lr = learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule)
             set_learning_rate(job.optimizer, lr)
             replay = every(step + 1, cfg.debug.replay_interval)
             digest = every(step + 1, cfg.metrics.gradient_interval)
-            result = train_step(job, batch, guard.skip_above(), replay, flags, digest)
+            result = train_step(job, batch, guard.skip_above(), replay, run.flags, digest)
             if result.flags.no_data:  # the stream of some rank has ended: no weight has changed
                 batches.end()
                 break
@@ -372,11 +439,8 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             profile.step()
             checkpoints.poll(result.flags.saving)
             stopping = result.flags.stop
-            if step == start + 1:
-                patience = cfg.run.step_timeout_seconds
-                mesh.set_timeout(patience)
-                stop.at_once = False  # from now on there is something to save
-                describe(Path(cfg.run.folder), dump(cfg), corpora, order)
+            if step == run.start + 1:
+                run.end_first_step()
 
             guard.judge(step, result, batch["window"], corpora.audit_hint)
             if every(step, cfg.debug.replica_check_interval):
@@ -385,28 +449,24 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 meter.reported |= guard.late_ranks(step, cfg.metrics.straggler_interval)
             if every(step, cfg.metrics.expert_interval):
                 meter.report_experts(step, job.model, metrics)
-            metrics.record_gradients(step, result.gradient_digests, mesh)
-            if every(step, cfg.metrics.interval) or step in (start + 1, steps) or stopping:
-                line = meter.line(step, order, result.loss, result.grad_norm, lr)
+            metrics.record_gradients(step, result.gradient_digests, job.mesh)
+            if every(step, cfg.metrics.interval) or step in (run.start + 1, steps) or stopping:
+                line = meter.line(step, run.order, result.loss, result.grad_norm, lr)
                 metrics.log(step, line | clock.metrics())
             clock.record("other")
             if every(step, cfg.validation.interval) or step == steps:
-                stopping |= run_validation(
-                    job, held_out, corpora.tokenizer, metrics, step, stop, watchdog
-                )
-                clock.record("validation")
+                stopping |= run.validate(step)
             if every(step, cfg.evaluation.interval) or step == steps:
-                stopping |= run_evaluation(job, tasks, metrics, step, stop, watchdog)
-                clock.record("validation")
+                stopping |= run.evaluate(step)
             if every(step, cfg.checkpoint.interval) or step == steps or stopping:
-                save()
+                run.save(step)
                 clock.record("save")
                 clock.saved()
             if every(step, cfg.run.gc_interval):
                 gc.collect()
         batches.close()
-        if batches.problem and step > start:
-            save()
+        if batches.problem and step > run.start:
+            run.save(step)
         clock.record("other")
     clock.record("save")  # the one in flight
     watchdog.rest()

@@ -539,7 +539,7 @@ def test_the_map_names_every_file_of_the_packages():
 
 # What a newcomer reads to know a training step has to stay short and quiet. The caps are on tokens
 # and branches, not on lines: a cap on lines rewards packing.
-MOST_TOKENS, MOST_DENSE, MOST_BRANCHES = 18_000, 0.005, 20
+MOST_TOKENS, MOST_DENSE, MOST_BRANCHES = 18_200, 0.005, 20
 
 
 def test_the_reading_core_is_short_and_quiet():
