@@ -331,7 +331,7 @@ def moments_swapped() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [nothing, moments_swapped])
 def test_swapped_shards_of_a_moment_are_seen(change: Callable, runs: Runs) -> None:
-    """... and without the mistake there is nothing to see."""
+    """Swap two shards of a moment; without the swap there is nothing to see."""
     steps = range(SAVED + 1, SAVED + 3)
     _, problems = runs.check({"one": runs.saved("one", "float32")}, "ep2", "float32", steps, change)
     if change is nothing:

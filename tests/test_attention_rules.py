@@ -159,7 +159,7 @@ def test_the_table_of_whole_windows_is_that_of_flash_attention():
 
 
 def test_queries_and_keys_of_other_numbers_of_pieces_are_an_error():
-    """Otherwise the queries of the last pieces would have no output."""
+    """Without the check the queries of the last pieces would have no output."""
     q, k, v, sinks = inputs(torch.float32, SPECS["all"])
     tokens = [x.flatten(0, 1) for x in (q, k, v)]
     two, one = torch.tensor([0, T, 2 * T]), torch.tensor([0, T])
@@ -171,7 +171,7 @@ def test_queries_and_keys_of_other_numbers_of_pieces_are_an_error():
 
 
 def test_scores_exist_for_one_block_at_a_time():
-    """And only for the keys that the block's window reaches."""
+    """Scores exist only for the keys that the block's window reaches."""
     pieces = [(slice(0, 1000), slice(0, 1000))]
     blocks = list(ruled_attention._blocks(pieces, 10, torch.device("cpu")))
     assert {len(hidden) for *_, hidden in blocks} == {128, 1000 % 128}

@@ -32,7 +32,8 @@ def parent(tmp_path_factory) -> tuple[list[str], Path]:
 
 
 def test_a_branch_is_bitwise_the_parents_next_steps(parent, tmp_path):
-    """Also checks that its origin is recorded, in starts/ and in the manifest."""
+    """Compare a branch with its parent, and check that its origin is recorded, in starts/ and in
+    the manifest."""
     options, folder = parent
     branch = [*options, f"--checkpoint.branch_from={folder}@5"]
     assert run_ranks(2, run, branch, tmp_path) == [(0, "")] * 2

@@ -164,7 +164,7 @@ def test_a_folder_of_a_different_model_is_refused_before_a_rank_starts(name, pla
 
 @pytest.mark.parametrize("model_type", ["llama", None])
 def test_the_folder_of_the_same_model_is_taken(model_type, place, tmp_path):
-    """Also one that does not say its type, as transformers' first files did not."""
+    """A folder that does not say its type, as transformers' first files did not, is also taken."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": model_type}))
     assert not problems(place, f"checkpoint.load_hf={tmp_path}")
 
@@ -334,7 +334,7 @@ def test_whoever_names_other_files_is_told_about_these_alone(
 
 
 def test_run_train_says_it_all_at_once_and_starts_nothing(tmp_path):
-    """And without torch, whose import would take seconds."""
+    """The check does not import torch, which would take seconds."""
     options = [
         "--data.source=nowhere.txt",
         "--data.tokenizer=none.json",

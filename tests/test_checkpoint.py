@@ -355,8 +355,8 @@ def _calls_of_a_save(folder: Path, tensors: int, one_by_one: bool) -> int:
 
 @pytest.mark.parametrize("one_by_one", [False, True], ids=["", "control"])
 def test_python_runs_for_no_single_tensor_while_a_copy_is_written(one_by_one, tmp_path):
-    """Otherwise training waits for the GIL that often (lab/bench/results/save_overhead.txt). The
-    control writes tensor by tensor."""
+    """Each Python call would make training wait for the GIL (lab/bench/results/save_overhead.txt).
+    The control writes tensor by tensor."""
     few, many = (
         run_ranks(1, _calls_of_a_save, tmp_path / f"{n}", n, one_by_one)[0] for n in (10, 210)
     )

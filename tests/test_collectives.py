@@ -154,7 +154,8 @@ def left_out_run(options: list[str], folder: Path) -> tuple[int, str]:
 
 @pytest.mark.slow
 def test_negative_control_without_the_check_a_skipped_collective_is_unexplained(options, tmp_path):
-    """... nor where: another collective fails, or the process is aborted in C++."""
+    """Without the check nothing says where: another collective fails, or the process is aborted in
+    C++."""
     codes = ends(2, tmp_path / "ranks", left_out_run, [*options, *TWO, step_timeout(3)], tmp_path)
     assert codes != [0, 0] and "Drift" not in (tmp_path / "logs" / "rank-00000.log").read_text(), (
         codes

@@ -1832,7 +1832,7 @@ def test_no_mistakes_that_only_follow_from_others(folder, text):
 
 
 def test_a_file_after_an_unknown_option():
-    """It is not taken for the option's value."""
+    """A file is not taken for the option's value."""
     problems = problems_of(["--training.stps", "missing.toml", "--training.max_stps", "5"])
     for words in (
         "training.stps: no such option",
@@ -1934,7 +1934,7 @@ def test_override(argv, name, value, folder):
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_preset(preset):
-    """It names its schema, states its world size, and passes every check there."""
+    """A preset names its schema, states its world size, and passes every check there."""
     text = preset.read_text(encoding="utf-8")
     assert text.startswith("#:schema schema.json\n") and (preset.parent / "schema.json").exists()
     [(world, hosts, local_world)] = re.findall(

@@ -430,7 +430,7 @@ def a_kernel(name: str, number: int, begin: float, length: float) -> list[dict]:
 
 
 def test_kernels_are_added_up_by_the_phase_that_launched_them_and_by_kind():
-    """They run long after their launch: the time at which they run says nothing of the phase."""
+    """Kernels run long after their launch: the time at which they run says nothing of the phase."""
     events = [
         an_event("user_annotation", "forward", 0, 9),
         an_event("user_annotation", "loss", 4, 4),

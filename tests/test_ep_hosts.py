@@ -262,7 +262,7 @@ def test_results_and_gradients_are_those_of_one_process(routed, name):
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_chunks_have_the_results_and_gradients_of_one_process(routed, name):
-    """Also on ranks with fewer tokens than chunks, and with none."""
+    """Chunks are also right on ranks with fewer tokens than chunks, and with none."""
     for rank, (_, _, in_chunks) in enumerate(routed):
         assert max(in_chunks[name].values()) < 1e-12, (rank, in_chunks[name])
 

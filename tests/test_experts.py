@@ -63,8 +63,8 @@ def settings(**chosen: str) -> dict[str, str]:
 
 
 def test_an_oracle_has_no_choice_of_experts_that_rounding_may_change(monkeypatch):
-    """It takes the first seed without a near tie, and what is compared with it the same one. With
-    the gaps of every seed near 0 it gives up."""
+    """The oracle takes the first seed without a near tie, and what is compared with it the same
+    one. With the gaps of every seed near 0 it gives up."""
     gaps = {0: 3e-8, 1: 9e-7, 2: 2e-6}
     tried = []
 
@@ -178,7 +178,7 @@ def test_schedules_equal_the_plain_model(mesh, schedule, layers, experts):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["cp2", "experts on tp2"])
 def test_without_a_balance_loss_no_counts_are_summed_for_it(mesh):
-    """They used to be summed in every forward without a reader: each sum kept memory for good."""
+    """Counts used to be summed in every forward without a reader: each sum kept memory for good."""
     more = ["--model.balance_loss=0"]
     check(
         mesh,
@@ -224,7 +224,7 @@ def products_of_experts(modes: list[str]) -> list[int]:
 
 
 def test_selective_checkpointing_keeps_the_products_of_experts():
-    """They are three for each of two MoE layers, like the products of every other layer; `full`
+    """There are three products for each of two MoE layers, like those of every other layer; `full`
     computes them once more."""
     assert run_ranks(1, products_of_experts, ["none", "selective", "full"])[0] == [6, 6, 12]
 
@@ -311,9 +311,9 @@ def test_offload_leaves_what_fsdp_does_not_move_where_it_is_read():
 
 @pytest.mark.slow
 def test_bfloat16_is_near_float32():
-    """Like tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters. Some
-    tokens choose other experts, so the bound for gradients is wider. A gradient that is twice as
-    large would still be seen."""
+    """Compare as tests/test_parallel.py::test_bfloat16_is_near_float32_and_keeps_float32_masters
+    does. Some tokens choose other experts, so the bound for gradients is wider. A gradient that is
+    twice as large would still be seen."""
     oracle = plain(*EXPERTS["deepseek_v3"], optimizer="sgd")
     options = [*EXPERTS["deepseek_v3"], *SGD, seed_of(oracle)]
     seen = run_ranks(2, trajectory, [*options, EP2, "--training.param_dtype=bfloat16"], 2)[0]
@@ -525,7 +525,7 @@ def test_the_kernel_of_gpus_needs_bfloat16_and_widths_of_16_bytes(
 
 
 def test_counts_of_other_groups_than_the_weights_are_an_error():
-    """Otherwise the rows of the last group would keep what was in their memory."""
+    """Without the check the rows of the last group would keep what was in their memory."""
     weight, counts = torch.ones(2, 5, 5), torch.tensor([1, 2, 0])
     for product in grouped._grouped_product, grouped.grouped_product_backward_rows:
         product(torch.ones(3, 5), weight, counts[:2])
@@ -547,8 +547,8 @@ FLOAT8 = [  # sides that are multiples of 16
 
 @pytest.mark.slow
 def test_float8_on_two_ranks_that_share_experts_is_near_one_rank():
-    """Like tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank. Some tokens choose
-    other experts."""
+    """Compare as tests/test_parallel.py::test_float8_on_two_ranks_is_near_one_rank does. Some
+    tokens choose other experts."""
     alone = run_ranks(1, trajectory, FLOAT8, 1)[0]
     shared = run_ranks(2, trajectory, [*FLOAT8, EP2], 2)[0]
     assert np.max(np.abs(np.array(shared["loss"]) / np.array(alone["loss"]) - 1)) < 2**-8

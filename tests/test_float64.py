@@ -53,7 +53,7 @@ def larger_epsilon(options: list[str]) -> dict:
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("mistake", [miscounted, larger_epsilon])
 def test_a_mistake_below_float32s_rounding_is_seen(mistake) -> None:
-    """... in float64, and not in float32, whose own limit it passes."""
+    """The mistake is seen in float64, and not in float32, whose own limit it passes."""
     ranks, of_mesh, _ = MESHES["tp2"]
     verdicts = {}
     for limit, dtype in (EXACT, [FLOAT64]), (EQUAL, []):

@@ -249,7 +249,8 @@ def test_a_compiled_block_rounds_each_matrix_once():
 
 
 def test_its_benchmark_compares_equal_models():
-    """They begin with the same weights and tokens, so their first losses differ by rounding."""
+    """Both models begin with the same weights and tokens, so their first losses differ by
+    rounding."""
     report = run_ranks(1, bench.steps, "tensorwise", 1)[0]
     first = {name: numbers["losses"][0] for name, numbers in report["numbers"].items()}
     assert {"bfloat16", "tensorwise, ours"} <= first.keys()

@@ -119,7 +119,7 @@ def exposed(float8: float) -> float:
 
 
 def test_a_plan_waits_for_sums_of_float8_gemms():
-    """Which parallelisms/async_tp.py does not make one GEMM."""
+    """parallelisms/async_tp.py does not make one GEMM of a sum of float8 GEMMs."""
     assert apart(exposed, 1.0) == 0 < apart(exposed, 1.6)
 
 

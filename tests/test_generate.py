@@ -113,7 +113,7 @@ def test_a_checkpoint_of_another_code_is_a_sentence(facts, words, tmp_path, monk
 
 
 def test_a_kernel_gets_values_as_wide_as_keys(monkeypatch):
-    """Those of latent attention are narrower, and some kernels of GPUs refuse them."""
+    """Values of latent attention are narrower than keys, and some kernels of GPUs refuse them."""
     widths, real = set(), torch.nn.functional.scaled_dot_product_attention
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_the_kernel_of_training_does_not_end_a_run_at_its_sample(kernel, family)
 
 @pytest.mark.parametrize("shape", [*MODELS, "qwen3 experts", "deepseek_v3 lite", "olmo3 long"])
 def test_every_family_can_be_sampled_with_the_cache(shape):
-    """Also with experts, and beyond the context."""
+    """Families with experts can be sampled too, and beyond the context."""
     family, args = SHAPES["llama2" if shape == "llama" else shape]
     model = restless(args, family)
     for context in 64, 18:
@@ -207,7 +207,7 @@ def test_logits_are_those_of_the_whole_window(shape):
 
 
 def test_prompts_side_by_side_get_what_each_gets_alone():
-    """They end at different steps: a token that one of them draws is the end."""
+    """The prompts end at different steps: a token that one of them draws is the end."""
     model = restless()
     free = [sample(model, prompt, 12, 64, CPU, temperature=1.5) for prompt in PROMPTS]
     stop = free[0][len(PROMPTS[0]) + 5]
@@ -406,7 +406,7 @@ def test_a_continuation_keeps_the_space_before_it(name, tmp_path, monkeypatch):
     ],
 )
 def test_a_folder_that_is_not_there_is_said_before_torch_is_imported(program):
-    """Which takes seconds."""
+    """The import of torch takes seconds."""
     asks = (
         "import importlib.util, runpy, sys; sys.argv[1:] = ['runs/nope']\n"
         f"try: runpy.run_module('{program}', run_name='__main__', alter_sys=True)\n"

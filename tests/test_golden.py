@@ -120,7 +120,7 @@ def test_a_checkpoint_of_an_earlier_version_loads(golden, ranks, mesh, tmp_path)
 
 
 def test_the_generators_of_all_ranks_are_rows_of_one_tensor():
-    """Also read from format 1, which kept each one as a separate tensor."""
+    """Generators are also read from format 1, which kept each one as a separate tensor."""
     for path in GOLDEN.glob("*/step-*"):
         shape = verify.read_manifest(path)["tensors"]["rng.cpu"]["shape"]
         assert shape[0] == RANKS, path

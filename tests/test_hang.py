@@ -177,7 +177,7 @@ def test_the_culprit_is_named(way: str, verdicts: dict[str, hang.Verdict]) -> No
 @pytest.mark.exhaustive
 @pytest.mark.cap(400)
 def test_the_culprit_is_named_among_eight(tmp_path: Path) -> None:
-    """... with tensor parallelism inside FSDP."""
+    """The eight ranks have tensor parallelism inside FSDP."""
     tp = "--parallelism.tensor_parallel=2"
     found = {}
 
@@ -329,7 +329,7 @@ MESHES_OF_COST = {
     ],
 )
 def test_positions_add_no_operator_and_no_graph(mesh: str, tmp_path: Path) -> None:
-    """... although each block is written in forward and in backward."""
+    """A position is written for each block in forward and in backward, but by no operator."""
     ranks, options = MESHES_OF_COST[mesh]
     given = [*small(), *options]
     for without, with_positions, (before, after), moves in run_ranks(
@@ -368,7 +368,7 @@ sys.exit(train.main())
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["backward", "left out", "stopped"])
 def test_the_launcher_says_where_everyone_was(way: str, tmp_path: Path) -> None:
-    """... when it ends a run that hangs; and the tool says the same afterwards."""
+    """The launcher says it when it ends a run that hangs; and the tool says the same afterwards."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     folder = tmp_path / "run"
     given = [f"--run.folder={folder}", *tiny_run(tmp_path), step_timeout(4)]
@@ -397,7 +397,7 @@ SAID = {
 def test_a_folder_without_positions_is_a_mistake(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Also one whose only file is half written."""
+    """A folder whose only file is half written is one too."""
     (tmp_path / "logs").mkdir()
     assert hang.main([str(tmp_path)]) == 2
     said = capsys.readouterr()

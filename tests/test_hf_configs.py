@@ -80,7 +80,7 @@ def without(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_an_untied_head_is_kept_even_if_the_flag_says_tied(shape, tmp_path, caplog):
-    """Like transformers 5; in one file and in several."""
+    """The head is kept as in transformers 5; in one file and in several."""
     for limit in "5GB", "20KB":
         folder = write(tmp_path / limit, *FAMILIES[shape], limit)
         set_fields(folder, tie_word_embeddings=True)

@@ -121,7 +121,7 @@ def test_ctrl_c_while_any_tool_is_imported():
 @pytest.mark.waits
 @pytest.mark.cap(240)
 def test_ctrl_c_while_processes_work_for_it(command):
-    """They are killed, and say nothing."""
+    """The processes are killed, and print nothing."""
     started = Started(sys.executable, "-m", *command)
     started.wait_until(lambda pid: len(children(pid)) > 1, 120)
     time.sleep(0.5)
@@ -288,7 +288,8 @@ def test_a_signal_before_the_configuration_is_checked(number):
 
 @pytest.mark.waits
 def test_at_a_terminal_a_tool_is_not_silent_for_more_than_five_seconds(tmp_path):
-    """It says where it is. One that writes by itself is left alone, as is one that no person sees."""
+    """A tool says where it is. One that prints by itself is left alone, as is one without a
+    terminal."""
     main = """
     for _ in range(3):
         print("mine")

@@ -433,7 +433,7 @@ def test_what_changes_on_resume_is_named_and_refused() -> None:
 
 
 def test_batches_that_are_skipped_are_counted_once_and_seen_by_no_step() -> None:
-    """Also where the weights change later: what was skipped before is not skipped again."""
+    """Batches that were skipped are not skipped again where the weights change later."""
     whole = mixture(weights=[[[0, 1.0], [70, 2.0]]], names="b")
     order = splice.begin(whole | {"skip": [[50, 3]]})
     assert [segment.step for segment in order.segments] == [0, 50, 70]

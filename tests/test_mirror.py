@@ -82,7 +82,7 @@ def copies(store: Server) -> dict[str, bytes]:
 
 
 def test_the_copy_has_what_the_folder_has_but_checkpoints(store, tmp_path, capsys):
-    """And the exit code is that of the command."""
+    """The exit code is that of the command."""
     folder = tmp_path / "run"
     assert mirror.main([URL, str(folder), *command(folder, 0.1, 75)]) == 75
     log = folder / "logs" / "rank-00000.log"
@@ -164,8 +164,8 @@ def test_a_new_machine_goes_on_with_what_the_store_has(store, tmp_path):
 
 
 def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, monkeypatch, capsys):
-    """It starts before the first is asked to stop, as where a machine is taken away. If it fetched
-    at once, it would put an older log over the first one's."""
+    """The replacement starts before the first is told to stop, as where a machine is taken away. If
+    it fetched at once, it would put an older log over the first one's."""
     first, second = tmp_path / "first", tmp_path / "second"
     running = started(first)
     until(lambda: AT + "logs/rank-00000.log" in store.keys())
@@ -358,8 +358,8 @@ def test_files_of_another_machine_are_fetched_independent_of_clocks(ahead, store
 
 
 def test_a_fetch_that_ends_half_way_leaves_no_half_file(store, tmp_path, monkeypatch):
-    """And a large file is fetched in pieces. The half would else be the newer one: it was written
-    later. Negative control: without the failure it is there, whole."""
+    """A large file is fetched in pieces. A half file would be the newer one: it was written later.
+    Negative control: without the failure it is there, whole."""
     content = bytes(range(256)) * 16
     store.put(f"{AT}metrics.jsonl", content)
     monkeypatch.setattr(objects, "CHUNK", 1000)
@@ -374,7 +374,7 @@ def test_a_fetch_that_ends_half_way_leaves_no_half_file(store, tmp_path, monkeyp
 
 
 def test_a_model_that_was_exported_is_sent_and_not_fetched(store, tmp_path):
-    """It may be larger than the disk of a node."""
+    """An exported model may be larger than the disk of a node."""
     for name in "hf/step-00000010/model.safetensors", "logs/hf":
         path = tmp_path / "first" / name
         path.parent.mkdir(parents=True)

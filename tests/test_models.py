@@ -57,7 +57,7 @@ def test_a_family_has_the_name_and_the_numbers_of_its_files(name):
     "wrong", [{"heads": "n_head"}, {"kv_heads": "kv"}, {"hidden_units": "w"}, {"query_width": "e"}]
 )
 def test_a_number_that_a_family_does_not_have_is_refused(wrong):
-    """Otherwise the rules about it would be left out without a word."""
+    """Without the check the rules about such a number would be skipped in silence."""
     [name] = wrong.values()
     with pytest.raises(ValueError, match=f"name '{name}', which is none of its dim, n_layers"):
         replace(NUMBERS["llama"], **wrong)

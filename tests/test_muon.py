@@ -117,7 +117,7 @@ def everything(model: Matrices, optimizer: torch.optim.Optimizer) -> list[Tensor
     "name, flavor", [("llama", "debug"), ("qwen3", "debug_moe"), ("deepseek_v3", "debug")]
 )
 def test_muon_gets_the_hidden_matrices(name, flavor):
-    """And AdamW the rest: embedding, output projection, norms, routers."""
+    """AdamW gets the rest: embedding, output projection, norms, routers."""
     family = MODELS[name]
     sizes = {"n_layers": 2, "vocab_size": 11} | ({"q_rank": 8} if name == "deepseek_v3" else {})
     with torch.device("meta"):

@@ -206,8 +206,8 @@ OLMO3 = replace(OLMO2, window=7, rope_scaling=YARN)
 
 @pytest.mark.parametrize("args", [OLMO2, OLMO3, replace(OLMO2, rope_scaling=YARN)])
 def test_both_ways_of_writing_rotary_numbers_are_read(args):
-    """That of transformers 5, and that of everything older. The length of queries and keys follows
-    from the factor."""
+    """Read the form of transformers 5, and that of everything older. The length of queries and keys
+    follows from the factor."""
     config = formats.hf_config(args)
     new = {key: value for key, value in config.items() if key not in ("rope_scaling", "rope_theta")}
     old = {key: value for key, value in config.items() if key != "rope_parameters"}

@@ -423,7 +423,8 @@ def test_tekken_numbers_special_tokens_first(tmp_path):
 
 
 def test_a_large_file_is_proved_once(document, tmp_path, monkeypatch):
-    """And again when something that decides is another, or when what is kept is damaged."""
+    """A file is proved again when anything that the proof depends on changes, or when the kept
+    proof is damaged."""
     monkeypatch.setattr("data.kept_proofs.LEAST", 0)
     prove, proofs = hf_tokenizer.prove, []
     monkeypatch.setattr(hf_tokenizer, "prove", lambda *given: proofs.append(1) or prove(*given))

@@ -222,8 +222,8 @@ TWO_STAGES_A_RANK = [
 
 @pytest.mark.parametrize("reshards", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_pipeline_gathers_the_weights_of_all_stages_before_its_first_forward(reshards):
-    """And never again in the step. Negative control: weights that are freed after each forward are
-    gathered as they are needed."""
+    """The weights are not gathered again in the step. Negative control: weights that are freed
+    after each forward are gathered as they are needed."""
     more = ["--parallelism.reshard_after_forward=true"] if reshards else []
     for seen in run_ranks(4, order_of_a_step, [*TWO_STAGES_A_RANK, *more]):
         before = seen.index("forward")
@@ -283,9 +283,9 @@ def test_compiled_mesh_equals_the_plain_model(mesh, checkpointing):
 )
 @pytest.mark.parametrize("mesh", ["cp2xtp2", "tp2", "fsdp2xtp2"])
 def test_asynchronous_tensor_parallelism_equals_the_plain_model(mesh):
-    """And it does something: inductor rewrites nothing, in silence, where it does not find its
-    patterns. Per block a step has two all-gathers before matmuls and two reduce-scatters after them
-    in forward, and as many in backward."""
+    """Check that collectives were fused: inductor rewrites nothing, in silence, where it does not
+    find its patterns. Per block a step has two all-gathers before matmuls and two reduce-scatters
+    after them in forward, and as many in backward."""
     ranks, options, dp_size = (MESHES | CONTEXT_MESHES)[mesh]
     results = run_ranks(ranks, overlapped, [*ASYNC, *options], dp_size, timeout=270)
     assert not [p for seen in results for p in compare(mesh, seen.trajectory, plain())]

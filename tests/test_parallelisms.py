@@ -344,7 +344,7 @@ GATHERS_OF_A_STEP = {"true": 3 * 6, "false": 6}
 
 
 def gathers_of_a_step() -> list[tuple[int, bool]]:
-    """And whether the step ends with shards."""
+    """Count the all-gathers of a step; also return whether it ends with shards."""
     dist.destroy_process_group()
     counts = []
     for words in GATHERS_OF_A_STEP:
@@ -527,8 +527,8 @@ def plans_with_a_misspelt_row() -> list[str]:
 
 
 def test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_also_in_a_pipeline():
-    """It would leave a module whole on every rank. A stage has some of the modules, and a tied
-    model has no output."""
+    """Such a row would leave a module whole on every rank. A stage has some of the modules, and a
+    tied model has no output."""
     *right, one, two, one_of_stages, two_of_stages = run_ranks(1, plans_with_a_misspelt_row)[0]
     assert right == ["", ""]
     for said, row in zip((one, two, one_of_stages, two_of_stages), [*MISSPELT, *MISSPELT]):

@@ -222,7 +222,7 @@ def other_shape(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
 
 
 def other_order(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
-    """It takes the first two microbatches the other way round."""
+    """Take the first two microbatches in the other order."""
     model, count, other = job.model, len(batch["tokens"]), {0: 1, 1: 0}
     first, second = model.table(count).of_all_ranks
     second = [

@@ -111,7 +111,8 @@ OUT = "s3://bucket/out/made"
 def test_what_is_converted_into_a_store_is_what_comes_into_a_folder(
     command, store, trained, tmp_path
 ):
-    """And the file that makes it a model comes last. A store that refuses a file leaves no model."""
+    """The file that makes it a model is written last. A store that refuses a file leaves no
+    model."""
     source = tmp_path / "source"
     if command == "from-hf":
         assert convert.main(["to-hf", str(trained), str(source)]) == 0

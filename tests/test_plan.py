@@ -642,7 +642,8 @@ def allocate(size: int) -> int:
 
 
 def test_the_memory_measured_is_that_of_the_plan_alone():
-    """It must not be the peak of this process, which depends on the tests that ran before."""
+    """The measured memory must not be the peak of this process, which depends on the tests that ran
+    before."""
     before = measured(allocate, 1).gib
     large = b"1" * (1 << 29)
     after = measured(allocate, 1).gib

@@ -121,7 +121,7 @@ def test_negative_control_arguments_that_differ_are_seen(monkeypatch, forgotten)
 
 @pytest.mark.parametrize(("ranks", "rows"), ((4, 10), (4, 8), (8, 3), (8, 9), (3, 3)))
 def test_shards_are_those_of_fsdp(ranks, rows):
-    """Also where rows do not divide, or there are fewer than ranks."""
+    """Shards are also right where rows do not divide, or there are fewer than ranks."""
     tensor = torch.arange(2 * rows).view(rows, 2)
     for dim, whole in (0, tensor), (1, tensor.t()):
         shards = quick.Shards(whole, ranks, dim)

@@ -321,7 +321,7 @@ def test_where_nothing_fits_the_nearest_is_named(small, monkeypatch):
 
 @pytest.mark.slow
 def test_where_backward_is_split_full_recomputation_needs_more():
-    """So its not fitting says nothing of the other modes."""
+    """Full recomputation that does not fit says nothing of the other modes."""
     halves = Choice(1, 1, "none", 1, "sharded", 2, "zero_bubble", 2)
     cfg = load_config([*SMALL, "--model.n_layers=8", "--compile.enabled=false"])
     inputs = PlanInputs(2, 1, SLOW)
@@ -376,7 +376,7 @@ def test_larger_spaces_have_the_same_search_result(options):
 
 
 def test_a_stage_is_traced_with_its_own_dense_layers(monkeypatch):
-    """Also where the flavor, and not the file, says how many the model has: here three."""
+    """The flavor, and not the file, may set how many dense layers the model has: here three."""
     cfg = load_config(
         [
             "configs/deepseek_v3_671b.toml",

@@ -620,7 +620,7 @@ def test_gpus_that_are_all_too_slow_have_no_median_but_the_table():
 
 
 def test_a_matmul_too_small_for_a_gpu_is_not_held_against_it():
-    """That of the debug model takes 1 us at the table's rate, and a launch takes longer."""
+    """A matmul of the debug model takes 1 us at the table's rate, and a launch takes longer."""
     probe = host_of(1)
     probe.table = load_device("h200")
     shape = [2048, 256, 704]

@@ -277,7 +277,7 @@ def test_a_task_makes_the_part_that_a_process_makes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("there", ["nothing", "another job"])
 def test_a_machine_that_does_not_see_the_folder_sends_the_part(there: str, tmp_path: Path) -> None:
-    """Also where another preparation has a folder of the same name, which stays as it is."""
+    """Another preparation may have a folder of the same name there, which stays as it is."""
     job = planned(tmp_path)
     assert cluster.make_part(job.folder, job.plan(), 0, {})[1] == {}
     want = content(Path(job.folder)) | content(Path(job.folder, "parts"))

@@ -127,7 +127,7 @@ def backward() -> float:
 
 
 def test_ranks_compute_although_this_process_has():
-    """They are forked by a server. Negative control: this process's own child is refused, as the
+    """Ranks are forked by a server. Negative control: this process's own child is refused, as the
     CUDA build would on a GPU."""
     backward()
     assert run_ranks(2, backward) == [6.0, 6.0]
@@ -143,7 +143,7 @@ UNCONNECTED = "RuntimeError: Gloo connectFullMesh failed with ..."
 
 @pytest.mark.parametrize("where", ["_begin", "of_a_test"])
 def test_ranks_that_gloo_could_not_connect_are_started_once_more(where, monkeypatch):
-    """... unless it was the test itself that could not open a group."""
+    """Ranks are not started again if the test itself could not open a group."""
     real, asked = ranks._result, []
 
     def result(folder: Path, rank: int) -> tuple[bool, object]:

@@ -330,7 +330,7 @@ def readable_lines(packed: bytes, kind: str) -> int:
 
 
 def test_a_stream_leaves_out_a_damaged_end_once(tmp_path: Path) -> None:
-    """It is one failure of data.skip_failed, and no attempt to read it again helps."""
+    """A damaged end is one failure of data.skip_failed, and no attempt to read it again helps."""
     path = write(tmp_path / "a.jsonl.gz", CONTENT)
     path.write_bytes(path.read_bytes()[:-3000])
     cfg = data(path, tmp_path, stream=True, streams=1, skip_failed=1, stream_epochs=1)

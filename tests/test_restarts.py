@@ -88,8 +88,8 @@ def how_it_went(folder: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.cap(400)
 def test_after_a_kill_a_freeze_and_a_hang_the_run_equals_the_uninterrupted_one(options, tmp_path):
-    """... bitwise, and the launcher names the rank each time. Prints (-s) the seconds of stall,
-    detection and restart, and the steps that were redone."""
+    """The run is bitwise equal, and the launcher names the rank each time. Prints (-s) the seconds
+    of stall, detection and restart, and the steps that were redone."""
     faults = f"{AFTER_5} 8 1; 1 SIGKILL 8 1; 1 SIGSTOP 9 2; {AFTER_10} 13 3; 1 hang 13 3"
     more = [*options, step_timeout(5)]
     codes, said = ended(nodes(more, tmp_path / "run", faults, "--max-restarts=3"), 250)
@@ -127,7 +127,8 @@ def test_what_fails_at_one_step_again_and_again_is_not_restarted_for_ever(option
 
 @pytest.mark.slow
 def test_a_signal_to_one_rank_before_the_first_step_is_done_is_75(options, tmp_path):
-    """... although the other ranks fail for want of it; nothing is restarted."""
+    """The other ranks fail without it; the exit code is 75 all the same, and nothing is
+    restarted."""
     codes, said = ended(nodes(options, tmp_path / "run", "1 SIGTERM 1 9", "--max-restarts=2"))
     assert (
         codes == [75]

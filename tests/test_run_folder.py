@@ -126,7 +126,7 @@ def test_every_start_and_its_end_is_on_record(interrupted):
 
 
 def test_steps_are_counted_exactly(interrupted):
-    """... although lines were logged at steps 1, 7 and 14 only."""
+    """Steps are counted exactly although lines were logged at steps 1, 7 and 14 only."""
     folder, _ = interrupted
     result = account(read(folder))
     trained = (folder / "samples-0.jsonl").read_text().count("\n")
@@ -396,7 +396,7 @@ def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
 
 @pytest.mark.parametrize("kind", ["an hour back", "an hour ahead", "frozen", "summer time"])
 def test_a_clock_that_jumps_makes_no_negative_figures(tmp_path, kind):
-    """... and the next start, on the right clock, follows the first all the same."""
+    """The next start, on the right clock, follows the first all the same."""
     options, folder = (
         [*tiny_run(tmp_path), "--metrics.interval=1", "--training.steps=8"],
         tmp_path / "run",

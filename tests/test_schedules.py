@@ -42,7 +42,7 @@ def cases(ranks: int, most_microbatches: int) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_every_table_is_complete_and_never_deadlocks(ranks):
-    """Also with fewer microbatches than stages, and with numbers that the ranks do not divide."""
+    """Try fewer microbatches than stages, and numbers that the ranks do not divide, too."""
     for name, stages, microbatches in cases(ranks, 9):
         rank_of = placement(name, ranks, stages)
         actions = table(name, ranks, stages, microbatches)

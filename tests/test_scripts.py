@@ -205,7 +205,8 @@ def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> 
 
 
 def test_the_store_of_several_nodes_listens_on_the_masters_own_address() -> None:
-    """... where that is known to be reachable; tests/test_two_hosts.py looks at real addresses."""
+    """The address is one that is known to be reachable; tests/test_two_hosts.py looks at real
+    addresses."""
     rows = {
         "127.0.0.1": "127.0.0.1",
         "localhost": "0.0.0.0",
@@ -715,8 +716,8 @@ def test_tests_that_wait_run_in_parallel_with_tests_that_compute(repository: Pat
 
 @pytest.mark.slow
 def test_programs_that_tests_start_can_be_interrupted(repository: Path) -> None:
-    """... also where the suite was started with SIGINT ignored, by nohup or as the background job
-    of a script."""
+    """Programs can also be interrupted where the suite was started with SIGINT ignored, by nohup or
+    as the background job of a script."""
     asks = "import signal, sys; sys.exit(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
     test = (
         "import subprocess, sys\ndef test_it():\n    assert subprocess.run([sys.executable, "

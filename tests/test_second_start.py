@@ -96,7 +96,7 @@ def contents(folder: Path, but: tuple[str, ...] = (".lease", ".position")) -> di
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Those of the newest checkpoint, and the optimizer's state."""
+    """Return the weights of the newest checkpoint, and the optimizer's state."""
     found = {}
     for path in max(folder.glob("checkpoints/step-*")).glob("*.safetensors"):
         for name, tensor in load_file(path).items():
@@ -181,7 +181,8 @@ def test_a_position_that_another_process_opens_stays_mapped(other, code, tmp_pat
 
 @pytest.mark.parametrize("steps", [16, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_start_without_a_step_changes_nothing_that_a_reader_sees(alone, tmp_path, steps):
-    """Neither one of a run that is done, nor one with fewer steps than are done."""
+    """Neither a start of a run that is done changes anything, nor one with fewer steps than are
+    done."""
     oracle, options = alone
     folder = Path(shutil.copytree(oracle, tmp_path / "run"))
     own = ("starts", "logs", ".lease")

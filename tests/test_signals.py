@@ -253,7 +253,7 @@ def signalled_twice(folder: Path, options: list[str]) -> tuple[int, str]:
 
 
 def test_the_same_signal_again_ends_the_process_at_once(options, tmp_path):
-    """... even one whose main thread hears nothing; what was saved stays."""
+    """The signal ends even a process whose main thread is blocked; what was saved stays."""
     options = [o for o in options if not o.startswith("--parallelism")]
     assert ends(1, tmp_path / "ranks", signalled_twice, tmp_path, options) == [128 + signal.SIGTERM]
     assert [p.name for p in tmp_path.glob("checkpoints/step-*")] == ["step-00000004"]
@@ -317,8 +317,8 @@ def limited(folder: Path, options: list[str], seconds: float, pause: float) -> t
 
 @pytest.mark.slow
 def test_the_time_limit_stops_as_a_signal_does(options, tmp_path):
-    """It counts from the birth of the process, so it is over before the first step, or within the
-    third one."""
+    """The limit counts from the start of the process, so it is over before the first step, or
+    within the third one."""
     assert ends(2, tmp_path / "a", limited, tmp_path, options, 0.0006, 0.0) == [75, 75]
     assert not list(tmp_path.glob("checkpoints/step-*"))
     assert ends(2, tmp_path / "b", limited, tmp_path, options, 4.0 * WORKERS, 4.0 * WORKERS) == [
@@ -351,8 +351,8 @@ def hung(folder: Path, options: list[str], how: str, watched: bool = True) -> tu
 
 @pytest.mark.parametrize("how", ["loop", pytest.param("holds the GIL", marks=pytest.mark.torture)])
 def test_a_hung_rank_ends_and_leaves_its_stacks(how, options, tmp_path):
-    """It dies of its watchdog, and the one that waited for it of the collective; both leave the
-    stacks of all threads."""
+    """The hung rank dies of its watchdog, and the rank that waited for it of the collective; both
+    leave the stacks of all threads."""
     codes = ends(2, tmp_path / "ranks", hung, tmp_path, [*options, step_timeout(1)], how)
     assert codes[1] == -signal.SIGALRM and codes[0] in (1, -signal.SIGALRM), codes
     stacks = (tmp_path / "logs" / "rank-00001.stacks").read_text()
@@ -450,7 +450,7 @@ sys.exit(train.main())
 
 @pytest.mark.torture
 def test_the_launcher_names_the_rank_that_hung(options, tmp_path):
-    """... although the other one failed before it, of the wait."""
+    """The launcher names it although the other rank failed before it, while waiting."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
     given = [f"--run.folder={tmp_path / 'run'}", *options, step_timeout(3)]
     words = ["--nproc-per-node=2", tmp_path / "wrapper.py", *given]

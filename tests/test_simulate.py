@@ -438,8 +438,8 @@ def test_kernels_of_a_step_and_of_a_sample(run):
 @pytest.mark.slow
 @pytest.mark.cap(200)
 def test_a_resumed_run_is_bitwise_the_whole_one(run, corpus, tmp_path):
-    """Also after SIGTERM, with what the GPU's generator has drawn; and a model that was exported is
-    loaded again."""
+    """Resume also after SIGTERM, with the state of the GPU's generator; and a model that was
+    exported is loaded again."""
     options = ["--training.steps=6", "--checkpoint.export_hf=float32"]
     whole = run(
         2, simulated.runs, [a_run(corpus, tmp_path / "whole", *options)], folder=tmp_path / "a"
@@ -471,8 +471,8 @@ def test_a_resumed_run_is_bitwise_the_whole_one(run, corpus, tmp_path):
 
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_with_its_error(run, corpus, tmp_path):
-    """It says what happened and leaves; it does not wait for ranks that wait for it, as NCCL's end
-    of a group would."""
+    """The rank prints its error and exits; it does not wait for ranks that wait for it, as NCCL's
+    end of a group would."""
     argv = a_run(corpus, tmp_path / "run")
     outcome = run(
         2,

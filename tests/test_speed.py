@@ -145,8 +145,7 @@ def test_a_weight_that_changes_between_steps_is_seen_by_the_next_forward():
 
 
 def test_a_weight_is_its_parameter_whenever_the_model_does_not_run():
-    """So an edit by hand changes what is trained. A copy that stayed in sight would be edited in
-    vain."""
+    """An edit of a weight then changes what is trained. An edit of a working copy would be lost."""
     model, attention = small_with_masters()
     seen = []
     attention.wq.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
@@ -592,7 +591,7 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
     ids=str,
 )
 def test_nothing_is_asked_of_the_device_before_the_optimizer_has_its_work(ranks, options):
-    """So a GPU always has work: forward, backward and the update are queued without a wait, and
+    """A GPU then always has work: forward, backward and the update are queued without a wait, and
     while it updates the host reads loss and norm, which left it before (training/microbatches.py::to_host_async: a
     copy on a CPU's own memory needs no sync)."""
     assert run_ranks(ranks, asked, options) == [([], [])] * ranks

@@ -97,7 +97,7 @@ def folder(corpus, tmp_path) -> str:
 
 @pytest.fixture
 def uploaded(folder, store, tmp_path) -> str:
-    """And in the store."""
+    """Return the corpus, prepared in the store too."""
     prepare(Data(source=folder, cache=str(tmp_path / "disk")), quiet, out=URL)
     store.ask("clear", b"")
     return folder

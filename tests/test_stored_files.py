@@ -123,8 +123,8 @@ def test_a_stored_file_equals_that_of_the_disk_with_its_companions(
 
 
 def test_one_that_is_replaced_is_another_one(folder, store, tmp_path):
-    """Also if it has the same size, and with the files next to it. Negative control: a file that is
-    not replaced is not fetched again."""
+    """A replaced file is another one even if it has the same size, and so are the files next to it.
+    Negative control: a file that is not replaced is not fetched again."""
     cache = str(tmp_path / "new" / "cache")
     first = kept.tokenizer(URL, cache)
     for change in "tokenizer.json", "tokenizer_config.json":
@@ -142,7 +142,7 @@ def test_one_that_is_replaced_is_another_one(folder, store, tmp_path):
 
 
 def test_of_two_ranks_that_fetch_it_one_is_faster(folder, store, tmp_path, monkeypatch):
-    """It is there, whole, for both. A folder that cannot be put in place is said."""
+    """The file is there, whole, for both. A folder that cannot be put in place is an error."""
     cache = tmp_path / "cache"
     real = objects.Key.download
 

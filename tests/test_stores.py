@@ -523,7 +523,7 @@ def test_a_header_that_a_network_damages_is_read_again(store, tmp_path, monkeypa
 
 
 def test_the_newest_of_a_late_listing_is_of_the_newest_attempt(store, monkeypatch):
-    """It knows the older ones, and one of an abandoned future does not."""
+    """The newest checkpoint names the older ones, and one of an abandoned future does not."""
     checkpoints = bucket.Bucket(location(URL), Checkpoint())
     checkpoints.lease = SimpleNamespace(newest="step-00000100.1")
     ancestors = {"step-00000100.1": ["step-00000050"], "step-00000200": ["step-00000150"]}

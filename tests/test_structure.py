@@ -310,7 +310,7 @@ def names_of_a_family(source: str) -> set[str]:
 
 
 def test_only_models_know_the_names_of_a_familys_layers():
-    """So that another family is one file of models/ and a name in its registry."""
+    """Another family is then one file of models/ and a name in its registry."""
     paths = [
         path
         for name in OUTSIDE_MODELS
@@ -381,7 +381,7 @@ def test_negative_control_a_replaced_method_is_seen():
 
 
 def test_the_modules_in_the_places_of_others_exist():
-    """Those of the table in parallelisms/__init__.py; tests/test_parallelisms.py prints models that
+    """Check the table in parallelisms/__init__.py; tests/test_parallelisms.py prints models that
     have them."""
     table = (ROOT / "parallelisms" / "__init__.py").read_text(encoding="utf-8")
     classes = re.findall(r"\| ([\w/]+\.py)::(\w+) \|", table)
@@ -566,7 +566,7 @@ def test_negative_control_density_is_counted():
 
 
 def test_the_training_loop_is_one_loop():
-    """And each thing that it does now and then is a line in it that a reader sees."""
+    """Each thing that it does periodically is a line in it that a reader sees."""
     tree = ast.parse((ROOT / "train.py").read_text(encoding="utf-8"))
     assert sum(isinstance(node, ast.While) for node in ast.walk(tree)) == 1
 

@@ -57,7 +57,7 @@ def refused(tmp_path: Path, capsys, text: str, *words: str) -> str:
 
 
 def test_a_preset_becomes_ours(tmp_path, capsys):
-    """Also what the file leaves out and TorchTitan's defaults say: 200 steps of warmup, linear decay
+    """Options that the file leaves out get TorchTitan's defaults: 200 steps of warmup, linear decay
     to 0, ten checkpoints, a reduce-scatter with every microbatch, and a BOS before each document."""
     cfg, said = translated(tmp_path, capsys, EIGHT_BILLION, "--gpus=64")
     assert (cfg.model.family, cfg.model.flavor) == ("llama", "8B")

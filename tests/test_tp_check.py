@@ -302,7 +302,7 @@ def test_a_mistake_is_a_sentence_that_names_the_module_and_its_style(said, mista
 
 
 def test_a_block_is_not_said_to_have_no_row(said):
-    """It needs none. Its attention and its feed-forward layer may: MISTAKES."""
+    """A block needs no row. Its attention and its feed-forward layer may: MISTAKES."""
     sentence = said["mistakes"]["a norm of heads for one of the sequence"]
     assert sentence.endswith("would fit a norm that gets this")
 

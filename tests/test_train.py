@@ -173,7 +173,7 @@ def validated(options: list[str], folder: Path) -> tuple[int, bool]:
 
 @pytest.mark.slow
 def test_validation_leaves_the_shards_in_place(options, tmp_path):
-    """... and is the same number on every mesh, at steps 5, 10, 15 and the last."""
+    """Validation gives the same number on every mesh, at steps 5, 10, 15 and the last."""
     seen = {}
     for name in "one", "fsdp2", "fsdp2xtp2":
         ranks, extra, _ = (1, [], 1) if name == "one" else MESHES[name]
@@ -316,7 +316,8 @@ def test_a_refused_second_run_changes_nothing(oracle, options):
 
 
 def test_no_room_for_metrics_and_logs_does_not_end_a_run(oracle, options):
-    """They cannot be written, and checkpoints can (whose own failures are in test_checkpoint.py)."""
+    """Metrics and logs cannot be written, and checkpoints can (whose own failures are in
+    test_checkpoint.py)."""
     metrics = oracle / "metrics.jsonl"
     metrics.write_text(
         json.dumps({"step": 0, "padding": "x" * 2_000_000}) + "\n" + metrics.read_text()

@@ -645,8 +645,8 @@ def test_loss_and_norm_of_the_whole_debug_preset_do_not_depend_on_the_mesh():
     ],
 )
 def test_norms_are_not_decayed(name, flavor):
-    """Those of queries, keys and narrow vectors among them, and sinks and biases; all else is
-    decayed."""
+    """Norms include those of queries, keys and narrow vectors; sinks and biases are not decayed
+    either; all else is."""
     family = MODELS[name]
     sizes = {"n_layers": 2, "vocab_size": 11} | ({"q_rank": 8} if name == "deepseek_v3" else {})
     model = family.build(family.Args(**family.numbers.flavors[flavor] | sizes))

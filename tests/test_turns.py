@@ -265,7 +265,7 @@ def test_a_damaged_record_is_named(runs, tmp_path, capsys):
     ],
 )
 def test_every_export_renders_a_conversation_as_training_did(command, name, runs, tmp_path):
-    """Also on a base with another template: adapters have learnt their own."""
+    """Adapters keep the template that they were trained with, even on a base with another one."""
     out = runs["hf"]
     if command:
         out = tmp_path / "out"

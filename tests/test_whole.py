@@ -520,8 +520,8 @@ IDS = {  # a model's tokenizer, and a template where its own is not taken
     [pytest.param(name, marks=() if name == "smollm2" else pytest.mark.slow) for name in IDS],
 )
 def test_published_tokenizers_give_conversations_the_ids_of_transformers(name):
-    """And the same answers, where the template has blocks. Llama 2's tokens have no bytes of their
-    own, Gemma's change the text first."""
+    """The answers are the same too, where the template has blocks. Llama 2's tokens have no bytes
+    of their own, Gemma's change the text first."""
     transformers = pytest.importorskip("transformers")
     path = published(name) / "tokenizer.json"
     tokens, control, own = chat._of_hugging_face(path)
