@@ -502,9 +502,9 @@ def test_planned_and_run(tmp_path):
 
 
 def test_a_configuration_whose_seconds_are_used_up_says_so():
-    runner = planned.Runner("--training.seq_len=64")
+    runner = planned.started("--training.seq_len=64")
     began = time.monotonic()
-    assert runner.answer(runner.line(began)) == {"why": "not run: the seconds were used up"}
+    assert planned.answer(runner, began) == {"why": "not run: the seconds were used up"}
     assert time.monotonic() - began < 30
 
 

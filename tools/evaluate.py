@@ -1,6 +1,6 @@
 """Scores a checkpoint, or a folder of Hugging Face's, on tasks as a run does (docs/evaluation.md).
 
-    python -m tools.evaluate runs/llama_debug --task configs/tasks/next_line.jsonl
+    python -m tools.evaluate runs/llama_debug --task data/examples/next_line.jsonl
     python -m tools.evaluate runs/hf --task questions.jsonl --task texts.jsonl --json scores.json
 
 Without --task a run's own tasks are scored. A file is of the kind that its first line has. One

@@ -21,6 +21,7 @@ from lab.bench.harness import alternate, end_with_parent
 from training.metrics import memory_gib
 
 END = "end"
+LATE = "no answer in time"
 ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # where many compile at the same time
 PATIENCE = 900.0  # seconds
 
@@ -68,7 +69,7 @@ class Contender:
         """Return what it has printed since, and wait for it; b"" and a reason if nothing comes."""
         left = max(0.0, deadline - time.monotonic())
         if not select.select([self.process.stdout], [], [], left)[0]:
-            self.give_up("no answer in time")
+            self.give_up(LATE)
             return b""
         printed = self.process.stdout.read(65536)
         if not printed:

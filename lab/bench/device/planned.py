@@ -14,16 +14,13 @@ that do not fit into --seconds are listed as not run. On a CPU the sizes are sma
 
 import argparse
 import json
-import select
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from typing import TextIO
 
 import torch
@@ -34,6 +31,7 @@ from configs.load import load_config
 from configs.schema import Config
 from lab.bench import harness
 from lab.bench.device import measure
+from lab.bench.isolated import LATE, Contender
 from parallelisms.dp import param_dtype
 from tools.plan.device import Device, measure_cpu
 from tools.plan.plan import PlanInputs, make_plan
@@ -168,7 +166,7 @@ def timed(options: list[str], answers: TextIO) -> dict:
     step = lambda: train.train_step(job, batch)  # noqa: E731
     rounds, warm_up = (1, 1) if cfg.training.seq_len >= SLOW else (3, 2)
     harness.alternate({"": step}, 0, warm_up)
-    print("ready", file=answers, flush=True)
+    print("{}", file=answers, flush=True)  # it is ready
     sys.stdin.readline()
     seconds = harness.alternate({"": step}, rounds, 0)[""]
     median = statistics.median(seconds)
@@ -207,47 +205,22 @@ def planned(options: list[str], device: Device) -> dict:
     return {"seconds": made.time.seconds, "live": made.live / 2**30}
 
 
-class Runner:
-    """Process that runs one configuration. It is ended when it does not write a line in time, and
-    its last line is the reason."""
+def started(options: str) -> Contender:
+    """Start a process that runs one configuration, when it is asked to."""
+    return Contender(["-m", "lab.bench", "device.planned", "ran", *options.split()], {})
 
-    def __init__(self, options: str) -> None:
-        self.late = False
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "lab.bench", "device.planned", "ran", *options.split()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            preexec_fn=harness.end_with_parent,
-        )
 
-    def go_on(self) -> None:
-        with suppress(BrokenPipeError):
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
-
-    def line(self, deadline: float) -> str:
-        """Return its next line; "" if it has ended, or does not answer in time and is ended for it."""
-        left = max(0.0, deadline - time.monotonic())
-        if not select.select([self.process.stdout], [], [], left)[0]:
-            self.late = True
-            self.process.kill()
-        return self.process.stdout.readline()
-
-    def answer(self, line: str) -> dict:
-        if line:
-            self.process.wait()
-            return json.loads(line)
-        code = self.process.wait()
-        if self.late:
-            return {"why": "not run: the seconds were used up"}
-        if code in (OUT_OF_MEMORY, -signal.SIGKILL):  # that of Linux, if the host's memory is full
-            return {"why": "out of memory"}
-        self.errors.seek(0)
-        lines = [line for line in self.errors.read().splitlines() if line.strip()]
-        return {"why": lines[-1].strip()[:300] if lines else f"it ended with code {code}"}
+def answer(runner: Contender, deadline: float) -> dict:
+    """Return its result, or the reason why there is none, when its process has ended."""
+    seen = runner.answer(deadline)
+    code = runner.process.wait()
+    if not runner.why:
+        return seen
+    if runner.why.startswith(LATE):
+        return {"why": "not run: the seconds were used up"}
+    if code in (OUT_OF_MEMORY, -signal.SIGKILL):  # that of Linux, if the host's memory is full
+        return {"why": "out of memory"}
+    return {"why": runner.why[-300:]}
 
 
 def plan_apart(options: str, device: Device) -> dict:
@@ -299,7 +272,7 @@ def measured(
 ) -> None:
     """Run and plan all, and write the report after each."""
     deadline = time.monotonic() + seconds
-    waiting = [{name: Runner(options) for name, options in line.items()} for line in lines]
+    waiting = [{name: started(options) for name, options in line.items()} for line in lines]
     device = measure.measure_gpu() if GPU else measure_cpu()  # while they start
     print(f"rates: {device}", flush=True)
     if GPU:
@@ -318,14 +291,15 @@ def measured(
                 report(subject, answers, device, path)
 
 
-def in_turn(runners: dict[str, Runner], deadline: float) -> Iterator[tuple[str, dict]]:
+def in_turn(runners: dict[str, Contender], deadline: float) -> Iterator[tuple[str, dict]]:
     """Name and answer of each of these runners, which are built together and timed in turn."""
     for runner in runners.values():
-        runner.go_on()
-    ready = {name: runner.line(deadline) for name, runner in runners.items()}
+        runner.ask("build")
+    for runner in runners.values():
+        runner.answer(deadline)
     for name, runner in runners.items():
-        runner.go_on()
-        yield name, runner.answer(ready[name] and runner.line(deadline))
+        runner.ask("time the steps")
+        yield name, answer(runner, deadline)
 
 
 def report(
