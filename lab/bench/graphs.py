@@ -156,7 +156,7 @@ def rows_of(running: dict[str, isolated.Contender]) -> list[list[str]]:
                 "-" if gib is None else f"{gib:.2f}",
             ]
         else:
-            row += ["-"] * 6 + [contender.why.replace("\n", " ").replace("|", "/")[:300]]
+            row += ["-"] * 6 + [contender.cell()]
         rows.append(row)
     return rows
 
@@ -186,10 +186,7 @@ def main() -> None:
                     *overrides,
                 ]
 
-    def noted(running: dict[str, isolated.Contender]) -> None:
-        isolated.note(args.json, running)
-
-    running = isolated.in_turn(contenders, args.rounds, args.seconds, 10, noted)
+    running = isolated.in_turn(contenders, args.rounds, args.seconds, 10, args.json)
     notes = f"{args.rounds} alternating rounds of {STEPS} steps; batches of 8 sequences."
     numbers = isolated.numbers(running)
     harness.report(

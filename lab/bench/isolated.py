@@ -76,6 +76,10 @@ class Contender:
             self.give_up(f"ended with code {self.process.wait()}")
         return printed
 
+    def cell(self) -> str:
+        """Return the reason of its failure, for a cell of a table."""
+        return self.why.replace("\n", " ").replace("|", "/")[:300]
+
     def give_up(self, reason: str) -> None:
         self.process.kill()
         self.process.wait()
@@ -90,33 +94,33 @@ def in_turn(
     rounds: int,
     ready_seconds: float,
     round_seconds: float,
-    noted: Callable[[dict[str, Contender]], None] = lambda all_of_them: None,
+    path: str | None = None,
     environment: dict[str, str] = ONE_THREAD,
 ) -> dict[str, Contender]:
     """Start all (arguments of python) at once, and when each has said its facts, time them in turn.
 
-    ready_seconds: for all to get ready; round_seconds: for each answer after that. noted: called
-    whenever there is more to write down.
+    ready_seconds: for all to get ready; round_seconds: for each answer after that. path: of a file
+    with all that is known so far.
     """
     running = {name: Contender(words, environment) for name, words in contenders.items()}
     deadline = time.monotonic() + ready_seconds
     for contender in running.values():
         contender.facts |= contender.answer(deadline)
-    noted(running)
+    note(path, running)
     for _ in range(rounds):
         for contender in running.values():
             contender.ask("")
             seconds = contender.answer(time.monotonic() + round_seconds).get("seconds")
             if seconds is not None:
                 contender.seconds.append(seconds)
-    noted(running)
+    note(path, running)
     for contender in running.values():
         contender.ask(END)
         contender.facts |= contender.answer(time.monotonic() + 3 * round_seconds)
     for contender in running.values():
         if not contender.why:
             contender.process.communicate()
-    noted(running)
+    note(path, running)
     return running
 
 

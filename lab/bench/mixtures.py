@@ -13,7 +13,6 @@ import re
 import statistics
 import tempfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -339,8 +338,7 @@ def rows_of(running: dict[str, isolated.Contender], folder: Path) -> list[list[s
         part, name = key.split("; ")
         base = running[f"{part}; ours"]
         if not contender.seconds:
-            why = contender.why.replace("\n", " ").replace("|", "/")[:300]
-            rows.append([part, name, *["-"] * 7, why])
+            rows.append([part, name, *["-"] * 7, contender.cell()])
             continue
         seconds = statistics.median(contender.seconds)
         rate = contender.facts["flops"] / seconds
@@ -390,8 +388,8 @@ def main() -> None:
                 for name in names
                 if part in asked
             }
-            noted = partial(isolated.note, args.json)
-            running |= isolated.in_turn(contenders, 2 + args.rounds, args.seconds, 10, noted)
+            rounds = 2 + args.rounds
+            running |= isolated.in_turn(contenders, rounds, args.seconds, 10, args.json)
             isolated.note(args.json, running)
         for contender in running.values():
             contender.seconds = contender.seconds[2:]
