@@ -78,14 +78,15 @@ class Contender:
 
     def cell(self) -> str:
         """Return the reason of its failure, for a cell of a table."""
-        return self.why.replace("\n", " ").replace("|", "/")[:300]
+        return self.why.replace("\n", " ").replace("|", "/")[-300:]
 
     def give_up(self, reason: str) -> None:
         self.process.kill()
         self.process.wait()
         self.log.seek(0)
         lines = self.log.read().strip().splitlines()
-        self.why = f"{reason}: {' / '.join(lines[-4:])[-600:]}"
+        last = " / ".join(line.strip() for line in lines[-4:])
+        self.why = f"{reason}: {last[-600:]}"
         print(self.why, "\n", "\n".join(lines[-30:]), file=sys.stderr, flush=True)
 
 
