@@ -178,6 +178,22 @@ def test_a_completion_is_tokenised_with_its_prompt():
     assert made.answers[-1] and made.bytes == 5
 
 
+def test_a_prompt_has_the_tokens_that_it_has_without_its_completion(folders):
+    """A token across the border would be half an answer; and a model is asked with the prompt alone."""
+    tok = open_tokenizer(str(folders["chatml"] / "tokenizer.json"))
+    text = "the answer of the question"
+    crossed = 0
+    for border in range(1, len(text)):
+        prompt, completion = text[:border], text[border:]
+        asked, answer = (tok.encode_with_bytes(part)[0].tolist() for part in (prompt, completion))
+        made = answers.Completions(tok, False, True).encode(
+            {"prompt": prompt, "completion": completion}
+        )
+        assert made.ids.tolist() == [*asked, *answer, tok.eot_id]
+        crossed += tok.encode_with_bytes(text)[0].tolist() != [*asked, *answer]
+    assert crossed, "the negative control: encoded together, a token would cross some border"
+
+
 @pytest.mark.parametrize(
     "template",
     [

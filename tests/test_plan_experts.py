@@ -26,6 +26,7 @@ from tools.plan.page import hosts
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.repeat import traced
 from tools.plan.routing import Routing, load_routing, reached
+from tools.plan.stack import load_stack
 
 H100 = load_device("h100")
 NONE, FULL, SELECTIVE = (
@@ -388,6 +389,18 @@ def test_the_report_says_what_would_hide_what_is_exposed(capsys):
     assert main([*options, "--training.global_batch_size=32", CHUNKS, *slow]) == 0
     said = capsys.readouterr().out
     assert hints[0] not in said and hints[1] in said
+
+
+def times_of(stack: str) -> tuple[float, float, float]:
+    inputs = PlanInputs(4, 4, H100, stack=load_stack(stack))
+    time = make_plan(config([*DEEPSEEK, EP4], 4), inputs).time
+    return time.seconds, time.computing, time.exposed
+
+
+@pytest.mark.parametrize("stack", ["plumbline", "deepseek"])
+def test_an_exchange_that_is_hidden_is_counted_once(stack):
+    seconds, computing, exposed = apart(times_of, stack)
+    assert seconds == pytest.approx(computing + exposed)
 
 
 def test_the_page_shows_the_groups_of_experts():
