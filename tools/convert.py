@@ -25,6 +25,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from checkpoint import verify
 from configs import program
 from configs.schema import InputError
 from reliability.objects import location
@@ -179,7 +180,8 @@ def main(argv: list[str] | None = None) -> int:
         given = args.pop("source")
         if source in (CHECKPOINT[0], ADAPTERS[0]):
             place = location(given)
-            places.check_checkpoint(place)
+            if isinstance(place, Path):  # a store is not asked twice
+                verify.newest(place)
         else:
             place = places.folder_here(given, source)
             places.check_exists(place, source)
