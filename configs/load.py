@@ -29,6 +29,7 @@ from pydantic import ValidationError
 from configs import hints, program, published
 from configs.check import broken_rules, derive
 from configs.schema import Config, Derived, InputError, redact
+from configs.words import plural
 
 HERE = Path(__file__).resolve().parent
 MAX_BYTES = 1_000_000  # a configuration has a few kB; a larger file is something else
@@ -64,7 +65,7 @@ class ConfigError(InputError):
 
     def __init__(self, problems: list[str]):
         self.problems = problems
-        count = f"{len(problems)} mistake" + "s" * (len(problems) > 1)
+        count = f"{len(problems)} {plural(len(problems), 'mistake')}"
         lines = [
             f"{count} in the configuration:",
             *(f"  - {problem}" for problem in problems[:MAX_SHOWN]),

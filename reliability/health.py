@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError, redact
+from configs.words import plural
 from parallelisms.mesh import Mesh
 from reliability.position import Position, frames_of_others
 
@@ -270,7 +271,7 @@ def outliers(values: list) -> list[int]:
 
 
 def named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return f"{plural(len(ranks), 'rank')} {', '.join(map(str, ranks))}"
 
 
 class Stragglers:

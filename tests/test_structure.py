@@ -60,6 +60,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     },
     "training": {
         "configs",
+        "configs.words",
         "configs.cpu",  # whether bfloat16 is fast there
         "configs.schema",
         "configs.splitmix",
@@ -79,6 +80,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     },
     "reliability": {
         "configs",
+        "configs.words",
         "configs.program",
         "configs.schema",
         "parallelisms.cp",

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 from configs import program
 from configs.schema import InputError
+from configs.words import plural
 from reliability import position_file
 from reliability.position_file import PHASES, QUIET
 from tools.places import run_folder
@@ -348,7 +349,7 @@ def other_calls(by_number: dict[int, RankState]) -> Verdict | None:
         )
         place = in_group(by_number[odd[0]], key[0])
         first = (
-            f"{ranks_of(odd)} {'runs' if len(odd) == 1 else 'run'} another collective than the "
+            f"{ranks_of(odd)} {plural(len(odd), 'runs', 'run')} another collective than the "
             f"rest as #{key[2]}{place}: {said}"
         )
         return Verdict(odd, [first, *(describe(by_number[n]) for n in odd)])
@@ -466,7 +467,7 @@ def others(by_number: dict[int, RankState], waits: list[Wait]) -> str:
         flight = some[0].flight
         place = in_group(by_number[some[0].rank], flight.group)
         count = len(some)
-        verb = "waits" if count == 1 else "wait"
+        verb = plural(count, "waits", "wait")
         words.append(f"{count} {verb} in its {flight.name} #{flight.number}{place}")
     return "; " + ", ".join(words) if words else ""
 
@@ -507,7 +508,7 @@ def ranks_of(numbers: Iterable[int]) -> str:
     some = sorted(numbers)
     shown = ", ".join(map(str, some[:SHOWN]))
     more = f" and {len(some) - SHOWN} more" if len(some) > SHOWN else ""
-    return f"rank{'s' * (len(some) > 1)} {shown}{more}"
+    return f"{plural(len(some), 'rank')} {shown}{more}"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import InputError
+from configs.words import plural
 from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
 from training.balance import sum_over_routed
@@ -80,7 +81,7 @@ class ExpertLoad:
         if collapsed := [
             str(layer) for layer in loads if values[f"idle_experts/layer-{layer}"] >= COLLAPSED * X
         ]:
-            where = f"layer{'s' * (len(collapsed) > 1)} {', '.join(collapsed)}"
+            where = f"{plural(len(collapsed), 'layer')} {', '.join(collapsed)}"
             option = (
                 "training.expert_bias_speed" if self.args.balancing_bias else "model.balance_loss"
             )

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from configs import schema
 from configs.schema import InputError, redact
+from configs.words import plural
 from parallelisms.mesh import Mesh
 from training import digests, experts
 from training.lines import Lines, json_number
@@ -199,7 +200,7 @@ def model_summary(
     dimensions = " x ".join(f"{name} {size}" for name, size in shown.items())
     return (
         f"model: {family.parameters(args):,} parameters; {family.describe(args)}\n"
-        f"mesh: {dimensions} = {mesh.size} process{'es' if mesh.size > 1 else ''} on "
+        f"mesh: {dimensions} = {mesh.size} {plural(mesh.size, 'process', 'processes')} on "
         f"{mesh.device.type}, "
         f"{ep}computing in {str(dtype).removeprefix('torch.')}\n"
         f"state: weights, gradients and {kept} optimizer moments take {in_bytes(whole, 1024)} in "

@@ -8,6 +8,7 @@ import train
 from checkpoint.state import pinned_size
 from configs import check
 from configs.schema import SCHEDULES, Config
+from configs.words import plural
 from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms import ep_hosts
 from parallelisms.cores import supports_spec
@@ -115,7 +116,7 @@ def recomputes_often(cfg: Config) -> bool:
 def hosts(inputs: PlanInputs) -> str:
     """Describe the hosts; the last one may have fewer GPUs than the others."""
     full, rest = divmod(inputs.gpus, inputs.per_host)
-    words = f"{full:,} host{'s' * (full > 1)} of {inputs.per_host}"
+    words = f"{full:,} {plural(full, 'host')} of {inputs.per_host}"
     return f"{words} and one of {rest}" if rest else words
 
 
@@ -173,7 +174,7 @@ def attention(plan: Plan) -> list[str]:
     parts = []
     for rule, count in counts.items():
         slow = "" if why_slow(device, rule) is None else " (without a kernel: slower than planned)"
-        layers = f"{count} layer{'s' * (count > 1)}"
+        layers = f"{count} {plural(count, 'layer')}"
         parts.append(f"{layers} with {rule.describe()}{slow}")
     return [f"attention: {'; '.join(parts)}"]
 
@@ -253,7 +254,7 @@ def stages(plan: Plan, all_stages: bool) -> list[str]:
     per_rank = len(ranks[0].stages)
     title = (
         f"Pipeline {plan.cfg.parallelism.pipeline_schedule}, {len(ranks)} ranks of {per_rank} "
-        f"stage{'s' * (per_rank > 1)}"
+        f"{plural(per_rank, 'stage')}"
     )
     lines = [f"{title:48}{'parameters':>14}{'live at the peak':>20}{'works for':>14}"]
     for rank in shown:

@@ -8,6 +8,7 @@ state need not repeat to the microsecond, and `period` says whether it does.
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from configs.words import plural
 from parallelisms.schedules import FORWARD, Action, Timeline
 from tools.plan.plan import Plan
 from tools.plan.report import time_text
@@ -191,7 +192,7 @@ class Sheet:
         ]
         anchors = ((self.lefts[1] - 8, "end"), (self.right(1) + 8, "start"))
         for number, (count, (x, anchor)) in enumerate(zip(self.left_out(), anchors)):
-            words = f"{count} microbatch{'es' * (count != 1)} left out"
+            words = f"{count} {plural(count, 'microbatch', 'microbatches')} left out"
             parts.append(text(x, 32, words, anchor, "dim"))
             parts += torn(self.right(number), self.lefts[number + 1], self.top, self.bottom)
         return parts

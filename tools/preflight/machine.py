@@ -28,6 +28,7 @@ from checkpoint import state
 from checkpoint.lease import Lease
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
+from configs.words import plural
 from models import MODELS
 from parallelisms import dp
 from parallelisms import mesh as meshes
@@ -99,7 +100,7 @@ def judge_ranks(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     if wrong:
         return [ProbeRow("FAIL", text) for text in wrong]
     each = len(answers) // len(nodes)
-    hosts = f"{len(nodes)} host{'s' if len(nodes) > 1 else ''}"
+    hosts = f"{len(nodes)} {plural(len(nodes), 'host')}"
     return [ProbeRow("ok", f"{len(answers)}, {each} on each of {hosts}")]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from configs.load import ConfigError, load_config
 from configs.schema import Config, InputError
+from configs.words import plural
 from tools.overrides import with_options
 from tools.parity import meshes
 from tools.parity.__main__ import refuse
@@ -225,7 +226,7 @@ def begin(plan: Replay) -> str:
     gradients = [step for step in steps if step in plan.run.gradients()]
     saved = [step for step in steps if step in plan.run.checkpoints]
     ranks = plan.first.ranks
-    line = f"from the state after step {plan.begins}, on {ranks} rank{'s' * (ranks > 1)}; "
+    line = f"from the state after step {plan.begins}, on {ranks} {plural(ranks, 'rank')}; "
     line += f"recorded: metrics of steps {logged}, checkpoints of {saved}, "
     line += f"gradients of {gradients}"
     return line + ("" if plan.second is None else f"; computed again by: {plan.second.label}")

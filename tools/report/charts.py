@@ -11,6 +11,7 @@ from html import escape
 
 import numpy as np
 
+from configs.words import plural
 from tools.report import numbers
 from tools.report.run import LoadedRun, Points, joined
 from tools.report.thin import Series, thin
@@ -294,12 +295,12 @@ def _notes(series: Series, name: str, axis: Axis) -> list[str]:
     prefix = f"{name}: " if name else ""
     notes = []
     if count := len(series.not_finite):
-        values = "value is" if count == 1 else "values are"
+        values = plural(count, "value is", "values are")
         first = f"{int(series.not_finite[0]):,}"
         where = f"at step {first}" if count == 1 else f"the first at step {first}"
         notes.append(f"{prefix}{count:,} {values} not finite, {where} (red marks).")
     if axis.log and (hidden := int((series.mean <= 0).sum())):
-        points = "point" if hidden == 1 else "points"
+        points = plural(hidden, "point")
         notes.append(f"{prefix}{hidden:,} {points} at or below 0: no place on a log scale.")
     if series.width > 1:
         notes.append(f"{prefix}mean (line) and range (band) of every {series.width:,} steps.")
