@@ -29,7 +29,7 @@ from parallelisms import dp, pp
 from parallelisms.mesh import world
 from tests.checkpoints import open_manager
 from tests.ranks import run_ranks
-from tests.runs import ROOT, environment, run, tiny_run
+from tests.runs import ROOT, environment, run, series, tiny_run
 from tools.replay import __main__ as tool
 from tools.replay import command, steps
 from tools.replay.locate import located
@@ -561,6 +561,33 @@ def test_steps_are_recomputed_with_the_options_of_their_start(tmp_path, capsys, 
 
 
 @pytest.mark.slow
+def window_of_spikes(task: steps.Recomputation) -> dict[str, list[float]]:
+    """Recompute, and return the values of earlier steps with which the replay begins to judge."""
+    begun: list[dict] = []
+    real = steps.Guard
+
+    def guard(*given: Any) -> Any:
+        begun.append(given[-1])
+        return real(*given)
+
+    steps.Guard = guard
+    steps.recompute(task)
+    return begun[0]
+
+
+def test_a_replay_judges_spikes_by_the_steps_before_its_checkpoint(tmp_path):
+    """Without them no step is skipped that the run has skipped (training.skip_spikes)."""
+    given = [*tiny_run(tmp_path), "--training.steps=4", "--checkpoint.interval=2"]
+    folder = tmp_path / "run"
+    spikes = ["--training.spike_threshold=6", "--training.skip_spikes=true"]
+    assert run_ranks(1, run, [*given, *spikes, "--checkpoint.keep_last=0"], folder) == [(0, "")]
+    checkpoint = folder / "checkpoints" / "step-00000002"
+    argv = [str(folder / "config.toml"), "--run.device=cpu"]
+    (found,) = run_ranks(1, window_of_spikes, steps.Recomputation(argv, checkpoint, range(4, 5)))
+    losses = series(folder)
+    assert found["loss"] == [losses[1], losses[2]] and len(found["grad_norm"]) == 2
+
+
 @pytest.mark.parametrize("dtype, warned", [("auto", True), ("float32", False)])
 def test_a_tolerance_that_proves_nothing_is_said(dtype, warned, tmp_path, capsys):
     given = [*tiny_run(tmp_path), "--training.steps=3", f"--training.param_dtype={dtype}"]
