@@ -948,7 +948,7 @@ def pipe(path: Path) -> None:
 
 NORM = "model.norm.weight"
 BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
-    "no folder": (shutil.rmtree, "config.json cannot be read: No such file"),
+    "no folder": (shutil.rmtree, "there is no such file or folder"),
     "pickles alone": (only_pickles, "pickles and are not read: save_pretrained"),
     "nothing there": (lambda f: shutil.rmtree(f) or f.mkdir(), "config.json cannot be read"),
     "an adapter of peft": (
