@@ -4,8 +4,8 @@
 # In the active environment if it has what is needed, otherwise in .venv, which is made. Without -m the tests marked
 # slow, torture and exhaustive are left out (pyproject.toml). Tests see no GPU, but those of `-m gpu`.
 #
-# The whole suite, or all tests of a marker, run in several processes: one per processor and four more, because many tests
-# wait. It ends with a table: the processor seconds of each file and of the costliest tests. Anything narrower (a file, -k)
+# The whole suite, or all tests of a marker, run in several processes: one per processor and two more, because some tests
+# wait, of a marker four more. It ends with a table: the processor seconds of each file and of the costliest tests. Anything narrower (a file, -k)
 # runs in one process; -n 3 asks for three.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
@@ -16,6 +16,7 @@ unset PYTHONDONTWRITEBYTECODE # tests start hundreds of processes, and each woul
 export OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-PASSIVE} # no spinning: tests run many processes
 if [[ $# == 0 || ($# == 2 && $1 == -m) ]]; then
     processors=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
-    set -- -n $((processors < 4 ? processors + 4 : 8)) "$@"
+    workers=$((processors + ($# ? 4 : 2)))
+    set -- -n $((workers < 8 ? workers : 8)) "$@"
 fi
 exec "$PYTHON" -m pytest "$@"

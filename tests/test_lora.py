@@ -372,9 +372,8 @@ def test_a_checkpoint_holds_adapters_and_names_their_base(runs):
         (1, []),
         pytest.param(2, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.slow),
         pytest.param(2, ["--parallelism.pipeline_parallel=2"], marks=pytest.mark.slow),
-        pytest.param(2, [], marks=pytest.mark.slow),
     ],
-    ids=["one", "tp2", "pp2", "fsdp2"],
+    ids=["one", "tp2", "pp2"],
 )
 def test_a_run_resumes_on_any_mesh(runs, tmp_path, ranks, mesh):
     folder = from_step_5(runs, tmp_path)

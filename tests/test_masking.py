@@ -58,12 +58,6 @@ MESHES = {  # name: (ranks, options, data-parallel ranks, variants)
     "one": (1, [], 1, ["eager", "accumulation", "ac-full", "ac-selective", "compile"]),
     "fsdp2": (2, [], 2, ["ac-full", "ac-selective", "compile-full"]),
     "tp2": (2, ["--parallelism.tensor_parallel=2"], 1, ["eager", "ac-full", "ac-selective"]),
-    "fsdp2xtp2": (
-        4,
-        ["--parallelism.tensor_parallel=2"],
-        2,
-        ["ac-full", "compile-selective"],
-    ),
     "pp2": (2, ["--parallelism.pipeline_parallel=2"], 1, ["accumulation", "ac-selective"]),
 }
 
@@ -313,7 +307,7 @@ def as_on_cuda(names: list[str], mesh_options: list[str], dp_size: int) -> dict:
     "mesh, names",
     [
         ("one", ["ac-full", "compile-selective"]),
-        pytest.param("tp2", ["ac-selective", "compile"], marks=pytest.mark.slow),
+        ("tp2", ["ac-selective", "compile"]),
     ],
 )
 def test_the_cuda_path_with_stand_in_kernels(mesh, names):

@@ -440,7 +440,7 @@ def saved_muon(folder: Path, steps: int, then: int, *more: str) -> dict[str, np.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("experts", [False, True])
 def test_a_resumed_run_goes_on_bitwise_and_on_another_mesh_to_rounding(tmp_path, experts):
     """Saved during the next step, by two ranks; read by the same two, by one, and by four."""
     more = []

@@ -838,7 +838,7 @@ def test_memory_and_collectives_with_context_parallelism(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_a_step_of_a_cp_group_is_put_together_from_few_layers(method):
     options = [
         SELECTIVE,
@@ -862,7 +862,7 @@ def most_by_kind(options: list[str]) -> dict[str, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_activations_and_loss_fall_with_the_ranks(method):
     cp4 = [
         "--parallelism.context_parallel=4",
@@ -877,9 +877,7 @@ def test_activations_and_loss_fall_with_the_ranks(method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [[CP2], pytest.param([CP2, TP2, FULL, ULYSSES], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("options", [[CP2], [CP2, TP2, FULL, ULYSSES]])
 def test_counted_flops_of_a_cp_group_are_the_derived_ones(options):
     """Under causal attention every rank has the same share. Recomputation is counted separately."""
     derived, in_step, recomputed = apart(counted, ["--training.local_batch_size=1", *options], 4)

@@ -268,7 +268,7 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
     [
         ([*QWEN3, "--training.local_batch_size=4", NONE, EP2], 2, (0.0, 0.1)),
         ([*DEEPSEEK, FULL], 1, (0.1, 0.4)),
-        pytest.param(
+        (
             [
                 *DEEPSEEK,
                 NONE,
@@ -280,7 +280,6 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
             ],
             4,
             (0.0, 0.1),
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -93,7 +93,7 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
     "name",
     [
         "2 ranks",
-        pytest.param("other schedules", marks=pytest.mark.slow),
+        "other schedules",
         pytest.param("cp2", marks=pytest.mark.exhaustive),
         pytest.param("cp2, gather", marks=pytest.mark.exhaustive),
         pytest.param("4 ranks", marks=pytest.mark.exhaustive),
@@ -220,7 +220,7 @@ def all_asleep(names: list[str], microbatches: int, unit: float) -> list[list[tu
 @pytest.mark.slow
 @pytest.mark.alone
 @pytest.mark.cap(300)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
     """Processors have nothing to do here, so the time of the step is that of the schedule: within
     5% of the plan's. What else runs on the machine can only make a step longer, so the shortest of
