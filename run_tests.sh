@@ -4,9 +4,9 @@
 # In the active environment if it has what is needed, otherwise in .venv, which is made. Without -m the tests marked
 # slow, torture and exhaustive are left out (pyproject.toml). Tests see no GPU, but those of `-m gpu`.
 #
-# The whole suite, or all tests of a marker, run in several processes: one per processor and two more, because some tests
-# wait, of a marker four more. It ends with a table: the processor seconds of each file and of the costliest tests. Anything narrower (a file, -k)
-# runs in one process; -n 3 asks for three.
+# The whole suite, or all tests of a marker, run in several processes: one per processor, and two more (of a marker four),
+# because some tests wait. It ends with a table: the processor seconds of each file and of the costliest tests. Anything
+# narrower (a file, -k) runs in one process; -n 3 asks for three.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source tools/environment.sh
