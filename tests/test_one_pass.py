@@ -60,7 +60,7 @@ def far(model: nn.Module, other: nn.Module, fused, one) -> float:
     return largest
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_pass_is_fused_adamw_after_clipping(backend, monkeypatch):
     model, other = a_model(), a_model()
     fused, one = optimizers(model, other, backend)
