@@ -25,7 +25,7 @@ from reliability.collectives import group_of
 from tests.covering import covering_array
 from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks
-from tests.runs import COMPILED, SMALL_MODEL, STEPS, run, series, stopped_at, tiny_run
+from tests.runs import COMPILED, SMALL_MODEL, run, series, stopped_at, tiny_run
 from train import build
 
 # Three hosts of two ranks; each rank has two experts. All sizes differ.
@@ -561,17 +561,19 @@ def on_two_hosts(fn: Callable, *args: object) -> object:
 @pytest.mark.cap(300)
 def test_a_stopped_run_goes_on_bitwise_and_its_checkpoint_is_of_any_exchange(tmp_path):
     """The flat exchange goes on from it too, to rounding, and has other bits."""
-    tiny = [option for option in tiny_run(tmp_path) if not option.startswith("--model.")]
+    other = ("--model.", "--training.steps")
+    tiny = [option for option in tiny_run(tmp_path) if not option.startswith(other)]
     options = [*tiny, "--model.vocab_size=263", *DEEPSEEK, "--parallelism.expert_parallel=4"]
+    options.append("--training.steps=8")
     by_host = [*options, "--parallelism.expert_exchange=hierarchical"]
     for name in "whole", "stopped":
         (tmp_path / name).mkdir()
     assert run_ranks(4, on_two_hosts, run, by_host, tmp_path / "whole") == [(0, "")] * 4
-    codes = run_ranks(4, on_two_hosts, stopped_at, 6, by_host, tmp_path / "stopped")
+    codes = run_ranks(4, on_two_hosts, stopped_at, 4, by_host, tmp_path / "stopped")
     assert codes == [75] * 4
     shutil.copytree(tmp_path / "stopped", tmp_path / "flat")
     for name, again in ("stopped", by_host), ("flat", options):
         assert run_ranks(4, on_two_hosts, run, again, tmp_path / name) == [(0, "")] * 4
     whole, stopped, flat = (series(tmp_path / name) for name in ("whole", "stopped", "flat"))
-    assert stopped == whole and len(whole) == STEPS
+    assert stopped == whole and len(whole) == 8
     assert flat == pytest.approx(whole, rel=1e-4) and flat != whole
