@@ -18,6 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from configs.schema import InputError
 from lab.bench import harness
 from reliability.goodput import Account, account, read
 from tools import goodput as simulation
@@ -130,6 +131,13 @@ def main() -> None:
     parser.add_argument("--timeout", type=int, default=10)
     parser.add_argument("--only", default="", help="faults whose names have one of these words")
     args = parser.parse_args()
+    chosen = {
+        name: what
+        for name, what in FAULTS.items()
+        if any(word in name for word in args.only.split(","))
+    }
+    if not chosen:
+        raise InputError(f"--only {args.only}: in no name of {', '.join(FAULTS)}")
     rows = []
     with tempfile.TemporaryDirectory(prefix="plumbline-faults-") as made:
         place = Path(made)
@@ -139,17 +147,16 @@ def main() -> None:
             (place / "text" / f"{i}.txt").write_text(
                 f"document {i}: " + " ".join(str(n * (i + 7) % 97) for n in range(60))
             )
-        for number, (name, what) in enumerate(FAULTS.items()):
-            if any(word in name for word in args.only.split(",")):
-                began = time.monotonic()
-                result = run(place, str(number), what, args.ranks, args.timeout)
-                (row,) = result.interruptions
-                times = (row["detecting"], row["starting"], result.per_event()["stall"])
-                figures = [f"{value:.2f}" for value in (*times, time.monotonic() - began)]
-                rows.append(
-                    [name, *figures[:2], str(row["redone"]), *figures[2:], f"{goodput(*times):.2%}"]
-                )
-                print(rows[-1], flush=True)
+        for number, (name, what) in enumerate(chosen.items()):
+            began = time.monotonic()
+            result = run(place, str(number), what, args.ranks, args.timeout)
+            (row,) = result.interruptions
+            times = (row["detecting"], row["starting"], result.per_event()["stall"])
+            figures = [f"{value:.2f}" for value in (*times, time.monotonic() - began)]
+            rows.append(
+                [name, *figures[:2], str(row["redone"]), *figures[2:], f"{goodput(*times):.2%}"]
+            )
+            print(rows[-1], flush=True)
     columns = [
         "fault",
         "s to detect",

@@ -171,7 +171,7 @@ def main() -> None:
     if args.one:
         return one(overrides, args.one)
     contenders = {}
-    for model in args.only.split(","):
+    for model in harness.named(args.only, SIZES):
         for compiled in ("not compiled", "compiled"):
             for variant in VARIANTS:
                 if variant.startswith("graphs of blocks") and compiled == "not compiled":

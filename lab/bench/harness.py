@@ -15,13 +15,15 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from configs.cpu import bfloat16_is_fast
 
 import torch
 
+from configs.schema import InputError
 from reliability.record import code, source_hash
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -67,15 +69,40 @@ def parser(about: str) -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--json", help="also write the table into this file")
+    found.add_argument("--json", type=in_a_folder, help="also write the table into this file")
     return found
+
+
+def in_a_folder(path: str) -> str:
+    """Return the path of a file that can be written. Raises argparse's error."""
+    if not Path(path).absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder for {path}")
+    return path
+
+
+def like(example: str, shape: str) -> str:
+    """Return a shape with as many numbers as the example. Raises argparse's error."""
+    numbers = shape.split(",")
+    if len(numbers) != len(example.split(",")) or not all(map(str.isdecimal, numbers)):
+        raise argparse.ArgumentTypeError(f"{shape} is no shape; one is {example}")
+    return shape
+
+
+def named(given: str, names: Iterable[str]) -> list[str]:
+    """Return the names that are given to --only, with commas. Raises InputError for others."""
+    some = given.split(",")
+    if unknown := set(some) - set(names):
+        wrong = ", ".join(sorted(unknown))
+        raise InputError(f"--only {wrong}: unknown; there are {', '.join(names)}")
+    return some
 
 
 def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentParser:
     """Return the command line of a benchmark that measures a list of shapes."""
     found = parser(about)
     found.add_argument("--rounds", type=int, default=rounds)
-    found.add_argument("--shapes", nargs="+", default=shapes.split())
+    example = shapes.split()[0]
+    found.add_argument("--shapes", nargs="+", type=partial(like, example), default=shapes.split())
     return found
 
 

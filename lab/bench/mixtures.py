@@ -378,7 +378,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         return one(args.one[0], args.one[1], Path(args.one[2]))
-    asked = args.only.split(",")
+    asked = harness.named(args.only, every)
     running: dict[str, isolated.Contender] = {}
     with tempfile.TemporaryDirectory() as folder:
         for parts in PARTS.values():

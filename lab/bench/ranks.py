@@ -1,7 +1,7 @@
 """The control traffic between ranks, gradients and weights aside, and what it costs as their number
 grows.
 
-    python -m lab.bench ranks [--ranks 8,512,4096,16384] [--hop-us 0] [--json out.json] [--table.key=value ...]
+    python -m lab.bench ranks [--ranks 8 512 4096 16384] [--hop-us 0] [--json out.json] [--table.key=value ...]
 
 Rank 0 of each number of ranks runs the run's own code on PyTorch's fake process group, on the mesh
 of the presets (sharded over at most 64 ranks, replicated beyond) with a tiny model.
@@ -217,7 +217,7 @@ def table(ranks: list[int], options: list[str], hop: float) -> list[list[str]]:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument(
-        "--ranks", default="8,512,4096,16384", help="numbers of ranks, separated by commas"
+        "--ranks", nargs="+", type=int, default=[8, 512, 4096, 16384], help="numbers of ranks"
     )
     parser.add_argument(
         "--hop-us",
@@ -240,7 +240,7 @@ def main() -> None:
     harness.report(
         "What the ranks tell each other",
         columns,
-        table([int(n) for n in args.ranks.split(",")], options, hop),
+        table(args.ranks, options, hop),
         notes,
         args.json,
     )
