@@ -91,8 +91,8 @@ def architecture(cfg: Config) -> tuple[Family, Any]:
 
 def build(cfg: Config) -> Job:
     """Build the mesh, the model sharded over it with its initial values, and the optimizer. There
-    is no other way to build them; the README shows the order as a parameter's life. Weights are
-    sharded before they have memory, so the whole model never exists anywhere."""
+    is no other way to build them. Weights are sharded before they have memory, so the whole model
+    never exists anywhere."""
     family, args = architecture(cfg)
     has_experts = bool(getattr(args, "n_experts", 0))
     dp_shard = check.data_parallel_shard(cfg, meshes.world().size)

@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.runs import COMPILED, SMALL_MODEL
 from tests.shapes import DEEPSEEK, LLAMA3, SHAPES, random_pair
 from tools import convert
-from tools.generate import show
+from tools.generate import main, show
 from tools.sampling import Loaded, generate, texts_as_they_come
 from training import attention
 from training.sample import KeyValueCache, sample, sample_stream
@@ -394,6 +394,23 @@ def test_a_continuation_keeps_the_space_before_it(name, tmp_path, monkeypatch):
     shown = {"step": 0, "row": 0, "source": "", "window": 0, "names": {0: "a"}, "padding": 0}
     shown |= {"tokens": np.array(whole), "counts": np.arange(len(whole)) >= len(prompt)}
     assert show_row.as_text(shown, words, coloured=False).endswith("the[[ the]]")
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        "--top-k=-3",
+        "--top-k=0",
+        "--temperature=nan",
+        "--temperature=-1",
+        "--temperature=inf",
+        "--tokens=-5",
+    ],
+)
+def test_numbers_that_no_text_can_be_drawn_with_are_refused(number, capsys):
+    assert main(["runs/nope", number]) == 2
+    option, _, value = number.partition("=")
+    assert f"{option}={value}: must be" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

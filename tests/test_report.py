@@ -527,6 +527,12 @@ def test_a_picture_shows_a_loss_that_was_logged_once(runs, tmp_path):
     assert not drawn.findall("{*}polyline") and len(drawn.findall("{*}circle")) == 1
 
 
+def test_a_picture_that_is_no_svg_is_a_sentence(runs, tmp_path, capsys):
+    place = tmp_path / "loss.png"
+    assert report.main([str(runs["plain"]), "--picture", str(place)]) == 2
+    assert f"--picture={place} must end in .svg" in capsys.readouterr().err and not place.exists()
+
+
 def test_a_picture_that_cannot_be_written_is_a_sentence(runs, tmp_path, capsys):
     place = tmp_path / "none" / "loss.svg"
     assert report.main([str(runs["plain"]), "--picture", str(place)]) == 2

@@ -40,6 +40,7 @@ WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         ("--nnodes=2 --master-addr=", "needs --master-addr"),
         ("--master-port=70000", "1 to 65535"),
         ("--join-timeout=0", "at least 1"),
+        ("nowhere.py", "there is no script nowhere.py"),
     ],
 )
 def test_an_argument_of_the_launcher_that_cannot_be_meant(argument, words, capsys):

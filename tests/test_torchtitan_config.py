@@ -174,7 +174,8 @@ def test_options_that_do_nothing_are_not_listed(tmp_path, capsys):
 
 WRONG = {
     "no toml": ("a = [", "ours.toml", "TOML"),
-    "not theirs": ("[run]\nfolder = 'x'\n", "", "has no option of TorchTitan's"),
+    "not theirs": ("[data]\nseed = 1\n", "", "has no option of TorchTitan's"),
+    "ours": ("[run]\nfolder = 'x'\n", "", "is a configuration of Plumbline already"),
     "gpus": (EIGHT_BILLION, "", "give --gpus"),
     "family": (EIGHT_BILLION.replace("llama3", "flux"), "", 'model.name = "flux" is none'),
     "another 16B": (

@@ -18,6 +18,12 @@ MOST_BYTES = 40_000
 SMALLEST_FONT = 12
 
 
+def test_a_wrong_option_draws_nothing(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--nonsense"])
+    assert ended.value.code == 2 and "--nonsense" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def dense() -> list[Seen]:
     return run(4, DENSE)

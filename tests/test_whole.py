@@ -343,7 +343,9 @@ HARMS = {
 
 
 @pytest.mark.parametrize("source", HARMS)
-def test_a_template_that_does_harm_is_a_sentence(source, short_of_time):
+def test_a_template_that_does_harm_is_a_sentence(source, request):
+    if "time" in HARMS[source]:  # others may need more of a busy processor's
+        request.getfixturevalue("short_of_time")
     with pytest.raises(InvalidExample) as refused:
         form(source).encode(said("q", "a"))
     words = str(refused.value)

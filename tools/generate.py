@@ -18,6 +18,7 @@ rendered by the chat template of the run, or of the folder's tokenizer, as in tr
 
 import argparse
 import json
+import math
 import signal
 import sys
 from collections.abc import Iterator
@@ -60,10 +61,21 @@ def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
         )
 
 
+def check_numbers(args: argparse.Namespace) -> None:
+    """Raise InputError for numbers that no text can be drawn with."""
+    if args.tokens < 1:
+        raise InputError(f"--tokens={args.tokens}: must be 1 or more")
+    if args.top_k < 1:
+        raise InputError(f"--top-k={args.top_k}: must be 1 or more")
+    if not 0 <= args.temperature < math.inf:
+        raise InputError(f"--temperature={args.temperature:g}: must be 0 or a positive number")
+
+
 def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
     """Return the number of texts that the command line asks for, and an iterator over them. Raises
     InputError."""
     options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
+    check_numbers(args)
     if args.chat and args.prompt:
         raise InputError("--chat asks and --prompt continues a text: give one of them")
     if args.chat_template and not args.chat:

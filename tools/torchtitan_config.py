@@ -81,6 +81,8 @@ DEFAULTS: dict[str, Any] = {
     "debug.seed": None,
     "debug.deterministic": False,
 }
+# Options of ours in each of our presets, which TorchTitan has not.
+OURS = ("model.family", "run.folder", "data.source", "data.tokenizer")
 # Further defaults: options that have no counterpart, and do nothing as long as they have these.
 WITHOUT_EFFECT: dict[str, Any] = {
     "training.dtype": "float32",
@@ -402,6 +404,8 @@ def translate(source: Path, out: Path, gpus: int) -> str:
         else Theirs(flat(read_toml(source)), numbers={}, lost=[])
     )
     given = theirs.given
+    if any(option in given for option in OURS):
+        raise InputError(f"{source} is a configuration of Plumbline already")
     if not any(option in DEFAULTS for option in given):
         raise InputError(f"{source} has no option of TorchTitan's: is it one of its TOML files?")
     for option, value in given.items():

@@ -1,6 +1,7 @@
 """`python -m lab.tour [FOLDER]` draws the pictures of docs/tour.md from two tiny real runs: four
 ranks with a dense model, two ranks with a mixture of experts. It takes half a minute."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -21,7 +22,9 @@ def pictures(dense: list[Seen], routed: list[Seen]) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> int:
-    folder = Path(argv[0]) if argv else FOLDER
+    parser = argparse.ArgumentParser(prog="python -m lab.tour", description=__doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="of the pictures")
+    folder = parser.parse_args(argv).folder
     drawn = pictures(run(4, DENSE), run(2, EXPERTS))
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in drawn.items():

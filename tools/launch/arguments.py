@@ -1,6 +1,7 @@
 """Read the launcher's arguments: all that is wrong with them is a sentence and exit code 2."""
 
 import argparse
+import os
 from collections.abc import Callable
 
 
@@ -66,6 +67,8 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if not options.script:
         parser.error("a script is needed")
+    if not options.module and not os.path.isfile(options.script[0]):
+        parser.error(f"there is no script {options.script[0]}")
     _, most = options.nnodes
     if options.node_rank >= most:
         parser.error(f"--node-rank={options.node_rank} must be below --nnodes, {most}")

@@ -31,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, help="write the losses as this SVG file, too")
     options = parser.parse_args(argv)
     try:
+        if options.picture and options.picture.suffix != ".svg":
+            raise InputError(f"--picture={options.picture} must end in .svg")
         runs = read_runs(options.run)
         if options.picture:
             _write("--picture", options.picture, draw(runs).encode())
@@ -39,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    if options.picture:
+        print(options.picture)
     print(f"{options.out}: {len(page) / 1000:,.0f} kB")
     return 0
 
