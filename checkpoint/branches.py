@@ -5,11 +5,14 @@ endings of one run, such as decays of a WSD schedule (Hu et al., arXiv:2404.0639
 steps alone.
 """
 
+import json
 from pathlib import Path
 
+import tomli
+
 from checkpoint import verify
-from configs.schema import InputError
-from reliability.objects import Key, location
+from configs.schema import InputError, redact
+from reliability.objects import Key, Unreachable, location
 
 
 def find(text: str) -> Path | Key:
@@ -18,12 +21,48 @@ def find(text: str) -> Path | Key:
     name, at, step = text.rpartition("@")
     if not at or not step.isdecimal():
         name, step = text, ""
-    found = verify.find(location(name))
+    try:
+        found = verify.find(location(name))
+    except Unreachable:
+        raise
+    except InputError as error:
+        raise InputError(
+            f'checkpoint.branch_from = "{redact(text)}": {error}; name a run, or RUN@STEP'
+        ) from None
     if step:
-        steps = {verify.parse_name(path.name)[1]: path for path in reversed(found)}
+        named = [path for path in reversed(found) if verify.parse_name(path.name)]
+        steps = {verify.parse_name(path.name)[1]: path for path in named}
         if int(step) not in steps:
             raise InputError(
-                f"checkpoint.branch_from = {text}, but {name} holds only steps {sorted(steps)}"
+                f'checkpoint.branch_from = "{redact(text)}", but {redact(name)} holds only steps '
+                f"{sorted(steps)}"
             )
         found = [steps[int(step)]]
     return found[0]
+
+
+def begun_by(folder: Path) -> tuple[str, str]:
+    """Return the checkpoint that a run branched off, and the branch_from that named it, as its
+    starts have recorded them; two empty texts for a run that is no branch, or has lost its records.
+
+    folder: of the run.
+    """
+    starts = {
+        int(path.name): path for path in (folder / "starts").glob("*") if path.name.isdecimal()
+    }
+    for number in sorted(starts, reverse=True):
+        origin, given = _recorded(starts[number])
+        if origin and given:
+            return origin, given
+    return "", ""
+
+
+def _recorded(start: Path) -> tuple[str, str]:
+    """Return the origin of a start, and its branch_from; empty where it has none, or its files
+    cannot be read."""
+    try:
+        about = json.loads((start / "start.json").read_text(encoding="utf-8"))
+        options = tomli.loads((start / "config.toml").read_text(encoding="utf-8"))
+        return about["origin"], options["checkpoint"]["branch_from"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", ""

@@ -40,6 +40,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cfg = load_config([f"--data.source={place}/text.txt", f"--data.tokenizer={place}/t.json"])
     prepare(cfg.data, out=str(place / "prepared"), log=lambda line: None, workers=1)
     (place / "empty").mkdir()
+    (place / "parent" / "checkpoints" / "step-00000002").mkdir(parents=True)
     return place
 
 
@@ -76,6 +77,18 @@ LACKING = {
     "weights of another run": (
         "checkpoint.load_path=PLACE/nowhere",
         'checkpoint.load_path = "PLACE/nowhere" does not exist',
+    ),
+    "a branch of no run": (
+        "checkpoint.branch_from=PLACE/nowhere@3",
+        'checkpoint.branch_from = "PLACE/nowhere@3": there is no checkpoint in',
+    ),
+    "a branch of no step": (
+        "checkpoint.branch_from=PLACE/parent@x",
+        'checkpoint.branch_from = "PLACE/parent@x": there is no checkpoint|name a run, or RUN@STEP',
+    ),
+    "a branch of another step": (
+        "checkpoint.branch_from=PLACE/parent@3",
+        'checkpoint.branch_from = "PLACE/parent@3", but|holds only steps [2]',
     ),
     "weights of Hugging Face": (
         "checkpoint.load_hf=PLACE/nowhere",
@@ -245,7 +258,8 @@ def test_nothing_is_said_where_nothing_is_missing(place):
 
 def test_a_run_that_has_a_checkpoint_needs_no_weights_to_start_from(place, tmp_path):
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
-    assert not problems(place, f"checkpoint.load_path=PLACE/nowhere run.folder={tmp_path}")
+    for option in "load_path", "branch_from":
+        assert not problems(place, f"checkpoint.{option}=PLACE/nowhere run.folder={tmp_path}")
 
 
 def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(place, monkeypatch):

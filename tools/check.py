@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
+from checkpoint import branches
 from configs import check, program
 from configs.load import ConfigError, as_given, help_text, load_config
 from configs.schema import Config, InputError
@@ -36,7 +37,7 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
             "option empty"
         )
     yield from inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])
-    for option in ("store", "load_path"):
+    for option in ("store", "load_path", "branch_from"):
         url = getattr(cfg.checkpoint, option)
         if isinstance(location(url), Key) and (problem := missing_package(url)):
             yield f"checkpoint.{option}: {problem}"
@@ -53,6 +54,8 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
             )
         elif place and fresh and option == "load_hf":
             yield from model_problems(cfg, Path(place))
+    if cfg.checkpoint.branch_from and fresh:
+        yield from branch_problems(cfg.checkpoint.branch_from)
     if cfg.checkpoint.export_hf:
         yield from export_problems(cfg)
     yield from gpu_problems(cfg, local_world_size)
@@ -81,6 +84,16 @@ def without_files(cfg: Config, argv: list[str]) -> str:
         "--run.folder=runs/try",
     ]
     return shlex.join(["./run_train.sh", *argv, *words])
+
+
+def branch_problems(given: str) -> Iterator[str]:
+    """Look for the checkpoint on a disk that a new run branches off. One in a store is looked for
+    by the run itself, not by every node."""
+    try:
+        if isinstance(location(given), Path):
+            branches.find(given)
+    except InputError as error:
+        yield str(error)
 
 
 def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
