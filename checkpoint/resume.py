@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from checkpoint import adapters, hf
+from checkpoint import adapters, branches, hf
 from checkpoint.manager import CheckpointManager
 from parallelisms.mesh import world
 from reliability import disk
@@ -59,10 +59,22 @@ def resume(
         checkpoints.origin = hf.load(
             published, job.model, families, cfg.model.family, job.args, checkpoints.group
         )
+    if cfg.checkpoint.branch_from and checkpoints.last_step >= 0:
+        say_unused(cfg.checkpoint.branch_from, folder, checkpoints)
     order = corpora.order(progress)
     if not (folder / "config.toml").exists():
         describe(folder, options, corpora, order)
     return checkpoints, progress, order
+
+
+def say_unused(branch_from: str, folder: Path, checkpoints: CheckpointManager) -> None:
+    """Warn on rank 0 that a run has checkpoints of its own, and so does not branch off, unless
+    this branch_from began it: a branch is restarted by its first command."""
+    if world().rank == 0 and branches.begun_by(folder)[1] != branch_from:
+        logger.warning(
+            f"checkpoint.branch_from is not used: {checkpoints.folder} has checkpoints of its own, "
+            f"and goes on from step {checkpoints.last_step}; name another run.folder to branch off"
+        )
 
 
 def describe(folder: Path, options: str, corpora: Any, order: Any) -> None:
