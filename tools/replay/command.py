@@ -107,8 +107,9 @@ def side(
     given = load_config([str(run.options), *more], None, None)
     if steps.stop - 1 > given.training.steps:
         raise InputError(f"--steps {steps.stop - 1}: {run.place} has {given.training.steps} steps")
-    begins_elsewhere = given.checkpoint.load_path or given.checkpoint.load_hf
-    if not begins and begins_elsewhere and not given.lora.rank:
+    loads = given.checkpoint.load_path or given.checkpoint.load_hf
+    branches_off = run.is_branch or given.checkpoint.branch_from
+    if not begins and (branches_off or (loads and not given.lora.rank)):
         raise InputError(
             f"{run.place} has no checkpoint before step {steps.start}, and began with the weights "
             "of another: name later steps"

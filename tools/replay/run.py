@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 
-from checkpoint import hf, state, verify
+from checkpoint import branches, hf, state, verify
 from checkpoint.storage import GENERATOR
 from checkpoint.verify import Damaged
 from configs.load import load_config
 from configs.schema import Config, InputError
 from models import MODELS
 from reliability import goodput
-from reliability.objects import Key
+from reliability.objects import Key, location
 from tools import places
 from training import digests
 
@@ -38,7 +38,9 @@ class Recorded:
     place: Path | Key
     files: Path  # a folder with its metrics and gradients, if it has any
     options: Path  # a TOML file
-    checkpoints: dict[int, Path | Key]  # by step; of the newest attempt
+    # by step; of the newest attempt. A branch begins with the one of its parent
+    checkpoints: dict[int, Path | Key]
+    is_branch: bool = False
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the run's metrics by step; of a step that was trained again, the last record."""
@@ -105,7 +107,12 @@ def open_run(place: Path | Key, temporary: Path) -> Recorded:
     checkpoints: dict[int, Path | Key] = {}
     for path in verify.look(place):
         checkpoints.setdefault(verify.parse_name(path.name)[1], path)
-    return Recorded(place, files, files / "config.toml", checkpoints)
+    origin, _ = branches.begun_by(files)
+    parent = location(origin)
+    named = verify.parse_name(parent.name)
+    if named and (isinstance(parent, Key) or parent.is_dir()):
+        checkpoints.setdefault(named[1], parent)
+    return Recorded(place, files, files / "config.toml", checkpoints, bool(origin))
 
 
 def write_options(path: Path | Key, manifest: dict, temporary: Path) -> Path:
