@@ -1,23 +1,41 @@
 """A resumed run prints what it does differently than before; a branch continues in its own folder;
 and exit code 2 means that nothing was started."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checkpoint import changes, verify
 from configs.load import dump, load_config
+from configs.schema import InputError
 from tests.ranks import run_ranks
 from tests.runs import MESHES, ROOT, run, series, tiny_run
+from tools.replay import __main__ as tool
 
 WSD = ["--lr_schedule.kind=wsd", "--lr_schedule.decay_fraction=0.25"]
 
 
 def said(folder: Path) -> str:
     return (folder / "logs" / "rank-00000.log").read_text()
+
+
+def replayed(folder: Path, steps: str) -> tuple[int, str]:
+    """Return the exit code of tools.replay, and what it prints."""
+
+    def compute(ranks: int, seconds: float, work: Callable, *args: Any) -> list:
+        return run_ranks(ranks, work, *args)
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = tool.replay([str(folder), f"--steps={steps}"], compute=compute)
+    return code, printed.getvalue()
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +66,20 @@ def test_a_branch_is_bitwise_the_parents_next_steps(parent, tmp_path):
     assert run_ranks(2, run, branch, tmp_path) == [(0, "")] * 2 and "nothing to do" in said(
         tmp_path
     )
+    assert "branch_from is not used" not in said(tmp_path)
+    other = [*options, f"--checkpoint.branch_from={folder}@10"]  # and says so of another parent
+    assert run_ranks(2, run, other, tmp_path) == [(0, "")] * 2
+    unused = f"checkpoint.branch_from is not used: {tmp_path / 'checkpoints'} has checkpoints of"
+    assert f"{unused} its own, and goes on from step 12" in said(tmp_path)
+    # its first steps are replayed from its parent's checkpoint, and those before are none of its own
+    code, text = replayed(tmp_path, "6:7")
+    assert code == 0 and "from the state after step 5" in text and "equal to " in text, text
+    with pytest.raises(InputError, match="began with the weights of another: name later steps"):
+        replayed(tmp_path, "5:6")
+    record = tmp_path / "starts" / "0001" / "start.json"
+    record.write_text("{}")  # the parent is unknown: refused, never begun from initial values
+    with pytest.raises(InputError, match="began with the weights of another: name later steps"):
+        replayed(tmp_path, "6:7")
 
 
 def test_a_branch_has_its_own_schedule_and_says_so(parent, tmp_path):
@@ -64,7 +96,7 @@ def test_a_branch_has_its_own_schedule_and_says_so(parent, tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [("{}@7", "holds only steps [5, 10, 12]"), ("{}-no@5", "there is no checkpoint in")],
+    [("{}@7", "holds only steps [5, 10, 12]"), ("{}-no@5", '-no@5": there is no checkpoint in')],
 )
 def test_a_branch_of_nothing_is_a_sentence(given, words, parent, tmp_path):
     options, folder = parent
@@ -125,6 +157,8 @@ def test_a_run_ends_early_on_its_schedule_and_goes_on(parent, tmp_path):
     assert run_ranks(2, run, [*options, "--training.stop_after=7"], tmp_path) == [(0, "")] * 2
     assert list(series(tmp_path)) == list(range(1, 8))
     assert (tmp_path / "checkpoints" / "step-00000007").is_dir()
+    assert run_ranks(2, run, [*options, "--training.stop_after=7"], tmp_path) == [(0, "")] * 2
+    assert "raise or leave out training.stop_after to go on" in said(tmp_path)
     assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
     assert series(tmp_path) == series(folder)
     bent = tmp_path / "bent"
@@ -138,7 +172,10 @@ def test_fewer_steps_than_are_done_is_nothing_to_do(parent):
     before = series(folder)
     assert run_ranks(2, run, [*options, "--training.steps=9"], folder) == [(0, "")] * 2
     assert series(folder) == before
-    assert "has already trained 12 of 9 steps" in said(folder)
+    assert "has trained 12 steps, and training.steps asks for 9; raise training.steps to" in said(
+        folder
+    )
+    assert "resumed after step 12\n" in said(folder)
 
 
 def _last_save_fails(options: list[str], folder: Path) -> tuple[int, str]:

@@ -40,13 +40,19 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
         logger.warning(warning)
     if mesh.pp > 1:
         logger.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
-    logger.info(
-        f"resumed after step {start} of {cfg.training.last_step}" if start else "a fresh start"
-    )
+    logger.info(begin(start, cfg.training.last_step))
     tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
     flops_per_token = family.flops_per_token(args, cfg.training.seq_len)
     experts = ExpertLoad(mesh, args) if getattr(args, "n_experts", 0) else None
     return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token, experts)
+
+
+def begin(start: int, last: int) -> str:
+    """Return the line that says where a run goes on. start: steps that are done; last: the step
+    after which the run ends, which a finished run may have passed."""
+    if not start:
+        return "a fresh start"
+    return f"resumed after step {start}" + (f" of {last}" if start <= last else "")
 
 
 def slow_bfloat16(cfg: Config, device: torch.device) -> str:
