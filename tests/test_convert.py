@@ -1246,9 +1246,9 @@ def test_the_type_of_a_folder_is_that_of_most_numbers_and_not_of_most_tensors():
 MEASURE = """
 import sys
 from models import FORMATS, MODELS
-from tools import convert
+from tools import convert, conversions  # imported when first asked for, and no part of a conversion
 import safetensors.torch
-families = *FORMATS.values(), *MODELS.values()  # imported when first asked for, and no part of a conversion
+families = *FORMATS.values(), *MODELS.values()  # the same
 def field(name): return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) / 1000
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak so far
 before = field("VmRSS")
