@@ -87,6 +87,8 @@ class Program:
             return
         self.interrupted = time.monotonic()
         self.noticed.set()
+        # a pool still writes to the children that end here, and SIGPIPE would end this process
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         end_children()
         raise KeyboardInterrupt
 

@@ -50,7 +50,7 @@ from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import series, tiny_run
 from tests.shapes import SHAPES, formats, hugging_face
-from tools import convert
+from tools import conversions, convert
 from training.optimizers import materialise
 from training.sample import sample
 

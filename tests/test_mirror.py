@@ -185,6 +185,27 @@ def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, mo
     assert "another run still writes there: waiting" in capsys.readouterr().err
 
 
+TERMINATED_AGAIN = """
+import os, signal, sys, threading
+sys.path.insert(0, ".")
+from tools import mirror
+real = mirror.Mirror.send
+def send(self):
+    if threading.current_thread() is threading.main_thread():  # the last round
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(self)
+mirror.Mirror.send = send
+sys.exit(mirror.main(sys.argv[1:]))
+"""
+
+
+def test_a_second_signal_does_not_end_the_last_round(store, tmp_path):
+    folder = tmp_path / "run"
+    words = [sys.executable, "-c", TERMINATED_AGAIN, URL, str(folder), *command(folder, 0.1, 7)]
+    assert subprocess.run(words, cwd=ROOT, timeout=60 * WORKERS).returncode == 7
+    assert copies(store)["config.toml"] == b"done"
+
+
 def test_a_run_that_goes_on_is_not_taken_over(store, tmp_path, monkeypatch, capsys):
     """Nodes of one run do not wait for each other."""
     monkeypatch.setattr(mirror, "HANDOVER", 0.0)

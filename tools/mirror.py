@@ -326,18 +326,27 @@ def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -
     sender.start()
     try:
         code = process.wait()
+        ended.set()
+        sender.join()
+        # Ctrl-C may end the last round; the other signals were meant for the command
+        signal.signal(signal.SIGINT, before.pop(signal.SIGINT))
+        send_the_rest(mirror, lease)
     finally:
         ended.set()
         sender.join()
         for number, handler in before.items():
             signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def send_the_rest(mirror: Mirror, lease: StoreLease) -> None:
+    """Send what the command has left, and report what could not be sent."""
     if (mirror.folder / LEFT_OUT).is_dir():
         log(
             f"{mirror.folder / LEFT_OUT} is not copied: checkpoint.store keeps checkpoints in a store"
         )
     if problem := send_once(mirror, lease):
         log(f"{problem}; this and what else is missing in {mirror.key} is still in {mirror.folder}")
-    return code if code >= 0 else 128 - code
 
 
 def main(argv: list[str] | None = None) -> int:
