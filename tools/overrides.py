@@ -1,4 +1,6 @@
-"""Replace options in command lines of train.py."""
+"""Read command lines that hold options of train.py, and replace options in them."""
+
+import argparse
 
 
 def with_options(argv: list[str], options: dict[str, str]) -> list[str]:
@@ -7,3 +9,15 @@ def with_options(argv: list[str], options: dict[str, str]) -> list[str]:
         argument for argument in argv if argument.split("=")[0].removeprefix("--") not in options
     ]
     return kept + [f"--{option}={value}" for option, value in options.items()]
+
+
+def parser(prog: str, description: str, **more: str) -> argparse.ArgumentParser:
+    """Return the parser of a tool that also takes --table.key=value: no option of its own may be
+    abbreviated, and its description is printed as it is written."""
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **more,
+    )

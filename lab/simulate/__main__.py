@@ -24,7 +24,7 @@ from configs.ranks import default, one_process
 from configs.schema import Config, InputError
 from lab.simulate import build
 from lab.simulate.ranks import Outcome, Simulator
-from tools.overrides import with_options
+from tools import overrides
 from tools.parity.meshes import value_of
 
 MOST_PARAMETERS = 200_000_000  # one processor core computes for each GPU
@@ -69,12 +69,7 @@ UNSEEN = (
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m lab.simulate",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = overrides.parser("python -m lab.simulate", __doc__)
     parser.add_argument("--gpus", type=int, default=1, help="of the one host (1)")
     parser.add_argument(
         "--seconds", type=float, default=600, help="after which the ranks are ended (600)"
@@ -237,13 +232,15 @@ def command_lines(rest: list[str], gpus: int, place: Path) -> tuple[list[str], l
     two refuses."""
     _, given = as_given(rest)
     short = {option: value for option, value in SHORT.items() if option not in given}
-    argv = with_options(rest, short | {"run.folder": str(place / "run"), "checkpoint.store": ""})
+    argv = overrides.with_options(
+        rest, short | {"run.folder": str(place / "run"), "checkpoint.store": ""}
+    )
     wanted = load_config(argv, None, None)
     for option, (value, why) in NOT_SIMULATED.items():
         if option not in given and value_of(wanted, option) != default(option):
             print(f"{option} is taken as {value}: {why}")
-            argv = with_options(argv, {option: value})
-    plain = with_options(argv, ON_THE_CPU | {"run.folder": str(place / "cpu")})
+            argv = overrides.with_options(argv, {option: value})
+    plain = overrides.with_options(argv, ON_THE_CPU | {"run.folder": str(place / "cpu")})
     load_config(argv, gpus, gpus)
     try:
         load_config(plain, 1, 1)

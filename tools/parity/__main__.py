@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from configs import program
 from configs.load import load_config
 from configs.schema import Config, InputError
-from tools.overrides import with_options
+from tools import overrides
 from tools.parity import meshes
 
 if TYPE_CHECKING:
@@ -48,12 +48,7 @@ QUIET = {
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.parity",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = overrides.parser("python -m tools.parity", __doc__)
     parser.add_argument("--meshes", nargs="+", default=[], metavar="MESH", help="as fsdp2xtp2")
     parser.add_argument("--ranks", type=int, default=4, help="the most, without --meshes (4)")
     parser.add_argument("--dtype", choices=sorted(LIMITS), default="float64")
@@ -91,13 +86,13 @@ def row(name: str, result: Parity) -> str:
 def parity(argv: list[str]) -> int:
     """Print the table, and return the exit code."""
     flags, rest = arguments(argv)
-    rest = with_options(rest, QUIET | {"training.param_dtype": flags.dtype})
+    rest = overrides.with_options(rest, QUIET | {"training.param_dtype": flags.dtype})
     # checking the configuration's own mesh needs as many ranks as it has
     given = load_config(rest, None, None)
     if given.optimizer.kind == "muon":  # in bfloat16 its iteration would enlarge rounding
-        rest = with_options(rest, {"optimizer.ns_dtype": flags.dtype})
+        rest = overrides.with_options(rest, {"optimizer.ns_dtype": flags.dtype})
     if given.training.max_norm > 0:  # every step is clipped
-        rest = with_options(rest, {"training.max_norm": str(CLIPPED)})
+        rest = overrides.with_options(rest, {"training.max_norm": str(CLIPPED)})
     for line in meshes.dropped(given):
         print(line)
     tried, refused = meshes.those_that_fit(rest, given, flags.meshes, flags.ranks)
@@ -107,8 +102,8 @@ def parity(argv: list[str]) -> int:
 
     for name, reason in refused.items():
         print(f"{name} is left out: {reason}")
-    rest = with_options(rest, meshes.small(rest, tried, SEQ_LEN))
-    shown = load_config(with_options(rest, meshes.PLAIN), 1, 1)
+    rest = overrides.with_options(rest, meshes.small(rest, tried, SEQ_LEN))
+    shown = load_config(overrides.with_options(rest, meshes.PLAIN), 1, 1)
     print(
         f"{shown.model.family} {shown.model.flavor}, {flags.steps} steps of "
         f"{shown.training.global_batch_size} sequences of {shown.training.seq_len} tokens, "
@@ -116,7 +111,9 @@ def parity(argv: list[str]) -> int:
         flush=True,
     )
     try:
-        plain = train_on(1, with_options(rest, meshes.PLAIN), flags.steps, flags.seconds)[0]
+        plain = train_on(1, overrides.with_options(rest, meshes.PLAIN), flags.steps, flags.seconds)[
+            0
+        ]
     except Failed as error:
         raise InputError(f"one process cannot train this configuration: {error}") from None
     print(f"{'mesh':16}       loss       norm    outputs  gradients    weights", flush=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from configs.load import load_config
 from configs.schema import Config, InputError
-from tools import outbound
+from tools import outbound, overrides
 
 # What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's
 # published runs reserved memory was 14 to 23 % above the live bytes that we count for the same
@@ -73,12 +73,7 @@ OVERRIDES = {  # option -> what it gives in the place of the device's number
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.plan",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = overrides.parser("python -m tools.plan", __doc__)
     parser.add_argument("--gpus", type=int, help="of the whole run (8)")
     parser.add_argument(
         "--days",

@@ -22,17 +22,16 @@ from collections.abc import Callable
 
 from configs import program
 from configs.schema import InputError
+from tools import overrides
 from tools.places import check_run, place
 
 DTYPES = ("bfloat16", "float32", "float64")
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.replay",
-        description=__doc__,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = overrides.parser(
+        "python -m tools.replay",
+        __doc__,
         epilog="Further --table.key=value change the options of both sides: --data.cache=...",
     )
     parser.add_argument("run", type=place, help="a run or a checkpoint: its folder or its URL")
