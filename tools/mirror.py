@@ -325,15 +325,15 @@ def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -
     sender = threading.Thread(target=keep_sending, args=(mirror, lease, seconds, ended))
     sender.start()
     try:
-        code = process.wait()
-        ended.set()
-        sender.join()
+        try:
+            code = process.wait()
+        finally:
+            ended.set()
+            sender.join()
         # Ctrl-C may end the last round; the other signals were meant for the command
         signal.signal(signal.SIGINT, before.pop(signal.SIGINT))
         send_the_rest(mirror, lease)
     finally:
-        ended.set()
-        sender.join()
         for number, handler in before.items():
             signal.signal(number, handler)
     return code if code >= 0 else 128 - code
