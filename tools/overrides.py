@@ -11,7 +11,9 @@ def with_options(argv: list[str], options: dict[str, str]) -> list[str]:
     return kept + [f"--{option}={value}" for option, value in options.items()]
 
 
-def parser(prog: str, description: str, **more: str) -> argparse.ArgumentParser:
+def parser(
+    prog: str, description: str | None, epilog: str | None = None
+) -> argparse.ArgumentParser:
     """Return the parser of a tool that also takes --table.key=value: no option of its own may be
     abbreviated, and its description is printed as it is written."""
     return argparse.ArgumentParser(
@@ -19,5 +21,5 @@ def parser(prog: str, description: str, **more: str) -> argparse.ArgumentParser:
         description=description,
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        **more,
+        epilog=epilog,
     )

@@ -32,7 +32,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = overrides.parser(
         "python -m tools.replay",
         __doc__,
-        epilog="Further --table.key=value change the options of both sides: --data.cache=...",
+        "Further --table.key=value change the options of both sides: --data.cache=...",
     )
     parser.add_argument("run", type=place, help="a run or a checkpoint: its folder or its URL")
     parser.add_argument("--steps", required=True, help="FIRST:LAST, or one step; the first is 1")
