@@ -1,7 +1,6 @@
 """Configurations: every mistake is named in a sentence, all at once, before anything is launched or
 written."""
 
-import math
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from pydantic import ValidationError
 
 from configs import check
 from configs.load import (
@@ -92,7 +90,6 @@ BAD_FILES = {
         "[xyzzy]\na = 1",
         "x.toml: xyzzy: no such table; the tables are|run|debug",
     ),
-    "capital table": ("[Training]\nsteps = 1", "Training: no such table; did you mean [training]?"),
     "unknown key": (
         "[training]\nstps = 1",
         "x.toml: training.stps: no such option; did you mean training.steps?",
@@ -100,10 +97,6 @@ BAD_FILES = {
     "key with a dash": (
         "[training]\nseq-len = 1",
         "training.seq-len: no such option; did you mean training.seq_len?",
-    ),
-    "key of another table": (
-        "[training]\nlr = 1.0",
-        "training.lr: no such option; did you mean optimizer.lr?",
     ),
     "unknown key, nothing near": (
         "[compile]\nxyzzy = 1",
@@ -117,22 +110,9 @@ BAD_FILES = {
         "steps = 5",
         "steps: is outside of any table|training.steps or profiler.steps or validation.steps",
     ),
-    "sequence parallelism": (
-        "[parallelism]\nsequence_parallel = 2",
-        "sequence_parallel: no such option",
-    ),
-    "unknown schedule": (
-        "[parallelism]\npipeline_schedule = 'gpipe'",
-        'pipeline_schedule = "gpipe": must '
-        'be|"1f1b"|"interleaved_1f1b"|"zero_bubble"|"zbv"|"dualpipe_v"',
-    ),
     "part of a name": (
         "[training]\nbatch_size = 2",
         "did you mean training.global_batch_size or training.local_batch_size?",
-    ),
-    "a name and more": (
-        "[training]\nmax_steps = 2",
-        "training.max_steps: no such option; did you mean training.steps?",
     ),
     "table in a table": (
         "[training.steps]\na = 1",
@@ -142,7 +122,6 @@ BAD_FILES = {
         "training = 5",
         "training = 5: a table is needed, as in training.steps = 100",
     ),
-    "array of tables": ("[[training]]\nsteps = 5", "training = [{steps = 5}]: a table is needed"),
     "a key with a newline": (
         '[training]\n"a\\nb" = 1',
         "training.a\\nb|no such option; [training] has",
@@ -151,43 +130,16 @@ BAD_FILES = {
         "[training]\nsteps = [1]",
         "training.steps = [1]: must be an integer >= 1, not a list",
     ),
-    "string for a number": (
-        '[training]\nsteps = "50"',
-        'training.steps = "50": must be an integer >= 1, not a string',
-    ),
-    "boolean for an integer": (
-        "[training]\nsteps = true",
-        "training.steps = true: must be an integer|not a boolean",
-    ),
     "boolean for a float": (
         "[optimizer]\nlr = true",
         "optimizer.lr = true: must be a finite number > 0, not a boolean",
-    ),
-    "integer for a boolean": (
-        "[compile]\nenabled = 1",
-        "compile.enabled = 1: must be true or false, not an integer",
     ),
     "float for an integer": (
         "[training]\nsteps = 1e3",
         "training.steps = 1000.0: must be an integer|not a float",
     ),
     "number for a text": ("[run]\nfolder = 5", "run.folder = 5: must be text|not an integer"),
-    "date for a text": (
-        "[run]\nfolder = 2020-01-01",
-        "run.folder = 2020-01-01: must be text|not a date or time",
-    ),
-    "negative steps": ("[training]\nsteps = -5", "training.steps = -5: must be an integer >= 1"),
-    "zero batch": (
-        "[training]\nglobal_batch_size = 0",
-        "training.global_batch_size = 0: must be an integer >= 1",
-    ),
     "NaN": ("[optimizer]\nlr = nan", "optimizer.lr = nan: must be a finite number > 0"),
-    "infinity": ("[optimizer]\nlr = inf", "optimizer.lr = inf: must be a finite number > 0"),
-    "minus infinity": (
-        "[training]\nmax_norm = -inf",
-        "training.max_norm = -inf: must be a finite number >= 0",
-    ),
-    "learning rate 0": ("[optimizer]\nlr = 0", "optimizer.lr = 0: must be a finite number > 0"),
     "minimum above the peak": (
         "[lr_schedule]\nmin_ratio = 1.5",
         "lr_schedule.min_ratio = 1.5: must be|>= 0 and <= 1",
@@ -196,7 +148,6 @@ BAD_FILES = {
         "[optimizer]\nbetas = [0.9, 1.0]",
         "optimizer.betas = [0.9, 1.0]: must be a list of 2|>= 0 and < 1",
     ),
-    "one beta": ("[optimizer]\nbetas = [0.9]", "optimizer.betas = [0.9]: must be a list of 2"),
     "betas of text": (
         '[optimizer]\nbetas = ["a", 0.9]',
         'optimizer.betas = ["a", 0.9]: must be a list of 2, each a finite',
@@ -240,12 +191,6 @@ BAD_FILES = {
         "data.mixture = [3]: must be a list, each a table of name, source, weight, schedule, "
         "max_epochs",
     ),
-    "eps 0": ("[optimizer]\neps = 0.0", "optimizer.eps = 0.0: must be a finite number > 0"),
-    "interval 0": ("[metrics]\ninterval = 0", "metrics.interval = 0: must be an integer >= 1"),
-    "keep -1": (
-        "[checkpoint]\nkeep_last = -1",
-        "checkpoint.keep_last = -1: must be an integer >= 0",
-    ),
     "unknown dtype": (
         '[training]\nparam_dtype = "float16"',
         '"float16": must be "auto" or "float32" or "bfloat16" or "float64"; did you',
@@ -285,22 +230,6 @@ BAD_FILES = {
     "Python's True in a file": (
         "[compile]\nenabled = True",
         "x.toml: not valid TOML|line 2|write enabled = true",
-    ),
-    "every block": (
-        "[activation_checkpoint]\nevery_n = 1",
-        "activation_checkpoint.every_n = 1: must be an integer >= 2",
-    ),
-    "no shards": (
-        "[parallelism]\ndata_parallel_shard = 0",
-        "parallelism.data_parallel_shard = 0: must be -1 or an integer >= 1",
-    ),
-    "fewer shards": (
-        "[parallelism]\ndata_parallel_shard = -2",
-        "parallelism.data_parallel_shard = -2: must be -1 or an integer",
-    ),
-    "reshard over one": (
-        "[parallelism]\nreshard_after_forward = 1",
-        'must be true or false or "default" or an integer >= 2',
     ),
     "reshard to a word": (
         '[parallelism]\nreshard_after_forward = "defalt"',
@@ -344,28 +273,7 @@ BAD_FILES = {
         '[model]\nflavor = "8b"',
         'model.flavor = "8b": models/llama.py has debug, 1B|did you mean "8B"?',
     ),
-    "no such flavor": (
-        '[model]\nflavor = "9000"',
-        'model.flavor = "9000": models/llama.py has debug, 1B, 3B, 8B, 70B, 405B',
-    ),
-    "warm-up beyond the end": (
-        "[lr_schedule]\nwarmup_steps = 101",
-        "lr_schedule.warmup_steps = 101|training.steps = 100",
-    ),
-    "vocabulary too small": (
-        "[model]\nvocab_size = 300",
-        "data.bpe_vocab_size = 4096 is more|model.vocab_size = 300",
-    ),
-    "sequence too long": (
-        "[training]\nseq_len = 1000000",
-        "training.seq_len = 1000000 is more|model.max_seq_len = 8192",
-    ),
-    "exclusive options": (
-        "[optimizer]\nmomentum = 0.9",
-        'optimizer.momentum = 0.9 has no effect|optimizer.kind = "adamw"',
-    ),
     "empty": ("", "x.toml: sets nothing"),
-    "comments only": ("# [run]\n# seed = 1\n", "x.toml: sets nothing"),
     "latin-1": (
         "[run]\nfolder = 'é'".encode("latin-1"),
         "x.toml: line 2 is not UTF-8 (byte 0xe9): save it as UTF-8",
@@ -415,10 +323,6 @@ BAD_ARGUMENTS = {
         ["--training.stps=5"],
         "command line: training.stps: no such option; did you mean training.steps?",
     ),
-    "unknown option, a value": (
-        ["--training.stps", "5"],
-        "training.stps: no such option; did you mean training.steps?",
-    ),
     "unknown option, a file": (
         ["--training.stps", "y.toml"],
         "training.stps: no such option; did you mean training.steps?",
@@ -426,10 +330,6 @@ BAD_ARGUMENTS = {
     "unknown table": (
         ["--trainning.steps=5"],
         "trainning.steps: no such option; did you mean training.steps?",
-    ),
-    "nothing near in a table": (
-        ["--xyzzy.abc=5"],
-        "xyzzy.abc: no such option; the tables are run, model",
     ),
     "no table": (
         ["--tensor_parallel=2"],
@@ -440,7 +340,6 @@ BAD_ARGUMENTS = {
         "command line: xyzzy: no such table or option; the tables are run, model",
     ),
     "one dash": (["-v"], "command line: -v: no such table or option"),
-    "two dashes": (["--"], "command line: : no such table or option"),
     "no dashes": (
         ["training.steps=10"],
         "command line: training.steps=10: did you mean --training.steps=10?",
@@ -472,19 +371,7 @@ BAD_ARGUMENTS = {
         ["--training.steps="],
         'command line: training.steps = "": must be an integer >= 1, not a string',
     ),
-    "a word for a number": (
-        ["--training.steps=many"],
-        'training.steps = "many": must be an integer >= 1, not a string',
-    ),
-    "no TOML number": (
-        ["--optimizer.lr=.1"],
-        'optimizer.lr = ".1": must be a finite number > 0, not a string',
-    ),
     "two lines": (["--run.seed=1\nx = 2"], 'run.seed = "1\\nx = 2": must be an integer >= 0'),
-    "yes": (
-        ["--compile.enabled=yes"],
-        'compile.enabled = "yes": must be true or false, not a string',
-    ),
     "Python's True": (
         ["--compile.enabled=True"],
         'compile.enabled = "True": must be true or false, not a string',
@@ -499,7 +386,6 @@ BAD_ARGUMENTS = {
         "command line: run.folder = |udcff|must be UTF-8 text",
     ),
     "deep": (["--run.seed=" + "[" * 100_000], 'run.seed = "[[[|...: must be an integer >= 0'),
-    "null": (["--model.dim=none"], 'model.dim = "none": must be an integer >= 2, not a string'),
 }
 
 
@@ -517,140 +403,125 @@ def test_bad_arguments(name, folder):
 # --------------------------------------------------------------------------------------------------
 # rules across tables
 
-# A case of every rule of configs/check.py. rule: (overrides, world size, processes of a host, words
-# of the problem, further overrides that repair it)
+# A case of every rule of configs/check.py. rule: (overrides, words of the problem, further overrides
+# that repair it, processes if not one, those of a host if fewer)
 RULE_CASES = {
     "mesh_product": (
         "parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=3 "
         "parallelism.tensor_parallel=4",
-        8,
-        8,
         "parallelism.data_parallel_replicate = 2|parallelism.data_parallel_shard = "
         "3|parallelism.tensor_parallel = 4"
         "|multiply to 24|8 processes|data_parallel_shard = -1",
         "parallelism.data_parallel_shard=1 training.local_batch_size=4",
+        8,
     ),
     "mesh_rest": (
         "parallelism.data_parallel_replicate=2 parallelism.tensor_parallel=4",
-        12,
-        4,
         "parallelism.data_parallel_shard = -1|parallelism.data_parallel_replicate = 2 times "
         "parallelism.context_parallel = 1 times parallelism.tensor_parallel = 4 times "
         "parallelism.pipeline_parallel = 1 must "
         "divide the 12 processes of the run (NGPU on each node)",
         "parallelism.data_parallel_replicate=1 training.global_batch_size=24",
+        12,
+        4,
     ),
     "tp_host": (
         "parallelism.tensor_parallel=4",
-        4,
-        2,
         "parallelism.tensor_parallel = 4 does not divide the 2 processes of a "
         "host|tensor_parallel_across_hosts = true",
         "parallelism.tensor_parallel_across_hosts=true",
+        4,
+        2,
     ),
     "tp_heads": (
         "parallelism.tensor_parallel=4 model.n_heads=6 model.n_kv_heads=2 model.head_dim=32",
-        4,
-        4,
         "parallelism.tensor_parallel = 4 does not divide model.n_heads = 6: each rank computes "
         "whole query heads",
         "model.n_heads=8 model.n_kv_heads=4",
+        4,
     ),
     "tp_kv_heads": (
         "parallelism.tensor_parallel=8",
-        8,
-        8,
         "parallelism.tensor_parallel = 8 does not divide model.n_kv_heads = 4 (of flavor "
         "debug)|not duplicated"
         "|at most n_kv_heads",
         "model.n_kv_heads=8",
+        8,
     ),
     "tp_shared": (
         "model.family=deepseek_v3 parallelism.tensor_parallel=4 model.expert_dim=90",
-        4,
-        4,
         "parallelism.tensor_parallel = 4 does not divide model.n_shared_experts = 1 (of flavor "
         "debug) times model.expert_dim = 90|share",
         "model.expert_dim=92",
+        4,
     ),
     "tp_hidden": (
         "parallelism.tensor_parallel=4 model.hidden_dim=702",
-        4,
-        4,
         "parallelism.tensor_parallel = 4 does not divide model.hidden_dim = 702|equal share",
         "model.hidden_dim=704",
+        4,
     ),
     "tp_sequence": (
         "parallelism.tensor_parallel=4 training.seq_len=255",
-        4,
-        4,
         "parallelism.tensor_parallel = 4 does not divide training.seq_len = 255|equal part of the "
         "sequence",
         "training.seq_len=256",
+        4,
     ),
     "tp_vocabulary": (  # 9 rows each: 31 ranks take all 279
         "parallelism.tensor_parallel=32 model.n_heads=32 model.n_kv_heads=32 model.vocab_size=279 "
         "data.tokenizer=bytes",
-        32,
-        32,
         "parallelism.tensor_parallel = 32 leaves a rank without a row of the vocabulary, "
         "model.vocab_size = 279",
         "model.vocab_size=280",
+        32,
     ),
     "tp_offload": (
         "parallelism.tensor_parallel=2 parallelism.cpu_offload=true",
-        2,
-        2,
         "parallelism.cpu_offload = true together with parallelism.tensor_parallel = 2 is not "
         "supported",
         "parallelism.tensor_parallel=1 training.local_batch_size=4",
+        2,
     ),
     "tp_reshard": (
         "parallelism.tensor_parallel=2 parallelism.reshard_after_forward=2 "
         "training.local_batch_size=2",
-        8,
-        8,
         "parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2, "
         "parallelism.context_parallel = 1 and "
         'parallelism.pipeline_parallel = 1 is not supported|"default"',
         "parallelism.reshard_after_forward=true",
+        8,
     ),
     "ep_experts": (
         "parallelism.expert_parallel=2",
-        2,
-        2,
         "parallelism.expert_parallel = 2 has no effect on a model without experts",
         "model.family=qwen3 model.flavor=debug_moe",
+        2,
     ),
     "ep_ranks": (
         "model.family=deepseek_v3 parallelism.expert_parallel=4",
-        2,
-        2,
         "parallelism.expert_parallel = 4 does not divide 2 times parallelism.context_parallel = 1",
         "parallelism.expert_parallel=2",
+        2,
     ),
     "ep_hosts": (
         "model.family=deepseek_v3 parallelism.expert_parallel=4 "
         "parallelism.expert_exchange=hierarchical training.local_batch_size=1",
-        8,
-        4,
         'parallelism.expert_exchange = "hierarchical"|all ranks of several hosts|'
         "parallelism.expert_parallel = 4 is no such multiple of the 4 processes of a host|"
         'use "flat"',
         "parallelism.expert_parallel=8",
+        8,
+        4,
     ),
     "expert_exchange_unused": (
         "model.family=deepseek_v3 parallelism.expert_exchange=hierarchical",
-        1,
-        1,
         'parallelism.expert_exchange = "hierarchical" has no effect with '
         "parallelism.expert_parallel = 1|remove it",
         "parallelism.expert_exchange=flat",
     ),
     "expert_chunks_unused": (
         "model.family=deepseek_v3 parallelism.expert_chunks=2",
-        1,
-        1,
         "parallelism.expert_chunks = 2 has no effect with parallelism.expert_parallel = 1|"
         "remove it",
         "parallelism.expert_chunks=1",
@@ -659,76 +530,58 @@ RULE_CASES = {
         "model.family=qwen3 model.flavor=debug_moe parallelism.expert_parallel=4 "
         "parallelism.reshard_after_forward=2 "
         "training.local_batch_size=1",
-        8,
-        8,
         "parallelism.reshard_after_forward = 2, a number of ranks, together with "
         "parallelism.expert_parallel = 4 is not "
         'supported|"default"',
         "parallelism.expert_parallel=1",
+        8,
     ),
     "experts": (
         "model.family=qwen3 model.flavor=debug_moe model.n_experts=8 model.experts_per_token=9",
-        1,
-        1,
         "model.experts_per_token = 9 is above model.n_experts = 8",
         "model.experts_per_token=8",
     ),
     "experts_ep": (
         "model.family=deepseek_v3 model.n_experts=12 parallelism.expert_parallel=8",
-        8,
-        8,
         "parallelism.expert_parallel = 8 does not divide model.n_experts = 12",
         "parallelism.expert_parallel=4",
+        8,
     ),
     "no_experts": (
         "model.family=deepseek_v3 model.n_experts=0",
-        1,
-        1,
         "model.n_experts = 0, but all of model.n_layers = 5 (of flavor debug) but the first ones, "
         "model.n_dense_layers = 1",
         "model.n_dense_layers=5",
     ),
     "gpt_oss_experts": (
         "model.family=gpt_oss model.n_experts=0",
-        1,
-        1,
         "model.n_experts = 0, but every layer is a mixture of experts",
         "model.n_experts=4",
     ),
     "dense_layers": (
         "model.family=deepseek_v3 model.n_dense_layers=6",
-        1,
-        1,
         "model.n_dense_layers = 6 is above model.n_layers = 5",
         "model.n_layers=6",
     ),
     "rope_dim": (
         "model.family=deepseek_v3 model.rope_dim=15",
-        1,
-        1,
         "model.rope_dim = 15 must be even",
         "model.rope_dim=14",
     ),
     "value_dim": (
         "model.family=deepseek_v3 model.value_dim=49",
-        1,
-        1,
         "model.value_dim = 49 is above model.nope_dim = 32 (of flavor debug) plus model.rope_dim "
         "= 16",
         "model.value_dim=48",
     ),
     "expert_groups": (
         "model.family=deepseek_v3 model.n_experts=18",
-        1,
-        1,
         "model.expert_groups = 4 (of flavor debug) must divide model.n_experts = 18 into groups "
         "of two",
         "model.expert_groups=3",
     ),
     "groups_per_token": (
         "model.family=deepseek_v3 model.experts_per_token=9",
-        1,
-        1,
         "model.experts_per_token = 9 cannot be chosen within model.groups_per_token = 2 (of "
         "flavor debug) of model.expert_groups = 4",
         "model.groups_per_token=3",
@@ -736,614 +589,478 @@ RULE_CASES = {
     "experts_async": (
         "model.family=deepseek_v3 parallelism.tensor_parallel=2 "
         "parallelism.async_tensor_parallel=true compile.enabled=true",
-        2,
-        2,
         "parallelism.async_tensor_parallel = true together with experts (model.n_experts = 16|is "
         "not supported",
         "parallelism.async_tensor_parallel=false",
+        2,
     ),
     "cp_sequence": (
         "parallelism.context_parallel=3 training.seq_len=256 training.local_batch_size=1",
-        3,
-        3,
         "training.seq_len = 256 is not a multiple of 6|parallelism.context_parallel = "
         "3|parallelism.context_parallel_method",
         "training.seq_len=252",
+        3,
     ),
     "cp_heads": (
         "parallelism.context_parallel=4 parallelism.tensor_parallel=2 "
         "parallelism.context_parallel_method=ulysses",
-        8,
-        8,
         "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide "
         "model.n_kv_heads = 4"
         '|parallelism.context_parallel_method = "ulysses"|whole key/value '
         'heads|context_parallel_method = "gather"',
         "parallelism.context_parallel_method=gather",
+        8,
     ),
     "cp_latent_heads": (
         "model.family=deepseek_v3 parallelism.context_parallel=4 parallelism.tensor_parallel=2 "
         "parallelism.context_parallel_method=ulysses",
-        8,
-        8,
         "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide "
         "model.n_heads = 4|whole heads",
         "model.n_heads=8",
+        8,
     ),
     "cp_attention": (
         "parallelism.context_parallel=2 training.attention=cudnn training.param_dtype=bfloat16 "
         "run.device=cuda",
-        2,
-        2,
         'training.attention = "cudnn" has no kernel for parallelism.context_parallel_method = '
         '"gather"|"flash"|"ulysses"',
         "parallelism.context_parallel_method=ulysses",
+        2,
     ),
     "cp_kernel": (
         "parallelism.context_parallel=2 training.param_dtype=float32 run.device=cuda",
-        2,
-        2,
         'context_parallel_method = "gather" with|context_parallel = 2|a 16-bit type|param_dtype = '
         '"float32"|"ulysses"',
         "parallelism.context_parallel_method=ulysses",
+        2,
     ),
     "context_parallel_method_unused": (
         "parallelism.context_parallel_method=ulysses",
-        1,
-        1,
         'parallelism.context_parallel_method = "ulysses" has no effect with '
         "parallelism.context_parallel = 1|above 1",
         "parallelism.context_parallel_method=gather",
     ),
     "reshard_ranks": (
         "parallelism.reshard_after_forward=3 training.local_batch_size=1",
-        8,
-        8,
         "parallelism.reshard_after_forward = 3 must be less than the 8 ranks|divide them",
         "parallelism.reshard_after_forward=4",
+        8,
     ),
     "batch": (
         "training.global_batch_size=24 training.local_batch_size=8",
-        4,
-        4,
         "training.global_batch_size = 24 is not a multiple of 32, which is "
         "training.local_batch_size = 8 on 4 data-"
         "|set training.local_batch_size to 6, or training.global_batch_size to 32",
         "training.local_batch_size=6",
+        4,
     ),
     "batch_ranks": (
         "training.global_batch_size=8",
-        3,
-        3,
         "training.global_batch_size = 8 is not a multiple of the 3 data-parallel ranks|set "
         "training.global_batch_size to 6 or 9",
         "training.global_batch_size=9",
+        3,
     ),
     "seq_len": (
         "training.seq_len=8193",
-        1,
-        1,
         "training.seq_len = 8193 is more|model.max_seq_len = 8192 (of flavor debug)",
         "training.seq_len=8192",
     ),
     "kv_heads": (
         "model.n_kv_heads=3",
-        1,
-        1,
         "model.n_kv_heads = 3 does not divide model.n_heads = 8 (of flavor debug)",
         "model.n_kv_heads=2",
     ),
     "head_dim": (
         "model.dim=300",
-        1,
-        1,
         "model.head_dim would be 37.5|whole even number|model.dim = 300|model.n_heads = 8",
         "model.dim=304",
     ),
     "pipeline_schedule_unused": (
         "parallelism.pipeline_schedule=zbv",
-        1,
-        1,
         'parallelism.pipeline_schedule = "zbv" has no effect with parallelism.pipeline_parallel = '
         "1",
         "parallelism.pipeline_schedule=1f1b",
     ),
     "pipeline_stages_per_rank_unused": (
         "parallelism.pipeline_stages_per_rank=2",
-        1,
-        1,
         "parallelism.pipeline_stages_per_rank = 2 has no effect with "
         "parallelism.pipeline_parallel = 1",
         "parallelism.pipeline_stages_per_rank=0",
     ),
     "pipeline_layers_unused": (
         "parallelism.pipeline_layers=[3,3]",
-        1,
-        1,
         "parallelism.pipeline_layers = [3, 3] has no effect with parallelism.pipeline_parallel = 1",
         "parallelism.pipeline_layers=[]",
     ),
     "pipeline_stages_per_rank": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_stages_per_rank=3 "
         "parallelism.pipeline_schedule=zbv",
-        2,
-        2,
         'parallelism.pipeline_stages_per_rank = 3, but parallelism.pipeline_schedule = "zbv" has '
         "2 to 2 stages|there are 2",
         "parallelism.pipeline_schedule=interleaved_1f1b",
+        2,
     ),
     "pipeline_stages": (
         "parallelism.pipeline_parallel=4 parallelism.pipeline_schedule=zbv",
-        4,
-        4,
         'pipeline_parallel = 4|pipeline_schedule = "zbv" make 8 stages|only model.n_layers = '
         "6|lower pipeline_parallel",
         "model.n_layers=8",
+        4,
     ),
     "pipeline_layers": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_layers=[3,4]",
-        2,
-        2,
         "parallelism.pipeline_layers = [3, 4] must have one number for each of the 2 "
         "stages|model.n_layers = 6",
         "parallelism.pipeline_layers=[4,2]",
+        2,
     ),
     "pipeline_microbatches": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=dualpipe_v "
         "training.local_batch_size=4",
-        4,
-        4,
         'pipeline_schedule = "dualpipe_v" on parallelism.pipeline_parallel = 2 ranks needs at '
         "least 4 microbatches"
         "|one has 8 sequences over all data-parallel ranks|training.global_batch_size = 8|32 or "
         "more|lower training.local_batch_size",
         "training.global_batch_size=32",
+        4,
     ),
     "pipeline_offload": (
         "parallelism.pipeline_parallel=2 parallelism.cpu_offload=true",
-        2,
-        2,
         "parallelism.cpu_offload = true together with parallelism.pipeline_parallel = 2 is not "
         "supported",
         "parallelism.cpu_offload=false",
+        2,
     ),
     "pipeline_reshard": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
         "parallelism.reshard_after_forward=true",
-        2,
-        2,
         'pipeline_schedule = "zero_bubble" splits the backward pass|reshard_after_forward = '
         'true|"default"',
         "parallelism.pipeline_schedule=1f1b",
+        2,
     ),
     "gather_again_unused": (
         "activation_checkpoint.mode=selective activation_checkpoint.gather_again=true",
-        1,
-        1,
         "activation_checkpoint.gather_again = true has no effect with "
         "parallelism.tensor_parallel = 1|remove it",
         "activation_checkpoint.gather_again=false",
     ),
     "gather_again": (
         "parallelism.tensor_parallel=2 activation_checkpoint.gather_again=true",
-        2,
-        2,
         "activation_checkpoint.gather_again = true is about what selective checkpointing would "
         'keep|activation_checkpoint.mode = "none"|remove it',
         "activation_checkpoint.mode=selective",
+        2,
     ),
     "pipeline_selective": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
         "activation_checkpoint.mode=selective",
-        2,
-        2,
         'pipeline_schedule = "zero_bubble" splits the backward pass|activation_checkpoint.mode = '
         '"selective"|"full"',
         "parallelism.pipeline_schedule=1f1b",
+        2,
     ),
     "pipeline_compile": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv compile.enabled=true",
-        2,
-        2,
         'pipeline_schedule = "zbv" splits the backward pass|compile.enabled = true',
         "compile.enabled=false",
+        2,
     ),
     "pipeline_float8": (
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv training.float8=rowwise",
-        2,
-        2,
         'pipeline_schedule = "zbv" splits the backward pass|training.float8 = "rowwise" each '
         'half|"1f1b"',
         "parallelism.pipeline_schedule=interleaved_1f1b",
+        2,
     ),
     "bpe_vocabulary": (
         "data.bpe_vocab_size=5000",
-        1,
-        1,
         "data.bpe_vocab_size = 5000 is more than the embedding has rows, model.vocab_size = 4096",
         "model.vocab_size=5000",
     ),
     "bytes_vocabulary": (
         "data.tokenizer=bytes model.vocab_size=256",
-        1,
-        1,
         'data.tokenizer = "bytes" needs at least 257 rows|model.vocab_size = 256',
         "model.vocab_size=257",
     ),
     "tokenizer_pattern": (
         "data.tokenizer=bytes data.tokenizer_pattern=llama3",
-        1,
-        1,
         'data.tokenizer_pattern = "llama3" has no effect with|data.tokenizer = "bytes"',
         "data.tokenizer_pattern=",
     ),
     "end_token": (
         "data.tokenizer=bpe data.end_token=</s>",
-        1,
-        1,
         'data.end_token = "</s>" has no effect with|data.tokenizer = "bpe"',
         "data.end_token=<|endoftext|>",
     ),
     "mixture_source": (
         'data.source=corpus data.mixture=[{name="a",source="x",weight=1}] data.tokenizer=bytes',
-        1,
-        1,
         'data.source = "corpus" has no effect with data.mixture',
         "data.source=stdlib",
     ),
     "validation_names": (
         'validation.sets=[{name="a",source="x"}] data.mixture=[{name="a",source="y",weight=1}]',
-        1,
-        1,
         "validation.sets = |share a name",
         'validation.sets=[{name="b",source="x"}]',
     ),
     "evaluation_interval": (
         "evaluation.interval=10",
-        1,
-        1,
         "evaluation.interval = 10 has no effect without tasks",
         'evaluation.tasks=[{name="a",file="x.jsonl"}]',
     ),
     "answers_masked": (
         "data.format=chat data.tokenizer=bytes",
-        1,
-        1,
         'data.format = "chat" packs several conversations into a window|data.mask_documents = true',
         "data.mask_documents=true",
     ),
     "answers_tokenizer": (
         "data.format=completion data.mask_documents=true",
-        1,
-        1,
         'data.format = "completion", but data.tokenizer = "bpe" would be trained|tokenizer.json',
         "data.tokenizer=bytes",
     ),
     "answers_stream": (
         "data.format=chat data.mask_documents=true data.tokenizer=bytes data.stream=true "
         "validation.interval=0",
-        1,
-        1,
         'data.format = "chat" with data.stream = true is not supported',
         "data.stream=false",
     ),
     "answers_field": (
         "data.format=chat data.mask_documents=true data.tokenizer=bytes data.text_field=talk",
-        1,
-        1,
         'data.text_field = "talk" has no effect with data.format = "chat"',
         "data.text_field=text",
     ),
     "chat_template": (
         "data.chat_template=plain",
-        1,
-        1,
         'data.chat_template = "plain" has no effect with data.format = "text"',
         "data.chat_template=",
     ),
     "chat_may_drop": (
         'data.chat_may_drop=["name"]',
-        1,
-        1,
         'data.chat_may_drop = ["name"] has no effect with data.format = "text"',
         "data.chat_may_drop=[]",
     ),
     "stream_tokenizer": (
         "data.stream=true",
-        1,
-        1,
         'data.stream = true|data.tokenizer = "bpe"|python -m data.train_tokenizer',
         "data.tokenizer=bytes",
     ),
     "stream_ranks": (
         "data.stream=true data.tokenizer=bytes training.global_batch_size=24 "
         "training.local_batch_size=1",
-        3,
-        3,
         "data.streams = 64 is not a multiple of the 3 data-parallel ranks",
         "data.streams=48",
+        3,
     ),
     "stream_mixture": (
         'data.stream=true data.tokenizer=bytes data.mixture=[{name="a",source="x",weight=1}]',
-        1,
-        1,
         "data.stream = true reads data.source alone",
         "data.mixture=[]",
     ),
     "stream_skip": (
         "data.stream=true data.tokenizer=bytes data.skip=[[10,2]]",
-        1,
-        1,
         "data.skip = [[10, 2]] with data.stream = true is not supported",
         "data.skip=[]",
     ),
     "stream_splice": (
         "data.stream=true data.tokenizer=bytes data.allow_splice=true",
-        1,
-        1,
         "data.allow_splice = true with data.stream = true is not supported",
         "data.allow_splice=false",
     ),
     "stream_workers": (
         "data.stream=true data.tokenizer=bytes data.workers=2",
-        1,
-        1,
         "data.workers = 2 has no effect with data.stream = true",
         "data.workers=0",
     ),
     "stream_timeout": (
         "data.stream=true data.tokenizer=bytes data.timeout_seconds=300",
-        1,
-        1,
         "data.timeout_seconds = 300 is not less than run.step_timeout_seconds = 300",
         "data.timeout_seconds=60",
     ),
     "stream_validation": (
         "data.stream=true data.tokenizer=bytes validation.interval=10",
-        1,
-        1,
         "validation.interval = 10 with data.stream = true needs [[validation.sets]]",
         'validation.sets=[{name="a",source="x"}]',
     ),
     "warmup": (
         "lr_schedule.warmup_steps=51 training.steps=50",
-        1,
-        1,
         "lr_schedule.warmup_steps = 51 is more than training.steps = 50",
         "lr_schedule.warmup_steps=50",
     ),
     "wsd": (
         "lr_schedule.kind=wsd lr_schedule.warmup_steps=81 training.steps=100",
-        1,
-        1,
         'lr_schedule.kind = "wsd"|81 steps of warm-up|20 steps of lr_schedule.decay_fraction = 0.2'
         "|training.steps = 100",
         "lr_schedule.warmup_steps=80",
     ),
     "profiler_window": (
         "profiler.enabled=true profiler.start_step=11 training.steps=10",
-        1,
-        1,
         "profiler.start_step = 11 is beyond the end of the run, training.steps = 10|lower",
         "profiler.start_step=10",
     ),
     "stop_after": (
         "training.stop_after=400",
-        1,
-        1,
         "training.stop_after = 400 is beyond the end of the run, training.steps = 100",
         "training.stop_after=100",
     ),
     "branch_from": (
         "checkpoint.branch_from=a@5 checkpoint.load_path=b",
-        1,
-        1,
         'checkpoint.branch_from = "a@5" goes on with all of another run\'s state',
         "checkpoint.load_path=",
     ),
     "load_step": (
         "checkpoint.load_step=400",
-        1,
-        1,
         "checkpoint.load_step = 400 is beyond the end of the run, training.steps = 100",
         "checkpoint.load_step=100",
     ),
     "skip_spikes": (
         "training.skip_spikes=true",
-        1,
-        1,
         "training.skip_spikes = true needs training.spike_threshold",
         "training.spike_threshold=6.0",
     ),
     "replica_check_interval_unused": (
         "debug.replica_check_interval=10 training.local_batch_size=4",
-        2,
-        2,
         "debug.replica_check_interval = 10 has no effect with|data_parallel_replicate or "
         "tensor_parallel above 1",
         "parallelism.data_parallel_replicate=2",
+        2,
     ),
     "replay": (
         "debug.replay_interval=10 run.device=cuda",
-        1,
-        1,
         "debug.replay_interval = 10 compares two gradients bit by bit|run.deterministic = false",
         "run.deterministic=true",
     ),
     "watch_compile": (
         "debug.check_collectives=true compile.enabled=true",
-        1,
-        1,
         "debug.check_collectives = true and|compile.enabled = true takes out of sight",
         "compile.enabled=false",
     ),
     "keep_gathered": (
         "parallelism.keep_gathered=7",
-        1,
-        1,
         "parallelism.keep_gathered = 7 is for blocks|model.n_layers = 6|lower it",
         "parallelism.keep_gathered=6",
     ),
     "reshard_after_backward": (
         "parallelism.reshard_after_backward=false",
-        1,
-        1,
         "parallelism.reshard_after_backward = false keeps for the next microbatch what "
         'parallelism.reshard_after_forward = "default" frees|set reshard_after_forward = false',
         "parallelism.reshard_after_forward=false",
     ),
     "pipeline_keep_gathered": (
         "parallelism.keep_gathered=2 parallelism.pipeline_parallel=2",
-        2,
-        2,
         "parallelism.keep_gathered = 2 has no effect with parallelism.pipeline_parallel = 2 and "
         'parallelism.reshard_after_forward = "default"|remove it|reshard_after_forward = true',
         "parallelism.reshard_after_forward=true",
+        2,
     ),
     "tp_async": (
         "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
-        2,
-        2,
         "parallelism.async_tensor_parallel = true is a rewriting of compiled "
         "blocks|compile.enabled = true",
         "compile.enabled=true",
+        2,
     ),
     "graphs_ranks": (
         "compile.cuda_graphs=true parallelism.data_parallel_shard=2 training.local_batch_size=4",
-        2,
-        2,
         "compile.cuda_graphs = true is for one process, and the run has 2|set it to false",
         "compile.cuda_graphs=false",
+        2,
     ),
     "graphs_cpu": (
         "compile.cuda_graphs=true run.device=cpu",
-        1,
-        1,
         'compile.cuda_graphs = true needs weights and activations on a GPU, but run.device = "cpu"',
         "run.device=auto",
     ),
     "graphs_documents": (
         "compile.cuda_graphs=true data.mask_documents=true",
-        1,
-        1,
         "compile.cuda_graphs = true records shapes, and with data.mask_documents = true",
         "data.mask_documents=false",
     ),
     "graphs_watch": (
         "compile.cuda_graphs=true debug.check_collectives=true",
-        1,
-        1,
         "debug.check_collectives = true watches operators one by one, which compile.cuda_graphs",
         "debug.check_collectives=false",
     ),
     "one_pass_ranks": (
         "compile.optimizer=true parallelism.data_parallel_shard=2 training.local_batch_size=4",
-        2,
-        2,
         "compile.optimizer = true is for one process with its weights on a GPU, and the run has 2",
         "compile.optimizer=false",
+        2,
     ),
     "one_pass_kind": (
         "compile.optimizer=true optimizer.moment_dtype=bfloat16",
-        1,
-        1,
         'compile.optimizer = true is an AdamW with averages in float32, not optimizer.kind = "adamw" '
         'with optimizer.moment_dtype = "bfloat16": set it to false',
         "optimizer.moment_dtype=float32",
     ),
     "float8_tp": (
         "training.float8=rowwise parallelism.tensor_parallel=2 training.local_batch_size=4",
-        2,
-        2,
         'training.float8 = "rowwise" together with parallelism.tensor_parallel = 2|use one of the '
         "two",
         "parallelism.tensor_parallel=1",
+        2,
     ),
     "float8_dtype": (
         "training.float8=tensorwise training.param_dtype=float32",
-        1,
-        1,
         'training.float8 = "tensorwise" rounds what training.param_dtype = "float32" would '
         "keep|bfloat16",
         "training.param_dtype=bfloat16",
     ),
     "float8_tokens": (
         "training.float8=tensorwise training.seq_len=100 training.local_batch_size=2",
-        1,
-        1,
         'training.float8 = "tensorwise" multiplies matrices whose sides are multiples of 16, and a '
         "microbatch has 200 tokens on a rank|training.seq_len = 100|training.local_batch_size = 2",
         "training.local_batch_size=4",
     ),
     "float8_emulate": (
         "debug.emulate_float8=true",
-        1,
-        1,
         'debug.emulate_float8 = true has no effect with training.float8 = "none"|choose a recipe',
         "training.float8=rowwise",
     ),
     "attention": (
         "training.attention=cudnn run.device=cpu",
-        1,
-        1,
         'training.attention = "cudnn" is a kernel for GPUs|run.device = "cpu"|set it to "auto"',
         "run.device=auto",
     ),
     "momentum": (
         "optimizer.momentum=0.9",
-        1,
-        1,
         'optimizer.momentum = 0.9 has no effect with optimizer.kind = "adamw"|sgd',
         "optimizer.kind=sgd",
     ),
     "moment_dtype": (
         "optimizer.moment_dtype=bfloat16 optimizer.kind=muon",
-        1,
-        1,
         'optimizer.moment_dtype = "bfloat16" is supported with AdamW alone|optimizer.kind = "muon"',
         "optimizer.kind=adamw",
     ),
     "muon_options": (
         "optimizer.ns_steps=6 optimizer.nesterov=false",
-        1,
-        1,
         'optimizer.kind = "adamw" does not read optimizer.nesterov = false and '
         'optimizer.ns_steps = 6|kind = "muon"',
         "optimizer.kind=muon",
     ),
     "muon_offload": (
         "optimizer.kind=muon parallelism.cpu_offload=true",
-        1,
-        1,
         'optimizer.kind = "muon" together with parallelism.cpu_offload = true is not supported',
         "parallelism.cpu_offload=false",
     ),
     "lora_unused": (
         'lora.targets=["wq"]',
-        1,
-        1,
         'lora.alpha = 16.0 and lora.targets = ["wq"] have no effect with lora.rank = 0',
         "lora.rank=4 checkpoint.load_hf=x",
     ),
     "lora_quantization": (
         'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x lora.quantization=nf4',
-        1,
-        1,
         'lora.quantization = "nf4" (QLoRA|is not supported|Set it to "none"',
         "lora.quantization=none",
     ),
     "lora_targets": (
         'lora.rank=4 lora.targets=["wq","q_proj"] checkpoint.load_hf=x',
-        1,
-        1,
         'lora.targets = ["wq", "q_proj"] must name|lora.rank = 4|none called "q_proj": it has wq, '
         "wk, wv, wo, w1, w2, w3",
         'lora.targets=["wq"]',
     ),
     "lora_base": (
         'lora.rank=4 lora.targets=["wq"]',
-        1,
-        1,
         "lora.rank = 4 trains adapters|none is named: set checkpoint.load_hf or "
         "checkpoint.load_path",
         "checkpoint.load_hf=x",
@@ -1351,82 +1068,61 @@ RULE_CASES = {
     "lora_load": (
         'lora.rank=4 lora.targets=["wq"] checkpoint.load_path=x '
         "checkpoint.load_path_content=model+optimizer",
-        1,
-        1,
         'lora.rank = 4|remove checkpoint.load_path_content = "model+optimizer"',
         "checkpoint.load_path_content=model",
     ),
     "lora_export": (
         'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x checkpoint.export_hf=bfloat16',
-        1,
-        1,
         'checkpoint.export_hf = "bfloat16" with lora.rank = 4 is not supported: remove it',
         "checkpoint.export_hf=",
     ),
     "lora_muon": (
         'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x optimizer.kind=muon',
-        1,
-        1,
         'optimizer.kind = "muon"|frozen with lora.rank = 4',
         "optimizer.kind=adamw",
     ),
     "lora_float8": (
         'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x training.float8=rowwise '
         "training.param_dtype=bfloat16",
-        1,
-        1,
         'training.float8 = "rowwise" together with lora.rank = 4 is not supported',
         "training.float8=none",
     ),
     "lora_async": (
         'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x compile.enabled=true '
         "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
-        2,
-        2,
         "parallelism.async_tensor_parallel = true together with lora.rank = 4 is not supported",
         "parallelism.async_tensor_parallel=false",
+        2,
     ),
     "lora_queries": (
         'model.family=deepseek_v3 lora.rank=4 lora.targets=["wq_a"] checkpoint.load_hf=x',
-        1,
-        1,
         'lora.targets = ["wq_a"] names wq_a|model.q_rank = 0 (of flavor debug)',
         'lora.targets=["wq_b"]',
     ),
     "load_path": (
         'checkpoint.exclude_from_loading=["output.*"]',
-        1,
-        1,
         'checkpoint.exclude_from_loading = ["output.*"] has no effect without checkpoint.load_path',
         "checkpoint.load_path=runs/x",
     ),
     "load_hf": (
         "checkpoint.load_hf=models/x checkpoint.load_path=runs/x",
-        1,
-        1,
         'checkpoint.load_hf = "models/x" and checkpoint.load_path = "runs/x" are both|remove one',
         "checkpoint.load_path=",
     ),
     "export_hf": (
         "checkpoint.export_hf=bfloat16 model.dim=300 model.head_dim=32",
-        1,
-        1,
         'checkpoint.export_hf = "bfloat16"|model.dim = 300|multiple of model.n_heads = 8 (of '
         "flavor debug)",
         "model.n_heads=12",
     ),
     "mask_compile": (
         "data.mask_documents=true compile.enabled=true training.param_dtype=float32",
-        1,
-        1,
         "data.mask_documents = true|compile.enabled = true|a 16-bit type|training.param_dtype = "
         '"float32"',
         "training.param_dtype=bfloat16",
     ),
     "validation_split": (
         "validation.interval=10 data.validation_fraction=0.0",
-        1,
-        1,
         "validation.interval = 10 needs held-out documents, but data.validation_fraction = 0.0",
         "data.validation_fraction=0.01",
     ),
@@ -1446,7 +1142,8 @@ EVERY_RULE = {name: rule for family in FAMILIES for name, rule in check.rules(fa
 def test_rule(name, monkeypatch):
     """A rule without a case fails here. The rule alone must find the case, and the repaired case
     must break no rule."""
-    overrides, world, local_world, words, repair = RULE_CASES[name]
+    overrides, words, repair, *processes = RULE_CASES[name]
+    world, local_world = (processes * 2 or [1, 1])[:2]
     load_config(case(f"{overrides} {repair}"), world, local_world)
     assert any(
         all(f in p for f in words.split("|"))
@@ -1535,86 +1232,15 @@ IMPOSSIBLE_MESHES = [
         ["multiply to 3, but the run has 4", "global_batch_size"],
     ),
     (
-        "parallelism.data_parallel_shard=3 training.local_batch_size=8 "
-        "training.global_batch_size=24 "
-        "parallelism.tensor_parallel=2",
-        4,
-        4,
-        ["multiply to 6, but the run has 4"],
-    ),
-    (
-        "parallelism.data_parallel_replicate=3 parallelism.data_parallel_shard=1 "
-        "training.global_batch_size=24",
-        4,
-        4,
-        ["multiply to 3, but the run has 4"],
-    ),
-    (
-        "parallelism.data_parallel_replicate=8 training.local_batch_size=1",
-        4,
-        4,
-        ["leaves no whole number"],
-    ),
-    (
-        "parallelism.data_parallel_replicate=0",
-        4,
-        4,
-        ["data_parallel_replicate = 0: must be an integer >= 1"],
-    ),
-    (
-        "parallelism.data_parallel_shard=0",
-        4,
-        4,
-        ["parallelism.data_parallel_shard = 0: must be -1 or"],
-    ),
-    (
-        "parallelism.data_parallel_shard=-2",
-        4,
-        4,
-        ["parallelism.data_parallel_shard = -2: must be -1 or"],
-    ),
-    (
-        "parallelism.tensor_parallel=-1",
-        4,
-        4,
-        ["parallelism.tensor_parallel = -1: must be an integer >= 1"],
-    ),
-    (
         "parallelism.tensor_parallel=3",
         3,
         3,
         ["model.n_heads", "model.n_kv_heads", "hidden_dim", "training.seq_len"],
     ),
     ("parallelism.tensor_parallel=2", 3, 3, ["no whole number", "3 processes of a host"]),
-    ("parallelism.tensor_parallel=4", 8, 2, ["2 processes of a host"]),
-    ("parallelism.tensor_parallel=8", 8, 8, ["model.n_kv_heads = 4"]),
-    (
-        "training.local_batch_size=3",
-        2,
-        2,
-        ["training.global_batch_size = 8 is not a multiple of 6"],
-    ),
-    (
-        "training.local_batch_size=16",
-        1,
-        1,
-        ["training.global_batch_size = 8 is not a multiple of 16"],
-    ),
     ("training.global_batch_size=2", 4, 4, ["set training.global_batch_size to 4"]),
     ("parallelism.pipeline_parallel=2", 3, 3, ["leaves no whole number of ranks"]),
-    (
-        "parallelism.pipeline_parallel=4 parallelism.data_parallel_shard=2",
-        12,
-        4,
-        ["multiply to 8, but the run has 12"],
-    ),
     ("parallelism.context_parallel=2", 1, 1, ["parallelism.context_parallel = 2 times"]),
-    (
-        "parallelism.reshard_after_forward=8 training.local_batch_size=1",
-        8,
-        8,
-        ["less than the 8 ranks"],
-    ),
     (
         "parallelism.reshard_after_forward=2 parallelism.data_parallel_replicate=2 "
         "parallelism.data_parallel_shard=1 "
@@ -1622,14 +1248,6 @@ IMPOSSIBLE_MESHES = [
         2,
         2,
         ["less than the 1 ranks"],
-    ),
-    (
-        "parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=2 "
-        "parallelism.tensor_parallel=2 "
-        "training.local_batch_size=1",
-        16,
-        8,
-        ["multiply to 8, but the run has 16"],
     ),
 ]
 
@@ -1948,11 +1566,6 @@ def test_preset(preset):
     assert check.data_parallel_shard(cfg, int(world)) * others == int(world)
 
 
-@pytest.mark.parametrize("name, world", [("llama_8b", 8), ("llama_8b", 512), ("llama_405b", 1024)])
-def test_preset_on_other_sizes(name, world):
-    load_config([str(ROOT / "configs" / f"{name}.toml")], world, 8)
-
-
 def other_value(option: dict) -> object:
     """Return an allowed value of an option that is not its default."""
     if "anyOf" in option:
@@ -2050,68 +1663,12 @@ def test_architecture_of_a_flavor_with_overrides(monkeypatch):
         read(flavor="tiny", rope_theta=5.0)
 
 
-LEAST = {
-    "dim": 2,
-    "n_layers": 1,
-    "n_heads": 1,
-    "n_kv_heads": 1,
-    "head_dim": 2,
-    "hidden_dim": 1,
-    "vocab_size": 2,
-    "rope_theta": 5e-324,
-    "max_seq_len": 1,
-    "window": 0,
-    "n_experts": 0,
-    "experts_per_token": 1,
-    "expert_dim": 1,
-    "balance_loss": 0.0,
-    "n_dense_layers": 0,
-    "q_rank": 0,
-    "kv_rank": 1,
-    "nope_dim": 1,
-    "rope_dim": 2,
-    "value_dim": 1,
-    "n_shared_experts": 0,
-    "expert_groups": 1,
-    "groups_per_token": 1,
-    "routed_scale": 5e-324,
-}
-
-
-@pytest.mark.parametrize("name", LEAST)
-def test_no_number_of_a_model_may_be_below_its_least(name):
-    """The bounds are written out here, independent of the families' tables. Of real numbers, 5e-324
-    is the smallest above 0."""
-    least = LEAST[name]
-    assert getattr(Model(**{name: least}), name) == least
-    below = math.nextafter(least, -1) if isinstance(least, float) else least - 1
-    with pytest.raises(ValidationError, match=rf"\n{name}\n"):
-        Model(**{name: below})
-
-
-def test_every_number_of_a_family_has_a_least():
-    options = {name: row for numbers in NUMBERS.values() for name, row in numbers.options.items()}
-    assert set(LEAST) == {name for name, (kind, *_) in options.items() if kind is not bool}
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_number_of_a_model_but_two_is_an_option(family):
     """rope_scaling is a table that comes with published weights, and norm_eps has no bearing on
     what a run can do."""
     for flavor, numbers in NUMBERS[family].flavors.items():
         assert set(numbers) - {"rope_scaling", "norm_eps"} <= set(NUMBERS[family].options), flavor
-
-
-@pytest.mark.parametrize("dim, heads, width", [(252, 6, 42), (256, 8, 32), (300, 8, 37.5)])
-def test_the_width_of_a_head_follows_from_that_of_the_model(dim, heads, width):
-    """A whole number is one: checkpoints record it, and shapes are made of it. A fraction is
-    refused by a rule."""
-    number = check.architecture(Model(dim=dim, n_heads=heads))["head_dim"]
-    assert number == width and type(number) is type(width)
-
-
-def test_a_family_with_experts_may_have_none():
-    assert load_config(["--model.family=qwen3", "--model.n_experts=0"]).model.n_experts == 0
 
 
 def test_data_parallel_shard():
