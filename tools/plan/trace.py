@@ -948,23 +948,14 @@ def prepare(job: train.Job) -> None:
     materialise(job.optimizer)
 
 
-def trace_step(
-    cfg: Config,
-    world_size: int,
-    per_host: int,
-    on_gpu: bool,
-    most: int = 3,
-    rank: int = 0,
-    routing: Routing = BALANCED,
-) -> Step:
-    """Trace the step of a rank with all its layers, but with at most `most` microbatches: the
-    first, the last and one in between. With expert parallelism it is the rank that gets the most
-    rows."""
-    drops_unread = cfg.compile.enabled and cfg.activation_checkpoint.mode == "selective"
-    cfg = tracing(cfg)
+@contextmanager
+def fake_job(
+    cfg: Config, world_size: int, per_host: int, rank: int, routing: Routing
+) -> Iterator[tuple[train.Job, FakeTensorMode]]:
+    """Build a rank's job of a simulated world, by `train.build`, with weights that have a shape and no
+    memory, and the mode that makes such tensors. cfg: as `tracing` returns it."""
     with pretend(world_size, per_host, rank), ExitStack() as stack:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        trace = Trace(fake, drops_unread)
         to_empty = nn.Module.to_empty
 
         # the mesh and FSDP read real tensors; only memory is made up
@@ -992,6 +983,26 @@ def trace_step(
             hosts = job.mesh.ep // per_host
             by_host = routing.hosts_and_ranks(tokens, job.args, hosts, per_host)
             stack.enter_context(mock.patch.object(ep_hosts, "on_the_host", lambda *_: by_host))
+        yield job, fake
+
+
+def trace_step(
+    cfg: Config,
+    world_size: int,
+    per_host: int,
+    on_gpu: bool,
+    most: int = 3,
+    rank: int = 0,
+    routing: Routing = BALANCED,
+) -> Step:
+    """Trace the step of a rank with all its layers, but with at most `most` microbatches: the
+    first, the last and one in between. With expert parallelism it is the rank that gets the most
+    rows."""
+    drops_unread = cfg.compile.enabled and cfg.activation_checkpoint.mode == "selective"
+    cfg = tracing(cfg)
+    with ExitStack() as stack:
+        job, fake = stack.enter_context(fake_job(cfg, world_size, per_host, rank, routing))
+        trace = Trace(fake, drops_unread)
         stack.enter_context(fake)
         if on_gpu:
             stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm_on_gpu))
