@@ -23,7 +23,7 @@ import train
 from checkpoint import state
 from configs.load import load_config
 from configs.schema import InputError
-from lab.bench import idle, kernels
+from lab.bench import idle
 from lab.bench.__main__ import BENCHES, FILES
 from lab.bench.__main__ import main as run_bench
 from lab.bench.device import checks, measure, planned, shared
@@ -412,59 +412,6 @@ def test_idle_share_of_overlapping_kernels():
     assert idle.idle_share([], 0) is None
 
 
-def an_event(cat: str, name: str, begin: float, length: float, **about: object) -> dict:
-    return {"cat": cat, "name": name, "ts": begin, "dur": length, "args": about}
-
-
-def a_matmul(number: int, begin: float, a: list[int], b: list[int], added: bool = False) -> dict:
-    total = [[a[0], b[1]]] if added else []
-    about = {"External id": number, "Input Dims": [*total, a, b], "Input type": ["float"] * 3}
-    return an_event("cpu_op", "aten::addmm" if added else "aten::mm", begin, 1, **about)
-
-
-def a_kernel(name: str, number: int, begin: float, length: float) -> list[dict]:
-    """Launched at half its number, which is also that of its operator."""
-    about = {"External id": number, "correlation": number}
-    launch = an_event("cuda_runtime", "cudaLaunchKernel", number / 2, 0.1, **about)
-    return [launch, an_event("kernel", name, begin, length, **about)]
-
-
-def test_kernels_are_added_up_by_the_phase_that_launched_them_and_by_kind():
-    """Kernels run long after their launch: the time at which they run says nothing of the phase."""
-    events = [
-        an_event("user_annotation", "forward", 0, 9),
-        an_event("user_annotation", "loss", 4, 4),
-        an_event("user_annotation", "Optimizer.step#AdamW.step", 0, 100),
-        an_event("user_annotation", "backward", 10, 9),
-        an_event("user_annotation", "optimizer", 20, 9),
-        a_matmul(2, 1, [8, 4], [4, 6]),
-        a_matmul(10, 5, [6, 4], [4, 4], added=True),
-        a_matmul(22, 11, [4, 8], [8, 6]),
-        a_matmul(24, 12, [8, 6], [6, 4]),
-        an_event("cpu_op", "aten::_fused_adamw_", 21, 1, **{"External id": 42}),
-        *a_kernel("nvjet_a", 2, 100, 10),
-        *a_kernel("splitKreduce", 2, 110, 1),
-        *a_kernel("nvjet_b", 10, 120, 20),
-        *a_kernel("nvjet_c", 22, 140, 30),
-        *a_kernel("nvjet_d", 24, 170, 40),
-        *a_kernel("triton_poi_fused_add", 26, 210, 5),
-        *a_kernel("void multi_tensor_apply_kernel", 42, 220, 7),
-    ]
-    groups = {}
-    for kernel in kernels.kernels_of(events):
-        key = kernel.phase, kernels.role(kernel, 8)
-        groups[key] = groups.get(key, 0) + kernel.microseconds
-    assert groups == {
-        ("forward", "GEMMs"): 11,
-        ("loss", "GEMMs"): 20,
-        ("backward", kernels.OF_WEIGHTS): 30,
-        ("backward", kernels.OF_INPUTS): 40,
-        ("backward", "compiled passes"): 5,
-        ("optimizer", "AdamW"): 7,
-    }
-    assert [kernels.product_of(event).flops for event in events[5:8]] == [384, 192, 384]
-
-
 def test_kernel_times_of_a_real_profile():
     """On a CPU with its operators in place of kernels."""
     a = torch.randn(300, 300)
@@ -639,10 +586,9 @@ def test_every_benchmark_that_is_named_exists():
         ([], 0, "  device.planned  planned memory"),
         (["nonsense"], 2, "nonsense: no such benchmark; there are attention, device, "),
         (["device", "--minutes=0"], 2, "a number of minutes above 0"),
-        (["graphs", "--only=debug,2B"], 2, "--only 2B: unknown; there are debug, 100M"),
         (["faults", "--only=fire"], 2, "--only fire: in no name of "),
-        (["loss", "--shapes=4,5"], 2, "4,5 is no shape; one is "),
-        (["loss", "--json=no/such/x.json"], 2, "there is no folder for no/such/x.json"),
+        (["attention", "--shapes=4,5"], 2, "4,5 is no shape; one is "),
+        (["attention", "--json=no/such/x.json"], 2, "there is no folder for no/such/x.json"),
     ],
 )
 def test_the_front_lists_and_runs_benchmarks(arguments, code, sentence, capsys, monkeypatch):
@@ -684,9 +630,6 @@ def test_every_part_can_be_started():
             assert front == "lab.bench" and name in BENCHES, line
             if name == "device.checks":
                 assert set(arguments) <= checks.CHECKS.keys(), part
-            if arguments[:1] == ["--changes"]:
-                changes = {word for word in arguments if not word.startswith("--")}
-                assert changes <= kernels.CHANGES.keys(), part
             if arguments[:1] == ["compare"]:
                 assert kind in measure.COMPARISONS[arguments[1].replace("_", " ")][1], part
             if arguments[:1] == ["step"]:

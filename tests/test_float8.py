@@ -16,7 +16,6 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from lab.bench import float8 as bench
 from models import llama
 from models.kernels import float8_product
 from models.kernels.float8_product import LARGE, PRECISE, RECIPES, Recipe, float8_linear
@@ -246,16 +245,6 @@ def test_a_compiled_block_rounds_each_matrix_once():
     assert forward["aten.mm.default"] == 7 and backward["aten.mm.default"] == 14
     assert forward["aten.amax.default"] == 7 + 4 and backward["aten.amax.default"] == 7
     assert plain == pytest.approx(compiled, rel=1e-3)
-
-
-def test_its_benchmark_compares_equal_models():
-    """Both models begin with the same weights and tokens, so their first losses differ by
-    rounding."""
-    report = run_ranks(1, bench.steps, "tensorwise", 1)[0]
-    first = {name: numbers["losses"][0] for name, numbers in report["numbers"].items()}
-    assert {"bfloat16", "tensorwise, ours"} <= first.keys()
-    assert list(first.values()) == pytest.approx([first["bfloat16"]] * len(first), rel=1e-3)
-    assert len(set(first.values())) == len(first)  # so float8 is there
 
 
 def test_float8_needs_its_gpu_and_whole_tiles():

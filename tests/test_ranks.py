@@ -24,7 +24,6 @@ from torch.distributed import device_mesh
 import train
 from checkpoint import storage
 from configs.schema import Run
-from lab.bench import ranks as bench
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from reliability.collectives import Watch
@@ -394,39 +393,3 @@ def test_launchers_tell_each_other_which_rank_is_behind(capfd):
     launch.say_who_is_behind({0: 9, 1: 9}, None, 0)
     launch.say_who_is_behind({}, None, 0)
     assert capfd.readouterr().err == "", "no rank is behind"
-
-
-# --------------------------------------------------------------------------------------------------
-# what is counted
-
-CONTROL = {  # phase -> how often rank 0 calls each collective, for any number of ranks
-    # hosts and earlier failures (sizes and objects), and 16 bytes of what must be equal
-    "start": {"all_gather": 5},
-    # the count of tokens over both dimensions of HSDP, the loss with the flags, the norm
-    "step": {"all_reduce": 4},
-    "log": {"all_gather": 1},  # how long each rank worked alone
-    # hashes of what the ranks would save
-    "first save, on top of each save": {"all_gather": 1},
-    # the size and hash of each rank's file, and whether a rank has failed
-    "save": {"gather": 1, "all_reduce": 1},
-    "resume": {"broadcast": 1, "all_reduce": 1},  # the manifest, and whether a rank has failed
-    # for each batch, of the GPU, and the answer is read one batch later
-    "stop (in a validation)": {"all_reduce": 1},
-    "stop (in a step)": {},
-    "retention": {},
-    "fault": {"store": 1},
-}
-
-
-@pytest.mark.slow
-def test_the_collectives_of_each_phase_are_as_many_on_128_ranks_as_on_512():
-    for n in 128, 512:
-        phases = bench.phases_of([], n)
-        assert {
-            name: Counter(c.kind for c in phase.collectives) for name, phase in phases.items()
-        } == CONTROL
-        assert phases["step"].bytes < 400, "a few numbers"
-        assert phases["start"].bytes < 600 * n, "no text of the configuration"
-        assert phases["save"].bytes < 20 * n and phases["resume"].bytes < 1000 * n + 20_000, (
-            "a row of each rank"
-        )

@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from configs.cpu import bfloat16_is_fast
 
 import torch
 
-from configs.schema import InputError
 from reliability.record import code, source_hash
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -86,15 +85,6 @@ def like(example: str, shape: str) -> str:
     if len(numbers) != len(example.split(",")) or not all(map(str.isdecimal, numbers)):
         raise argparse.ArgumentTypeError(f"{shape} is no shape; one is {example}")
     return shape
-
-
-def named(given: str, names: Iterable[str]) -> list[str]:
-    """Return the names that are given to --only, with commas. Raises InputError for others."""
-    some = given.split(",")
-    if unknown := set(some) - set(names):
-        wrong = ", ".join(sorted(unknown))
-        raise InputError(f"--only {wrong}: unknown; there are {', '.join(names)}")
-    return some
 
 
 def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentParser:

@@ -30,14 +30,14 @@ def kernel_times(
     return times, end - begin
 
 
-def traced(run: Callable[[], object], activities: list[ProfilerActivity], **how: bool) -> list:
-    """Return the events of the second of two calls of `run`. how: options of the profiler. Where
-    the profiler has no permission there are none, and stderr says why: other measurements must not
-    be lost."""
+def traced(run: Callable[[], object], activities: list[ProfilerActivity]) -> list:
+    """Return the events of the second of two calls of `run`. Where the
+    profiler has no permission there are none, and stderr says why: other measurements must not be
+    lost."""
     run()
     synchronise()
     try:
-        with profile(activities=activities, acc_events=True, **how) as recorded:
+        with profile(activities=activities, acc_events=True) as recorded:
             run()
             synchronise()
     except RuntimeError as error:

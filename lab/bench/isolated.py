@@ -1,19 +1,17 @@
 """Run contenders in separate processes, in turn: each has its own memory and allocator.
 
-All are started at once, because they may have to compile. Each prints facts about itself when it is
-ready, answers each line that it reads with the seconds of one call, and ends with more facts. One
+All are started at once, because they may have to compile. Each prints {} when it is ready,
+answers each line that it reads with the seconds of one call, and ends with facts about itself. One
 that dies, or takes too long, is left out of the rest, with its last output as the reason.
 """
 
 import json
-import os
 import select
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
@@ -22,15 +20,14 @@ from training.metrics import memory_gib
 
 END = "end"
 LATE = "no answer in time"
-ONE_THREAD = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # where many compile at the same time
 PATIENCE = 900.0  # seconds
 
 
 class Contender:
-    """Contender in one process. facts: its printed facts; seconds: of each round; why: the reason
+    """Contender in one process. facts: what it printed last; seconds: of each round; why: the reason
     of its failure, "" without one."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str]) -> None:
         self.facts: dict = {}
         self.seconds: list[float] = []
         self.why = ""
@@ -42,7 +39,6 @@ class Contender:
             stdout=subprocess.PIPE,
             stderr=self.log,
             bufsize=0,
-            env=os.environ | environment,
             preexec_fn=end_with_parent,
         )
 
@@ -76,10 +72,6 @@ class Contender:
             self.give_up(f"ended with code {self.process.wait()}")
         return printed
 
-    def cell(self) -> str:
-        """Return the reason of its failure, for a cell of a table."""
-        return self.why.replace("\n", " ").replace("|", "/")[-300:]
-
     def give_up(self, reason: str) -> None:
         self.process.kill()
         self.process.wait()
@@ -90,79 +82,42 @@ class Contender:
         print(self.why, "\n", "\n".join(lines[-30:]), file=sys.stderr, flush=True)
 
 
-def in_turn(
-    contenders: dict[str, list[str]],
-    rounds: int,
-    ready_seconds: float,
-    round_seconds: float,
-    path: str | None = None,
-    environment: dict[str, str] = ONE_THREAD,
-) -> dict[str, Contender]:
-    """Start all (arguments of python) at once, and when each has said its facts, time them in turn.
-
-    ready_seconds: for all to get ready; round_seconds: for each answer after that. path: of a file
-    with all that is known so far.
-    """
-    running = {name: Contender(words, environment) for name, words in contenders.items()}
-    deadline = time.monotonic() + ready_seconds
-    for contender in running.values():
-        contender.facts |= contender.answer(deadline)
-    note(path, running)
-    for _ in range(rounds):
-        for contender in running.values():
-            contender.ask("")
-            seconds = contender.answer(time.monotonic() + round_seconds).get("seconds")
-            if seconds is not None:
-                contender.seconds.append(seconds)
-    note(path, running)
-    for contender in running.values():
-        contender.ask(END)
-        contender.facts |= contender.answer(time.monotonic() + 3 * round_seconds)
-    for contender in running.values():
-        if not contender.why:
-            contender.process.communicate()
-    note(path, running)
-    return running
-
-
 def timed(
     contenders: dict[str, list[str]], rounds: int
 ) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Return the seconds and the facts of each, after a round that does not count. Raises
+    """Start all (arguments of python) at once, and time them in turn when all are ready.
+
+    Returns the seconds and the facts of each, after a round that does not count. Raises
     RuntimeError if one of them fails."""
-    running = in_turn(contenders, 1 + rounds, PATIENCE, PATIENCE, environment={})
+    running = {name: Contender(words) for name, words in contenders.items()}
+    deadline = time.monotonic() + PATIENCE
+    for contender in running.values():
+        contender.answer(deadline)
+    for _ in range(1 + rounds):
+        for contender in running.values():
+            contender.ask("")
+            answer = contender.answer(time.monotonic() + PATIENCE)
+            contender.seconds += [answer["seconds"]] if answer else []
+    for contender in running.values():
+        contender.ask(END)
+        contender.facts |= contender.answer(time.monotonic() + PATIENCE)
     for name, contender in running.items():
         if contender.why:
             raise RuntimeError(f"{name}: {contender.why}")
+        contender.process.communicate()
     seconds = {name: contender.seconds[1:] for name, contender in running.items()}
     return seconds, {name: contender.facts for name, contender in running.items()}
 
 
-def numbers(running: dict[str, Contender]) -> dict[str, dict]:
-    """Return all that is known of them, for programs."""
-    return {
-        name: {"facts": one.facts, "seconds": one.seconds, "why": one.why}
-        for name, one in running.items()
-    }
-
-
-def note(path: str | None, running: dict[str, Contender]) -> None:
-    """Write down what is known so far, should the rest be cut off."""
-    if path:
-        Path(path).write_text(json.dumps({"so far": numbers(running)}) + "\n", encoding="utf-8")
-
-
-def serve(
-    run: Callable[[], object], facts: dict | None = None, last: Callable[[], dict] = dict
-) -> None:
-    """Serve the other end of `in_turn`. The first call compiles, and is not timed. The facts at the
+def serve(run: Callable[[], object], last: Callable[[], dict] = dict) -> None:
+    """Serve the other end of `timed`. The first call compiles, and is not timed. The facts at the
     end begin with the peak GiB of the calls."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what building took
         torch.cuda.reset_peak_memory_stats()
     run()
-    print(json.dumps(facts or {}), flush=True)
+    print("{}", flush=True)
     for line in sys.stdin:
         if line.strip() == END:
             gib = memory_gib(device)

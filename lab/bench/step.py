@@ -11,8 +11,6 @@ peak memory is reported. With --compile.enabled=true the blocks of all are compi
 - bare: our model in a loop of five lines, with torch's own clipping. In bfloat16 it keeps float32
   masters by hand.
 - hf: `LlamaForCausalLM` in that same loop; in bfloat16 under autocast, as its users train it.
-- accelerate, litgpt: the same model prepared by Hugging Face's Accelerator, and Lightning's GPT of
-  the same shape in that loop.
 - torchtitan (0.3.0): its Llama 3 with its FSDP2 on one rank, which is what its mixed precision is
   made of, its loss in eight pieces and its activation checkpointing (the others have none here). It
   has attention for language models on GPUs only (FlexAttention with a mask); on a CPU we give it
@@ -148,59 +146,6 @@ def hf(args, cfg, tokens, labels, dtype):
         cfg,
         lambda: cross_entropy_of(lambda: model(tokens, use_cache=False).logits, labels, dtype),
     )
-
-
-def accelerate(args, cfg, tokens, labels, dtype):
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    # it remembers the type of the first one
-    AcceleratorState._reset_state(reset_partial_state=True)
-    runner = Accelerator(
-        cpu=tokens.device.type == "cpu", mixed_precision="bf16" if dtype == torch.bfloat16 else "no"
-    )
-    model = LlamaForCausalLM(LlamaConfig(**FORMATS["llama"].hf_config(args)))
-    compiled(model.model.layers, cfg)
-    model, optimizer = runner.prepare(model, adamw(model.parameters(), cfg))
-
-    def step():
-        logits = model(tokens, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        runner.backward(loss)
-        runner.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def litgpt(args, cfg, tokens, labels, dtype):
-    from litgpt import GPT, Config
-
-    model = GPT(
-        Config(
-            n_layer=args.n_layers,
-            n_head=args.n_heads,
-            n_query_groups=args.n_kv_heads,
-            n_embd=args.dim,
-            head_size=args.head_dim,
-            intermediate_size=args.hidden_dim,
-            padded_vocab_size=args.vocab_size,
-            vocab_size=args.vocab_size,
-            block_size=cfg.training.seq_len,
-            rotary_percentage=1.0,
-            rope_base=int(args.rope_theta),
-            parallel_residual=False,
-            bias=False,
-            norm_class_name="RMSNorm",
-            norm_eps=args.norm_eps,
-            mlp_class_name="LLaMAMLP",
-        )
-    )
-    compiled(model.transformer.h, cfg)
-    return loop(model, cfg, lambda: cross_entropy_of(lambda: model(tokens), labels, dtype))
 
 
 def titans_scaling(args):
@@ -363,8 +308,6 @@ def begin_as_ours(model, args, cfg):
 
 PEERS = {
     "hf": hf,
-    "accelerate": accelerate,
-    "litgpt": litgpt,
     "torchtitan": torchtitan,
     "torchtitan_autocast": partial(torchtitan_2, autocast=True),
 }

@@ -34,142 +34,56 @@ PATIENCE = 4  # a part is ended after this many times the seconds that it usuall
 
 @dataclass(frozen=True)
 class Section:
-    """by_device: by kind of device (cuda, cpu) the seconds that it usually takes, and the arguments
-    of `python -m`. A kind that is missing cannot run it. The seconds of a GPU are those of an H200
-    with 16 processors, or where it has not run a part, estimates."""
+    """Part with its cost. by_device: by kind of device (cuda, cpu) the seconds that it usually
+    takes, and the arguments of `python -m`. A kind that is missing cannot run it. The seconds of a
+    GPU are those of an H200 with 16 processors, or where it has not run a part, estimates."""
 
     name: str
     by_device: dict[str, tuple[float, str]]
 
 
+def section(name: str, command: str, cuda: float, cpu: float = 0.0) -> Section:
+    """Return a part with the same command on a GPU and on a CPU. cpu: 0 if a CPU cannot run it."""
+    seconds = {"cuda": cuda, "cpu": cpu}
+    return Section(name, {kind: (usual, command) for kind, usual in seconds.items() if usual})
+
+
 CHECKS = "lab.bench device.checks"
 MEASURE = "lab.bench device.measure"
 PLANNED = "lab.bench device.planned"
-FLOAT8 = "lab.bench float8"
+ATTENTION = "lab.bench attention"
 NUMBERS = f"{CHECKS} float32 fsdp fsdp_and_tp bfloat16 float8 control sampling recorded"
-DOCUMENTS = f"{CHECKS} documents documents_compiled"
 MIXTURES = f"{CHECKS} experts experts_bfloat16 offload error"
 MESHES = (
     f"{CHECKS} fsdp_of_two tensor_parallel pipeline context context_gather expert_parallel four"
 )
-CHANGES = "lab.bench kernels --changes"
 PARTS = [  # the most valuable first
-    Section("numbers", {"cuda": (20, NUMBERS), "cpu": (15, NUMBERS)}),
-    Section(
-        "checkpoint", {"cuda": (15, f"{CHECKS} checkpoint"), "cpu": (10, f"{CHECKS} checkpoint")}
-    ),
-    Section("experts", {"cuda": (45, MIXTURES), "cpu": (60, MIXTURES)}),
-    Section("meshes", {"cuda": (90, MESHES), "cpu": (90, MESHES)}),
-    Section("documents", {"cuda": (30, DOCUMENTS), "cpu": (40, DOCUMENTS)}),
-    Section("compile", {"cuda": (35, f"{CHECKS} compiled"), "cpu": (60, f"{CHECKS} compiled")}),
-    Section("rates", {"cuda": (30, f"{MEASURE} rates"), "cpu": (15, f"{MEASURE} rates")}),
-    Section(
-        "8B layers",
-        {"cuda": (75, f"{MEASURE} step 8B_layers"), "cpu": (60, f"{MEASURE} step 8B_layers")},
-    ),
-    Section(
-        "vs TorchTitan",
-        {
-            "cuda": (75, f"{MEASURE} compare torchtitan"),
-            "cpu": (60, f"{MEASURE} compare torchtitan"),
-        },
-    ),
-    Section(
-        "vs TorchTitan, selective",
-        {
-            "cuda": (60, f"{MEASURE} compare torchtitan_selective"),
-            "cpu": (60, f"{MEASURE} compare torchtitan_selective"),
-        },
-    ),
-    Section("1B vs TorchTitan", {"cuda": (60, f"{MEASURE} compare torchtitan_1B")}),
-    Section("vocabulary vs TorchTitan", {"cuda": (60, f"{MEASURE} compare torchtitan_vocabulary")}),
-    Section(
-        "vs the bare loop",
-        {"cuda": (60, f"{MEASURE} compare bare"), "cpu": (40, f"{MEASURE} compare bare")},
-    ),
-    Section(
-        "vs Hugging Face",
-        {"cuda": (60, f"{MEASURE} compare hf"), "cpu": (50, f"{MEASURE} compare hf")},
-    ),
+    section("numbers", NUMBERS, 20, 15),
+    section("checkpoint", f"{CHECKS} checkpoint", 15, 10),
+    section("experts", MIXTURES, 45, 60),
+    section("meshes", MESHES, 90, 90),
+    section("documents", f"{CHECKS} documents documents_compiled", 30, 40),
+    section("compile", f"{CHECKS} compiled", 35, 60),
+    section("rates", f"{MEASURE} rates", 30, 15),
+    section("8B layers", f"{MEASURE} step 8B_layers", 75, 60),
+    section("vs TorchTitan", f"{MEASURE} compare torchtitan", 75, 60),
+    section("vs TorchTitan, selective", f"{MEASURE} compare torchtitan_selective", 60, 60),
+    section("1B vs TorchTitan", f"{MEASURE} compare torchtitan_1B", 60),
+    section("vocabulary vs TorchTitan", f"{MEASURE} compare torchtitan_vocabulary", 60),
+    section("vs the bare loop", f"{MEASURE} compare bare", 60, 40),
+    section("vs Hugging Face", f"{MEASURE} compare hf", 60, 50),
     Section(
         "attention",
         {
-            "cuda": (
-                40,
-                "lab.bench attention --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64",
-            ),
-            "cpu": (40, "lab.bench attention --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128"),
+            "cuda": (40, f"{ATTENTION} --rounds=10 --shapes 1,32,8,8192,128 1,32,8,8192,64"),
+            "cpu": (40, f"{ATTENTION} --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128"),
         },
     ),
-    Section(
-        "kernels of a step",
-        {
-            "cuda": (60, "lab.bench kernels"),
-            "cpu": (40, "lab.bench kernels --training.local_batch_size=2"),
-        },
-    ),
-    Section(
-        "changes of a step",
-        {
-            "cuda": (70, f"{CHANGES} clip_apart cublaslt loss_in_one_piece"),
-            "cpu": (60, f"{CHANGES} loss_in_one_piece"),
-        },
-    ),
-    Section(
-        "changes of microbatches",
-        {
-            "cuda": (60, f"{CHANGES} narrow_adds --training.global_batch_size=3"),
-            "cpu": (60, f"{CHANGES} narrow_adds --training.local_batch_size=4"),
-        },
-    ),
-    Section("tuned products", {"cuda": (90, f"{CHANGES} tuned_products")}),
-    Section("saves", {"cuda": (90, f"{MEASURE} saves"), "cpu": (60, f"{MEASURE} saves")}),
-    Section("float8 steps", {"cuda": (55, f"{FLOAT8} steps"), "cpu": (60, f"{FLOAT8} steps")}),
-    Section("float8 loss", {"cuda": (50, f"{FLOAT8} loss"), "cpu": (60, f"{FLOAT8} loss")}),
-    Section(
-        "float8 products", {"cuda": (40, f"{FLOAT8} products"), "cpu": (90, f"{FLOAT8} products")}
-    ),
-    Section(
-        "float8 rowwise", {"cuda": (40, f"{FLOAT8} rowwise"), "cpu": (60, f"{FLOAT8} rowwise")}
-    ),
-    Section("float8 experts", {"cuda": (12, f"{FLOAT8} experts")}),
-    Section(
-        "products",
-        {
-            "cuda": (30, "lab.bench products --rounds=10"),
-            "cpu": (30, "lab.bench products --rounds=5 --shapes 2048,256,704 1024,256,4096"),
-        },
-    ),
-    Section(
-        "added products",
-        {
-            "cuda": (
-                15,
-                "lab.bench products --added --rounds=15 --shapes 2048,4096,14336 4096,4096,14336 "
-                "8192,4096,14336 8192,4096,4096 4096,8192,28672",
-            ),
-            "cpu": (15, "lab.bench products --added --rounds=5 --shapes 2048,256,704"),
-        },
-    ),
-    Section(
-        "loss",
-        {
-            "cuda": (40, "lab.bench loss --rounds=10"),
-            "cpu": (20, "lab.bench loss --rounds=2 --shapes 256,64,1024"),
-        },
-    ),
-    Section("small models", {"cuda": (100, "lab.bench graphs --rounds=12")}),
-    Section("mixtures", {"cuda": (120, "lab.bench mixtures --rounds=10")}),
-    Section("1B", {"cuda": (80, f"{MEASURE} step 1B"), "cpu": (60, f"{MEASURE} step 1B")}),
-    Section("3B", {"cuda": (100, f"{MEASURE} step 3B")}),
-    Section(
-        "planned and run",
-        {
-            "cuda": (95, f"{PLANNED} planner --seconds=90"),
-            "cpu": (90, f"{PLANNED} planner --seconds=85"),
-        },
-    ),
-    Section("long sequences", {"cuda": (105, f"{PLANNED} lengths --seconds=100")}),
+    section("saves", f"{MEASURE} saves", 90, 60),
+    section("1B", f"{MEASURE} step 1B", 80, 60),
+    section("3B", f"{MEASURE} step 3B", 100),
+    section("planned and run", f"{PLANNED} planner --seconds=85", 95, 90),
+    section("long sequences", f"{PLANNED} lengths --seconds=100", 105),
 ]
 
 

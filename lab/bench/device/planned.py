@@ -207,7 +207,7 @@ def planned(options: list[str], device: Device) -> dict:
 
 def started(options: str) -> Contender:
     """Start a process that runs one configuration, when it is asked to."""
-    return Contender(["-m", "lab.bench", "device.planned", "ran", *options.split()], {})
+    return Contender(["-m", "lab.bench", "device.planned", "ran", *options.split()])
 
 
 def answer(runner: Contender, deadline: float) -> dict:
