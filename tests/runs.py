@@ -27,7 +27,6 @@ MESHES = {  # name: (ranks, options, data-parallel ranks)
     "ddp2": (2, ["--parallelism.data_parallel_replicate=2"], 2),
     "tp2": (2, ["--parallelism.tensor_parallel=2"], 1),
     "fsdp3": (3, [], 3),
-    "fsdp4": (4, [], 4),
     "hsdp2x2": (4, ["--parallelism.data_parallel_replicate=2"], 4),
     "tp4": (4, ["--parallelism.tensor_parallel=4"], 1),
     "fsdp2xtp2": (4, ["--parallelism.tensor_parallel=2"], 2),
@@ -73,19 +72,12 @@ EXPERT_MESHES = {  # as MESHES
     "ep2xpp2": (4, [EP2, "--parallelism.pipeline_parallel=2"], 2),
     "ep2 of cp2": (2, [EP2, CP2], 1),
     "ep2xcp2": (4, [EP2, CP2], 2),
-    "ep2xfsdp3": (6, [EP2], 6),
     "ep2xpp2xcp2": (8, [EP2, "--parallelism.pipeline_parallel=2", CP2], 2),
 }
 # Two ranks of these are on each host: what tests/parity.py makes of the marker.
 BY_HOST = ["--parallelism.expert_exchange=hierarchical", "two ranks on a host"]
 EXPERT_MESHES |= {
     "ep4 by host": (4, ["--parallelism.expert_parallel=4", *BY_HOST], 4),
-    "ep4 of cp2 by host": (4, [CP2, "--parallelism.expert_parallel=4", *BY_HOST], 2),
-    "ep4xpp2 by host": (
-        8,
-        ["--parallelism.expert_parallel=4", "--parallelism.pipeline_parallel=2", *BY_HOST],
-        4,
-    ),
 }
 # The same with tensor parallelism, which splits the hidden units of shared experts evenly.
 EXPERT_MESHES |= {
@@ -99,9 +91,7 @@ EXPERT_MESHES |= {
         "ep2 of tp2": (2, [EP2], 1),
         "ep2xtp2": (4, [EP2], 2),
         "hsdp2xtp2": (4, ["--parallelism.data_parallel_replicate=2"], 2),
-        "pp2xtp2": (4, ["--parallelism.pipeline_parallel=2"], 1),
         "ep4 of cp2xtp2": (4, [CP2, "--parallelism.expert_parallel=4"], 1),
-        "ep2xfsdp2xtp2": (8, [EP2], 4),
         "ep4xtp2 by host": (4, ["--parallelism.expert_parallel=4", *BY_HOST], 2),
     }.items()
 }

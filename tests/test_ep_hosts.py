@@ -22,7 +22,6 @@ from models.moe import Experts, LocalDispatcher, MixtureOfExperts
 from parallelisms import async_all_to_all, ep, ep_chunks, ep_hosts
 from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
-from tests.covering import covering_array
 from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks
 from tests.runs import COMPILED, SMALL_MODEL, run, series, stopped_at, tiny_run
@@ -344,10 +343,6 @@ FACTORS |= {
     factor: {name: options for name, options in table.items() if name not in BETWEEN_OTHERS}
     for factor, table in EXECUTION.items()
 }
-MESHES = ["ep4 by host", "ep4 of cp2 by host", "ep4xpp2 by host"]
-PAIRWISE = covering_array(
-    {"mesh": MESHES} | {factor: list(table) for factor, table in FACTORS.items()}
-)
 
 
 def settings(**chosen: str) -> dict[str, str]:
@@ -361,6 +356,7 @@ def of_each_family(*rows: tuple[str, str, str, str]) -> list[dict[str, str]]:
     return [settings(**dict(zip(names, row, strict=True))) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 def test_a_mesh_of_two_hosts_equals_the_plain_model():
     """Every family, with the accumulations and recomputations that differ by what they keep."""
@@ -381,9 +377,7 @@ IN_CHUNKS = "--parallelism.expert_chunks=3"
     "mesh, more",
     [
         ("ep2", []),
-        ("ep4 by host", []),
         ("ep2xpp2", ["--parallelism.pipeline_schedule=zero_bubble", "--model.n_layers=4"]),
-        pytest.param("experts on ep2xtp2", [], marks=pytest.mark.exhaustive),
     ],
 )
 def test_chunks_on_a_mesh_equal_the_plain_model(mesh, more):
@@ -405,14 +399,6 @@ def test_compiled_chunks_equal_the_plain_model():
     )
 
 
-@pytest.mark.exhaustive
-@pytest.mark.cap(600)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_every_two_settings_meet_on_hosts(mesh):
-    chosen = [combination for combination in PAIRWISE if combination["mesh"] == mesh]
-    check(mesh, chosen, factors=FACTORS, timeout=570)
-
-
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_tensor_parallelism_inside_hosts_equals_the_plain_model():
@@ -430,13 +416,6 @@ def test_one_expert_gets_every_token():
         more,
         factors=FACTORS,
     )
-
-
-@pytest.mark.exhaustive  # CI compiles an exchange in chunks
-@pytest.mark.cap(300)
-def test_compiled_blocks_equal_the_plain_model():
-    chosen = settings(experts="deepseek_v3", checkpointing="selective")
-    check("ep4 by host", [chosen], COMPILED, factors=FACTORS)
 
 
 class Order:

@@ -32,21 +32,12 @@ SEQUENCE = 64 * 96 * 4  # bytes
 
 
 @pytest.mark.cap(300)
-@pytest.mark.parametrize(
-    "mesh, more",
-    [
-        ("tp2", []),
-        pytest.param("tp2", COMPILED, marks=pytest.mark.exhaustive, id="tp2-compiled"),
-        pytest.param("fsdp2xtp2", [], marks=pytest.mark.exhaustive),
-        pytest.param("pp2xtp2", [], marks=pytest.mark.slow),
-    ],
-)
-def test_mesh_equals_the_plain_model(mesh, more):
+def test_a_mesh_equals_the_plain_model():
     combinations = [
         combination_of(checkpointing="selective", accumulation="reduced once"),
         combination_of(checkpointing="selective", dtype="float64", clipping="in force"),
     ]
-    check(mesh, combinations, [*more, AGAIN[1]])
+    check("tp2", combinations, [AGAIN[1]])
 
 
 class Gathers(Watch):

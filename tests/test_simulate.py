@@ -114,62 +114,28 @@ def test_one_gpu_is_the_cpu(run, model, tmp_path):
     assert fused == (model != ONE_PASS)
 
 
-# mesh -> (which combinations of CI's covering array, further options). Between them the meshes of
-# CI have every pair of dimensions.
+# mesh -> (which combinations of CI's covering array, further options). What meshes compute is for
+# tests/test_parallel.py: here each dimension meets streams and NCCL.
 MATRIX = {
     "fsdp2": ((0, 1, 2, 3), []),
-    "ddp2": ((1,), []),
-    "tp2": ((1, 2, 3), []),
-    "pp2": ((1, 3), []),
-    "cp2": ((0, 2), [ULYSSES]),
-    "fsdp2xtp2": ((1, 3), []),
     "pp2xtp2": ((1,), []),
     "cp2xtp2": ((2,), [ULYSSES]),
     "pp2xcp2": ((3,), [ULYSSES]),
-    "hsdp2x2xtp2": ((3,), []),
-    "pp2xhsdp2x2": ((2,), []),
-    "hsdp2x2xcp2": ((1,), [ULYSSES]),
-    "hsdp2x2": ((0, 1), []),
-    "pp2xfsdp2": ((0, 1), []),
-    "fsdp2xcp2": ((0, 1), [ULYSSES]),
-    "pp2xfsdp2xtp2": ((0,), []),
-    "fsdp2xcp2xtp2": ((0,), [ULYSSES]),
-    "pp2xfsdp2xcp2": ((0,), [ULYSSES]),
+    "hsdp2x2": ((3,), []),
 }
 # mesh -> models of parity.EXPERTS
 EXPERT_MATRIX = {
-    "ep2": ("qwen3 experts", "deepseek_v3", "gpt_oss"),
-    "experts on tp2": ("deepseek_v3", "gpt_oss"),
+    "ep2": tuple(parity.EXPERTS),
     "experts on ep2xtp2": ("qwen3 experts", "deepseek_v3"),
-    "ep2xhsdp2": ("gpt_oss",),
     "ep2xpp2xcp2": ("deepseek_v3",),
     "ep4 by host": ("qwen3 experts", "deepseek_v3"),
-    "ep2xpp2": tuple(parity.EXPERTS),
-    "ep2xcp2": tuple(parity.EXPERTS),
-}
-# whose pairs of dimensions larger or other meshes have, too
-EXHAUSTIVE = {
-    "fsdp2xtp2",
-    "hsdp2x2",
-    "pp2xfsdp2",
-    "fsdp2xcp2",
-    "pp2xfsdp2xtp2",
-    "fsdp2xcp2xtp2",
-    "pp2xfsdp2xcp2",
-    "ep2xpp2",
-    "ep2xcp2",
 }
 ALL_MESHES = MESHES | CONTEXT_MESHES | EXPERT_MESHES
 
 
 def marked(mesh: str) -> object:
     """Return the mesh as a parameter of a test."""
-    marks = []
-    if mesh in EXHAUSTIVE:
-        marks.append(pytest.mark.exhaustive)
-    elif mesh != "fsdp2":
-        marks.append(pytest.mark.slow)
-    return pytest.param(mesh, marks=marks)
+    return pytest.param(mesh, marks=[] if mesh == "fsdp2" else [pytest.mark.slow])
 
 
 @pytest.fixture(scope="module")
@@ -246,11 +212,8 @@ def test_a_mesh_with_experts_is_one_gpu(run, plain_runs, mesh):
 
 ADAPTED_MATRIX = {  # mesh -> models with adapters
     "fsdp2": (parity.LORA_DENSE,),
-    "tp2": (parity.LORA_OLMO2,),
-    "ep2": (parity.LORA_OSS,),
     "pp2xtp2": (parity.LORA_OLMO2,),
-    "experts on ep2xtp2": (parity.LORA_OSS, parity.LORA_MLA),
-    "hsdp2x2xcp2": (parity.LORA_DENSE,),
+    "experts on ep2xtp2": (parity.LORA_OSS,),
 }
 
 
@@ -294,38 +257,29 @@ SELECTIVE = "--activation_checkpoint.mode=selective"
 OFFLOAD = "--parallelism.cpu_offload=true"
 
 
-def pipelined(schedule: str, *more: str) -> list[str]:
-    return [PP2, f"--parallelism.pipeline_schedule={schedule}", *more]
-
-
 WHOLE_RUNS = {  # name -> (GPUs, options, where a step may wait)
     "default": (2, ["--checkpoint.export_hf=float32"], ()),
     "float32": (2, [TP2, "--training.param_dtype=float32"], ()),
     "documents, every second block": (1, ["--data.mask_documents=true", EVERY_SECOND], ()),
     "documents, gather": (2, ["--data.mask_documents=true", CP2], ()),
     "flash, workers": (1, ["--training.attention=flash", "--data.workers=1"], ()),
-    "cudnn": (1, ["--training.attention=cudnn"], ()),
     "full checkpointing, synchronous saves": (
         2,
         ["--activation_checkpoint.mode=full", "--checkpoint.async_save=false"],
         (),
     ),
     "offload": (2, [OFFLOAD], (ASKED, NORM)),
-    "experts": (1, QWEN3_EXPERTS, ()),
-    "experts, ep": (2, [*QWEN3_EXPERTS, EP2], (ROWS,)),
+    "experts, ep": (2, [*QWEN3_EXPERTS, EP2, SELECTIVE], (ROWS,)),
     # of two hosts of one GPU
     "experts, ep by host, in chunks": (
         2,
         [*QWEN3_EXPERTS, EP2, HIERARCHICAL, "--parallelism.expert_chunks=3"],
         (ROWS,),
     ),
-    "experts, selective": (2, [*QWEN3_EXPERTS, EP2, SELECTIVE], (ROWS,)),
     "latent attention, gather": (2, [*LATENT, CP2], ()),
     "pipeline of shards": (4, [PP2], ()),
     "one microbatch in a pipeline": (2, [PP2, ONE_MICROBATCH], ()),
-    "zero bubble": (2, pipelined("zero_bubble"), ()),
-    "zbv": (2, pipelined("zbv", "--training.local_batch_size=1"), ()),
-    "dualpipe_v": (2, pipelined("dualpipe_v", "--training.local_batch_size=1"), ()),
+    "zbv": (2, [PP2, "--parallelism.pipeline_schedule=zbv", "--training.local_batch_size=1"], ()),
 }
 # PyTorch's CUDA sanitizer looks for races between the streams of these
 SANITIZED = {
