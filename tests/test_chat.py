@@ -10,7 +10,6 @@ import io
 import json
 import random
 import re
-import signal
 from collections import Counter
 from pathlib import Path
 
@@ -44,7 +43,7 @@ from tests.conversations import (
 )
 from tests.parity import gathered
 from tests.ranks import run_ranks
-from tests.runs import MESHES, ends, killed, run, series, tiny_run, trained
+from tests.runs import MESHES, run, series, tiny_run, trained
 
 SHIPPED = Path(__file__).parents[1] / "data" / "examples" / "chat.jsonl"
 T = 96
@@ -726,21 +725,6 @@ def test_a_run_that_stops_goes_on_bitwise_and_tells_what_it_saw(options, tmp_pat
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         assert audit.main([str(folder), "--show", "2:99"]) == 2
     assert "rows 0 to 7" in errors.getvalue()
-
-
-def test_a_run_that_is_killed_goes_on_bitwise(options, tmp_path):
-    """By kill -9, as its fifth step begins."""
-    options = [*options, "--lr_schedule.kind=constant", "--checkpoint.async_save=false"]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    whole.mkdir()
-    assert run_ranks(1, run, options, whole) == [(0, "")]
-    assert ends(1, parts, killed, options, parts, 5) == [-signal.SIGKILL]
-    first, seen = trained(parts, 1)
-    assert (first, len(seen)) == (0, 4)
-    assert run_ranks(1, run, options, parts) == [(0, "")]
-    assert trained(parts, 1) == (4, trained(whole, 1)[1][4:])
-    for key in "loss", "grad_norm", "validation_loss":
-        assert series(parts, key) == series(whole, key)
 
 
 def test_another_template_is_named_on_resume(options, tmp_path):

@@ -202,10 +202,9 @@ def test_in_and_out_again(shape, tmp_path):
     assert contents(tmp_path / "one") == contents(source)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_bfloat16_comes_back_to_the_same_bytes(shape, tmp_path):
+def test_bfloat16_comes_back_to_the_same_bytes(tmp_path):
     pytest.importorskip("transformers")
-    source = write_hf(tmp_path / "hf", *SHAPES[shape], torch.bfloat16)
+    source = write_hf(tmp_path / "hf", *SHAPES["gpt_oss"], torch.bfloat16)
     assert run("from-hf", source, tmp_path / "run") == 0
     assert run("to-hf", tmp_path / "run", tmp_path / "back", "--dtype", "bfloat16") == 0
     assert contents(tmp_path / "back") == contents(source)
@@ -337,13 +336,8 @@ def load_gather_scatter_save(
 
 @pytest.mark.parametrize(
     ("ranks", "more"),
-    [
-        (1, []),
-        pytest.param(3, [], marks=pytest.mark.slow),
-        (4, ["--parallelism.tensor_parallel=2"]),
-        pytest.param(4, ["--parallelism.data_parallel_replicate=2"], marks=pytest.mark.slow),
-    ],
-    ids=["1x1", "3x1", "2x2", "hsdp"],
+    [pytest.param(3, [], marks=pytest.mark.slow), (4, ["--parallelism.tensor_parallel=2"])],
+    ids=["3x1", "2x2"],
 )
 def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_path, monkeypatch):
     """Every rank reads its own slices, the whole is gathered on rank 0, the export of what is saved
@@ -509,22 +503,6 @@ def in_tokenizers(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     return lambda text: built.encode(text, add_special_tokens=False).ids
 
 
-@pytest.mark.slow
-def test_tokenizers_gives_tiktokens_ids(trained):
-    theirs, rng = in_tokenizers(trained), random.Random(1)
-    texts = [
-        path.read_text(encoding="utf-8").replace(END_OF_TEXT, "")
-        for path in sorted(ROOT.glob("*/*.py"))
-    ]
-    letters = "abcdefgst '\n\t\r019.,;ſKéßÅ日本語한국어\u00a0\u2028\u0085\u200b\U0001f600'"
-    texts += ["".join(rng.choices(letters, k=rng.randint(0, 40))) for _ in range(3000)]
-    points = [c for c in rng.sample(range(0x110000), 20_000) if not 0xD800 <= c < 0xE000]
-    texts += [f"a{chr(c)}b {chr(c)}1 '{chr(c)} \n{chr(c)}" for c in [*range(0x500), *points]]
-    texts += ["", " " * 5000, "\n" * 3000, "x" * 5000]
-    wrong = [text for text in texts if theirs(text) != trained.encode(text).tolist()]
-    assert not wrong, [text[:60] for text in wrong[:3]]
-
-
 def test_merges_follow_from_any_ranks():
     """Ranks that no training would give, so that tokens overlap and some cannot be made by merging
     at all."""
@@ -625,15 +603,6 @@ def test_a_tokenizer_is_read_and_written_as_it_is(name, trained, tmp_path):
     assert hf_tokenizer.files(read, 64) == json.loads(json.dumps(documents))
     if not reason:
         assert read.fingerprint == trained.fingerprint
-
-
-def test_what_is_no_tokenizer_is_refused(trained, tmp_path):
-    documents = hf_tokenizer.files(trained, 64)
-    del documents["tokenizer.json"]["model"]
-    for file, document in documents.items():
-        (tmp_path / file).write_text(json.dumps(document))
-    with pytest.raises(InputError, match="'model' is missing"):
-        hf_tokenizer.read(tmp_path)
 
 
 def test_the_tokenizer_is_converted_with_the_model(hf_folder, trained, tmp_path, capsys):
@@ -968,34 +937,14 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
         change_index(lambda m: m.update({NORM: "../outside.safetensors"})),
         "'../outside.safetensors', which is not the name",
     ),
-    "index leads to the root": (
-        change_index(lambda m: m.update({NORM: "/etc/passwd"})),
-        "'/etc/passwd', which is not the name",
-    ),
-    "index with a NUL": (
-        change_index(lambda m: m.update({NORM: "a\0.safetensors"})),
-        "which is not the name",
-    ),
-    "index names a number": (
-        change_index(lambda m: m.update({NORM: 5})),
-        "'5', which is not the name",
-    ),
     "index names nothing": (
         change_index(lambda m: m.update({NORM: "x.safetensors"})),
         "names x.safetensors, which is not there",
     ),
     "index without a map": (lambda f: (f / hf.INDEX).write_text("{}"), "has no weight_map"),
-    "index is a list": (lambda f: (f / hf.INDEX).write_text("[]"), "is not a JSON object"),
-    "index too deep": (lambda f: (f / hf.INDEX).write_text("[" * 100_000), "is not JSON"),
-    "a pipe": (lambda f: pipe(first_file(f)), "which is not there"),
     "config is a pipe": (lambda f: pipe(f / "config.json"), "config.json is not a regular file"),
     "cut short": (
         lambda f: os.truncate(first_file(f), first_file(f).stat().st_size - 7),
-        "not a whole safetensors file",
-    ),
-    "empty": (lambda f: os.truncate(first_file(f), 0), "not a whole safetensors file"),
-    "an enormous header": (
-        lambda f: first_file(f).write_bytes(b"\xff" * 4096),
         "not a whole safetensors file",
     ),
     "missing tensor": (change_tensors(lambda t: t.pop(NORM)), f"{NORM} is missing"),
@@ -1003,27 +952,13 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
         change_tensors(lambda t: t.update({"model.extra.weight": torch.ones(2)})),
         "model.extra.weight is not a tensor of such",
     ),
-    "a bias": (
-        change_tensors(
-            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(84)})
-        ),
-        "q_proj.bias is not a tensor",
-    ),
     "wrong shape": (
         change_tensors(lambda t: t.update({NORM: torch.ones(41)})),
         f"{NORM} has shape [41], not [42]",
     ),
-    "no dimensions": (
-        change_tensors(lambda t: t.update({NORM: torch.ones(())})),
-        f"{NORM} has shape [], not [42]",
-    ),
     "integers": (
         change_tensors(lambda t: t.update({NORM: torch.ones(42, dtype=torch.int32)})),
         f"{NORM} has type I32",
-    ),
-    "float64": (
-        change_tensors(lambda t: t.update({NORM: torch.ones(42).double()})),
-        f"{NORM} has type F64",
     ),
     "float8": (
         change_tensors(lambda t: t.update({NORM: torch.ones(42).to(torch.float8_e4m3fn)})),
@@ -1032,10 +967,6 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
     "in two files": (
         change_tensors(lambda t: t.update({"model.embed_tokens.weight": torch.ones(2)})),
         "model.embed_tokens.weight is in",
-    ),
-    "config is not JSON": (
-        lambda f: (f / "config.json").write_bytes(b"\x80\x04"),
-        "config.json is not JSON",
     ),
     "config of nothing": (
         lambda f: (f / "config.json").write_text("{}"),
@@ -1046,7 +977,6 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
         'model_type is "qwen2", only "llama"',
     ),
     "biases": (change_json("config.json", attention_bias=True), "attention_bias is true"),
-    "another activation": (change_json("config.json", hidden_act="gelu"), 'hidden_act is "gelu"'),
     "quantised": (
         change_json("config.json", quantization_config={"bits": 4}),
         'quantization_config is {"bits": 4}',
@@ -1059,7 +989,6 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
         change_json("config.json", rope_scaling={"rope_type": "llama3"}),
         "'factor' is missing",
     ),
-    "no layers": (change_json("config.json", num_hidden_layers=0), "num_hidden_layers is 0"),
     "a billion layers": (
         change_json("config.json", num_hidden_layers=10**9),
         "num_hidden_layers is 1000000000",
@@ -1071,14 +1000,6 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
     "enormous": (
         change_json("config.json", num_attention_heads=2**24, num_key_value_heads=1),
         "16777216 heads",
-    ),
-    "heads that do not fit": (
-        change_json("config.json", num_key_value_heads=4),
-        "6 heads, 4 of keys and values",
-    ),
-    "true heads": (
-        change_json("config.json", num_attention_heads=True),
-        "num_attention_heads is True",
     ),
     "infinite theta": (
         change_json("config.json", rope_theta=float("inf"), rope_parameters=None),
@@ -1126,20 +1047,11 @@ BAD_META = {
         rewrite_meta(lambda p: p.update(bomb=Bomb())),
         "consolidated.01.pth is not a file of tensors that can be read without",
     ),
-    "a bare pickle": (
-        lambda f: (f / "consolidated.01.pth").write_bytes(pickle.dumps(Bomb())),
-        "without running its code",
-    ),
     "cut short": (
         lambda f: os.truncate(f / "consolidated.01.pth", 9000),
         "consolidated.01.pth is not a file of tensors",
     ),
-    "empty": (
-        lambda f: os.truncate(f / "consolidated.01.pth", 0),
-        "consolidated.01.pth is not a file of tensors",
-    ),
     "a list": (rewrite_meta(lambda p: [p]), "not a dict of tensors"),
-    "not tensors alone": (rewrite_meta(lambda p: p.update(step=3)), "not a dict of tensors"),
     "a tensor too few": (
         rewrite_meta(lambda p: p.pop("norm.weight") is None),
         "does not have the tensors of",
@@ -1148,24 +1060,11 @@ BAD_META = {
         rewrite_meta(lambda p: p.update({"norm.weight": torch.ones(3)})),
         "norm.weight is not the same in",
     ),
-    "another type": (
-        rewrite_meta(lambda p: p.update({"norm.weight": torch.ones(84)})),
-        "norm.weight is not the same in",
-    ),
-    "a file too few": (
-        lambda f: (f / "consolidated.01.pth").unlink(),
-        "does not hold the model|has shape",
-    ),
     "other params": (
         change_json("params.json", n_layers=3),
         "layers.2.attention.wq.weight is missing",
     ),
     "no heads": (change_json("params.json", n_heads=0), "n_heads is 0"),
-    "heads that do not fit": (
-        change_json("params.json", n_heads=5),
-        "5 heads, 2 of keys and values",
-    ),
-    "words": (change_json("params.json", dim="84"), "dim is '84'"),
 }
 
 

@@ -200,12 +200,10 @@ def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[floa
     return wide, narrow, kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "options"),
-    [
-        ("tensorwise", ["--activation_checkpoint.mode=selective"]),
-        pytest.param("rowwise", COMPILED, marks=pytest.mark.slow),
-    ],
+    [("tensorwise", ["--activation_checkpoint.mode=selective"]), ("rowwise", COMPILED)],
     ids=str,
 )
 def test_float8_learns_what_bfloat16_learns(recipe, options):

@@ -31,6 +31,7 @@ MODEL = (
 SEQUENCE = 64 * 96 * 4  # bytes
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 def test_a_mesh_equals_the_plain_model():
     combinations = [

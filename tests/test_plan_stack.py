@@ -426,6 +426,7 @@ def question(*argv: str) -> tuple[int, str]:
     return code, said.getvalue()
 
 
+@pytest.mark.slow
 def test_how_many_gpus_is_answered():
     """A day is much for so few tokens; a limit of no time at all is kept by nothing."""
     code, said = apart(question, "--tokens=1e6", "--days=1")

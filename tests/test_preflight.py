@@ -148,106 +148,88 @@ def in_folder(folder: Path, fn: Callable) -> Callable:
 
 
 USAGE = namedtuple("usage", "total used free")
-Fault = namedtuple("Fault", "ranks sabotage only code words")
+Fault = namedtuple("Fault", "ranks sabotage only words code", defaults=[1])
+ALL = (0, 1, 2, 3)
 B3 = r"rank 3 \(host b\)"
 FAULTS = {
-    "healthy": Fault((), None, "", 0, r"ranks +ok +4, 2 on each of 2 hosts"),
+    "healthy": Fault((), None, "", r"ranks +ok +4, 2 on each of 2 hosts", 0),
     # C3 of the torture suite: one rank with another ...
     "config": Fault(
         (3,),
         option("--optimizer.lr=0.5"),
         "config",
-        1,
         rf"optimizer.lr is 0.0015 on ranks 0-2 .*but 0.5 on {B3}",
     ),
     "commit": Fault(
         (2,),
         replaced(machine, "commit", lambda real: "abc"),
         "same",
-        1,
         r"commit is \w+ on ranks 0-1, 3 .*but abc on rank 2",
     ),
     "torch": Fault(
         (1,),
         lambda patch, place: patch.setattr(torch, "__version__", "2.99"),
         "same",
-        1,
         r"but 2.99 on rank 1 \(host a\)",
     ),
     "seed": Fault(
         (2, 3),
         option("--run.seed=7"),
         "config",
-        1,
         r"run.seed is 0 on ranks 0-1 \(host a\), but 7 on ranks 2-3 \(host b\)",
     ),
-    "data": Fault(
-        (3,), corpus_of_its_own, "data", 1, rf"corpora: .* on ranks 0-2 .*but .* on {B3}"
-    ),
+    "data": Fault((3,), corpus_of_its_own, "data", rf"corpora: .* on ranks 0-2 .*but .* on {B3}"),
     "environment": Fault(
         (3,),
         environ(NCCL_ALGO="Tree"),
         "same",
-        1,
         rf"NCCL_ALGO is not set on ranks 0-2 .*but Tree on {B3}",
     ),
     "world size": Fault(
-        (3,), environ(WORLD_SIZE="8"), "ranks", 1, rf"WORLD_SIZE is 4 on ranks 0-2 .*but 8 on {B3}"
+        (3,), environ(WORLD_SIZE="8"), "ranks", rf"WORLD_SIZE is 4 on ranks 0-2 .*but 8 on {B3}"
     ),
     "dtype": Fault(
         (1,),
         replaced(machine.dp, "param_dtype", lambda real, *a: torch.bfloat16),
         "same",
-        1,
         r"param_dtype is float32 on ranks 0, 2-3 .*but bfloat16 on rank 1 \(host a\)",
     ),
-    "code": Fault(
-        (1,), other_file, "same", 1, r"files is \w+ on ranks 0, 2-3 .*but 0ther on rank 1"
-    ),
+    "code": Fault((1,), other_file, "same", r"files is \w+ on ranks 0, 2-3 .*but 0ther on rank 1"),
     # C4
     "local rank twice": Fault(
-        (3,), environ(LOCAL_RANK="0"), "ranks", 1, r"LOCAL_RANK 0 was given to ranks 2-3 \(host b\)"
+        (3,), environ(LOCAL_RANK="0"), "ranks", r"LOCAL_RANK 0 was given to ranks 2-3 \(host b\)"
     ),
     "one GPU for two": Fault(
-        (0, 1, 2, 3),
-        table({3: {"uuid": "gpu-2"}}),
-        "devices",
-        1,
-        r"ranks 2-3 \(host b\) share GPU gpu-2",
+        ALL, table({3: {"uuid": "gpu-2"}}), "devices", r"ranks 2-3 \(host b\) share GPU gpu-2"
     ),
     "GPUs permuted": Fault(
-        (0, 1, 2, 3),
+        ALL,
         table({2: {"bus": "07:00.0"}}),
         "devices",
-        1,
         r"the GPUs of ranks 2-3 \(host b\) are permuted",
     ),
     "lists of GPUs differ": Fault(
-        (0, 1, 2, 3),
+        ALL,
         table({1: {"visible": "1,0"}}),
         "devices",
-        1,
         r"CUDA_VISIBLE_DEVICES differs within a host \(ranks 0-1 \(host a\)\)",
     ),
     "someone else's memory": Fault(
-        (0, 1, 2, 3),
+        ALL,
         table({1: {"free": MEMORY // 2}}),
         "devices",
-        1,
         r"rank 1 \(host a\): 40 GB of 80 GB are taken before the start",
     ),
     "other GPU": Fault(
-        (0, 1, 2, 3),
+        ALL,
         table({0: {"name": "H100"}}),
         "devices",
-        1,
         r"one kind: H200 on ranks 1-3 .*but H100 on rank 0",
     ),
     "uneven hosts": Fault(
         (3,),
         environ(GROUP_RANK="2"),
         "ranks",
-        1,
         r"ranks on a host is 2 on ranks 0-1 \(host a\), but 1 on ranks 2-3",
     ),
     # The host
@@ -255,60 +237,54 @@ FAULTS = {
         (2, 3),
         lambda patch, place: patch.setattr(resource, "getrlimit", lambda kind: (256, 256)),
         "host",
-        1,
         r"ranks 2-3 \(host b\): at most 256 files may be open, and 512 are needed",
     ),
     "loopback": Fault(
         (2, 3),
         lambda patch, place: patch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1"),
         "host",
-        1,
         r"the host name of rank 2 \(host b\) resolves to 127.0.1.1 there",
     ),
     "little memory": Fault(
         (0, 1),
         lambda patch, place: patch.setattr(host, "free_memory", lambda: 100_000),
         "host",
-        1,
         r"ranks 0-1 \(host a\) need 19\d kB of host memory .*but 100 kB are free",
     ),
     "slow arithmetic": Fault(
         (2,),
         replaced(machine, "multiply", sleeping(0.05)),
         "compute",
-        0,
         r"compute +warn +matmul: rank 2 \(host b\)",
+        0,
     ),
     "folder not shared": Fault(
         (2, 3),
         elsewhere,
         "folder",
-        1,
         r"rank 0 \(host a\) does not see in \S+ what ranks 2-3 \(host b\) wrote",
     ),
     "folder not writable": Fault(
-        (0, 1, 2, 3),
+        ALL,
         lambda patch, place: patch.chdir(place / "blocked"),
         "folder",
-        2,
         r"ranks 0-3 .*: run.folder = 'runs/x': \S+ cannot be written \(Not a directory\)",
+        2,
     ),
     "disk full": Fault(
         (1,),
         lambda patch, place: patch.setattr(shutil, "disk_usage", lambda path: USAGE(9, 9, 50_000)),
         "folder",
-        1,
         r"has 50 kB free \(rank 1 \(host a\)\), but 4 checkpoints of 390 kB",
     ),
     "no locks": Fault(
         (3,),
         replaced(machine, "Lease", lambda real, path: SimpleNamespace(release=lambda: None)),
         "folder",
-        1,
         rf"{B3} was given the lease that rank 0 holds",
     ),
     "not tokenised": Fault(
-        (0, 1, 2, 3),
+        ALL,
         lambda patch, place: (
             patch.setattr(job, "SMALL_CORPUS", 0)
             or patch.setattr(
@@ -318,34 +294,32 @@ FAULTS = {
             )
         ),
         "data",
-        1,
         r"corpus \(\S+ kB\) is not tokenised yet where ranks 0-3",
     ),
     "no such data": Fault(
-        (0, 1, 2, 3), option("--data.source=nowhere.txt"), "data", 2, r"nowhere.txt cannot be read"
+        ALL, option("--data.source=nowhere.txt"), "data", r"nowhere.txt cannot be read", 2
     ),
     "wrong option": Fault(
-        (0, 1, 2, 3), option("--training.step=3"), "config", 2, r"training.step: no such option"
+        ALL, option("--training.step=3"), "config", r"training.step: no such option", 2
     ),
     "clock": Fault(
         (2, 3),
         replaced(network, "wall_clock", lambda real: real() + 5),
         "clock",
-        1,
         r"clocks differ by (5|5.0\d|4.9\d) s .* most on rank [02]",
     ),
     "slow link": Fault(
-        (0, 1, 2, 3), slow_link_of_four, "bandwidth", 0, r"warn +link rank 2 \(host a\) - rank 3"
+        ALL, slow_link_of_four, "bandwidth", r"warn +link rank 2 \(host a\) - rank 3", 0
     ),
     "context parallel": Fault(
-        (0, 1, 2, 3),
+        ALL,
         option("--parallelism.tensor_parallel=1", "--parallelism.context_parallel=2"),
         "bandwidth",
-        0,
         r"dp_shard_cp, 1 group of 4(.|\n)* cp, 2 groups of 2(.|\n)*links cp within hosts: 2",
+        0,
     ),
     "expert parallel": Fault(
-        (0, 1, 2, 3),
+        ALL,
         option(
             "--parallelism.tensor_parallel=1",
             "--model.family=qwen3",
@@ -353,25 +327,24 @@ FAULTS = {
             "--parallelism.expert_parallel=2",
         ),
         "bandwidth",
-        0,
         r"edp, 2 groups of 2(.|\n)* ep, 2 groups of 2, [^\n]*: all-to-all \S+ GB/s(.|\n)*links ep "
         r"within hosts: 2",
+        0,
     ),
     # No fault: two stages on two hosts, and a batch of which no other mesh of four ranks could make
     # microbatches of 8.
     "pipeline": Fault(
-        (0, 1, 2, 3),
+        ALL,
         option("--parallelism.pipeline_parallel=2", "--training.local_batch_size=8"),
         "bandwidth,step",
-        0,
         r"links pp between hosts: 2, median \S+ GB/s, least \S+ between ranks \d and \d; latency "
         r"\S+ ms(.|\n)*step +ok",
+        0,
     ),
     "NaN": Fault(
         (1,),
         replaced(train, "linear_cross_entropy", not_finite),
         "step",
-        1,
         r"tokens of rank 1 \(host a\) is not finite",
     ),
     "bit flip": Fault(
@@ -380,7 +353,6 @@ FAULTS = {
             job, "fingerprints", lambda real, j: real(j) | {"model.norm.weight": time.time_ns()}
         ),
         "save",
-        1,
         r"rank 2 \(host b\) read back other values than were saved \(model.norm.weight",
     ),
 }
@@ -485,7 +457,7 @@ def play_badly(name: str, place: Path, how: Callable, only: str, timeout: int) -
     if dist.get_rank() == 2:
         preflight.CHECKS[only] = preflight.HealthCheck(how, check.judge, check.needs)
     preflight.SLACK = 1
-    FAULTS[name] = Fault((), None, only, 1, "")
+    FAULTS[name] = Fault((), None, only, "")
     return play(name, place, timeout)
 
 

@@ -376,9 +376,9 @@ def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
     """Do a run during which the wall clock does this, from its third step on."""
     real, step, begun = time.time, train.train_step, itertools.count(1)
     clocks = {
-        "an hour back": lambda: real() - 3600,
         "an hour ahead": lambda: real() + 3600,
         "frozen": lambda stopped=real(): stopped,
+        "backwards": lambda begun=real(): 2 * begun - 3600 - real(),
     }
 
     def train_step(job, batch, *options):
@@ -394,7 +394,7 @@ def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
     return run(options, folder)[0]
 
 
-@pytest.mark.parametrize("kind", ["an hour back", "an hour ahead", "frozen", "summer time"])
+@pytest.mark.parametrize("kind", ["an hour ahead", "frozen", "backwards", "summer time"])
 def test_a_clock_that_jumps_makes_no_negative_figures(tmp_path, kind):
     """The next start, on the right clock, follows the first all the same."""
     options, folder = (
@@ -402,7 +402,7 @@ def test_a_clock_that_jumps_makes_no_negative_figures(tmp_path, kind):
         tmp_path / "run",
     )
     folder.mkdir()
-    assert run_ranks(1, with_a_clock, kind, [*options, "--training.steps=8"], folder) == [0]
+    assert run_ranks(1, with_a_clock, kind, [*options, "--run.max_minutes=10"], folder) == [0]
     assert (
         run_ranks(1, run, [*options, "--training.steps=12", "--data.allow_splice=true"], folder)[0][
             0

@@ -2,25 +2,24 @@
 exported unchanged, it trains to equal numbers on every mesh, and README's five commands work on it."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import train
 from checkpoint import hf
 from data import turns
 from data.hf_tokenizer import COMPANIONS
-from tests.published import published
+from tests.published import first_layers, published
 from tests.ranks import run_ranks
 from tests.runs import series
 from tools import convert, sampling
 
 ROOT = Path(__file__).resolve().parent.parent
-LAYERS = 2  # of its 30, in what trains here: two cores would need minutes for all
-STEPS = 20
+LAYERS = 2  # of its 30, in what trains here
+STEPS = 8
 MESHES = {"tp3": (3, "tensor_parallel=3"), "pp2": (2, "pipeline_parallel=2")}
 QUESTION = "What is the capital of France?"
 
@@ -29,24 +28,6 @@ QUESTION = "What is the capital of France?"
 def smollm2() -> Path:
     pytest.importorskip("transformers")
     return published("smollm2")
-
-
-def cut(source: Path, folder: Path) -> Path:
-    """Return a folder with the first LAYERS of its layers."""
-    folder.mkdir()
-    config = json.loads((source / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": LAYERS}))
-    for name in ("tokenizer.json", *COMPANIONS):
-        if (source / name).exists():
-            shutil.copy(source / name, folder)
-    stem = "model.layers."
-    kept = {
-        name: tensor
-        for name, tensor in load_file(source / hf.ONE_FILE).items()
-        if not name.startswith(stem) or int(name.removeprefix(stem).split(".")[0]) < LAYERS
-    }
-    save_file(kept, folder / hf.ONE_FILE, {"format": "pt"})
-    return folder
 
 
 def test_its_texts_are_those_of_transformers(smollm2):
@@ -75,7 +56,7 @@ def test_it_goes_in_and_out_unchanged(smollm2, tmp_path):
     """Weights and everything that says how they are used."""
     import transformers
 
-    source = cut(smollm2, tmp_path / "hf")
+    source = first_layers(smollm2, tmp_path / "hf", LAYERS)
     for argv in (
         ("from-hf", source, tmp_path / "run"),
         ("to-hf", tmp_path / "run", tmp_path / "out"),
@@ -116,7 +97,7 @@ def train_here(options: list[str]) -> int:
 @pytest.mark.cap(600)
 def test_it_trains_to_equal_losses_on_every_mesh(smollm2, tmp_path):
     """Its weights, its tokenizer, STEPS steps. tp3, for 2 does not divide its 9 heads."""
-    source = cut(smollm2, tmp_path / "hf")
+    source = first_layers(smollm2, tmp_path / "hf", LAYERS)
     (tmp_path / "text.txt").write_text((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     losses = {}
     for name, (ranks, mesh) in {"one": (1, "tensor_parallel=1"), **MESHES}.items():

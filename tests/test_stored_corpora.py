@@ -5,15 +5,12 @@ The store is tests/s3.py, a real server in another process.
 """
 
 import gzip
-import itertools
 import json
 import logging
 import os
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,8 +146,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("masked", ["true", "false"])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where, masked", [("one", "false"), ("dp 3", "false"), ("cp 2", "true")])
 def test_batches_are_bitwise_those_of_a_disk(where, masked, uploaded, tmp_path):
     """From the first step and from a later one, in which the second epoch begins."""
     more = ["--training.local_batch_size=2", f"--data.mask_documents={masked}"]
@@ -349,9 +345,10 @@ FAULTS = {
     "stale": {},
     "stall": {"rate": 0.1, "seconds": 2.2 * ranks.WORKERS, "count": 3},
 }
+OFTEN = [pytest.param(kind, marks=() if kind == "flipped" else pytest.mark.slow) for kind in FAULTS]
 
 
-@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("kind", OFTEN)
 def test_no_fault_reaches_a_batch(kind, uploaded, store, tmp_path, monkeypatch):
     monkeypatch.setattr(objects.Key, "tries", 6)  # of 16 blocks in flight, one in 5 is damaged
     wanted = read(config(uploaded, tmp_path / "disk"), 0, 40)
@@ -399,9 +396,7 @@ MANY = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "least", [200, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.cap(3000)])]
-)
+@pytest.mark.parametrize("least", [200])  # by hand 10,000, which take an hour
 def test_of_many_faults_none_reaches_a_batch(least, uploaded, store, tmp_path, monkeypatch):
     """Epochs without a local copy, until so many requests have failed."""
     for module, name, value in ((objects, "RETRIES", 12), (objects.Key, "tries", 8)):
@@ -600,30 +595,7 @@ def test_a_stream_is_bitwise_that_of_a_disk(kinds, store):
     assert same(rest, wanted[11:]) and end_rest == end
 
 
-def test_ranges_that_follow_each_other_grow_and_each_is_read_once(monkeypatch):
-    content = bytes(range(256)) * 40
-    ranges = []
-
-    def read_agreed(begin: int, end: int) -> bytes:
-        ranges.append((begin, end))
-        return content[begin:end]
-
-    def submit(fetch: Callable, *extent: int) -> Future:
-        coming: Future = Future()
-        coming.set_result(fetch(*extent))
-        return coming
-
-    for name, size in ("FIRST", 512), ("LARGEST", 2048), ("BUFFER", 256):
-        monkeypatch.setattr(text, name, size)
-    monkeypatch.setattr(text, "key_of", lambda url: SimpleNamespace(read_agreed=read_agreed))
-    monkeypatch.setattr(text, "fetchers", lambda: SimpleNamespace(submit=submit))
-    file = text.open_object(URL, len(content))
-    assert b"".join(iter(partial(file.read, 64), b"")) == content
-    edges = [0, 512, 1536, 3584, 5632, 7680, 9728, 10240]
-    assert ranges == list(itertools.pairwise(edges))
-
-
-@pytest.mark.parametrize("kind", [kind for kind in FAULTS if kind != "stale"])
+@pytest.mark.parametrize("kind", ["truncated", pytest.param("stall", marks=pytest.mark.slow)])
 def test_no_fault_reaches_a_stream(kind, kinds, store, monkeypatch):
     monkeypatch.setattr(objects.Key, "tries", 12)
     url = raw(store, kinds)

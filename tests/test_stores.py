@@ -16,7 +16,6 @@ from contextlib import suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -305,27 +304,6 @@ def test_a_second_run_is_refused_and_a_released_prefix_is_not(store, tmp_path):
     assert run_ranks(1, there, resume, tmp_path)[0][:2] == (1, [1.0])
 
 
-def test_an_owner_that_may_be_alive_is_not_dead(monkeypatch):
-    """A prefix is taken over at once if its owner was a process of this machine that has ended. A
-    process of another user cannot be probed, and an invalid number names no process."""
-    owner = {"where": lease._where(), "pid": os.getpid()}
-    assert not lease._is_dead(owner)
-    assert not lease._is_dead(owner | {"pid": "x"}) and not lease._is_dead(owner | {"pid": 1 << 80})
-
-    def raises(error: type[OSError]) -> None:
-        def kill(pid: int, signal: int) -> None:
-            raise error
-
-        monkeypatch.setattr(os, "kill", kill)
-
-    raises(PermissionError)
-    assert not lease._is_dead(owner)
-    raises(ProcessLookupError)
-    assert lease._is_dead(owner)
-    assert not lease._is_dead(owner | {"where": "another machine"})
-    assert not lease._is_dead(owner | {"where": ""})
-
-
 def test_a_killed_process_whose_parent_has_not_asked_yet_is_dead():
     """Its number is still taken. Negative control: before it is killed it lives."""
     with subprocess.Popen(["sleep", "60"]) as process:
@@ -494,12 +472,7 @@ def damaged(store: Server, key: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [
-        "flipped",
-        pytest.param("header", marks=pytest.mark.slow),
-        pytest.param("cut", marks=pytest.mark.slow),
-        pytest.param("gone", marks=pytest.mark.slow),
-    ],
+    ["flipped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("header", "cut", "gone"))],
 )
 def test_a_damaged_object_is_named_and_the_checkpoint_before_used(how, store, tmp_path):
     run_ranks(2, there, save_all, tmp_path, [10, 20])
@@ -510,26 +483,6 @@ def test_a_damaged_object_is_named_and_the_checkpoint_before_used(how, store, tm
     (words,) = results[0][2]
     assert "step-00000020 is damaged and not used" in words and "rank-00001.safetensors" in words
     assert verify.main([URL]) == 1
-
-
-def test_a_header_that_a_network_damages_is_read_again(store, tmp_path, monkeypatch):
-    run_ranks(1, there, save_all, tmp_path, [1])
-    folder = location(URL) / verify.step_name(1, 0)
-    manifest = verify.read_manifest(folder)
-    real, wrong = verify.digest, ["0" * 16]
-    monkeypatch.setattr(verify, "digest", lambda data: wrong.pop() if wrong else real(data))
-    with verify.Shard(folder, manifest, 0) as shard:
-        assert shard.parts and not wrong
-
-
-def test_the_newest_of_a_late_listing_is_of_the_newest_attempt(store, monkeypatch):
-    """The newest checkpoint names the older ones, and one of an abandoned future does not."""
-    checkpoints = bucket.Bucket(location(URL), Checkpoint())
-    checkpoints.lease = SimpleNamespace(newest="step-00000100.1")
-    ancestors = {"step-00000100.1": ["step-00000050"], "step-00000200": ["step-00000150"]}
-    monkeypatch.setattr(verify, "read_manifest", lambda key: {"ancestors": ancestors[key.name]})
-    monkeypatch.setattr(bucket, "present", lambda _, names: ["step-00000200", *names])
-    assert checkpoints.names() == ["step-00000100.1", "step-00000200", "step-00000050"]
 
 
 def test_a_damaged_manifest_is_named(store, tmp_path):
@@ -543,36 +496,22 @@ def test_a_damaged_manifest_is_named(store, tmp_path):
 
 
 FAULTS = {
-    "500": {"rate": 0.2},
-    "slow": {"rate": 0.2},
     "reset": {"rate": 0.15},
-    "truncated": {"rate": 0.2},
-    "flipped": {"rate": 0.1},
-    "stale": {},
-    "stall": {
-        "rate": 0.1,
-        "seconds": 2.2 * ranks.WORKERS,
-        "count": 4,
-    },  # longer than a request may take
-    "lost": {"rate": 0.15},
+    # longer than a request may take
+    "stall": {"rate": 0.1, "seconds": 2.2 * ranks.WORKERS, "count": 4},
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind == "reset" else pytest.mark.slow) for kind in FAULTS],
-)
+@pytest.mark.parametrize("kind", ["reset", pytest.param("stall", marks=pytest.mark.slow)])
 def test_no_fault_loses_or_damages_anything(kind, store, tmp_path):
     """Saves, then resumes that save more, under one kind of fault. Nothing is lost, damaged, or
-    reported as such."""
+    reported as such. All kinds at once: test_of_many_faults_none_loses_or_damages_anything."""
     store.rules({"kind": kind, **FAULTS[kind]})
     for last in (3, 6):
         steps = list(range(last - 2, last + 1))
         (words,) = run_ranks(1, there, _saves_all_it_can, tmp_path, steps)
         assert words == [], "a store with such faults is a store that works"
         step, values, words = run_ranks(2, there, resume, tmp_path)[0]
-        # a listing in which a bit of a name has flipped names what is no checkpoint
-        words = [said for said in words if kind != "flipped" or "left alone" not in said]
         assert (step, values, words) == (last, [float(last)], [])
     assert store.status()["counts"].get(kind, 0) > 0
     store.rules()
@@ -593,8 +532,7 @@ MANY = [  # of each request, so that it succeeds in the end
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "least",
-    [100, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.cap(3000)])],
+    "least", [100, pytest.param(10_000, marks=[pytest.mark.exhaustive, pytest.mark.cap(3000)])]
 )
 def test_of_many_faults_none_loses_or_damages_anything(least, store, tmp_path):
     """Runs that save and resume until so many requests have failed: each finds the newest checkpoint
@@ -900,29 +838,6 @@ def test_a_new_run_starts_from_the_weights_of_a_url(store, tmp_path):
 
 
 # What is refused
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "http://bucket/a",
-        "s3://",
-        "s3:/bucket",
-        "bucket/a",
-        "s3://bucket/a?x=1",
-        "s3://b//a",
-        "file://a",
-    ],
-)
-def test_what_is_no_place_is_refused(url, capsys):
-    with pytest.raises(InputError, match="checkpoint.store"):
-        load_config([f"--checkpoint.store={url}"])
-
-
-def test_a_password_in_a_url_is_refused_and_not_repeated():
-    with pytest.raises(InputError) as refusal:
-        load_config(["--checkpoint.store=s3://me:hunter2@bucket/a"])
-    assert "hunter2" not in str(refusal.value)
 
 
 def test_without_the_package_a_url_is_refused(monkeypatch):

@@ -12,7 +12,7 @@ from configs.schema import EvaluationTask
 from data import hf_tokenizer, tasks
 from data.tokenizer import byte_tokenizer
 from lab.bench import tasks as bench
-from tests.published import published
+from tests.published import first_layers, published
 from tools import benchmarks, fetch_task
 from tools import evaluate as evaluate_tool
 from tools.benchmarks import BENCHMARKS, SUBJECTS
@@ -444,10 +444,10 @@ OF_EACH_KIND = ["arc_challenge", "hellaswag", "winogrande", "boolq", "mmlu"]
 @pytest.mark.slow
 @pytest.mark.cap(400)
 def test_a_real_model_scores_real_questions_as_in_the_harness(tmp_path):
-    """SmolLM2-135M on some questions of benchmarks of each kind; on more by hand, with
-    lab/bench/tasks.py."""
+    """The first layers of SmolLM2-135M on some questions of benchmarks of each kind; the whole model
+    and more of them by hand, with lab/bench/tasks.py."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
-    model = published("smollm2")
+    model = first_layers(published("smollm2"), tmp_path / "hf", 3)
     for name in OF_EACH_KIND:
         bench.save(name, published("tasks"), tmp_path, 2, 2)
     theirs_model = huggingface.HFLM(

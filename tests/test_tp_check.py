@@ -25,146 +25,123 @@ FEED_FORWARD = "layers.*.feed_forward"
 MISSING = None
 
 
-# What is wrong -> the family, its flavor, what is different in its plan, what is said.
-MISTAKES: dict[str, tuple[str, str, dict[str, str | None], list[str]]] = {
+# What is wrong -> the family and its flavor, what is different in its plan, what is said.
+MISTAKES: dict[str, tuple] = {
     "a misspelt module": (
-        "llama",
-        "debug",
+        "llama debug",
         {"layers.*.atention.wq": "columns"},
-        ["has a row for layers.*.atention.wq", "is it layers.*.attention.wq?"],
+        "has a row for layers.*.atention.wq",
+        "is it layers.*.attention.wq?",
     ),
     "a misspelt style": (
-        "llama",
-        "debug",
+        "llama debug",
         {f"{ATTENTION}.wq": "colums"},
-        ["gives layers.*.attention.wq the style colums", "is it columns?"],
+        "gives layers.*.attention.wq the style colums",
+        "is it columns?",
     ),
     "no row for a linear layer": (
-        "llama",
-        "debug",
+        "llama debug",
         {f"{ATTENTION}.wv": MISSING},
-        ["no row for layers.0.attention.wv, a linear layer", "or columns or"],
+        "no row for layers.0.attention.wv, a linear layer",
+        "or columns or",
     ),
     "no row for a norm": (
-        "llama",
-        "debug",
+        "llama debug",
         {"layers.*.ffn_norm": MISSING},
-        ["no row for layers.0.ffn_norm, a norm", "sequence or sequence_plain or"],
+        "no row for layers.0.ffn_norm, a norm",
+        "sequence or sequence_plain or",
     ),
     "no row for a router": (
-        "qwen3",
-        "debug_moe",
+        "qwen3 debug_moe",
         {f"{FEED_FORWARD}.router": MISSING},
-        ["no row for layers.0.feed_forward.router, a router: router would fit"],
+        "no row for layers.0.feed_forward.router, a router: router would fit",
     ),
     "a linear layer's style for a norm": (
-        "llama",
-        "debug",
+        "llama debug",
         {"layers.*.ffn_norm": "rows"},
-        ["gives layers.0.ffn_norm the style rows, which is for a linear layer, and it is a norm"],
+        "gives layers.0.ffn_norm the style rows, which is for a linear layer, and it is a norm",
     ),
     "a norm's style for a linear layer": (
-        "llama",
-        "debug",
+        "llama debug",
         {f"{ATTENTION}.wq": "sequence"},
-        ["gives layers.0.attention.wq the style sequence, which is for a norm"],
+        "gives layers.0.attention.wq the style sequence, which is for a norm",
     ),
     "a container's style for a linear layer": (
-        "llama",
-        "debug",
+        "llama debug",
         {f"{ATTENTION}.wq": "gather_sequence"},
-        ["gives layers.0.attention.wq the style gather_sequence", "and it is a linear layer"],
+        "gives layers.0.attention.wq the style gather_sequence",
+        "and it is a linear layer",
     ),
     "rows where columns are right": (
-        "llama",
-        "debug",
+        "llama debug",
         {f"{ATTENTION}.wq": "rows"},
-        [
-            "gives layers.0.attention.wq the style rows, which takes the whole sequence with this "
-            "rank's columns",
-            "gets the whole sequence with all features as a DTensor [1, 8, 256]",
-            "columns would fit",
-        ],
+        "gives layers.0.attention.wq the style rows, which takes the whole sequence with this "
+        "rank's columns",
+        "gets the whole sequence with all features as a DTensor [1, 8, 256]",
+        "columns would fit",
     ),
     "columns where rows are right": (
-        "llama",
-        "debug",
+        "llama debug",
         {f"{ATTENTION}.wo": "columns"},
-        [
-            "gives layers.0.attention.wo the style columns, which takes the whole sequence with all "
-            "features",
-            "gets the whole sequence with this rank's columns as a plain tensor [1, 8, 128]",
-            "rows would fit",
-        ],
+        "gives layers.0.attention.wo the style columns, which takes the whole sequence with all "
+        "features",
+        "gets the whole sequence with this rank's columns as a plain tensor [1, 8, 128]",
+        "rows would fit",
     ),
     "a sequence that is never gathered": (
-        "llama",
-        "debug",
+        "llama debug",
         {FEED_FORWARD: MISSING},
-        [
-            "gives layers.0.feed_forward.w1 the style columns",
-            "gets a slice of the sequence with all features",
-            "(layers.0.feed_forward has no row)",
-        ],
+        "gives layers.0.feed_forward.w1 the style columns",
+        "gets a slice of the sequence with all features",
+        "(layers.0.feed_forward has no row)",
     ),
     "a norm of each head for a norm over all": (
-        "olmo2",
-        "debug",
+        "olmo2 debug",
         {f"{ATTENTION}.q_norm": "heads"},
-        [
-            "gives layers.0.attention.q_norm the style heads, which takes the whole sequence with "
-            "this rank's heads",
-            "gets the whole sequence with this rank's columns",
-            "norm_of_columns would fit",
-        ],
+        "gives layers.0.attention.q_norm the style heads, which takes the whole sequence with "
+        "this rank's heads",
+        "gets the whole sequence with this rank's columns",
+        "norm_of_columns would fit",
     ),
     "a norm over all heads for one of each": (
-        "qwen3",
-        "debug",
+        "qwen3 debug",
         {f"{ATTENTION}.k_norm": "norm_of_columns"},
-        ["gives layers.0.attention.k_norm the style norm_of_columns", "heads would fit"],
+        "gives layers.0.attention.k_norm the style norm_of_columns",
+        "heads would fit",
     ),
     "a norm of heads for one of the sequence": (
-        "llama",
-        "debug",
+        "llama debug",
         {"layers.*.ffn_norm": "heads"},
-        ["gives layers.0.ffn_norm the style heads", "gets a slice of the sequence"],
+        "gives layers.0.ffn_norm the style heads",
+        "gets a slice of the sequence",
     ),
     "a norm of the sequence for one of heads": (
-        "qwen3",
-        "debug",
+        "qwen3 debug",
         {f"{ATTENTION}.k_norm": "sequence"},
-        ["gives layers.0.attention.k_norm the style sequence", "heads would fit"],
+        "gives layers.0.attention.k_norm the style sequence",
+        "heads would fit",
     ),
     "a router that gets a DTensor": (
-        "qwen3",
-        "debug_moe",
+        "qwen3 debug_moe",
         {FEED_FORWARD: MISSING},
-        [
-            "gives layers.0.feed_forward.router the style router",
-            "(layers.0.feed_forward has no row)",
-        ],
+        "gives layers.0.feed_forward.router the style router",
+        "(layers.0.feed_forward has no row)",
     ),
     "latents that are never gathered": (
-        "deepseek_v3",
-        "debug",
+        "deepseek_v3 debug",
         {f"{ATTENTION}.latents": MISSING},
-        ["cannot compute layers.0.attention.latents, which has no row"],
+        "cannot compute layers.0.attention.latents, which has no row",
     ),
     "a DTensor with a plain tensor": (
-        "deepseek_v3",
-        "debug",
+        "deepseek_v3 debug",
         {f"{ATTENTION}.kv_norm": "sequence"},
-        [
-            "cannot compute layers.0.attention",
-            "layers.0.attention.kv_norm with the style sequence gave it a DTensor",
-        ],
+        "cannot compute layers.0.attention",
+        "layers.0.attention.kv_norm with the style sequence gave it a DTensor",
     ),
     "one layer that is not like the others": (
-        "llama",
-        "debug",
+        "llama debug",
         {"layers.2.attention.wo": "columns"},
-        ["gives layers.2.attention.wo the style columns"],
+        "gives layers.2.attention.wo the style columns",
     ),
 }
 
@@ -271,8 +248,8 @@ def all_cases() -> dict[str, Any]:
     dist.destroy_process_group()
     with trace.pretend(2, 2):
         mistakes = {
-            what: said_of(MODELS[family], args_of(family, flavor), changes)
-            for what, (family, flavor, changes, _) in MISTAKES.items()
+            what: said_of(MODELS[model.split()[0]], args_of(*model.split()), changes)
+            for what, (model, changes, *_) in MISTAKES.items()
         }
         return {
             "mistakes": mistakes,
@@ -297,7 +274,7 @@ def test_a_mistake_is_a_sentence_that_names_the_module_and_its_style(said, mista
     sentence = said["mistakes"][mistake]
     assert sentence.startswith("the plan of tensor parallelism "), sentence
     assert "\n" not in sentence
-    for part in MISTAKES[mistake][-1]:
+    for part in MISTAKES[mistake][2:]:
         assert part in sentence, sentence
 
 

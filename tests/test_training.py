@@ -362,7 +362,7 @@ def one_at_a_time(logits: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_compiled_passes_compute_what_pytorchs_operators_do(dtype):
     """With labels that do not count, a last piece that is shorter, and z-loss. Negative control:
     labels that do not count are taken for the first row of the vocabulary."""
@@ -381,7 +381,7 @@ def test_compiled_passes_compute_what_pytorchs_operators_do(dtype):
         loss = linear_cross_entropy(h, w, labels, 16, each, z_loss, passes)
         seen.append((loss.detach(), each, *torch.autograd.grad(loss, (h, w))))
     wanted, got, wrong = seen
-    limit = {torch.bfloat16: 4e-3, torch.float32: 1e-6, torch.float64: 1e-14}[dtype]
+    limit = {torch.bfloat16: 4e-3, torch.float64: 1e-14}[dtype]
     for a, b in zip(got, wanted, strict=True):
         assert (a - b).norm() <= limit * b.norm()
     torch.testing.assert_close(wrong[0], wanted[0])
@@ -618,19 +618,6 @@ def test_loss_and_norm_of_the_debug_preset_do_not_depend_on_the_mesh():
     """At the sizes of its tensors (the embedding has 1 M elements), with two of its six layers."""
     check_real_sizes(
         {"FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2)}, ["--model.n_layers=2"]
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_loss_and_norm_of_the_whole_debug_preset_do_not_depend_on_the_mesh():
-    check_real_sizes(
-        {
-            "FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2),
-            "HSDP 2 x 2": (4, ["--parallelism.data_parallel_replicate=2"], 4),
-            "FSDP 3": (3, [], 3),
-        },
-        [],
     )
 
 
