@@ -10,7 +10,7 @@ import pytest
 from configs import check
 from configs.load import load_config
 from configs.schema import Config, InputError
-from tools.plan import bounds, front, pipeline, search
+from tools.plan import bounds, pipeline, search
 from tools.plan.bounds import Bounds, Profile, profile
 from tools.plan.choices import Candidate, Choice, every_choice, replicated, without_pipeline
 from tools.plan.device import load_device
@@ -238,75 +238,6 @@ def test_negative_control_all_to_alls_of_ulysses_that_are_counted_twice_are_seen
 
     monkeypatch.setattr(bounds, "exchange_exposed", of_every_dimension)
     assert broken_bounds_of_ulysses()
-
-
-def wrong_fronts(space: Space) -> list[str]:
-    """List where the front of a search differs from that of an exhaustive one: a plan that is
-    missing without being named as unknown, or one that a plan of known figures beats."""
-    wrong = []
-    for gib in space.memories():
-        inputs = space.of_memory(gib)
-        found = space.found(inputs, 1)
-        if found is None:
-            continue
-        tried = [row.choice for row in found.traced if row.choice.replicas > 1]
-        rows = [space.row(choice, inputs) for choice in (*space.choices, *tried)]
-        rows = [row for row in rows if row.fits]
-        best = {figures(row) for row in front.front(found.traced)}
-        for row in rows:
-            if row.choice in found.unknown:
-                continue
-            if is_best(row, rows) and figures(row) not in best:
-                wrong.append(f"{gib}: missing {row.choice}")
-            if figures(row) in best and not is_best(row, [*found.traced, row]):
-                wrong.append(f"{gib}: beaten {row.choice}")
-    return wrong
-
-
-def figures(row: Candidate) -> tuple[float, float]:
-    return row.tokens_per_second, row.needed
-
-
-def is_best(row: Candidate, rows: list[Candidate]) -> bool:
-    """By definition: whether no other row is as good in both figures and better in one."""
-    for other in rows:
-        as_good = other.tokens_per_second >= row.tokens_per_second and other.needed <= row.needed
-        if as_good and figures(other) != figures(row):
-            return False
-    return True
-
-
-@pytest.mark.slow
-def test_the_front_of_a_search_misses_no_plan_that_it_does_not_name(small):
-    assert not wrong_fronts(small)
-    found = small.found(small.of_memory(100.0), 1)
-    assert len(front.front(found.traced)) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", ("all are beaten", "the slowest"))
-def test_negative_control_a_wrong_front_is_found(small, monkeypatch, mistake):
-    if mistake == "all are beaten":
-        monkeypatch.setattr(search, "is_beaten", lambda *_: True)
-    else:
-        monkeypatch.setattr(front, "front", lambda rows: sorted(rows, key=by_speed)[-1:])
-    assert wrong_fronts(small)
-
-
-@pytest.mark.slow
-def test_the_options_of_a_plan_on_the_front_give_that_plan(small):
-    for choice in (*small.choices, *small.hybrids):
-        options = front.options_of(choice).split()
-        cfg = load_config([*SMALL, *options], small.inputs.gpus, small.inputs.per_host)
-        assert make_key(cfg) == make_key(choice.applied_to(small.cfg))
-
-
-def make_key(cfg: Config) -> tuple:
-    tables = (cfg.training, cfg.activation_checkpoint, cfg.parallelism)
-    named = [table.model_dump() for table in tables]
-    for table in named:
-        table.pop("data_parallel_shard", None)  # -1: it follows from the others
-    return tuple(map(str, named))
 
 
 @pytest.mark.slow

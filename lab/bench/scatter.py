@@ -1,8 +1,10 @@
 """Planned over published speeds as a picture: one point a run, both axes logarithmic."""
 
 import math
-from html import escape
+from itertools import cycle
 from typing import NamedTuple
+
+from tools.svg import Picture
 
 SIZE = 560  # of the picture, in pixels, each way
 EDGE = 56  # of it, for the numbers of the axes
@@ -28,49 +30,27 @@ def scatter(points: list[Point], kinds: tuple[str, ...]) -> str:
         """Pixels from the origin of an axis."""
         return length * (math.log10(speed) - low) / max(1, high - low)
 
-    def at(published: float, planned: float) -> str:
-        return f"{EDGE + along(published):.1f},{SIZE - EDGE - along(planned):.1f}"
+    def at(published: float, planned: float) -> tuple[float, float]:
+        return EDGE + along(published), SIZE - EDGE - along(planned)
 
-    first = 10.0**low
-    last = 10.0**high
-    corners = [
-        at(first, first * (1 - BAND)),
-        at(last, last * (1 - BAND)),
-        at(last, last * (1 + BAND)),
-        at(first, first * (1 + BAND)),
-    ]
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {SIZE} {SIZE}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{SIZE}" height="{SIZE}" fill="white"/>',
-        f'<polygon points="{" ".join(corners)}" fill="#eee"/>',
-        f'<polyline points="{at(first, first)} {at(last, last)}" stroke="#999"/>',
-    ]
+    picture = Picture(SIZE, SIZE, "Planned over published tokens/s", "One point a run.")
+    ends = 10.0**low, 10.0**high
+    lower = [at(speed, speed * (1 - BAND)) for speed in ends]
+    upper = [at(speed, speed * (1 + BAND)) for speed in reversed(ends)]
+    picture.area(lower + upper, "#eee")
+    picture.curve([at(speed, speed) for speed in ends], "#999")
     for power in range(low, high + 1):
-        place = along(10.0**power)
+        x, y = at(10.0**power, 10.0**power)
         label = f"{10**power:,}" if power >= 0 else f"{10.0**power:g}"
-        across = EDGE + place
-        up = SIZE - EDGE - place
-        lines.append(
-            f'<text x="{across:.1f}" y="{SIZE - EDGE + 18}" text-anchor="middle">{label}</text>'
-        )
-        lines.append(f'<text x="{EDGE - 6}" y="{up + 4:.1f}" text-anchor="end">{label}</text>')
-    lines.append(
-        f'<text x="{SIZE // 2}" y="{SIZE - 12}" text-anchor="middle">published tokens/s per GPU</text>'
-    )
-    lines.append('<text x="12" y="20">planned; the band is 20% wide each way</text>')
+        picture.text(x, SIZE - EDGE + 18, label, "s", "middle")
+        picture.text(EDGE - 6, y + 4, label, "s", "end")
+    picture.text(SIZE // 2, SIZE - 12, "published tokens/s per GPU", "s", "middle")
+    picture.text(12, 20, "planned; the band is 20% wide each way", "s")
+    colors = dict(zip(kinds, cycle(COLORS)))
     for point in points:
-        x, y = at(point.published, point.planned).split(",")
-        color = COLORS[kinds.index(point.kind) % len(COLORS)]
         title = f"{point.name}: {point.planned / point.published - 1:+.0%}"
-        lines.append(
-            f'<circle cx="{x}" cy="{y}" r="4" fill="{color}" fill-opacity="0.7">'
-            f"<title>{escape(title)}</title></circle>"
-        )
-    for i, kind in enumerate(kinds):
-        y = 44 + 18 * i
-        lines.append(
-            f'<circle cx="{EDGE + 12}" cy="{y - 4}" r="4" fill="{COLORS[i % len(COLORS)]}"/>'
-        )
-        lines.append(f'<text x="{EDGE + 22}" y="{y}">{escape(kind)}</text>')
-    return "\n".join([*lines, "</svg>", ""])
+        picture.circle(*at(point.published, point.planned), 4, colors[point.kind] + "b3", title)
+    for i, (kind, color) in enumerate(colors.items()):
+        picture.circle(EDGE + 12, 40 + 18 * i, 4, color)
+        picture.text(EDGE + 22, 44 + 18 * i, kind, "s")
+    return picture.svg()

@@ -2,7 +2,7 @@
 combine."""
 
 from lab.tour.run import Seen
-from lab.tour.svg import INK, PAPER, RULE, Picture
+from tools.svg import INK, PAPER, RULE, Picture
 
 COLORS = ("#6fa8d6", "#a9d3f2", "#e8903f", "#f7c888", "#7cc474", "#bfe5b8", "#c58fcb", "#e5c8ea")
 AREA_COLOR = "#f6f8fa"

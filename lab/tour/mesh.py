@@ -2,7 +2,7 @@
 
 from lab.tour.run import Seen
 from lab.tour.shards import OwnedShard
-from lab.tour.svg import INK, PAPER, RULE, Picture
+from tools.svg import INK, PAPER, RULE, Picture
 
 COLORS = ("#9ecae9", "#ffc37f", "#a8dba0", "#dcb3e0", "#f4a6a0", "#c5c9cf", "#f0dd85", "#9fdcd3")
 WIDTH = 960

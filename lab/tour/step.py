@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from lab.tour.run import Seen
-from lab.tour.svg import INK, Picture
 from lab.tour.watch import PhaseSpan, SeenCollective
+from tools.svg import INK, Picture
 
 COLORS = ("#8fd0c8", "#f4d06f", "#cdb8e6", "#f2b6a8")  # of the groups
 LETTERS = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR"}

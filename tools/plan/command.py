@@ -6,7 +6,7 @@ from pathlib import Path
 
 from configs.load import dump
 from configs.schema import Config, InputError
-from tools.plan import compare, front
+from tools.plan import compare
 from tools.plan.arguments import asks_how_many, configuration
 from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
@@ -125,12 +125,10 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
     cfg, inputs = read_inputs(flags, rest)
     if flags.compare:
         return compared(cfg, inputs, flags, rest)
-    section = ""
     if flags.search:
         found = search(cfg, inputs, log=to_stderr, fresh=fresh and inputs.on_gpu)
         print(table(found) + "\n\nThe first of these:\n")
         cfg = found.ranking[0].choice.applied_to(cfg)
-        section = front.section(found.traced, inputs.gpus, found.covered)
     plan = make_plan(cfg, inputs)
     text = report(plan, flags.stages)
     print(text)
@@ -138,6 +136,6 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
         Path(flags.write).write_text(dump(plan.cfg), encoding="utf-8")
         print(f"\nwritten: {flags.write}")
     if flags.html:
-        Path(flags.html).write_text(page(plan, text, section=section), encoding="utf-8")
+        Path(flags.html).write_text(page(plan, text), encoding="utf-8")
         print(f"\nwritten: {flags.html}")
     return 0 if plan.fits else 1

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from parallelisms import ep_hosts
 from tools.plan.plan import Plan
 from tools.plan.report import model_name
-from tools.plan.steady import stages
+from tools.plan.stages import LEFT, WIDTH, stages
 from tools.plan.step import GIB, IN_BLOCKS, KINDS
-from tools.plan.svg import LEFT, WIDTH, image, key, rect, text, ticks
+from tools.svg import Picture, legend, ticks
 
 COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/step.py::KINDS
     "parameters": "#264653",
@@ -96,9 +96,8 @@ def figures_of(plan: Plan) -> str:
             "A row for each rank of the pipeline, from the first forward to the last backward, on "
             "the device's numbers. Where a row is empty, the rank waits for another. Of a rank "
             "with several stages, later ones are "
-            "paler. Of many microbatches the beginning, one period and the end are drawn, on one scale; "
-            "a microbatch is left out where nothing of it is drawn. Point at a bar to see its stage, "
-            "microbatch and times.",
+            "paler. Of many microbatches the beginning, some in the middle and the end are drawn. "
+            "Point at a bar to see its stage, microbatch and times.",
         )
         if plan.pipeline
         else (
@@ -170,47 +169,36 @@ def memory(plan: Plan) -> str:
     def y(size: float) -> float:
         return bottom - (bottom - 20) * size / top
 
-    parts = []
+    picture = Picture(WIDTH, height)
     floor = [0.0] * len(samples)
     for kind, color in COLORS.items():
         heights = [s.get(kind, 0) for _, s in samples]
         if not any(heights):
             continue
         roof = [a + b for a, b in zip(floor, heights)]
-        points = [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in zip(samples, roof)]
-        points += [f"{x(i):.1f},{y(v):.1f}" for (i, _), v in reversed(list(zip(samples, floor)))]
-        parts.append(
-            f'<polygon points="{" ".join(points)}" '
-            f'fill="{color}"><title>{escape(KINDS[kind])}</title></polygon>'
-        )
+        points = [(x(i), y(v)) for (i, _), v in zip(samples, roof)]
+        points += [(x(i), y(v)) for (i, _), v in reversed(list(zip(samples, floor)))]
+        picture.area(points, color, KINDS[kind])
         floor = roof
     unit, per = ("GiB", GIB) if top >= GIB else ("MiB", 2**20)
     for value in ticks(top / per):
         at = y(value * per)
-        parts += [
-            f'<line x1="{LEFT - 4}" x2="{LEFT}" y1="{at:.1f}" y2="{at:.1f}" stroke="#777"/>',
-            text(LEFT - 8, at + 4, f"{value:g} {unit}", "end", "dim"),
-        ]
+        picture.line(LEFT - 4, at, LEFT, at, "#777")
+        picture.text(LEFT - 8, at + 4, f"{value:g} {unit}", "dim", "end")
     if usable < top:
-        parts += [
-            f'<line x1="{LEFT}" x2="{WIDTH - 10}" y1="{y(usable):.1f}" y2="{y(usable):.1f}" '
-            'stroke="#c00" stroke-dasharray="6 4"/>',
-            text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}"),
-        ]
+        picture.line(LEFT, y(usable), WIDTH - 10, y(usable), "#c00", dashes="6 4")
+        picture.text(LEFT + 6, y(usable) - 5, f"{usable / GIB:.1f} GiB of {room / GIB:.1f}")
     ends = [begin for begin, _ in phases[1:]] + [events]
     for (begin, phase), end in zip(phases, ends):
         if x(end) - x(begin) > 45:
             middle = (x(begin) + x(end)) / 2
-            parts.append(text(middle, bottom + 16, phase, "middle", "dim"))
+            picture.text(middle, bottom + 16, phase, "dim", "middle")
         if x(end) - x(begin) < 3:  # many microbatches: their lines would cover the curve
             continue
-        parts.append(
-            f'<line x1="{x(begin):.1f}" x2="{x(begin):.1f}" y1="20" y2="{bottom + 6}" '
-            'stroke="#0002"/>'
-        )
+        picture.line(x(begin), 20, x(begin), bottom + 6, "#0002")
     seen = {kind for _, sizes in samples for kind, size in sizes.items() if size}
     rows = [(KINDS[kind], color) for kind, color in COLORS.items() if kind in seen]
-    return image(height, parts) + key(rows)
+    return picture.svg() + legend(rows, WIDTH, LEFT)
 
 
 def _merged(bars: list[Bar], gap: float) -> Iterator[Bar]:
@@ -241,24 +229,22 @@ def _timeline(plan: Plan, begin: float, end: float) -> str:
     rows = {stream: rows[stream] for stream in order if rows[stream]}
     scale = (WIDTH - 200) / max(end - begin, 1e-9)
     unit, per = ("s", 1.0) if end - begin > 2 else ("ms", 1e3)
-    parts = []
+    bottom = 10 + 28 * len(rows)
+    picture = Picture(WIDTH, bottom + 26)
     for i, (stream, bars) in enumerate(rows.items()):
         y = 10 + 28 * i
-        parts.append(text(170, y + 14, stream, "end"))
+        picture.text(170, y + 14, stream, anchor="end")
         for start, stop, where in _merged(bars, 0.3 / scale):
             label = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
             x = 180 + (start - begin) * scale
             color = STREAMS[stream.split()[-1]]
-            parts.append(rect(x, y, (stop - start) * scale, 20, color, label))
-    bottom = 10 + 28 * len(rows)
+            picture.rect(x, y, max(0.4, (stop - start) * scale), 20, color, tip=label)
     for value in ticks((end - begin) * per):
         x = 180 + value / per * scale
         anchor = "middle" if x < WIDTH - 40 else "end"
-        parts += [
-            f'<line x1="{x:.1f}" x2="{x:.1f}" y1="6" y2="{bottom + 4}" stroke="#0002"/>',
-            text(x, bottom + 18, f"{value:g} {unit}", anchor, "dim"),
-        ]
-    return image(bottom + 26, parts)
+        picture.line(x, 6, x, bottom + 4, "#0002")
+        picture.text(x, bottom + 18, f"{value:g} {unit}", "dim", anchor)
+    return picture.svg()
 
 
 def timeline(plan: Plan) -> str:
@@ -306,14 +292,13 @@ def hosts(plan: Plan, shown: int = 32) -> str:
     lines = -(-per_host // columns)
     width = columns * (cell + 4) + 14
     height = lines * (cell + 4) + 34
-    parts = []
+    bottom = 6 + -(-min(count, shown) // across) * (height + 8)
+    picture = Picture(WIDTH, bottom + 26)
     for h in range(min(count, shown)):
         left = 10 + (h % across) * (width + 8)
         top = 6 + (h // across) * (height + 8)
-        parts += [
-            rect(left, top, width, height, "#f6f6f6", stroke="#ccc"),
-            text(left + 6, top + 15, f"host {h}", kind="dim"),
-        ]
+        picture.rect(left, top, width, height, "#f6f6f6", "#ccc")
+        picture.text(left + 6, top + 15, f"host {h}", "dim")
         for g in range(per_host):
             rank = h * per_host + g
             dims = [dim for dim, ranks in groups.items() if rank in ranks]
@@ -325,16 +310,12 @@ def hosts(plan: Plan, shown: int = 32) -> str:
             label = f"rank {rank}"
             if dims:
                 label += f": with rank 0 in {', '.join(dims)}"
-            parts.append(rect(x, y, cell, cell, color, label))
-    bottom = 6 + -(-min(count, shown) // across) * (height + 8)
+            picture.rect(x, y, cell, cell, color, tip=label)
     if count > shown:
-        parts.append(
-            text(10, bottom + 14, f"and {count - shown:,} more hosts like these", kind="dim")
-        )
-        bottom += 22
+        picture.text(10, bottom + 14, f"and {count - shown:,} more hosts like these", "dim")
     rows = [
         ("rank 0", "#264653"),
         *((f"its {dim} group of {len(ranks)}", colors[dim]) for dim, ranks in groups.items()),
         ("others", "#ddd"),
     ]
-    return image(bottom + 4, parts) + key(rows)
+    return picture.svg() + legend(rows, WIDTH, LEFT)

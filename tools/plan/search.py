@@ -23,7 +23,6 @@ from tools.plan.choices import (
     replicated,
     with_batch,
 )
-from tools.plan.front import is_beaten
 from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.step import GIB
@@ -107,9 +106,6 @@ class Found:
 
     ranking: list[Candidate]  # the fastest that fit, as many as were asked for
     said: str  # what was left out
-    traced: list[Candidate]  # everything that was traced and fits
-    unknown: list[Choice]  # not traced, and perhaps on their Pareto front
-    covered: str  # the same in words
 
 
 def by_speed(row: Candidate) -> tuple:
@@ -329,30 +325,6 @@ class Search:
             f"{self.shown}"
         )
 
-    def may_be_on_front(self, rows: list[Candidate]) -> list[Choice]:
-        """Return the choices that were not traced and that no bound excludes from the front."""
-        found = []
-        for choice in self.choices:
-            if choice in self.known or self.is_too_large(choice):
-                continue
-            seconds, _ = self.bound(choice)
-            own = self.profiles.get(of_profile(choice))
-            needed = self.bounds.needed(choice, own) if own else 0.0
-            most = self.tokens / seconds if seconds else inf
-            if not is_beaten(most, needed, rows):
-                found.append(choice)
-        return found
-
-    def covered(self, rows: list[Candidate], unknown: list[Choice]) -> str:
-        """Describe what a front of these rows covers."""
-        others = len(self.choices) - len(self.known)
-        return (
-            f"Drawn are the {len(rows):,} plans that were traced and fit. Of {others:,} that were "
-            f"not traced, {others - len(unknown):,} do not fit or are beaten by their bounds alone; "
-            f"{len(unknown):,} may need less memory than those drawn, and cannot be among the fastest "
-            f"{self.shown}."
-        )
-
 
 def search(
     cfg: Config,
@@ -392,10 +364,8 @@ def search(
             f"{nearest.choice}, which needs "
             f"{nearest.needed / GIB:.1f} GiB: {what_would_do(cfg, inputs, nearest)}"
         )
-    traced = [row for row in state.known.values() if row.fits] + hybrid_rows
     ranking = sorted(best + hybrid_rows, key=by_speed)[:shown]
-    unknown = state.may_be_on_front(traced)
-    return Found(ranking, state.left_out(), traced, unknown, state.covered(traced, unknown))
+    return Found(ranking, state.left_out())
 
 
 def by_memory(row: Candidate) -> tuple:

@@ -1,0 +1,150 @@
+"""Draw a picture as SVG text: boxes, lines and words. Equal calls give equal bytes.
+
+All pictures of reports, plans and documents are made here. It is ours because documents keep these
+files, so they must not change with a library's version, and because a bar that names itself under
+the pointer, in a page that loads nothing, is one line of text.
+"""
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+INK = "#1f2328"
+FAINT = "#59636e"
+RULE = "#d0d7de"
+PAPER = "#ffffff"
+SANS = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
+MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+STYLE = (
+    f"text{{font:13px {SANS};fill:{INK}}}"
+    f".m{{font-family:{MONO}}}.s{{font-size:12px}}.f{{fill:{FAINT}}}.b{{font-weight:600}}"
+    ".t{font-size:18px;font-weight:600}"
+)
+Points = Sequence[tuple[float, float]]
+
+
+class Picture:
+    """Picture whose lengths are in pixels, from the upper left corner. Classes of words: m
+    monospaced, s small, f faint, b bold, t title."""
+
+    def __init__(self, width: float, height: float, title: str = "", text: str = "") -> None:
+        """title and text: for those who cannot see it. With a title it is a file of its own, with
+        fonts and an opaque background, so that it can be read on a light page and on a dark one;
+        without, it is a part of a page whose style it takes."""
+        size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
+        self.head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n'
+        self.parts: list[str] = []
+        if title:
+            self.head += f"<title>{escape(title, quote=False)}</title>\n<desc>{escape(text, quote=False)}</desc>\n"
+            self.head += f"<style>{STYLE}</style>\n"
+            self.rect(0.5, 0.5, width - 1, height - 1, PAPER, RULE, radius=8)
+
+    def rect(
+        self,
+        x: float,
+        y: float,
+        width: float,
+        height: float,
+        fill: str,
+        stroke: str = "none",
+        radius: float = 0,
+        tip: str = "",
+    ) -> None:
+        """tip: what a pointer on it is told."""
+        place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"'
+        self.add("rect", f'{place} fill="{fill}" stroke="{stroke}"', tip)
+
+    def add(self, element: str, attributes: str, tip: str = "") -> None:
+        end = f"><title>{escape(tip, quote=False)}</title></{element}>" if tip else "/>"
+        self.parts.append(f"<{element} {attributes}{end}")
+
+    def circle(self, x: float, y: float, radius: float, fill: str, tip: str = "") -> None:
+        self.add("circle", f'cx="{x:g}" cy="{y:g}" r="{radius:g}" fill="{fill}"', tip)
+
+    def area(self, points: Points, fill: str, tip: str = "") -> None:
+        self.add("polygon", f'points="{corners(points)}" fill="{fill}"', tip)
+
+    def curve(self, points: Points, stroke: str, width: float = 1, dashes: str = "none") -> None:
+        style = f'fill="none" stroke="{stroke}" stroke-width="{width:g}"'
+        self.add("polyline", f'points="{corners(points)}" {style} stroke-dasharray="{dashes}"')
+
+    def cells(self, xs: Sequence[float], y: float, size: float, fill: str) -> None:
+        """Draw a row of squares."""
+        square = f"h{size:g}v{size:g}h{-size:g}z"
+        squares = "".join(f"M{x:g} {y:g}{square}" for x in xs)
+        self.parts.append(f'<path d="{squares}" fill="{fill}" stroke="{RULE}"/>')
+
+    def line(
+        self,
+        x: float,
+        y: float,
+        to_x: float,
+        to_y: float,
+        stroke: str,
+        width: float = 1,
+        dashes: str = "",
+    ) -> None:
+        style = f'stroke="{stroke}" stroke-width="{width:g}"'
+        style += f' stroke-dasharray="{dashes}"' if dashes else ""
+        self.add("path", f'd="M{x:g} {y:g}L{to_x:g} {to_y:g}" {style}')
+
+    def band(
+        self, left: float, right: float, left_y: float, right_y: float, height: float, fill: str
+    ) -> None:
+        """Draw a ribbon of this height from one side to the other."""
+        middle = (left + right) / 2
+        upper = f"M{left:g} {left_y:g}C{middle:g} {left_y:g} {middle:g} {right_y:g} "
+        upper += f"{right:g} {right_y:g}"
+        back_y = right_y + height
+        end_y = left_y + height
+        lower = f"v{height:g}C{middle:g} {back_y:g} {middle:g} {end_y:g} {left:g} {end_y:g}z"
+        self.parts.append(f'<path d="{upper}{lower}" fill="{fill}" fill-opacity=".55"/>')
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        style: str = "",
+        anchor: str = "start",
+        turn: float = 0,
+    ) -> None:
+        """turn: degrees clockwise around the anchor."""
+        options = f' class="{style}"' if style else ""
+        options += f' text-anchor="{anchor}"' if anchor != "start" else ""
+        options += f' transform="rotate({turn:g} {x:g} {y:g})"' if turn else ""
+        self.parts.append(f'<text x="{x:g}" y="{y:g}"{options}>{escape(words, quote=False)}</text>')
+
+    def svg(self) -> str:
+        return self.head + "\n".join(self.parts) + "\n</svg>\n"
+
+
+def corners(points: Points) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def ticks(top: float) -> list[float]:
+    """Round numbers from 0 to `top`: five or so."""
+    rough = max(top, 1e-9) / 5
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    count = int(top / step * (1 + 1e-9)) + 1
+    return [round(i * step, 9) for i in range(count)]
+
+
+def legend(rows: list[tuple[str, str]], width: float, left: float) -> str:
+    """Return a picture of boxes in their colors with their labels, in as many lines as they need."""
+    places = []
+    x = left
+    y = 14
+    for label, _ in rows:
+        if x + 30 + 7 * len(label) > width:
+            x = left
+            y += 20
+        places.append((x, y))
+        x += 30 + 7 * len(label)
+    picture = Picture(width, y + 10)
+    for (label, color), (x, y) in zip(rows, places, strict=True):
+        picture.rect(x, y - 10, 12, 12, color)
+        picture.text(x + 17, y, label)
+    return picture.svg()
