@@ -4,6 +4,7 @@ and the table of published runs."""
 import contextlib
 import io
 import re
+import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -11,20 +12,18 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import Config, InputError
-from lab.bench import plan as bench_plan
 from lab.bench import published
 from lab.bench.scatter import BAND, Point, scatter
 from tests.steps import apart
 from tools.plan import unmodelled
 from tools.plan.__main__ import main
 from tools.plan.arguments import arguments
-from tools.plan.choices import Candidate, Choice
 from tools.plan.cluster import Cluster, answer
 from tools.plan.command import read_inputs
 from tools.plan.device import load_device
 from tools.plan.estimate import Playback, Ring, attention_seconds, op_seconds
 from tools.plan.pipeline import Stages
-from tools.plan.plan import PlanInputs, machine, make_plan, with_kernel
+from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
 from tools.plan.routing import Chosen
 from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack, scaling_loss
@@ -178,16 +177,6 @@ def test_masked_documents_are_planned_with_their_own_kernel(kernel, fast):
     device = with_kernel(H100, cfg.model_copy(update={"data": data}))
     assert (device.attention_efficiency == H100.fast_attention_efficiency) == fast
     assert with_kernel(H100, cfg).attention_efficiency == H100.fast_attention_efficiency
-
-
-def test_torchtitans_runs_are_planned_with_the_attention_they_were_calibrated_with(monkeypatch):
-    """`published` plans them by their stack."""
-    device = H100.model_copy(update=published.TITANS_H100)
-    monkeypatch.setattr(bench_plan, "make_plan", lambda cfg, inputs: machine(cfg, inputs).device)
-    _, gpus, options, *_ = bench_plan.PUBLISHED[0]
-    assert bench_plan.like_theirs(options, gpus, device).attention_efficiency == 0.31
-    ours = with_kernel(device, load_config(options, gpus, 8))
-    assert ours.attention_efficiency == device.fast_attention_efficiency != 0.31
 
 
 def reported(cfg: Config, inputs: PlanInputs) -> str:
@@ -352,19 +341,6 @@ def test_the_tables_of_published_runs():
     assert published.cells(rows[0])[7] == "-10.0%"
 
 
-def candidate(tp: int, local: int) -> Candidate:
-    choice = Choice(tp, 1, "full", local, "whole")
-    return Candidate(choice, 1, 1.0, True, 1.0, 1.0, 0.5, 0.0)
-
-
-def test_the_place_of_a_published_mesh():
-    """Choices of the same mesh count once."""
-    ranking = [candidate(1, 4), candidate(1, 2), candidate(4, 2), candidate(2, 1)]
-    assert published.place_of((4, 1, 1, 1, 1), ranking) == 2
-    assert published.place_of((2, 1, 1, 1, 1), ranking) == 3
-    assert published.place_of((8, 1, 1, 1, 1), ranking) == 0
-
-
 def test_the_picture_is_whole():
     points = [Point("a <b>", "dense", 100, 110), Point("c", "tp", 2000, 1500)]
     root = ElementTree.fromstring(scatter(points, ("dense", "tp")))
@@ -383,18 +359,12 @@ def test_a_published_run_is_planned():
     """The smallest: within what docs/planning.md says of dense runs."""
     run = next(run for run in published.load_runs() if run.id == "mpt1b-h8")
     assert abs(published.planned(run).error) < 0.2
-    with contextlib.redirect_stdout(io.StringIO()), pytest.raises(InputError, match="no run"):
-        published.report(arguments_of("nonsense"))
 
 
-def arguments_of(only: str):
-    class Arguments:
-        calibrate = split = meshes = False
-        keep = svg = stack = ""
-
-    flags = Arguments()
-    flags.only = only
-    return flags
+def test_a_name_that_no_published_run_has_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["plan", "--only=nonsense"])
+    with pytest.raises(InputError, match="no run of published.toml has this"):
+        published.main()
 
 
 def cluster_of(device: str, gpus: int, days: float, hours: float) -> Cluster:

@@ -1,14 +1,13 @@
-"""Compare our plans with published runs: `python -m lab.bench plan published` prints what this file
-computes from the rows of `published.toml`.
+"""Compare the plans of `tools.plan` with published runs.
 
-A row is one published run. It becomes a configuration with the same model, mesh, batch and
+    python -m lab.bench plan [--only NAME] [--split] [--calibrate] [--svg OUT.svg]
+
+A row of `published.toml` is one published run. It becomes a configuration with the same model, mesh, batch and
 checkpointing, planned on the same devices. The planned speed over the published one, less 1, is its
 error.
 """
 
-import argparse
 import hashlib
-import pickle
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -26,11 +25,9 @@ from configs.schema import Config, InputError
 from lab.bench import harness
 from lab.bench.scatter import Point, scatter
 from parallelisms import blocks
-from tools.plan.choices import Candidate, Choice
 from tools.plan.device import load_device
 from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
-from tools.plan.search import search
 from tools.plan.stack import HIDDEN_EXCHANGE, load_stack
 from tools.plan.workers import in_processes
 from training.loss import plain_cross_entropy
@@ -214,19 +211,10 @@ class Planned:
         return np.abs(1 / seconds / self.run.speed - 1)
 
 
-def kept(run: Published, keep: str) -> Stages:
-    """Return the traces of an earlier call with the same --keep, if there are any."""
-    path = Path(keep) / f"{run.id}.pickle"
-    if not keep or not path.exists():
-        return Stages()
-    with path.open("rb") as file:
-        return pickle.load(file)
-
-
-def planned(run: Published, calibrating: bool = False, keep: str = "") -> Planned:
+def planned(run: Published, calibrating: bool = False) -> Planned:
     torch.set_num_threads(1)
     cfg = run.config()
-    stages = kept(run, keep)
+    stages = Stages()
 
     def speed(efficiency: float | None = None) -> float:
         def make() -> Plan:
@@ -236,21 +224,18 @@ def planned(run: Published, calibrating: bool = False, keep: str = "") -> Planne
         return plan.tokens_per_second / run.gpus
 
     speeds = tuple(speed(value) for value in GRID) if calibrating else ()
-    result = Planned(run, speed(), speeds)
-    if keep:
-        (Path(keep) / f"{run.id}.pickle").write_bytes(pickle.dumps(stages))
-    return result
+    return Planned(run, speed(), speeds)
 
 
-def plan_all(runs: list[Published], calibrating: bool = False, keep: str = "") -> list[Planned]:
+def plan_all(runs: list[Published], calibrating: bool = False) -> list[Planned]:
     """Plan all runs. A pipeline's stages are traced in separate processes, any other run is planned
     in one."""
     alone = [run for run in runs if "pp" not in run.mesh]
-    calls = [(run, calibrating, keep) for run in alone]
+    calls = [(run, calibrating) for run in alone]
     done = {one.run.id: one for one in in_processes(planned, calls)}
     for run in runs:
         if run.id not in done:
-            done[run.id] = planned(run, calibrating, keep)
+            done[run.id] = planned(run, calibrating)
     return [done[run.id] for run in runs]
 
 
@@ -320,56 +305,31 @@ def cells(row: Planned) -> list[str]:
     ]
 
 
-def mesh_of(choice: Choice) -> tuple[int, ...]:
-    return (
-        choice.tensor_parallel,
-        choice.context_parallel,
-        choice.expert_parallel,
-        choice.pipeline_parallel,
-        choice.replicas,
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--only", default="", help="runs with this in their name or class")
+    parser.add_argument("--split", action="store_true", help="the held-out third apart")
+    parser.add_argument("--calibrate", action="store_true", help="fit the efficiencies again")
+    parser.add_argument(
+        "--stack", default="", help="plan all as this row of tools/plan/stacks.toml"
     )
-
-
-def place_of(published: tuple[int, ...], ranking: list[Candidate]) -> int:
-    """Return the place of a mesh among those of a search, the fastest of each first; 0: not among
-    them."""
-    meshes = list(dict.fromkeys(mesh_of(candidate.choice) for candidate in ranking))
-    return meshes.index(published) + 1 if published in meshes else 0
-
-
-def searched(run: Published) -> list[str]:
-    """Return the line of a run for --meshes: the search's choice instead of the published mesh."""
-    ranking = search(run.config(), run.inputs()).ranking
-    published = tuple(run.mesh.get(name, 1) for name in ("tp", "cp", "ep", "pp", "dp"))
-    place = place_of(published, ranking)
-    best = ranking[0]
-    speed = f"{best.tokens_per_second / run.gpus:,.0f}"
-    return [run.id, str(place or "-"), f"{run.speed:,.0f}", speed, str(best.choice)]
-
-
-def report(args: argparse.Namespace) -> None:
-    """Report the tables of all runs that have --only in their name or class; with --svg a picture.
-    Raises InputError."""
+    parser.add_argument("--svg", type=harness.in_a_folder, help="planned over published, drawn")
+    args = parser.parse_args()
     if args.stack:
         load_stack(args.stack)
-    runs = [run for run in load_runs() if f"{run.id} {run.kind}".find(args.only) >= 0]
+    runs = [run for run in load_runs() if args.only in f"{run.id} {run.kind}"]
     if not runs:
         raise InputError(
             f"--only {args.only}: no run of published.toml has this in its name or class"
         )
     if args.stack:
         runs = [replace(run, stack=args.stack) for run in runs]
-    if args.meshes:
-        # a search on several hosts takes minutes
-        lines = [searched(run) for run in runs if run.gpus <= run.per_node and not run.titan]
-        columns = ["run", "place of its mesh", "published", "the best planned", "the best choice"]
-        harness.report("Meshes of published runs on one host in our search", columns, lines)
-        return
-    rows = plan_all(runs, args.calibrate, args.keep)
+    rows = plan_all(runs, args.calibrate)
     if args.calibrate:
         columns = ["stack", "device", "runs", "calibrated", "stacks.toml"]
         harness.report("Efficiency of wide matmuls", columns, calibration(rows))
-    harness.report("Planned against published runs, tokens/s per GPU", ROWS, list(map(cells, rows)))
+    title = "Planned against published runs, tokens/s per GPU"
+    harness.report(title, ROWS, list(map(cells, rows)), "", args.json)
     harness.report("Errors", SUMMARY, summary(rows, args.split))
     if args.svg:
         points = [Point(row.run.id, row.run.kind, row.run.speed, row.speed) for row in rows]

@@ -1,5 +1,5 @@
 """Describe how well a training stack uses a device: ours, and those whose published runs
-`python -m lab.bench plan published` compares with our plans.
+`python -m lab.bench plan` compares with our plans.
 
 A row of `stacks.toml` has one number for each device, the share of the peak that wide matmuls
 reach, and lists the stack's differences from ours. The traced step is ours for every stack.
