@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.runs import MESHES, ROOT, run, tiny_run
 from tools import compare_runs
 from tools.compare_runs import compare, difference
+from training.metrics import GROUPS
 
 RUNS = {  # name -> ranks, options that differ from the first's
     "first": (1, []),
@@ -50,9 +51,7 @@ def test_the_same_run_is_bitwise_equal_with_other_data_workers(runs):
     found = compare(runs["first"], runs["same"])
     assert found.code == 0 and found.verdict == "bitwise equal (steps 1 to 11)"
     assert {"loss", "grad_norm", "lr", "validation_loss"} <= rows(found).keys()
-    assert not rows(found).keys() & compare_runs.TIMINGS and not any(
-        name.startswith("seconds/") for name in rows(found)
-    )
+    assert not any(name.startswith(GROUPS["perf"]) for name in rows(found))
     assert rows(found)["loss"].steps == 11 and rows(found)["validation_loss"].steps == 3
     assert found.checkpoint.startswith("step 11: all ") and "bitwise equal" in found.checkpoint
     assert found.config == {"data.workers": [0, 1]} and not found.environment

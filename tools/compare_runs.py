@@ -35,18 +35,8 @@ from configs.schema import InputError
 from reliability import goodput
 from reliability.objects import Key
 from tools.places import files_of, place
+from training.metrics import GROUPS
 
-# Metrics that measure the machine, not the model.
-TIMINGS = {
-    "tokens_per_second",
-    "tflops_per_device",
-    "mfu",
-    "memory_gib",
-    "data_wait",
-    "step_seconds",
-    "goodput",
-}
-TIMING_PREFIXES = ("seconds/", "late/")
 PLACES = {"run.folder", "data.cache"}  # options that say where, not what
 # new with every start
 OF_THE_LAUNCHER = {"MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
@@ -203,7 +193,7 @@ def series(folder: Path) -> dict[str, dict[int, float]]:
     metrics: dict[str, dict[int, float]] = {}
     for step, values in logged(folder):
         for key, value in values.items():
-            if key not in TIMINGS and not key.startswith(TIMING_PREFIXES):
+            if not key.startswith(GROUPS["perf"]):  # those measure the machine, not the model
                 metrics.setdefault(key, {})[step] = value
     return metrics
 

@@ -85,7 +85,8 @@ LINE = (
 
 # The bar below the lines; with them it fits a terminal of 80 columns.
 BAR = "{percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
-# Groups of TensorBoard's curves, by how keys begin; all other keys belong to "train".
+# Groups of TensorBoard's curves, by how keys begin; all other keys belong to "train". Those of
+# "perf" measure the machine, not the model.
 GROUPS = {
     "eval": ("validation_", "evaluation/"),
     "perf": (

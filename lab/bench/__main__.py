@@ -18,7 +18,6 @@ BENCHES = {
     "device.planned": "planned memory and time against those of real steps; long sequences",
     "faults": "seconds to detect and survive a kill, a freeze and other faults, and goodput",
     "plan": "plans against published runs",
-    "sections": "a step by its phases, compared with this machine's rate of GEMMs",
     "step": "tokens/s of a step against a bare loop, Hugging Face and TorchTitan",
     "tasks": "task scores of a model against lm-evaluation-harness's",
 }

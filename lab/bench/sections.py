@@ -1,19 +1,14 @@
-"""Time a training step by its sections, compared with this machine's matmul rate, for a list of
-configurations.
+"""Time a training step by its sections, compared with this machine's matmul rate: for
+`lab.bench device.measure step`.
 
-    python -m lab.bench sections [--rounds 5] [--only NAME] [--json out.json] [--table.key=value ...]
-    python -m lab.bench sections --one [--rounds 5] --table.key=value ...  # one line of JSON
-
-Each configuration runs in a separate process, so that peak memory is its own: `train.build`,
-`train.train_step` and the data path of a run on random tokens. Steps alternate with one large
-matmul of the same type, so `of products`, the step's share of the matmul rate, compares what was
-measured at the same time; `MFU` is against the data sheet (none for a CPU). The sections are timed
-in further steps, with a host-device sync at each boundary. `idle` is the share of a step in which a
-GPU runs no kernel, because it waits for the host; `live` is the peak of its tensors, without the
-allocator's reserve. --table.key=value overrides an option in every configuration.
+It runs `train.build`, `train.train_step` and the data path of a run on random tokens. Steps
+alternate with one large matmul of the same type, so `of products`, the step's share of the matmul
+rate, compares what was measured at the same time; `MFU` is against the data sheet (none for a CPU).
+The sections are timed in further steps, with a host-device sync at each boundary. `idle` is the
+share of a step in which a GPU runs no kernel, because it waits for the host; `live` is the peak of
+its tensors, without the allocator's reserve.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -49,21 +44,6 @@ LAYERS_8B = (
     "--training.global_batch_size=1 "
     "--training.param_dtype=bfloat16 --activation_checkpoint.mode=selective --compile.enabled=true"
 )
-CONFIGS = {
-    "cpu": {
-        "debug float32": "--training.param_dtype=float32",
-        "debug bfloat16": "--training.param_dtype=bfloat16",
-        "d512 float32": f"{BENCH} --training.param_dtype=float32",
-        "d512 bfloat16": f"{BENCH} --training.param_dtype=bfloat16",
-        "d512 bfloat16 compiled": f"{BENCH} --training.param_dtype=bfloat16 --compile.enabled=true",
-        "1B layers bfloat16": f"{LAYERS_1B} --training.param_dtype=bfloat16",
-    },
-    "cuda": {
-        "8B layers bfloat16": LAYERS_8B,
-        "8B layers float8 tensorwise": f"{LAYERS_8B} --training.float8=tensorwise",
-        "8B layers float8 rowwise": f"{LAYERS_8B} --training.float8=rowwise",
-    },
-}
 SECTIONS = ("data", "forward", "backward", "clip", "optimizer")
 COLUMNS = (
     "configuration",
@@ -179,34 +159,3 @@ def row(name: str, seen: dict) -> list[str]:
         "-" if seen["idle"] is None else f"{seen['idle']:.1%}",
         *(f"{seen['sections'][section] / whole:.1%}" for section in SECTIONS),
     ]
-
-
-def main() -> None:
-    parser = harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--one", action="store_true")
-    args, overrides = parser.parse_known_args()
-    if args.one:
-        print(json.dumps(one(overrides, args.rounds)))
-        train.meshes.close_mesh()
-        return
-    rows = []
-    for name, options in CONFIGS["cuda" if torch.cuda.is_available() else "cpu"].items():
-        if args.only in name and not harness.is_slow(options):
-            seen = harness.child(
-                "sections",
-                "--one",
-                f"--rounds={args.rounds}",
-                *options.split(),
-                *overrides,
-            )
-            rows.append(row(name, seen))
-            print(" | ".join(rows[-1]), flush=True)
-    harness.report(
-        "Sections of a step",
-        list(COLUMNS),
-        rows,
-        f"{args.rounds} rounds, step and matmul in turn.",
-        args.json,
-    )
