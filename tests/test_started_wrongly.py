@@ -185,7 +185,6 @@ ASKED = {  # arguments -> exit code, and what is said
     ("tools.evaluate", "nope"): (2, "there is no checkpoint in 'nope'"),
     ("tools.generate", "nope"): (2, "there is no checkpoint in 'nope'"),
     ("tools.hang", "nope"): (2, "nope has no positions of ranks"),
-    ("tools.next_line", "no/such/out.jsonl"): (2, "OUT no/such/out.jsonl: "),
     ("tools.parity", "nope.toml"): (2, "nope.toml: no such file"),
     ("tools.parity", "configs/llama_debug.toml", "--meshes=gpu8"): (2, "gpu8: not a mesh"),
     ("tools.plan", "nope.toml"): (2, "nope.toml: no such file"),
