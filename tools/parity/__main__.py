@@ -1,12 +1,17 @@
-"""Does a configuration compute on many ranks what it computes in one process?
+"""Is a model right, and does it compute on many ranks what it computes in one process?
 
     python -m tools.parity CONFIG [--meshes fsdp2 tp2 pp2xfsdp2 ...] [--table.key=value ...]
+    python -m tools.parity CONFIG --properties       the first question alone, in seconds
 
-Trains a few steps on the CPU, on one process and on each mesh, from the same weights and the same
+First it proves properties of the model on a tiny copy (tools/parity/properties.py): that no token
+sees a later one, no document another, that a cache changes nothing, that gradients are slopes, and
+that what the family declares is what it computes. A line each says which module breaks one first.
+
+Then it trains a few steps on the CPU, on one process and on each mesh, from the same weights and the same
 random tokens, and compares the output of every module, loss, norm, all gradients, and the weights
 after each step. In float64 two right meshes agree to 1e-12, so nothing hides in rounding. Prints a
-table, and for a mesh that differs the first place where it does. Exit code 0: all are equal; 1: one
-is not; 2: a mistake in the call. docs/forking.md says more.
+table, and for a mesh that differs the first place where it does. Exit code 0: all properties hold
+and all meshes are equal; 1: one is not; 2: a mistake in the call. docs/forking.md says more.
 """
 
 from __future__ import annotations
@@ -50,6 +55,7 @@ QUIET = {
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = overrides.parser("python -m tools.parity", __doc__)
     parser.add_argument("--meshes", nargs="+", default=[], metavar="MESH", help="as fsdp2xtp2")
+    parser.add_argument("--properties", action="store_true", help="no meshes, properties alone")
     parser.add_argument("--ranks", type=int, default=4, help="the most, without --meshes (4)")
     parser.add_argument("--dtype", choices=sorted(LIMITS), default="float64")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (3)")
@@ -83,8 +89,17 @@ def row(name: str, result: Parity) -> str:
     return f"{name:16}" + "".join(f"{error:11.1e}" for error in errors) + f"   {verdict}"
 
 
+def properties_of(cfg: Config) -> int:
+    """Print a line for each property of the model, and return the exit code."""
+    import train  # here, because it imports torch
+    from tools.parity import properties
+
+    verdicts = properties.report(*train.architecture(cfg), cfg.lora)
+    return int(any(verdict.failure for verdict in verdicts))
+
+
 def parity(argv: list[str]) -> int:
-    """Print the table, and return the exit code."""
+    """Print the tables, and return the exit code."""
     flags, rest = arguments(argv)
     rest = overrides.with_options(rest, QUIET | {"training.param_dtype": flags.dtype})
     # checking the configuration's own mesh needs as many ranks as it has
@@ -93,10 +108,13 @@ def parity(argv: list[str]) -> int:
         rest = overrides.with_options(rest, {"optimizer.ns_dtype": flags.dtype})
     if given.training.max_norm > 0:  # every step is clipped
         rest = overrides.with_options(rest, {"training.max_norm": str(CLIPPED)})
+    if flags.properties:
+        return properties_of(given)
     for line in meshes.dropped(given):
         print(line)
     tried, refused = meshes.those_that_fit(rest, given, flags.meshes, flags.ranks)
     refuse(given)
+    code = properties_of(given)
     from tools.parity.compare import compare
     from tools.parity.ranks import Failed, train_on
 
@@ -138,7 +156,7 @@ def parity(argv: list[str]) -> int:
         raise InputError("every mesh was left out, so nothing was compared")
     if not differences:
         print("all are equal" + (f"; not compared: {', '.join(refused)}" if refused else ""))
-        return 0
+        return code
     print("\nwhere they differ first, and by how much relative to the value:")
     print("\n".join(f"  {line}" for line in differences))
     return 1

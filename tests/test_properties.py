@@ -1,0 +1,184 @@
+"""`python -m tools.parity --properties`: every family that is shipped holds its properties, and each of
+ten broken forks is seen by its own property, and by no other."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from configs import check
+from configs.load import load_config
+from models import MODELS, layers, llama, lora, moe
+from models.kernels.ruled_attention import ruled_attention
+from tests.runs import ROOT
+from tools.parity import __main__ as tool
+from tools.parity import properties
+from tools.parity.tiny import Tiny, copy_of
+from training import sample
+
+Patch = pytest.MonkeyPatch
+# compiling costs more than all others, and no fork of the museum breaks it
+QUICK = tuple(one for one in properties.TABLE if one.name != "compiled")
+PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
+
+
+def tiny(preset: str, *options: str) -> Tiny:
+    cfg = load_config([str(ROOT / "configs" / f"{preset}.toml"), *options], None, None)
+    family = lora.adapted(MODELS[cfg.model.family], cfg.lora)
+    return copy_of(family, family.Args(**check.architecture(cfg.model)), cfg.lora)
+
+
+# The museum: ten forks, each wrong by a line ---------------------------------------------------------
+
+
+def future_token(patch: Patch) -> None:
+    real = layers.FeedForward.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = real(self, x)
+        return out + 0.1 * out.roll(-1, 1)
+
+    patch.setattr(layers.FeedForward, "forward", forward)
+
+
+def one_off_window(patch: Patch) -> None:
+    real = layers.AttentionCore.forward
+
+    def forward(self, q, k, v, documents, sinks=None) -> Tensor:
+        if self.spec.window is None:
+            return real(self, q, k, v, documents, sinks)
+        wider = replace(self.spec, window=self.spec.window + 1)
+        return ruled_attention(q, k, v, wider, documents, sinks)
+
+    patch.setattr(layers.AttentionCore, "forward", forward)
+
+
+def rope_by_local_position(patch: Patch) -> None:
+    real = llama.Llama.rope
+    local = lambda self, positions: real(self, torch.arange(positions.shape[-1]))  # noqa: E731
+    patch.setattr(llama.Llama, "rope", local)
+
+
+def leak_between_documents(patch: Patch) -> None:
+    real = layers.AttentionCore.forward
+
+    def forward(self, q, k, v, documents, sinks=None) -> Tensor:
+        return real(self, q, k, v, None, sinks)
+
+    patch.setattr(layers.AttentionCore, "forward", forward)
+
+
+def cache_off_by_one(patch: Patch) -> None:
+    real = sample.to_all_before
+
+    def shifted(positions: Tensor, length: int, spec) -> Callable:
+        return real((positions - 1).clamp(min=0), length, spec)
+
+    patch.setattr(sample, "to_all_before", shifted)
+
+
+def detached_router(patch: Patch) -> None:
+    real = moe.Router.forward
+
+    def forward(self, x: Tensor) -> moe.ExpertChoice:
+        choice = real(self, x)
+        return choice._replace(weights=choice.weights.detach())
+
+    patch.setattr(moe.Router, "forward", forward)
+
+
+def sinks_dropped(patch: Patch) -> None:
+    real = layers.AttentionCore.forward
+
+    def forward(self, q, k, v, documents, sinks=None) -> Tensor:
+        return real(self, q, k, v, documents, torch.zeros_like(sinks))
+
+    patch.setattr(layers.AttentionCore, "forward", forward)
+
+
+def tied_head_copied(patch: Patch) -> None:
+    real = layers.Decoder.forward
+
+    def forward(self, x, positions, loss_head=F.linear, *rest, **more) -> Tensor:
+        def on_a_copy(h: Tensor, weight: Tensor) -> Tensor:
+            return loss_head(h, weight.detach().clone())
+
+        return real(self, x, positions, on_a_copy, *rest, **more)
+
+    patch.setattr(layers.Decoder, "forward", forward)
+
+
+def norm_over_the_batch(patch: Patch) -> None:
+    real = layers.FeedForward.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return real(self, x / (1 + x.square().mean(0, keepdim=True)))
+
+    patch.setattr(layers.FeedForward, "forward", forward)
+
+
+def dropout_in_eval(patch: Patch) -> None:
+    real = layers.FeedForward.forward
+    patch.setattr(layers.FeedForward, "forward", lambda self, x: F.dropout(real(self, x), 0.1))
+
+
+class Fork(NamedTuple):
+    """seen_by: the property; at: the module that it names."""
+
+    breaks: Callable[[Patch], None]
+    seen_by: str
+    at: str
+    preset: str = "llama_debug"
+
+
+MUSEUM = (
+    Fork(future_token, "causality", "layers.0.feed_forward"),
+    Fork(one_off_window, "attention", "layers.0.attention.core", "gpt_oss_debug"),
+    Fork(rope_by_local_position, "cache", "layers.0.attention"),
+    Fork(leak_between_documents, "isolation", "layers.0.attention.core"),
+    Fork(cache_off_by_one, "cache", "layers.0.attention"),
+    Fork(detached_router, "gradients", "layers.1.feed_forward.router", "qwen3_moe_debug"),
+    Fork(sinks_dropped, "attention", "layers.0.attention.core", "gpt_oss_debug"),
+    Fork(tied_head_copied, "gradients", "tok_embeddings", "qwen3_0.6b"),
+    Fork(norm_over_the_batch, "rows", "layers.0.feed_forward.w1"),
+    Fork(dropout_in_eval, "repeats", "layers.0.feed_forward"),
+)
+
+
+def failures(of: Tiny, table: Sequence[properties.Property] = QUICK) -> dict[str, str]:
+    verdicts = properties.tried(of, table)
+    return {verdict.of.name: verdict.failure for verdict in verdicts if verdict.failure}
+
+
+@pytest.mark.parametrize("fork", MUSEUM, ids=lambda fork: fork.breaks.__name__)
+def test_a_broken_fork_is_seen_by_its_own_property(fork: Fork, monkeypatch: Patch) -> None:
+    fork.breaks(monkeypatch)
+    found = failures(tiny(fork.preset))
+    assert list(found) == [fork.seen_by], found
+    assert found[fork.seen_by].startswith(fork.at), found
+
+
+def test_the_tool_prints_a_line_each_and_its_exit_code_is_the_verdict(
+    monkeypatch: Patch, capsys: pytest.CaptureFixture
+) -> None:
+    command = [str(ROOT / "configs" / "llama_debug.toml"), "--properties"]
+    assert tool.main(command) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    assert title == ("properties of llama, on a copy of 2 layers of width 32 in float64:")
+    assert [line.split()[:2] for line in lines] == [[p.name, "holds"] for p in properties.TABLE]
+    dropout_in_eval(monkeypatch)
+    assert tool.main(command) == 1
+    said = capsys.readouterr().out
+    assert "repeats       FAILS     layers.0.feed_forward returns other numbers" in said
+    assert "cache         not tried it rests on repeats" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_holds_its_properties(preset: str) -> None:
+    table = properties.TABLE if "debug" in preset else QUICK
+    assert failures(tiny(preset), table) == {}

@@ -1,0 +1,197 @@
+"""Properties of what a family declares: numbers that others compute with are those of the model that is
+built. Each function gets the tiny copy, and returns a failure in words, or None."""
+
+import math
+import tempfile
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from checkpoint import hf
+from configs.schema import InputError, Lora
+from models import FORMATS, MODELS
+from parallelisms import cores, tp_check
+from tools.parity.forwards import NotAsked
+from tools.parity.gradients import ROWS, batch, loss_head, new_terms
+from tools.parity.tiny import LENGTH, Tiny, attention_of, built
+from training import init
+from training.optim import first_match
+
+CLOSE = 0.01  # FLOPs counted against derived
+LOSS = (-0.2, 1.0)  # nats that the first loss may be below and above ln(vocabulary)
+
+
+def declarations(tiny: Tiny) -> str | None:
+    """Parameters, FLOPs, first loss, TP plan, decay and initial values are those of the model."""
+    for check in (counts_parameters, covers_all, counts_flops, first_loss):
+        failure = check(tiny)
+        if failure is not None:
+            return failure
+    return None
+
+
+def declarations_in_short(tiny: Tiny) -> str | None:
+    """The same, of what costs nothing."""
+    return counts_parameters(tiny) or covers_all(tiny)
+
+
+def counts_parameters(tiny: Tiny) -> str | None:
+    """Compare the family's formula with the model, in the size of the run too."""
+    for args in (tiny.args, tiny.configured):
+        model = built(tiny.family, args, tiny.lora)
+        weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        counted = sum(weight.numel() for weight in weights.values())
+        derived = tiny.family.parameters(args)
+        if counted != derived:
+            largest = max(weights, key=lambda name: weights[name].numel())
+            return (
+                f"Family.parameters says {derived:,} and the model of dim {args.dim} has {counted:,} "
+                f"({counted - derived:+,}; its largest weight is {largest})"
+            )
+    return None
+
+
+def covers_all(tiny: Tiny) -> str | None:
+    """Look for weights that no row of a table matches, and for rows of the plan that match none."""
+    model = built(tiny.family, tiny.args, tiny.lora)
+    for name, _ in model.named_buffers():
+        return f"{name}: a buffer has no value once the model is sharded: make it a parameter"
+    values = [(pattern, True) for pattern, *_ in tiny.family.initial_values(tiny.args)]
+    for name, _ in model.named_parameters():
+        for table, rows in (("decay", tiny.family.decay), ("initial_values", values)):
+            try:
+                first_match(rows, name)
+            except ValueError:
+                return f"{name}: no row of Family.{table} matches this parameter"
+    bare = built(MODELS[tiny.family.name], tiny.args, Lora())
+    plan = tiny.family.tp_plan(tiny.args)
+    try:
+        tp_check.check_names(plan, bare)
+        tp_check.check_kinds(tp_check.styles_of(plan, bare), bare)
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def first_loss(tiny: Tiny) -> str | None:
+    """Compare the loss at the start of a run with that of a model that knows nothing."""
+    tokens, labels = batch(tiny)
+    with torch.no_grad():
+        summed = tiny.initial()(tokens, torch.arange(LENGTH), partial(loss_head, labels))
+    loss = float(summed) / (ROWS * LENGTH)
+    expected = math.log(tiny.args.vocab_size)
+    if LOSS[0] <= loss - expected <= LOSS[1]:
+        return None
+    return (
+        f"the model: its first loss is {loss:.2f} nats, and {tiny.args.vocab_size} tokens of one "
+        f"probability have {expected:.2f}: look at Family.initial_values"
+    )
+
+
+# FLOPs --------------------------------------------------------------------------------------------
+
+
+class NoAttention(nn.Module):
+    """In the place of a core: in its shapes, without a product."""
+
+    def __init__(self, core: nn.Module):
+        super().__init__()
+        self.core = core
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        """q [B, T, H, E], v [B, T, K, E or fewer] -> [B, T, H, E or fewer]."""
+        return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
+
+
+def product_flops(rows: Any, weight: Any, counts: Any, out_shape: Any = None, **kw: Any) -> int:
+    """Count a grouped product (models/kernels/grouped_product.py) from its shapes."""
+    return 2 * math.prod(rows) * weight[1]
+
+
+def counts_flops(tiny: Tiny) -> str | None:
+    """Compare the family's formula with the products that a forward computes, times three."""
+    family = MODELS[tiny.family.name]
+    model = built(family, tiny.args, Lora()).to_empty(device="cpu")
+    init.initialise(model, family.initial_values(tiny.args), 0)
+    attention = [core for core in attention_of(model) if cores.supports_spec(core)]
+    of_attention = flops_of_attention(model, tiny, attention)
+    mapping = {torch.ops.plumbline.grouped_product: product_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=mapping)
+    others = [NoAttention(core) for core in attention]
+    with torch.no_grad(), cores.instead(model, attention, others), counter:
+        in_training(model, tiny)
+    counted = 3 * counter.get_total_flops() / LENGTH + of_attention
+    derived = family.flops_per_token(tiny.args, LENGTH)
+    if abs(counted - derived) <= CLOSE * counted:
+        return None
+    of_modules = {name: sum(ops.values()) for name, ops in counter.get_flop_counts().items()}
+    inner = {n: f for n, f in of_modules.items() if n.count(".") >= 3 or not n.count(".")}
+    inner.pop("Global", None)
+    shares = sorted(inner, key=lambda name: -inner[name])[:3]
+    return (
+        f"Family.flops_per_token says {derived:,.0f} for a token of a row of {LENGTH}, and the model "
+        f"computes {counted:,.0f} ({counted / derived - 1:+.0%}; most of it in {', '.join(shares)})"
+    )
+
+
+def in_training(model: Any, tiny: Tiny) -> None:
+    """Run one row forward, as a step does: what only terms need is computed too."""
+    head = partial(loss_head, tiny.tokens(1, seed=1))
+    model(tiny.tokens(1), torch.arange(LENGTH), head, terms=new_terms())
+
+
+def flops_of_attention(model: Any, tiny: Tiny, attention: list[Any]) -> float:
+    """Return the FLOPs of these cores for a token, forward and backward, from the shapes that they
+    get."""
+    found = []
+
+    def count(core: Any, inputs: Any) -> None:
+        q, k, v = inputs[:3]
+        widths = q.shape[-1] + v.shape[-1]
+        found.append(6.0 * q.shape[2] * widths * core.spec.keys(LENGTH))
+
+    handles = [core.register_forward_pre_hook(count) for core in attention]
+    with torch.no_grad():
+        in_training(model, tiny)
+    for handle in handles:
+        handle.remove()
+    return sum(found)
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def files(tiny: Tiny) -> str | None:
+    """Export for Hugging Face and import give every tensor back."""
+    if tiny.family.name not in FORMATS:
+        raise NotAsked("the family has no models/formats")
+    formats = FORMATS[tiny.family.name]
+    if tiny.lora.rank:
+        raise NotAsked("adapters alone are trained, and exported as such")
+    weights = {name: p.detach().float() for name, p in tiny.model.named_parameters()}
+    shapes = {name: list(weight.shape) for name, weight in weights.items()}
+
+    def read(names: Iterable[str]) -> Iterator[Tensor]:
+        return (weights[name] for name in names)
+
+    source = hf.TensorSource(shapes, dict.fromkeys(shapes, torch.float32), read)
+    with tempfile.TemporaryDirectory(prefix="plumbline-parity-") as name:
+        out = Path(name, "hf")
+        try:
+            config = hf.config_of(formats, tiny.args)
+            hf.write_model(out, out, source, formats, tiny.args, config, {})
+            family, args = hf.read_model(out, FORMATS)
+            stored = hf.weights(out, formats, tiny.args, shapes)
+        except InputError as error:
+            return f"the exported model cannot be read: {error}"
+        if family != tiny.family.name:
+            return f"the exported config.json is read as a model of the family {family}"
+        for parameter, weight in weights.items():
+            if not torch.equal(stored[parameter].read(), weight):
+                return f"{parameter} comes back from its export with other values"
+    return None

@@ -1,0 +1,292 @@
+"""Properties of a forward: the numbers of a token do not depend on what it must not see. Each function
+gets the tiny copy, and returns a failure in words, or None.
+
+Shapes:  B rows   T tokens of a row   H query heads   K key/value heads   E head_dim
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from models.kernels.ruled_attention import masked_attention
+from parallelisms import cores
+from tools.parity.outputs import Outputs, distance, noting
+from tools.parity.tiny import LENGTH, Tiny, attention_of
+from training.sample import KeyValueCache, sample_stream
+
+LIMIT = 1e-9  # relative
+ALONE = 1e-5  # of a document elsewhere in a row: rotary tables are float32
+DOCUMENTS = (7, 5, 7)  # tokens of the documents of a row
+CPU = torch.device("cpu")
+PIECES = ([LENGTH], [8, LENGTH - 8], [1] * LENGTH, [LENGTH // 2, 1, 2, LENGTH - LENGTH // 2 - 3])
+PROMPTS = ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3])
+NEW_TOKENS = 6
+
+
+class NotAsked(Exception):
+    """Raised by a property that does not apply to a model, with the reason."""
+
+
+@torch.no_grad()
+def outputs(tiny: Tiny, tokens: Tensor, starts: Sequence[int] = (), real: Any = None) -> Outputs:
+    """Return what all modules return for these tokens, int64 [B, T]. starts: the lengths of the
+    documents in each row; none: they are not told apart."""
+    rows, length = tokens.shape
+    positions = torch.arange(length)
+    documents = None
+    if starts:
+        positions = positions_of(starts).expand(rows, length)
+        documents = tiny.model.documents(positions, CPU)
+    with noting(tiny.model, rows, length) as seen:
+        tiny.model(tokens, positions, documents=documents, real=real)
+    return seen
+
+
+def positions_of(lengths: Sequence[int]) -> Tensor:
+    """Return the positions of tokens within documents of these lengths, int64 [T]."""
+    return torch.cat([torch.arange(length) for length in lengths])
+
+
+def changed(tokens: Tensor, part: tuple | slice | int, vocab: int) -> Tensor:
+    """Return tokens [B, T] of which those of this part are others."""
+    other = tokens.clone()
+    steps = torch.arange(other[part].numel()).view(other[part].shape) % (vocab - 1)
+    other[part] = (other[part] + 1 + steps) % vocab
+    return other
+
+
+def before(t: int) -> Callable[[Tensor], Tensor]:
+    return lambda output: output[:, :t]
+
+
+def since(t: int) -> Callable[[Tensor], Tensor]:
+    return lambda output: output[:, t:]
+
+
+def between(own: slice) -> Callable[[Tensor], Tensor]:
+    return lambda output: output[:, own]
+
+
+def row(number: int) -> Callable[[Tensor], Tensor]:
+    return lambda output: output[number]
+
+
+def one_of(number: int) -> Callable[[Tensor], Tensor]:
+    return lambda output: output[number : number + 1]
+
+
+def everything(output: Tensor) -> Tensor:
+    return output
+
+
+# The properties -----------------------------------------------------------------------------------
+
+
+def repeats(tiny: Tiny) -> str | None:
+    """The same forward twice gives the same numbers."""
+    tokens = tiny.tokens(2)
+    first = outputs(tiny, tokens)
+    moved = first.first_moved(outputs(tiny, tokens), everything)
+    if moved is None:
+        return None
+    if moved.by != moved.by:
+        return f"{moved.module} returns numbers that are not finite"
+    return (
+        f"{moved.module} returns other numbers for the same input: it draws random ones, in "
+        "validation and sampling too, or keeps a state"
+    )
+
+
+def causality(tiny: Tiny) -> str | None:
+    """A token moves no output before it, alone in its row or among documents."""
+    return sees_later(tiny, range(1, LENGTH), ()) or sees_later(tiny, (4, 9, 15), DOCUMENTS)
+
+
+def causality_in_short(tiny: Tiny) -> str | None:
+    """The same, of a few tokens."""
+    return sees_later(tiny, (1, 2, LENGTH // 2, LENGTH - 1), ())
+
+
+def sees_later(tiny: Tiny, places: Sequence[int], documents: Sequence[int]) -> str | None:
+    """Change the token at each of these places, and look at those before it."""
+    tokens = tiny.tokens(1)
+    first = outputs(tiny, tokens, documents)
+    for t in places:
+        other = changed(tokens, (slice(None), slice(t, t + 1)), tiny.args.vocab_size)
+        moved = first.first_moved(outputs(tiny, other, documents), before(t))
+        if moved is not None:
+            where = " of a row of documents" if documents else ""
+            return f"{moved}: token {t}{where} moves what this module returns for an earlier one"
+    return None
+
+
+def isolation(tiny: Tiny) -> str | None:
+    """A document moves nothing in the documents after it, and stands anywhere in a row."""
+    tokens = tiny.tokens(1)
+    first = outputs(tiny, tokens, DOCUMENTS)
+    ends = (DOCUMENTS[0], sum(DOCUMENTS[:2]))
+    for number, end in enumerate(ends, 1):
+        own = slice(end - DOCUMENTS[number - 1], end)
+        other = changed(tokens, (slice(None), own), tiny.args.vocab_size)
+        moved = first.first_moved(outputs(tiny, other, DOCUMENTS), since(end))
+        if moved is not None:
+            return f"{moved}: document {number} of a row moves what this module returns for a later one"
+    return depends_on_place(tiny, tokens, first)
+
+
+def depends_on_place(tiny: Tiny, tokens: Tensor, packed: Outputs) -> str | None:
+    """Compare the last document with the same one alone."""
+    last = DOCUMENTS[-1]
+    alone = outputs(tiny, tokens[:, -last:], (last,))
+    moved = packed.first_moved(alone, since(LENGTH - last), everything, ALONE)
+    if moved is None:
+        return None
+    return f"{moved}: what this module returns for a document depends on where it stands in a row"
+
+
+def rows(tiny: Tiny) -> str | None:
+    """A row's outputs depend on no other row of the batch, and on no padding behind it."""
+    return sees_neighbours(tiny) or sees_padding(tiny)
+
+
+def sees_neighbours(tiny: Tiny) -> str | None:
+    """Change one row, and look at the others; then compute each row alone."""
+    tokens = tiny.tokens(3)
+    first = outputs(tiny, tokens)
+    for number, neighbour in ((0, 1), (2, 1), (1, 0)):
+        other = changed(tokens, (number, slice(None)), tiny.args.vocab_size)
+        moved = first.first_moved(outputs(tiny, other), row(neighbour))
+        if moved is not None:
+            return f"{moved}: a row of a batch moves what this module returns for another one"
+    alone = outputs(tiny, tokens[1:2])
+    moved = first.first_moved(alone, one_of(1), everything)
+    if moved is not None:
+        return f"{moved}: a row alone gives other numbers than in a batch"
+    return None
+
+
+def sees_padding(tiny: Tiny) -> str | None:
+    """Change the padding behind a row, and the mask that says which tokens are padding."""
+    tokens = tiny.tokens(2)
+    end = LENGTH - 6
+    real = torch.arange(LENGTH).expand(2, LENGTH) < end
+    first = outputs(tiny, tokens, real=real)
+    padded = changed(tokens, (slice(None), slice(end, LENGTH)), tiny.args.vocab_size)
+    for other in (outputs(tiny, padded, real=real), outputs(tiny, tokens)):
+        moved = first.first_moved(other, before(end))
+        if moved is not None:
+            return f"{moved}: padding moves what this module returns for the tokens before it"
+    return None
+
+
+def attention(tiny: Tiny) -> str | None:
+    """Each attention core computes what its spec says: window, scale, soft cap and sinks."""
+    found = []
+    names = {module: name for name, module in tiny.model.named_modules()}
+    handles = []
+    supporting = [core for core in attention_of(tiny.model) if cores.supports_spec(core)]
+    if not supporting:
+        raise NotAsked("no layer has attention with a spec")
+    for core in supporting:
+        hook = compared_with_spec(names[core], found)
+        handles.append(core.register_forward_hook(hook))
+    try:
+        with torch.no_grad():
+            tiny.model(tiny.tokens(2), torch.arange(LENGTH))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else None
+
+
+def compared_with_spec(name: str, found: list[str]) -> Callable[[Any, Any, Tensor], None]:
+    """Return a hook that adds a sentence to `found` where a core's output is not that of its
+    spec."""
+
+    def hook(core: Any, inputs: Any, output: Tensor) -> None:
+        q, k, v = inputs[:3]
+        sinks = inputs[4] if len(inputs) > 4 else None
+        places = torch.arange(q.shape[1])
+        mask = places[:, None] >= places  # [T, T]
+        if core.spec.window is not None:
+            mask &= places > places[:, None] - core.spec.window
+        try:
+            expected = masked_attention(q, k, v, mask[None, None], core.spec, sinks)
+        except ValueError as error:
+            found.append(f"{name}: {error}")
+            return
+        by = distance(expected, output)
+        if not by <= LIMIT:
+            found.append(
+                f"{name} (by {by:.1e}): it does not compute its spec, {core.spec.describe()}"
+            )
+
+    return hook
+
+
+def cache(tiny: Tiny) -> str | None:
+    """Sampling with a cache gives the logits and tokens of sampling without: the prompt in one
+    piece, in two, token by token, past the window, and side by side."""
+    reason = cores.unsupported_attention(tiny.model)
+    if reason is not None:
+        raise NotAsked(f"sampling keeps no keys and values, since {reason}")
+    tokens = tiny.tokens(1)
+    without = outputs(tiny, tokens)
+    for pieces in PIECES:
+        failure = differs_in_pieces(tiny, tokens, pieces, without)
+        if failure is not None:
+            return failure
+    return samples_differ(tiny)
+
+
+@torch.no_grad()
+def differs_in_pieces(
+    tiny: Tiny, tokens: Tensor, pieces: Sequence[int], without: Outputs
+) -> str | None:
+    """Read tokens [1, T] in pieces of these lengths with a cache, and compare every module."""
+    memory = KeyValueCache(tiny.model, LENGTH)
+    start = 0
+    for length in pieces:
+        own = slice(start, start + length)
+        positions = torch.arange(start, start + length)
+        if start:
+            positions = positions[None]
+        with noting(tiny.model, 1, length) as seen:
+            memory.forward(tokens[:, own], positions, nn.functional.linear)
+        moved = seen.first_moved(without, everything, between(own))
+        if moved is not None:
+            return (
+                f"{moved}: with a cache it returns other numbers for tokens {start} to "
+                f"{start + length - 1}, read in pieces of {', '.join(map(str, pieces[:4]))}"
+            )
+        start += length
+    return None
+
+
+def samples_differ(tiny: Tiny) -> str | None:
+    """Sample two prompts side by side and alone, with and without a cache, past the context."""
+    context = max(map(len, PROMPTS)) + NEW_TOKENS // 2
+    expected = [sampled(tiny, [prompt], context, False)[0] for prompt in PROMPTS]
+    together = sampled(tiny, PROMPTS, context, True)
+    for number, prompt in enumerate(PROMPTS):
+        alone = sampled(tiny, [prompt], context, True)[0]
+        if alone != expected[number]:
+            return f"the model: with a cache it samples {alone}, without one {expected[number]}"
+        if together[number] != expected[number]:
+            return (
+                f"the model: beside another prompt it samples {together[number]}, alone "
+                f"{expected[number]}"
+            )
+    return None
+
+
+def sampled(
+    tiny: Tiny, prompts: Sequence[Sequence[int]], context: int, keeps: bool
+) -> list[list[int | None]]:
+    """Return the likeliest tokens after each prompt."""
+    stream = sample_stream(
+        tiny.model, prompts, NEW_TOKENS, context, CPU, temperature=0.0, cache=keeps
+    )
+    return [list(tokens) for tokens in zip(*stream, strict=True)]

@@ -1,0 +1,116 @@
+"""Prove the cheap properties of a family at the start of a run, once for each state of its code.
+
+A family whose files are those that were proved last costs nothing: models/proved.json has a digest
+of each that is shipped, and a run's folder has that of a fork. `python -m tools.parity.proved`
+proves all families, and writes models/proved.json.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from checkpoint.agreement import on_rank_0
+from configs import program
+from configs.schema import Config, InputError, Lora
+from models import FAMILIES, MODELS
+from models.family import Family
+from tools.parity import properties
+from tools.parity.tiny import Tiny, copy_of
+
+logger = logging.getLogger("plumbline")
+
+MODELS_FOLDER = Path(__file__).resolve().parent.parent.parent / "models"
+SHIPPED = MODELS_FOLDER / "proved.json"
+IN_RUN = "proved.json"  # in a run's folder
+
+
+def digest(family: str) -> str:
+    """Return a hash of the files that a family's model may be made of: all of models/ but the files
+    of other families and the formats of published weights."""
+    others = {f"{name}.py" for name in FAMILIES if name != family}
+    total = hashlib.sha256()
+    for path in sorted(MODELS_FOLDER.rglob("*.py")):
+        place = path.relative_to(MODELS_FOLDER)
+        if place.parts[0] == "formats" or place.name in others:
+            continue
+        total.update(f"{place}\n".encode())
+        total.update(path.read_bytes())
+    return total.hexdigest()[:32]
+
+
+def recorded(path: Path) -> dict[str, str]:
+    """Return the digests in a file: family -> that of its files when they were proved last."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def at_start(cfg: Config, family: Family, args: Any) -> None:
+    """Prove a family whose code differs from what was proved last, on rank 0; the others wait.
+    Raises InputError on all ranks, naming the property and the module that breaks it first."""
+    on_rank_0(None, prove_once, cfg, family, args)
+
+
+def prove_once(cfg: Config, family: Family, args: Any) -> None:
+    """Do nothing if this code is proved. Otherwise prove it, and note that in the run's folder."""
+    own = digest(family.name)
+    note = Path(cfg.run.folder) / IN_RUN
+    if own in (recorded(SHIPPED).get(family.name), recorded(note).get(family.name)):
+        return
+    began = time.monotonic()
+    try:
+        tiny = copy_of(family, args, cfg.lora)
+    except InputError as error:
+        logger.warning(f"{error}. So its properties are not proved")
+        return
+    holding = prove(tiny, cfg.data.mask_documents)
+    seconds = time.monotonic() - began
+    logger.info(
+        f"models/ differs from what was proved last: {', '.join(holding)} of {family.name} hold "
+        f"({seconds:.1f} s)"
+    )
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps({family.name: own}) + "\n", encoding="utf-8")
+
+
+def prove(tiny: Tiny, masks_documents: bool) -> list[str]:
+    """Return the names of the cheap properties, which hold. Raises InputError for the first that does
+    not. masks_documents: whether the run keeps documents apart."""
+    holding = []
+    for one in properties.AT_START:
+        if one.name == "isolation" and not masks_documents:
+            continue
+        verdict = properties.verdict_on(one, tiny)
+        if verdict.raised:
+            logger.warning(f"{one.name} is not proved on a small copy: {verdict.failure}")
+            continue
+        if verdict.failure:
+            raise InputError(
+                f"the model is not right: {one.says}, but {verdict.failure}. `python -m tools.parity "
+                "CONFIG --properties` says more; debug.self_check = false trains it as it is"
+            )
+        holding.append(one.name)
+    return holding
+
+
+def main() -> int:
+    """Prove every shipped family in its smallest flavor, and write models/proved.json."""
+    found = {}
+    for name in FAMILIES:
+        family = MODELS[name]
+        for flavor, numbers in family.numbers.flavors.items():
+            if "debug" in flavor:
+                prove(copy_of(family, family.Args(**numbers), Lora()), masks_documents=True)
+        found[name] = digest(name)
+    SHIPPED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"{', '.join(found)}: proved, and written to {SHIPPED}")
+    return 0
+
+
+if __name__ == "__main__":
+    program.run(main)
