@@ -1,8 +1,13 @@
 """`python -m tools.parity --properties`: every family that is shipped holds its properties, and each of
-ten broken forks is seen by its own property, and by no other."""
+ten broken forks is seen by its own property, and by no other; the cheap ones refuse a run."""
 
+import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -12,11 +17,13 @@ from torch import Tensor
 
 from configs import check
 from configs.load import load_config
+from configs.schema import InputError
 from models import MODELS, layers, llama, lora, moe
 from models.kernels.ruled_attention import ruled_attention
-from tests.runs import ROOT
+from tests.examples import fork
+from tests.runs import ROOT, environment, tiny_run
 from tools.parity import __main__ as tool
-from tools.parity import properties
+from tools.parity import properties, proved
 from tools.parity.tiny import Tiny, copy_of
 from training import sample
 
@@ -154,12 +161,12 @@ def failures(of: Tiny, table: Sequence[properties.Property] = QUICK) -> dict[str
     return {verdict.of.name: verdict.failure for verdict in verdicts if verdict.failure}
 
 
-@pytest.mark.parametrize("fork", MUSEUM, ids=lambda fork: fork.breaks.__name__)
-def test_a_broken_fork_is_seen_by_its_own_property(fork: Fork, monkeypatch: Patch) -> None:
-    fork.breaks(monkeypatch)
-    found = failures(tiny(fork.preset))
-    assert list(found) == [fork.seen_by], found
-    assert found[fork.seen_by].startswith(fork.at), found
+@pytest.mark.parametrize("broken", MUSEUM, ids=lambda broken: broken.breaks.__name__)
+def test_a_broken_fork_is_seen_by_its_own_property(broken: Fork, monkeypatch: Patch) -> None:
+    broken.breaks(monkeypatch)
+    found = failures(tiny(broken.preset))
+    assert list(found) == [broken.seen_by], found
+    assert found[broken.seen_by].startswith(broken.at), found
 
 
 def test_the_tool_prints_a_line_each_and_its_exit_code_is_the_verdict(
@@ -175,6 +182,78 @@ def test_the_tool_prints_a_line_each_and_its_exit_code_is_the_verdict(
     said = capsys.readouterr().out
     assert "repeats       FAILS     layers.0.feed_forward returns other numbers" in said
     assert "cache         not tried it rests on repeats" in said
+
+
+def test_float32_inside_is_named_and_compared_less_closely(monkeypatch: Patch) -> None:
+    real = layers.FeedForward.forward
+    in_float32 = lambda self, x: real(self, x).float().type_as(x)  # noqa: E731
+    monkeypatch.setattr(layers.FeedForward, "forward", in_float32)
+    rounded = tiny("llama_debug")
+    assert rounded.narrow == "layers.0.feed_forward"
+    assert failures(rounded) == {}
+    detached_head = tiny("qwen3_0.6b")
+    tied_head_copied(monkeypatch)
+    assert list(failures(detached_head)) == ["gradients"]
+
+
+# At the start of a run -------------------------------------------------------------------------------
+
+
+def proved_at_start(preset: str) -> list[str]:
+    cfg = load_config([str(ROOT / "configs" / f"{preset}.toml")], None, None)
+    family = lora.adapted(MODELS[cfg.model.family], cfg.lora)
+    args = family.Args(**check.architecture(cfg.model))
+    return proved.prove(family, args, cfg.lora, masks_documents=True)
+
+
+def test_a_start_refuses_a_wrong_model_by_property_and_module(monkeypatch: Patch) -> None:
+    cheap = [one.name for one in properties.AT_START]
+    assert proved_at_start("llama_debug") == cheap
+    future_token(monkeypatch)
+    said = r"the model is wrong \(causality\): layers\.0\.feed_forward \(by .*debug\.self_check = false"
+    with pytest.raises(InputError, match=said):
+        proved_at_start("llama_debug")
+
+
+def test_a_family_is_proved_again_when_one_of_its_files_changes(tmp_path: Path) -> None:
+    folder = tmp_path / "models"
+    shutil.copytree(ROOT / "models", folder, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def changed_by(name: str) -> set[str]:
+        before = {family: proved.digest(family, folder) for family in MODELS}
+        path = folder / name
+        path.write_text(path.read_text() + "\n# another line\n")
+        return {family for family in MODELS if proved.digest(family, folder) != before[family]}
+
+    assert changed_by("qwen3.py") == changed_by("flavors/qwen3.py") == {"qwen3"}
+    assert changed_by("formats/qwen3.py") == set()
+    assert changed_by("layers.py") == changed_by("kernels/cpu/causal_attention.py") == set(MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_a_run_of_a_changed_family_proves_it_once(tmp_path: Path) -> None:
+    tree = fork(tmp_path)
+    options = [*tiny_run(tmp_path), f"--run.folder={tmp_path / 'run'}", "--training.steps=2"]
+    path = tree / "models" / "layers.py"
+    right = path.read_text()
+    result = "return h + self.feed_forward(self.ffn_norm(h))"
+    assert right.count(result) == 1
+    noted = tmp_path / "run" / proved.IN_RUN
+
+    def start() -> tuple[int, str]:
+        command = [sys.executable, "train.py", *options]
+        done = subprocess.run(command, cwd=tree, env=environment(), capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    path.write_text(right.replace(result, result + " + 0.1 * h.roll(-1, 1)"))
+    code, said = start()
+    assert code == 2 and "the model is wrong (causality): layers.0 (by" in said, said
+    assert not noted.exists()
+    path.write_text(right + "\n# another line\n")
+    code, said = start()
+    assert code == 0 and "hold: repeats, causality, rows, attention, gradients (" in said, said
+    assert json.loads(noted.read_text()).keys() == {"llama"}
 
 
 @pytest.mark.slow

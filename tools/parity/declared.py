@@ -35,11 +35,6 @@ def declarations(tiny: Tiny) -> str | None:
     return None
 
 
-def declarations_in_short(tiny: Tiny) -> str | None:
-    """The same, of what costs nothing."""
-    return counts_parameters(tiny) or covers_all(tiny)
-
-
 def counts_parameters(tiny: Tiny) -> str | None:
     """Compare the family's formula with the model, in the size of the run too."""
     for args in (tiny.args, tiny.configured):

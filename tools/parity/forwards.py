@@ -8,21 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from models.kernels.ruled_attention import masked_attention
 from parallelisms import cores
 from tools.parity.outputs import Outputs, distance, noting
 from tools.parity.tiny import LENGTH, Tiny, attention_of
-from training.sample import KeyValueCache, sample_stream
 
-LIMIT = 1e-9  # relative
 ALONE = 1e-5  # of a document elsewhere in a row: rotary tables are float32
 DOCUMENTS = (7, 5, 7)  # tokens of the documents of a row
 CPU = torch.device("cpu")
-PIECES = ([LENGTH], [8, LENGTH - 8], [1] * LENGTH, [LENGTH // 2, 1, 2, LENGTH - LENGTH // 2 - 3])
-PROMPTS = ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3])
-NEW_TOKENS = 6
 
 
 class NotAsked(Exception):
@@ -39,7 +34,7 @@ def outputs(tiny: Tiny, tokens: Tensor, starts: Sequence[int] = (), real: Any = 
     if starts:
         positions = positions_of(starts).expand(rows, length)
         documents = tiny.model.documents(positions, CPU)
-    with noting(tiny.model, rows, length) as seen:
+    with noting(tiny.model, rows, length, tiny.limit) as seen:
         tiny.model(tokens, positions, documents=documents, real=real)
     return seen
 
@@ -63,10 +58,6 @@ def before(t: int) -> Callable[[Tensor], Tensor]:
 
 def since(t: int) -> Callable[[Tensor], Tensor]:
     return lambda output: output[:, t:]
-
-
-def between(own: slice) -> Callable[[Tensor], Tensor]:
-    return lambda output: output[:, own]
 
 
 def row(number: int) -> Callable[[Tensor], Tensor]:
@@ -102,11 +93,6 @@ def repeats(tiny: Tiny) -> str | None:
 def causality(tiny: Tiny) -> str | None:
     """A token moves no output before it, alone in its row or among documents."""
     return sees_later(tiny, range(1, LENGTH), ()) or sees_later(tiny, (4, 9, 15), DOCUMENTS)
-
-
-def causality_in_short(tiny: Tiny) -> str | None:
-    """The same, of a few tokens."""
-    return sees_later(tiny, (1, 2, LENGTH // 2, LENGTH - 1), ())
 
 
 def sees_later(tiny: Tiny, places: Sequence[int], documents: Sequence[int]) -> str | None:
@@ -190,7 +176,7 @@ def attention(tiny: Tiny) -> str | None:
     if not supporting:
         raise NotAsked("no layer has attention with a spec")
     for core in supporting:
-        hook = compared_with_spec(names[core], found)
+        hook = compared_with_spec(names[core], tiny.limit, found)
         handles.append(core.register_forward_hook(hook))
     try:
         with torch.no_grad():
@@ -201,7 +187,9 @@ def attention(tiny: Tiny) -> str | None:
     return found[0] if found else None
 
 
-def compared_with_spec(name: str, found: list[str]) -> Callable[[Any, Any, Tensor], None]:
+def compared_with_spec(
+    name: str, limit: float, found: list[str]
+) -> Callable[[Any, Any, Tensor], None]:
     """Return a hook that adds a sentence to `found` where a core's output is not that of its
     spec."""
 
@@ -218,75 +206,9 @@ def compared_with_spec(name: str, found: list[str]) -> Callable[[Any, Any, Tenso
             found.append(f"{name}: {error}")
             return
         by = distance(expected, output)
-        if not by <= LIMIT:
+        if not by <= limit:
             found.append(
                 f"{name} (by {by:.1e}): it does not compute its spec, {core.spec.describe()}"
             )
 
     return hook
-
-
-def cache(tiny: Tiny) -> str | None:
-    """Sampling with a cache gives the logits and tokens of sampling without: the prompt in one
-    piece, in two, token by token, past the window, and side by side."""
-    reason = cores.unsupported_attention(tiny.model)
-    if reason is not None:
-        raise NotAsked(f"sampling keeps no keys and values, since {reason}")
-    tokens = tiny.tokens(1)
-    without = outputs(tiny, tokens)
-    for pieces in PIECES:
-        failure = differs_in_pieces(tiny, tokens, pieces, without)
-        if failure is not None:
-            return failure
-    return samples_differ(tiny)
-
-
-@torch.no_grad()
-def differs_in_pieces(
-    tiny: Tiny, tokens: Tensor, pieces: Sequence[int], without: Outputs
-) -> str | None:
-    """Read tokens [1, T] in pieces of these lengths with a cache, and compare every module."""
-    memory = KeyValueCache(tiny.model, LENGTH)
-    start = 0
-    for length in pieces:
-        own = slice(start, start + length)
-        positions = torch.arange(start, start + length)
-        if start:
-            positions = positions[None]
-        with noting(tiny.model, 1, length) as seen:
-            memory.forward(tokens[:, own], positions, nn.functional.linear)
-        moved = seen.first_moved(without, everything, between(own))
-        if moved is not None:
-            return (
-                f"{moved}: with a cache it returns other numbers for tokens {start} to "
-                f"{start + length - 1}, read in pieces of {', '.join(map(str, pieces[:4]))}"
-            )
-        start += length
-    return None
-
-
-def samples_differ(tiny: Tiny) -> str | None:
-    """Sample two prompts side by side and alone, with and without a cache, past the context."""
-    context = max(map(len, PROMPTS)) + NEW_TOKENS // 2
-    expected = [sampled(tiny, [prompt], context, False)[0] for prompt in PROMPTS]
-    together = sampled(tiny, PROMPTS, context, True)
-    for number, prompt in enumerate(PROMPTS):
-        alone = sampled(tiny, [prompt], context, True)[0]
-        if alone != expected[number]:
-            return f"the model: with a cache it samples {alone}, without one {expected[number]}"
-        if together[number] != expected[number]:
-            return (
-                f"the model: beside another prompt it samples {together[number]}, alone "
-                f"{expected[number]}"
-            )
-    return None
-
-
-def sampled(
-    tiny: Tiny, prompts: Sequence[Sequence[int]], context: int, keeps: bool
-) -> list[list[int | None]]:
-    """Return the likeliest tokens after each prompt."""
-    stream = sample_stream(
-        tiny.model, prompts, NEW_TOKENS, context, CPU, temperature=0.0, cache=keeps
-    )
-    return [list(tokens) for tokens in zip(*stream, strict=True)]

@@ -11,14 +11,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from models.terms import AuxiliaryTerms
-from tools.parity.forwards import LIMIT
 from tools.parity.outputs import distance
 from tools.parity.tiny import LENGTH, Tiny
 
 ROWS = 4
-STEP = 1e-5  # of a weight, for the difference of two losses
-# Of differences of two losses, relative: their error is the square of STEP, and rounding by STEP.
-CLOSE = 1e-4
+FLAT = 1e-5  # a slope that is none
 NOTHING = 1e-12  # a gradient that is smaller, relative to the loss, is none
 
 Gradients = dict[str, Tensor]
@@ -94,8 +91,8 @@ def reaches_all(tiny: Tiny) -> str | None:
 
 @torch.no_grad()
 def is_no_slope(tiny: Tiny) -> str | None:
-    """Compare, for each weight, the gradient of the loss with the difference of two losses, one step
-    apart in a random direction."""
+    """Compare, for each weight, the gradient of the loss with the difference of two losses, a step
+    apart in a direction that has a part of the gradient and a random one."""
     with torch.enable_grad():
         _, found = gradients_of(tiny, with_terms=False)
     generator = torch.Generator().manual_seed(2)
@@ -103,12 +100,13 @@ def is_no_slope(tiny: Tiny) -> str | None:
     for name, weight in in_order_of_backward(tiny.model):
         if not weight.requires_grad:
             continue
-        way = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-        way /= way.norm()
         own = found.get(name, torch.zeros_like(weight))
+        chance = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+        way = chance / chance.norm() + own / (own.norm() + FLAT)
+        way /= way.norm()
         expected = slope(tiny, weight, way, tokens, labels)
         got = float((own * way).sum())
-        if not abs(got - expected) <= CLOSE * (abs(expected) + float(own.norm()) + 1e-5):
+        if not abs(got - expected) <= tiny.slope_limit * (abs(expected) + float(own.norm()) + FLAT):
             return (
                 f"{module_of(name)}: the gradient of {name} is not the slope of the loss: {got:.3e} "
                 f"along a direction in which the loss changes by {expected:.3e}"
@@ -121,10 +119,10 @@ def slope(tiny: Tiny, weight: Tensor, way: Tensor, tokens: Tensor, labels: Tenso
     before = weight.clone()
     losses = []
     for sign in (1, -1):
-        weight.copy_(before + sign * STEP * way)
+        weight.copy_(before + sign * tiny.step * way)
         losses.append(float(mean_loss(tiny, tokens, labels)))
     weight.copy_(before)
-    return (losses[0] - losses[1]) / (2 * STEP)
+    return (losses[0] - losses[1]) / (2 * tiny.step)
 
 
 # Ways to compute them -----------------------------------------------------------------------------
@@ -152,11 +150,11 @@ def differs(tiny: Tiny, wrap: Callable, how: str) -> str | None:
     loss, plain = gradients_of(tiny, with_terms=True)
     with wrapped(tiny.model, wrap):
         other_loss, other = gradients_of(tiny, with_terms=True)
-    if not abs(loss - other_loss) <= LIMIT * abs(loss):
+    if not abs(loss - other_loss) <= tiny.limit * abs(loss):
         return f"the model: with its blocks {how} the loss is {other_loss:.12g}, not {loss:.12g}"
     for name in reversed(list(plain)):
         by = distance(plain[name], other.get(name, torch.empty(0)))
-        if not by <= LIMIT:
+        if not by <= tiny.limit:
             return f"{module_of(name)}: with blocks {how} the gradient of {name} is off by {by:.1e}"
     return None
 
@@ -182,12 +180,12 @@ def terms(tiny: Tiny) -> str | None:
     whole_terms, whole = accumulated(tiny, ROWS)
     for rows in (2, 1):
         own_terms, own = accumulated(tiny, rows)
-        failure = terms_differ(whole_terms, own_terms, rows)
+        failure = terms_differ(tiny, whole_terms, own_terms, rows)
         if failure is not None:
             return failure
         for name in reversed(list(whole)):
             by = distance(whole[name], own[name])
-            if not by <= LIMIT:
+            if not by <= tiny.limit:
                 return (
                     f"{module_of(name)}: the gradient of {name} is off by {by:.1e} in microbatches of "
                     f"{rows} rows"
@@ -195,12 +193,12 @@ def terms(tiny: Tiny) -> str | None:
     return None
 
 
-def terms_differ(whole: AuxiliaryTerms, own: AuxiliaryTerms, rows: int) -> str | None:
+def terms_differ(tiny: Tiny, whole: AuxiliaryTerms, own: AuxiliaryTerms, rows: int) -> str | None:
     """Compare the sums of each layer's terms."""
     for name, of_layers in whole.sums.items():
         for layer, value in of_layers.items():
             by = distance(value.double(), own.sums[name][layer].double())
-            if not by <= LIMIT:
+            if not by <= tiny.limit:
                 return (
                     f"layers.{layer}: its term {name} is off by {by:.1e} in microbatches of {rows} "
                     "rows: a term is a sum over tokens, and no mean"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from models.moe import Experts
 
 MODEL = ""  # its name among its modules
-LIMIT = 1e-9  # of relative differences: float64 rounds at 1e-16, a mistake moves by 1e-4 and more
 
 
 class Moved(NamedTuple):
@@ -30,9 +29,11 @@ class Outputs:
     """Outputs by the name of their module, in the order in which they end: float64 [B, T, ...]. The
     second call of a module in a forward has `#2` behind its name."""
 
-    def __init__(self, rows: int, length: int):
+    def __init__(self, rows: int, length: int, limit: float):
+        """limit: of relative differences (`Tiny.limit`)."""
         self.rows = rows
         self.length = length
+        self.limit = limit
         self.by_name: dict[str, Tensor] = {}
 
     def add(self, module: str, output: Any) -> None:
@@ -63,7 +64,7 @@ class Outputs:
         other: "Outputs",
         part: Callable[[Tensor], Tensor],
         of_other: Callable[[Tensor], Tensor] | None = None,
-        limit: float = LIMIT,
+        limit: float = 0.0,
     ) -> Moved | None:
         """Return the first module of which this part of the output, [B, T, features], differs from
         that part of the other output; None where that of the model does not differ. So a module
@@ -75,7 +76,7 @@ class Outputs:
             if theirs is None or theirs.shape[-1] != output.shape[-1]:
                 continue
             by = distance(part(output), of_other(theirs))
-            is_moved = not by <= limit
+            is_moved = not by <= max(limit, self.limit)
             if is_moved and first is None:
                 first = Moved(name, by)
             if name == MODEL and not is_moved:
@@ -104,10 +105,10 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def noting(model: nn.Module, rows: int, length: int) -> Iterator[Outputs]:
+def noting(model: nn.Module, rows: int, length: int, limit: float) -> Iterator[Outputs]:
     """Note the outputs of the forwards that are made inside of the context. Those of experts are
     left out: their rows are sorted by expert, and belong to no token."""
-    seen = Outputs(rows, length)
+    seen = Outputs(rows, length, limit)
     handles = []
     for name, module in model.named_modules():
         if not isinstance(module, Experts):

@@ -12,13 +12,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from checkpoint.agreement import on_rank_0
 from configs import program
 from configs.schema import Config, InputError, Lora
 from models import FAMILIES, MODELS
 from models.family import Family
 from tools.parity import properties
-from tools.parity.tiny import Tiny, copy_of
+from tools.parity.tiny import copy_of
 
 logger = logging.getLogger("plumbline")
 
@@ -27,16 +29,16 @@ SHIPPED = MODELS_FOLDER / "proved.json"
 IN_RUN = "proved.json"  # in a run's folder
 
 
-def digest(family: str) -> str:
+def digest(family: str, folder: Path = MODELS_FOLDER) -> str:
     """Return a hash of the files that a family's model may be made of: all of models/ but the files
     of other families and the formats of published weights."""
     others = {f"{name}.py" for name in FAMILIES if name != family}
     total = hashlib.sha256()
-    for path in sorted(MODELS_FOLDER.rglob("*.py")):
-        place = path.relative_to(MODELS_FOLDER)
+    for path in sorted(folder.rglob("*.py")):
+        place = path.relative_to(folder)
         if place.parts[0] == "formats" or place.name in others:
             continue
-        total.update(f"{place}\n".encode())
+        total.update(f"{place.as_posix()}\n".encode())
         total.update(path.read_bytes())
     return total.hexdigest()[:32]
 
@@ -51,50 +53,53 @@ def recorded(path: Path) -> dict[str, str]:
 
 
 def at_start(cfg: Config, family: Family, args: Any) -> None:
-    """Prove a family whose code differs from what was proved last, on rank 0; the others wait.
-    Raises InputError on all ranks, naming the property and the module that breaks it first."""
-    on_rank_0(None, prove_once, cfg, family, args)
-
-
-def prove_once(cfg: Config, family: Family, args: Any) -> None:
-    """Do nothing if this code is proved. Otherwise prove it, and note that in the run's folder."""
+    """Prove a family whose code differs from what was proved last, on rank 0; the others wait. Every
+    rank calls it, with the same code. Raises InputError on all of them, naming the property and the
+    module that breaks it first."""
     own = digest(family.name)
+    if own != recorded(SHIPPED).get(family.name):
+        on_rank_0(None, prove_once, cfg, family, args, own)
+
+
+def prove_once(cfg: Config, family: Family, args: Any, own: str) -> None:
+    """Prove this code unless the run's folder says that it is proved, and then note it there."""
     note = Path(cfg.run.folder) / IN_RUN
-    if own in (recorded(SHIPPED).get(family.name), recorded(note).get(family.name)):
+    if own == recorded(note).get(family.name):
         return
     began = time.monotonic()
-    try:
-        tiny = copy_of(family, args, cfg.lora)
-    except InputError as error:
-        logger.warning(f"{error}. So its properties are not proved")
-        return
-    holding = prove(tiny, cfg.data.mask_documents)
+    with torch.random.fork_rng(devices=[]):  # a model that draws numbers changes none of the run's
+        holding = prove(family, args, cfg.lora, cfg.data.mask_documents)
     seconds = time.monotonic() - began
     logger.info(
-        f"models/ differs from what was proved last: {', '.join(holding)} of {family.name} hold "
-        f"({seconds:.1f} s)"
+        f"models/ differs from what was proved last. On a small copy of {family.name} hold: "
+        f"{', '.join(holding) or 'none'} ({seconds:.1f} s)"
     )
-    note.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(json.dumps({family.name: own}) + "\n", encoding="utf-8")
 
 
-def prove(tiny: Tiny, masks_documents: bool) -> list[str]:
+def prove(family: Family, args: Any, lora: Lora, masks_documents: bool) -> list[str]:
     """Return the names of the cheap properties, which hold. Raises InputError for the first that does
-    not. masks_documents: whether the run keeps documents apart."""
+    not. masks_documents: whether the run keeps documents apart. What a small copy cannot compute is
+    logged, and refuses no run."""
     holding = []
+    try:
+        tiny = copy_of(family, args, lora)
+    except InputError as error:
+        logger.warning(f"no property is proved: {error}")
+        return holding
     for one in properties.AT_START:
         if one.name == "isolation" and not masks_documents:
             continue
         verdict = properties.verdict_on(one, tiny)
         if verdict.raised:
-            logger.warning(f"{one.name} is not proved on a small copy: {verdict.failure}")
-            continue
-        if verdict.failure:
+            logger.warning(f"{one.name} is not proved, since a small copy {verdict.failure}")
+        elif verdict.failure:
             raise InputError(
-                f"the model is not right: {one.says}, but {verdict.failure}. `python -m tools.parity "
-                "CONFIG --properties` says more; debug.self_check = false trains it as it is"
+                f"the model is wrong ({one.name}): {verdict.failure}. `python -m tools.parity CONFIG "
+                "--properties` says more; debug.self_check = false trains it as it is"
             )
-        holding.append(one.name)
+        elif not verdict.left_out:
+            holding.append(one.name)
     return holding
 
 
@@ -105,7 +110,7 @@ def main() -> int:
         family = MODELS[name]
         for flavor, numbers in family.numbers.flavors.items():
             if "debug" in flavor:
-                prove(copy_of(family, family.Args(**numbers), Lora()), masks_documents=True)
+                prove(family, family.Args(**numbers), Lora(), masks_documents=True)
         found[name] = digest(name)
     SHIPPED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{', '.join(found)}: proved, and written to {SHIPPED}")

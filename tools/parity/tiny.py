@@ -16,6 +16,7 @@ from configs.schema import InputError, Lora
 from models import lora
 from models.family import Family
 from models.layers import AttentionCore
+from tools.parity.narrow import narrow_module
 from training import init
 
 WIDTH = 32  # of the residual stream
@@ -38,6 +39,24 @@ class Tiny:
     args: Any  # Args of the copy
     lora: Lora
     model: Any  # a models/layers.py::Decoder
+    narrow: str | None  # the first module that computes in float32 all the same
+
+    @property
+    def limit(self) -> float:
+        """Return how far two computations of a number may be apart, relative to the largest one.
+        float64 rounds at 1e-16, float32 at 1e-7, and a mistake moves by 1e-4 and more."""
+        return 1e-9 if self.narrow is None else 1e-5
+
+    @property
+    def step(self) -> float:
+        """Return by how much a weight is moved for the slope of the loss. float32 rounds the
+        difference of two losses by 1e-6 or so."""
+        return 1e-5 if self.narrow is None else 1e-2
+
+    @property
+    def slope_limit(self) -> float:
+        """Return how far a gradient and a slope may be apart, relative to both."""
+        return 1e-4 if self.narrow is None else 3e-2
 
     def initial(self) -> Any:
         """Return another copy, float32, with the initial values of seed 0."""
@@ -71,7 +90,16 @@ def copy_of(family: Family, configured: Any, of_lora: Lora) -> Tiny:
     init.initialise(model, family.initial_values(args), 0)
     spread(model)
     freeze(model, of_lora)
-    return Tiny(family, configured, args, of_lora, model)
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % args.vocab_size
+    return Tiny(family, configured, args, of_lora, model, narrow_in(model, tokens))
+
+
+def narrow_in(model: nn.Module, tokens: Tensor) -> str | None:
+    """Return `narrow_module`; None where the model cannot compute, which its properties will say."""
+    try:
+        return narrow_module(model, tokens)
+    except Exception:
+        return None
 
 
 @contextmanager
@@ -79,6 +107,18 @@ def on_meta() -> Iterator[None]:
     """Build without memory, inside of the context."""
     with torch.device("meta"):
         yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, inside of the context: on a busy machine the threads of a product of a
+    few numbers wait for each other much longer than it takes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def built(family: Family, args: Any, of_lora: Lora) -> Any:
