@@ -234,7 +234,7 @@ def test_a_family_is_proved_again_when_one_of_its_files_changes(tmp_path: Path) 
 @pytest.mark.cap(240)
 def test_a_run_of_a_changed_family_proves_it_once(tmp_path: Path) -> None:
     tree = fork(tmp_path)
-    options = [*tiny_run(tmp_path), f"--run.folder={tmp_path / 'run'}", "--training.steps=2"]
+    options = [*tiny_run(tmp_path), f"--run.folder={tmp_path / 'run'}", "--training.steps=4"]
     path = tree / "models" / "layers.py"
     right = path.read_text()
     result = "return h + self.feed_forward(self.ffn_norm(h))"

@@ -98,7 +98,7 @@ class NoAttention(nn.Module):
         super().__init__()
         self.core = core
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
         """q [B, T, H, E], v [B, T, K, E or fewer] -> [B, T, H, E or fewer]."""
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 

@@ -177,7 +177,7 @@ def attention(tiny: Tiny) -> str | None:
         raise NotAsked("no layer has attention with a spec")
     for core in supporting:
         hook = compared_with_spec(names[core], tiny.limit, found)
-        handles.append(core.register_forward_hook(hook))
+        handles.append(core.register_forward_hook(hook, with_kwargs=True))
     try:
         with torch.no_grad():
             tiny.model(tiny.tokens(2), torch.arange(LENGTH))
@@ -189,13 +189,13 @@ def attention(tiny: Tiny) -> str | None:
 
 def compared_with_spec(
     name: str, limit: float, found: list[str]
-) -> Callable[[Any, Any, Tensor], None]:
+) -> Callable[[Any, Any, dict[str, Any], Tensor], None]:
     """Return a hook that adds a sentence to `found` where a core's output is not that of its
     spec."""
 
-    def hook(core: Any, inputs: Any, output: Tensor) -> None:
+    def hook(core: Any, inputs: Any, named: dict[str, Any], output: Tensor) -> None:
         q, k, v = inputs[:3]
-        sinks = inputs[4] if len(inputs) > 4 else None
+        sinks = inputs[4] if len(inputs) > 4 else named.get("sinks")
         places = torch.arange(q.shape[1])
         mask = places[:, None] >= places  # [T, T]
         if core.spec.window is not None:

@@ -104,7 +104,7 @@ AT_START = (
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PropertyResult:
     """of: the property; failure: where it fails first, in words; left_out: why it was not tried;
     raised: whether the failure is an exception."""
 
@@ -121,14 +121,14 @@ class Verdict:
         return f"{self.of.name:14}holds     {self.of.says}"
 
 
-def tried(tiny: Tiny, table: Sequence[Property] = TABLE) -> Iterator[Verdict]:
+def tried(tiny: Tiny, table: Sequence[Property] = TABLE) -> Iterator[PropertyResult]:
     """Yield the verdict on each property."""
     failed: list[str] = []
     for one in table:
         reasons = [name for name in one.after if name in failed]
         if reasons:
             failed.append(one.name)
-            yield Verdict(one, left_out=f"it rests on {reasons[0]}")
+            yield PropertyResult(one, left_out=f"it rests on {reasons[0]}")
             continue
         verdict = verdict_on(one, tiny)
         if verdict.failure:
@@ -136,16 +136,16 @@ def tried(tiny: Tiny, table: Sequence[Property] = TABLE) -> Iterator[Verdict]:
         yield verdict
 
 
-def verdict_on(one: Property, tiny: Tiny) -> Verdict:
+def verdict_on(one: Property, tiny: Tiny) -> PropertyResult:
     """Try one property."""
     try:
         with one_thread():
             failure = one.check(tiny)
     except forwards.NotAsked as reason:
-        return Verdict(one, left_out=str(reason))
+        return PropertyResult(one, left_out=str(reason))
     except Exception as error:
-        return Verdict(one, failure=raised(error), raised=True)
-    return Verdict(one, failure=failure or "")
+        return PropertyResult(one, failure=raised(error), raised=True)
+    return PropertyResult(one, failure=failure or "")
 
 
 def raised(error: Exception) -> str:
@@ -161,7 +161,7 @@ def raised(error: Exception) -> str:
     return f"{place}raised {type(error).__name__}: {lines[0]}"
 
 
-def report(family: Family, args: Any, lora: Lora) -> list[Verdict]:
+def report(family: Family, args: Any, lora: Lora) -> list[PropertyResult]:
     """Print one line for each property, and return the verdicts."""
     tiny = copy_of(family, args, lora)
     small = tiny.args

@@ -56,7 +56,7 @@ class Tiny:
     @property
     def slope_limit(self) -> float:
         """Return how far a gradient and a slope may be apart, relative to both."""
-        return 1e-4 if self.narrow is None else 3e-2
+        return 1e-4 if self.narrow is None else 1e-3
 
     def initial(self) -> Any:
         """Return another copy, float32, with the initial values of seed 0."""
