@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from checkpoint import storage, verify
 from checkpoint.agreement import on_every_rank
@@ -323,38 +321,3 @@ def load_model(folder: Path | Key, model: nn.Module, check: bool = True) -> dict
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     return manifest
-
-
-def gather_to_rank_0(model: nn.Module) -> dict[str, Tensor] | None:
-    """Return the whole model in the CPU memory of rank 0, by our names; None on the other ranks.
-    Every rank calls it, and holds one whole tensor at a time. It is for code that needs one dict;
-    `python -m tools.convert` makes files without it."""
-    whole = {}
-    for name, tensor in model.state_dict().items():
-        tensor = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-        if dist.get_rank() == 0:
-            whole[name] = tensor.to("cpu", copy=True)
-    return whole if dist.get_rank() == 0 else None
-
-
-def scatter_from_rank_0(whole: dict[str, Tensor] | None, model: nn.Module) -> None:
-    """Load rank 0's dict into the model, on any mesh: the counterpart of `gather_to_rank_0`. The
-    other ranks give None. The dict is not changed.
-
-    Raises InputError on all ranks, before anything changes, if names, shapes or types are not the
-    model's.
-    """
-    live = model.state_dict()
-    answer = [""]
-    if dist.get_rank() == 0:
-        expected = {name: (tensor.shape, tensor.dtype) for name, tensor in live.items()}
-        received = {name: (tensor.shape, tensor.dtype) for name, tensor in whole.items()}
-        wrong = [name for name in expected | received if expected.get(name) != received.get(name)]
-        if wrong:
-            some = ", ".join(wrong[:4])
-            answer = [f"these tensors are not the model's: {some} ({len(wrong)} in all)"]
-    dist.broadcast_object_list(answer, src=0, device=torch.device("cpu"))
-    if answer[0]:
-        raise InputError(answer[0])
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, dict(whole or {}), options=options)
