@@ -282,6 +282,26 @@ def from_ours(folder: dcp.Folder) -> Arriving:
     return Arriving(live, folder.read, head)
 
 
+# tensor of our checkpoint -> its key, and the parameters of ours that are in the tensor there
+Places = dict[str, tuple[str, list[str]]]
+
+
+def of_moments(
+    states: dict[str, list[str]], shapes: dict[str, list[int]]
+) -> tuple[Places, dict[str, list[int]]]:
+    """Return the places of AdamW's state, and the shape of each key. states: what TorchTitan has a
+    state for -> the parameters of ours that are in it."""
+    places: Places = {}
+    wanted = {}
+    for name, group in states.items():
+        for kept in KEPT:
+            key = f"{STATE}{name}.{kept}"
+            places |= {f"optimizer.{ours}.{kept}": (key, group) for ours in group}
+            of_group = [shapes[ours] for ours in group]
+            wanted[key] = [] if kept == "step" else torchtitan.joined_shape(of_group)
+    return places, wanted
+
+
 def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
     check_family("--config", cfg.model.family)
     family = MODELS[cfg.model.family]
@@ -289,22 +309,15 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
     shapes = new_checkpoint.shapes(family.name, args)
     release = release_of(folder, shapes, args)
     theirs = torchtitan.names(shapes, args, release)
-    # tensor of the checkpoint -> its key, and the parameters of ours that are in the tensor there
-    places: dict[str, tuple[str, list[str]]] = {}
-    wanted: dict[str, list[int]] = {}  # key -> shape
-    for ours, name in theirs.items():
-        places[f"model.{ours}"] = (name, [ours])
-        wanted[name] = shapes[ours]
+    places = {f"model.{ours}": (name, [ours]) for ours, name in theirs.items()}
+    wanted = {name: shapes[ours] for ours, name in theirs.items()}  # key -> shape
     has_moments = any(key.startswith(STATE) for key in folder.tensors)
     if has_moments:
         trained = {ours: theirs[ours] for ours in new_checkpoint.trained(family.name, args)}
         fused = any(torchtitan.FUSED in key for key in folder.tensors)
-        for name, group in torchtitan.states(trained, fused).items():
-            for kept in KEPT:
-                key = f"{STATE}{name}.{kept}"
-                places |= {f"optimizer.{ours}.{kept}": (key, group) for ours in group}
-                of_group = [shapes[ours] for ours in group]
-                wanted[key] = [] if kept == "step" else torchtitan.joined_shape(of_group)
+        more_places, more_wanted = of_moments(torchtitan.states(trained, fused), shapes)
+        places |= more_places
+        wanted |= more_wanted
     # keys that may exist, and have no parameter here
     copies = {}
     for key, original in torchtitan.copies(args, release).items():
@@ -330,16 +343,7 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
         of_averages = torch.bfloat16
         check_averages(folder, wanted)
 
-    live = {}
-    for name in places:
-        parameter = parameter_of(name)
-        is_step = name.endswith(".step") and name.startswith("optimizer.")
-        # torch.optim counts steps in float32 for weights of every dtype
-        its_dtype = torch.float32 if is_step else dtype
-        if name.endswith(AVERAGES):
-            its_dtype = of_averages
-        shape = [] if is_step else shapes[parameter]
-        live[name] = torch.empty(shape, dtype=its_dtype, device="meta")
+    live = {name: empty(name, shapes, dtype, of_averages) for name in places}
 
     def read(name: str) -> Tensor:
         key, group = places[name]
@@ -362,6 +366,17 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
         "optimizer": "AdamW" if has_moments else "none",
     }
     return Arriving(live, read, head)
+
+
+def empty(
+    name: str, shapes: dict[str, list[int]], dtype: torch.dtype, of_averages: torch.dtype
+) -> Tensor:
+    """Return a tensor of our checkpoint without memory."""
+    if name.endswith(".step") and name.startswith("optimizer."):
+        # torch.optim counts steps in float32 for weights of every dtype
+        return torch.empty([], dtype=torch.float32, device="meta")
+    its_dtype = of_averages if name.endswith(AVERAGES) else dtype
+    return torch.empty(shapes[parameter_of(name)], dtype=its_dtype, device="meta")
 
 
 def parameter_of(name: str) -> str:

@@ -94,19 +94,10 @@ def in_processes(
             with guard:
                 add(part, record)
 
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "ascii"}
     try:
         for _ in range(count):
-            running.append(
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                    encoding="ascii",
-                    pass_fds=(lock,),
-                )
-            )
+            running.append(subprocess.Popen(command, cwd=ROOT, pass_fds=(lock,), **pipes))
         with ThreadPoolExecutor(count) as pool:
             try:
                 served = [pool.submit(serve, process) for process in running]
@@ -116,11 +107,7 @@ def in_processes(
                 if not all(future.done() and not future.exception() for future in served):
                     for process in running:
                         process.kill()
-        errors = [error for future in served if (error := future.exception())]
-        for kind in (InputError, OSError, BaseException):  # the first of these caused the others
-            for error in errors:
-                if isinstance(error, kind):
-                    raise error
+        _raise_cause([error for future in served if (error := future.exception())])
     finally:
         for process in running:
             process.kill()
@@ -128,6 +115,14 @@ def in_processes(
                 process.stdin.close()
             process.stdout.close()
             process.wait()
+
+
+def _raise_cause(errors: list[BaseException]) -> None:
+    """Raise the error that caused the others, if there is any."""
+    for kind in (InputError, OSError, BaseException):
+        for error in errors:
+            if isinstance(error, kind):
+                raise error
 
 
 def _next(waiting: deque[int]) -> int | None:
