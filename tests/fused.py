@@ -31,6 +31,7 @@ def overlapped(options: list[str], dp_size: int, enabled: bool = True) -> Overla
 
     # counted is what is compiled here
     config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
+    config.compile_threads = 1  # a pool of compilers costs more than these few kernels
     torch.distributed.is_nccl_available, async_tp.SYMMETRIC_MEMORY = lambda: True, ("cpu",)
     if not enabled:
         _symmetric_memory.enable_symm_mem_for_group = lambda name: None

@@ -49,10 +49,6 @@ def other_type(real, mesh, x):
     return real(mesh, x.double()).long()
 
 
-def other_shape(real, mesh, x):
-    return real(mesh, x.view(1, -1)).view(-1)
-
-
 def other_size(real, mesh, x):
     return real(mesh, x.repeat(2))[: len(x)]
 
@@ -67,23 +63,10 @@ def other_line(real, mesh, x):
     return x
 
 
-def one_more(real, mesh, x):
-    real(mesh, x.clone())
-    return real(mesh, x)
-
-
-def other_kind(real, mesh, x):
-    dist.all_reduce(x, dist.ReduceOp.MAX)
-    return x
-
-
 FAULTS = {  # what, and the number of the call
     other_type: 2 * BAD - 1,
-    other_shape: 2 * BAD,
     other_size: 2 * BAD,
     left_out: 2 * BAD,
-    one_more: 2 * BAD,
-    other_kind: 2 * BAD,
     other_line: 2 * BAD,
 }
 QUICK = (other_type, other_line)
@@ -163,21 +146,11 @@ def test_negative_control_without_the_check_a_skipped_collective_is_unexplained(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [pytest.param("fsdp2xtp2", marks=pytest.mark.exhaustive), "tp2"])
-def test_the_outlier_of_many_ranks_is_named_and_a_healthy_run_names_none(mesh, options, tmp_path):
-    ranks, extra, _ = MESHES[mesh]
-    (tmp_path / "well").mkdir()
-    assert (
-        run_ranks(
-            ranks, run, [*options, *extra, CHECKED, "--debug.replay_interval=3"], tmp_path / "well"
-        )
-        == [(0, "")] * ranks
-    )
+def test_a_healthy_run_names_no_outlier(options, tmp_path):
+    given = [*options, *MESHES["tp2"][1], CHECKED, "--debug.replay_interval=3"]
+    assert run_ranks(2, run, given, tmp_path) == [(0, "")] * 2
     want = first(options)
-    assert max(abs(series(tmp_path / "well")[s] / want[s] - 1) for s in want) <= 1e-5
-    if mesh == "fsdp2xtp2":
-        ends = run_ranks(ranks, drifted, [*options, *extra, CHECKED], tmp_path, other_shape)
-        assert any("rank 1: allreduce_ float64[1, 4]" in end for end in ends), ends
+    assert max(abs(series(tmp_path)[s] / want[s] - 1) for s in want) <= 1e-5
 
 
 def crossed() -> str:
@@ -286,10 +259,7 @@ def flipped(options: list[str], folder: Path, victim: int, which: int) -> str:
     ("mesh", "victim", "which"),
     [
         ("fsdp2", 1, 0),
-        pytest.param("tp2", 1, 1, marks=pytest.mark.exhaustive),
-        pytest.param("fsdp2", 0, 1, marks=pytest.mark.exhaustive),
-        pytest.param("fsdp2xtp2", 2, 1, marks=pytest.mark.slow),
-        pytest.param("hsdp2x2", 3, 0, marks=pytest.mark.slow),
+        pytest.param("hsdp2x2", 3, 1, marks=pytest.mark.slow),
     ],
 )
 def test_a_rank_whose_recomputed_gradient_differs_is_named(mesh, victim, which, options, tmp_path):

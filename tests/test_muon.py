@@ -144,7 +144,6 @@ FEW_EXPERTS = [
     "--model.expert_dim=12",
 ]
 RUNS = {  # name: (mesh, further options)
-    "fsdp2xtp2": ("fsdp2xtp2", []),
     "ep2": ("ep2", EXPERTS["qwen3 experts"]),
     "latent attention": ("fsdp2", LATENT),
     "ep2xtp2": ("experts on ep2xtp2", EXPERTS["deepseek_v3"]),

@@ -25,12 +25,9 @@ from tests.parity import (
     NUMBERS,
     check,
     combination_of,
-    compare,
-    plain,
-    trajectory,
 )
 from tests.ranks import run_ranks
-from tests.runs import COMPILED, MESHES, ULYSSES
+from tests.runs import COMPILED, ULYSSES
 from tests.shapes import OLMO2, YARN, random_pair
 
 COLUMNS = 14
@@ -102,21 +99,6 @@ def test_negative_control_of_the_shared_norm(mistake, wrong):
         assert {name for name, error in seen.items() if error > 1e-3} == wrong
 
 
-def mistaken_trajectory(options: list[str], mistake: Callable[[], None]) -> dict:
-    mistake()
-    return trajectory(options)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", [own_columns, gradient_of_own_columns])
-def test_negative_control_in_a_run(mistake):
-    oracle = plain(model="olmo2")
-    options = [*oracle["options"], *MESHES["tp2"][1]]
-    seen = run_ranks(2, mistaken_trajectory, options, mistake)[0]
-    problems = compare("tp2", seen, oracle)
-    assert any("at equal weights" in problem for problem in problems), problems
-
-
 def documented(mesh: str, *more: str) -> None:
     combination = {
         factor: chosen for factor, chosen in combination_of().items() if factor in NUMBERS
@@ -130,7 +112,6 @@ def documented(mesh: str, *more: str) -> None:
     [
         ("cp2", []),
         pytest.param("cp2", [ULYSSES], marks=pytest.mark.slow),
-        pytest.param("fsdp2xtp2", [], marks=pytest.mark.slow),
         pytest.param("pp2", ["--training.local_batch_size=4"], marks=pytest.mark.slow),
     ],
 )

@@ -564,9 +564,7 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "first, build", [("probe===1.4", "1.4"), ("", "1.4+cpu"), ("probe===7", "1.4+cpu")]
-)
+@pytest.mark.parametrize("first, build", [("probe===1.4", "1.4"), ("probe===7", "1.4+cpu")])
 def test_ci_gets_the_build_that_people_get(first: str, build: str, tmp_path: Path) -> None:
     """CI installs the CPU wheel of the pinned version, or the wheel that INSTALL_FIRST names if
     there is one."""
@@ -623,17 +621,13 @@ def test_the_tests_are_chosen_by_marker_and_capped(repository: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow, code", [(True, 0), (False, 1)])
-def test_ci_runs_all_but_the_exhaustive_tests(repository: Path, slow: bool, code: int) -> None:
-    (repository / "tests" / "test_it.py").write_text(
-        TESTS.format(slow=slow).replace("time.sleep(30)", "pass")
-    )
+def test_ci_runs_all_but_the_exhaustive_tests(repository: Path) -> None:
+    tests = TESTS.format(slow=False).replace("time.sleep(30)", "pass")
+    (repository / "tests" / "test_it.py").write_text(tests)
     done = run("bash", repository / ".ci" / "run", cwd=Path("/"), CI="true")
-    assert done.returncode == code
+    assert done.returncode == 1
     closing = done.stdout.splitlines()[-1]
-    assert ("3 passed" if slow else "1 failed, 2 passed") in closing and closing.startswith(
-        "==="
-    ), "pytest has the last word"
+    assert closing.startswith("===") and "1 failed, 2 passed" in closing
 
 
 BESIDE = """
@@ -714,20 +708,6 @@ def test_tests_that_wait_run_in_parallel_with_tests_that_compute(repository: Pat
     )
 
 
-@pytest.mark.slow
-def test_programs_that_tests_start_can_be_interrupted(repository: Path) -> None:
-    """Programs can also be interrupted where the suite was started with SIGINT ignored, by nohup or
-    as the background job of a script."""
-    asks = "import signal, sys; sys.exit(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
-    test = (
-        "import subprocess, sys\ndef test_it():\n    assert subprocess.run([sys.executable, "
-        f"'-c', {asks!r}]).returncode == 0\n"
-    )
-    (repository / "tests" / "test_it.py").write_text(test)
-    done = run("bash", "-c", f"trap '' INT; exec {repository}/run_tests.sh")
-    assert done.returncode == 0, done.stdout
-
-
 LISTENING = """
 import sys, threading, time
 from datetime import timedelta
@@ -760,21 +740,7 @@ def test_a_launcher_ends_with_its_code_while_a_thread_hears_of_other_nodes(end, 
 
 
 @pytest.mark.parametrize(
-    "program",
-    [
-        "tools.compare_runs",
-        *(
-            pytest.param(program, marks=pytest.mark.slow)
-            for program in (
-                "tools.goodput",
-                "tools.generate",
-                "checkpoint.verify",
-                "data.audit",
-                "configs.load",
-                "tools.plan",
-            )
-        ),
-    ],
+    "program", ["tools.compare_runs", pytest.param("configs.load", marks=pytest.mark.slow)]
 )
 def test_a_program_whose_reader_has_left_ends_quietly(program):
     """`... | head`: the pipe is closed before the program writes."""
