@@ -1,0 +1,1 @@
+"""Prove a configuration before it gets GPUs: options, plan, types and numbers."""
