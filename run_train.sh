@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train:  ./run_train.sh [CONFIG.toml] [--table.key=value ...]      (--help lists every option)
+# Train:  ./run_train.sh [CONFIG.toml] [--table.key=value ...]      (--help, --help=all)
 # Check the machines before:  ./run_train.sh --preflight [CONFIG.toml] [...], on the same nodes    (docs/preflight.md)
 #
 # Without a CONFIG it runs configs/llama_debug.toml. Relative paths, here and in the config, are relative to this
@@ -92,7 +92,7 @@ for nodes in $(printf '%s\n' "$FEWEST" "$MOST" | uniq); do
     "$PYTHON" -m "${checks[@]}" ${config[@]+"${config[@]}"} --world-size=$((NGPU * nodes)) --local-world-size="$NGPU" || exit $?
 done
 for argument; do
-    [[ $argument != --help && $argument != -h ]] || exit 0 # the check has printed it
+    [[ ! $argument =~ ^(-h|--help|--help=all)$ ]] || exit 0 # the check has printed it
 done
 
 cores=$(lscpu -p=CORE,SOCKET 2>/dev/null | grep -v '^#' | sort -u | wc -l) || true # real cores, not hyper-threads

@@ -27,7 +27,7 @@ from checkpoint import hf
 from checkpoint.place import claimed
 from checkpoint.resume import describe, resume
 from configs import check, program
-from configs.load import as_given, dump, help_text, load_config
+from configs.load import as_given, dump, help_asked_for, ignored, load_config
 from configs.schema import Config, InputError
 from data import turns
 from data.loader import Corpora, PreparedBatches
@@ -133,6 +133,11 @@ class Flags(NamedTuple):
 
 
 NO_DATA = Flags._fields.index("no_data")
+
+# Steps between collections of Python garbage, on all ranks at once: where Python chooses the moment,
+# the other ranks wait. TorchTitan's number.
+GC_STEPS = 50
+STRAGGLER_STEPS = 50  # between reports of the ranks for which the others wait
 
 
 class Gradients(NamedTuple):
@@ -445,8 +450,8 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             guard.judge(step, result, batch["window"], corpora.audit_hint)
             if every(step, cfg.debug.replica_check_interval):
                 guard.check_replicas(step, result.loss, result.grad_norm)
-            if every(step, cfg.metrics.straggler_interval):
-                meter.reported |= guard.late_ranks(step, cfg.metrics.straggler_interval)
+            if every(step, STRAGGLER_STEPS):
+                meter.reported |= guard.late_ranks(step, STRAGGLER_STEPS)
             if every(step, cfg.metrics.expert_interval):
                 meter.report_experts(step, job.model, metrics)
             metrics.record_gradients(step, result.gradient_digests, job.mesh)
@@ -462,7 +467,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 run.save(step)
                 clock.record("save")
                 clock.saved()
-            if every(step, cfg.run.gc_interval):
+            if every(step, GC_STEPS):
                 gc.collect()
         batches.close()
         if batches.problem and step > run.start:
@@ -489,9 +494,8 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
     job = build(cfg)
     this_start.add(mesh=job.mesh.sizes, hosts=hosts(job.mesh))
     corpora.check_vocabulary(job.args.vocab_size)
-    if cfg.debug.self_check:
-        facts = same_on_all_ranks(dump(cfg), corpora)
-        contract.verify(job.model, job.optimizer, job.mesh, facts)
+    facts = same_on_all_ranks(dump(cfg), corpora)
+    contract.verify(job.model, job.optimizer, job.mesh, facts)
     return corpora, job
 
 
@@ -525,8 +529,8 @@ def main(argv: list[str] | None = None) -> int:
     A stream that ends leaves a checkpoint of the last whole step.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
+    if text := help_asked_for(argv):
+        print(text)
         return DONE
     try:
         here = meshes.world()
@@ -538,12 +542,14 @@ def main(argv: list[str] | None = None) -> int:
             claimed(cfg) as place,
             Start(folder, here.rank, argv, *as_given(argv), dump(cfg), os.environ) as this_start,
         ):
-            log.setup(folder, here.rank, log.writes_log(cfg.run.logs, here.size, here.local_rank))
+            log.setup(folder, here.rank, log.writes_log(here.size, here.local_rank))
             with (
                 Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
                 health.Watchdog(folder, here.rank) as watchdog,
                 health.FailureTime(),
             ):
+                for sentence in ignored(argv):
+                    logger.warning(sentence)
                 this_start.code = train(cfg, place, this_start, stop, watchdog)
         meshes.close_mesh()
         return this_start.code

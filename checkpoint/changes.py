@@ -11,19 +11,22 @@ from typing import Any
 import tomli
 
 from checkpoint import state
+from configs import dropped
 from configs.schema import Config
 from training.optim import learning_rate
 
 # Tables of options whose change changes what is computed; the mesh is compared by its sizes.
 TABLES = ("model", "data", "training", "optimizer", "lr_schedule", "lora")
 # Options in these tables that are only places of files, and ways to read them.
-ELSEWHERE = ("data.cache", "data.workers", "data.prefetch")
+ELSEWHERE = ("data.cache", "data.workers")
 
 
 def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
     """Describe all changes in one line; "" if there are none. facts: of this run, with the resolved
     options as TOML in "config"; mesh: sizes by dimension."""
     before, now = options(manifest["facts"]), options(facts)
+    # of options that a checkpoint's version had, and this one has not
+    now |= {name: old.holds for name, old in dropped.DROPPED.items() if old.changes_numbers}
     changed = []
     for name in sorted(before.keys() & now.keys()):
         is_ours = name.partition(".")[0] in TABLES and name not in ELSEWHERE

@@ -550,12 +550,11 @@ class CheckpointManager:
         try:
             manifest = self._on_rank_0(verify.read_manifest, path)
             adapters.check_whole(path, manifest)
-            exclude = self.cfg.exclude_from_loading
-            self._read(path, manifest, live, self.cfg.load_path_content, exclude)
+            self._read(path, manifest, live, "model", self.cfg.exclude_from_loading)
         except Damaged as error:
             raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
         self.origin = str(path)
-        self._say(logging.INFO, f"a new run from the {self.cfg.load_path_content} of {path}")
+        self._say(logging.INFO, f"a new run from the model of {path}")
         for line in changes.refused(manifest["facts"], self.facts):
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
 
@@ -571,7 +570,7 @@ class CheckpointManager:
             wanted = adapters.in_stored_types(live, manifest)
             state.check_fits(path, manifest, wanted, "model", (), self.group)
             buffers = state.buffers(live)
-            state.read(path, manifest, live, buffers, self.cfg.verify_on_load, self.group)
+            state.read(path, manifest, live, buffers, self.group)
         except Damaged as error:
             raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
         self._say(logging.INFO, f"adapters of the model of {path}")
@@ -619,7 +618,7 @@ class CheckpointManager:
         buffers = dict(self.staged.tensors) if self.staged else {}
         missing = {name: tensor for name, tensor in wanted.items() if name not in buffers}
         buffers |= state.buffers(missing)
-        state.read(path, manifest, wanted, buffers, self.cfg.verify_on_load, self.group)
+        state.read(path, manifest, wanted, buffers, self.group)
 
     def _say(self, level: int, text: str) -> None:
         if self.mesh.rank == 0:

@@ -285,30 +285,27 @@ def read(
     manifest: dict,
     wanted: dict,
     buffers: dict,
-    check: bool,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Fill the `wanted` tensors, once every rank has read all of its part into the buffers. Raises
     Damaged on all ranks, with nothing changed. Without a process group, this process reads for
     itself alone.
 
-    check: verify every block that is read. The manifest has been checked (`verify.read_manifest`).
+    Every block that is read is verified. The manifest has been (`verify.read_manifest`).
     """
-    on_every_rank(group, _read_into_buffers, path, manifest, wanted, buffers, check)
+    on_every_rank(group, _read_into_buffers, path, manifest, wanted, buffers)
     put_back(buffers, wanted)
 
 
-def _read_into_buffers(
-    path: Path, manifest: dict, wanted: dict, buffers: dict, check: bool
-) -> None:
+def _read_into_buffers(path: Path, manifest: dict, wanted: dict, buffers: dict) -> None:
     boxes = {name: storage.box_of(name, tensor) for name, tensor in wanted.items()}
     try:
-        storage.read(path, manifest, boxes, buffers, check)
+        storage.read(path, manifest, boxes, buffers)
     except OSError as error:
         raise Damaged(f"{error.filename or path}: {error.strerror or error}") from None
 
 
-def load_model(folder: Path | Key, model: nn.Module, check: bool = True) -> dict:
+def load_model(folder: Path | Key, model: nn.Module) -> dict:
     """Load the weights of a checkpoint into a model on any mesh or none, and return the manifest.
     `folder` may also hold several checkpoints, or be a run's folder: the newest is taken. This is
     for tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
@@ -317,7 +314,7 @@ def load_model(folder: Path | Key, model: nn.Module, check: bool = True) -> dict
         manifest = verify.read_manifest(path)
         live = tensors(model)
         check_fits(path, manifest, live, "model")
-        read(path, manifest, live, buffers(live), check, None)
+        read(path, manifest, live, buffers(live), None)
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     return manifest

@@ -426,28 +426,26 @@ def read(
     manifest: dict,
     boxes: Mapping[str, Box],
     into: Mapping[str, Tensor],
-    check: bool = True,
 ) -> None:
     """Fill the tensors of `into` with these boxes of a checkpoint's tensors. Opens the files that
-    hold them, and no other. With `check`, every block that is read is verified. Raises Damaged or
-    OSError.
+    hold them, and no other. Every block that is read is verified. Raises Damaged or OSError.
     """
     for rank, reads in plan_reads(manifest, boxes).items():
-        with Shard(folder, manifest, rank, check) as shard:
+        with Shard(folder, manifest, rank) as shard:
             located = []
             for part_box, item in reads:
                 part = shard.find(item.dest_index.fqn, part_box)
                 located.append((part, item))
             located.sort(key=_start)  # in the order of the file
             for part, item in located:
-                _read_item(shard, part, item, into[item.dest_index.fqn], check)
+                _read_item(shard, part, item, into[item.dest_index.fqn])
 
 
 def _start(located: tuple[dict, ReadItem]) -> int:
     return located[0]["start"]
 
 
-def _read_item(shard: Shard, part: dict, item: ReadItem, into: Tensor, check: bool) -> None:
+def _read_item(shard: Shard, part: dict, item: ReadItem, into: Tensor) -> None:
     """Fill the region of `into` that a read item names."""
     name = item.dest_index.fqn
     target = into
@@ -458,13 +456,13 @@ def _read_item(shard: Shard, part: dict, item: ReadItem, into: Tensor, check: bo
     if whole_part and target.is_contiguous():
         # straight into its place: no second copy in memory
         label = shard.label(name)
-        verify.read_blocks(shard.stream, label, part, 0, as_bytes(target), check)
+        verify.read_blocks(shard.stream, label, part, 0, as_bytes(target))
     else:
         region = (list(item.storage_offsets), list(item.lengths))
-        target.copy_(_read_part(shard, name, part, region, check))
+        target.copy_(_read_part(shard, name, part, region))
 
 
-def _read_part(shard: Shard, name: str, part: dict, box: Box, check: bool) -> Tensor:
+def _read_part(shard: Shard, name: str, part: dict, box: Box) -> Tensor:
     """Read this box of a part. Its rows are read in whole blocks and then cut to the box."""
     shape = part["shape"]
     size = verify.nbytes(part["dtype"], shape)
@@ -482,7 +480,7 @@ def _read_part(shard: Shard, name: str, part: dict, box: Box, check: bool) -> Te
     read_to = min(-(-end // verify.BLOCK) * verify.BLOCK, size)
     buffer = torch.empty(read_to - read_from, dtype=torch.uint8)
     into = memoryview(buffer.numpy())
-    verify.read_blocks(shard.stream, shard.label(name), part, first_block, into, check)
+    verify.read_blocks(shard.stream, shard.label(name), part, first_block, into)
     cut = buffer[begin - read_from : end - read_from].view(DTYPES[part["dtype"]])
     if not shape:
         return cut[0]

@@ -470,10 +470,10 @@ class Shard:
     """The file of one rank, opened for reading. A context manager.
 
     Its size and its header are checked when it is opened, so each part that it finds is what the
-    manifest means. Without `check`, the header's hash is not compared. Raises Damaged.
+    manifest means. Raises Damaged.
     """
 
-    def __init__(self, folder: Path | Key, manifest: dict, rank: int, check: bool = True):
+    def __init__(self, folder: Path | Key, manifest: dict, rank: int):
         path = parts_folder(folder, manifest) / file_name(rank)
         self.manifest = manifest
         self.rank = rank
@@ -486,7 +486,7 @@ class Shard:
         try:
             if (size := size_of(self.stream)) != self.size:
                 raise Damaged(f"{path}: {self.size} bytes expected, {size} found")
-            head = self._head(header_hash if check else "")
+            head = self._head(header_hash)
             self.header = len(head)
             if manifest["format"] == 1:
                 self.parts = self._parts_of_format_1()
@@ -507,7 +507,7 @@ class Shard:
             length = int.from_bytes(head, "little")
             head += self.stream.read(min(length, self.size, LARGEST))
             actual = digest(head)
-            if not expected or actual == expected:
+            if actual == expected:
                 return head
             again(self.stream, 0)
         raise Damaged(f"{self.path} at byte 0: hash {expected} expected, {actual} found")
@@ -592,11 +592,9 @@ def read_blocks(
     part: dict,
     first: int,
     into: memoryview,
-    check: bool = True,
 ) -> None:
-    """Fill `into` with the bytes of a part, beginning at its block number `first`. With `check`,
-    each block is verified, and `into` must hold whole blocks (the last one of a part may be
-    shorter).
+    """Fill `into` with the bytes of a part, beginning at its block number `first`. Each block is
+    verified, so `into` must hold whole blocks (the last one of a part may be shorter).
 
     label: what is read, for the message. part: as in `Shard.parts`. Raises Damaged.
     """
@@ -605,8 +603,8 @@ def read_blocks(
     for i in range(0, len(into), BLOCK):
         block = into[i : i + BLOCK]
         position = start + i
-        expected = part["hashes"][first + i // BLOCK] if check else ""
-        actual = _read_block(stream, label, position, block, check)
+        expected = part["hashes"][first + i // BLOCK]
+        actual = _read_block(stream, label, position, block)
         if actual != expected and isinstance(stream, RangeReader):
             actual = _read_again(stream, label, position, block, expected)
         if actual != expected:
@@ -614,13 +612,13 @@ def read_blocks(
 
 
 def _read_block(
-    stream: BinaryIO | RangeReader, label: str, position: int, block: memoryview, check: bool = True
+    stream: BinaryIO | RangeReader, label: str, position: int, block: memoryview
 ) -> str:
-    """Fill a block from the stream's position; return its hash, if that is to be checked."""
+    """Fill a block from the stream's position; return its hash."""
     count = stream.readinto(block)
     if count != len(block):
         raise Damaged(f"{label}: ends at byte {position + count}, {position + len(block)} expected")
-    return digest(block) if check else ""
+    return digest(block)
 
 
 def _read_again(

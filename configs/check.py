@@ -23,6 +23,7 @@ from configs import hints, published
 from configs.ranks import OF_RANKS, default
 from configs.schema import (
     CACHE,
+    PROFILE_FROM,
     SCHEDULES,
     Config,
     Data,
@@ -228,7 +229,7 @@ def _unused(option: str) -> tuple:
     return broken, sentence
 
 
-OF_MUON = ("nesterov", "ns_steps", "ns_dtype", "adjust_lr_fn", "adamw_lr_scale")
+OF_MUON = ("ns_dtype", "adjust_lr_fn", "adamw_lr_scale")
 
 
 def _options_of_muon(optimizer: Optimizer) -> str:
@@ -733,9 +734,9 @@ RULES = {
         "two",
     ),
     "profiler_window": (
-        lambda c: c.profiler.enabled and c.profiler.start_step > c.training.steps,
-        "{profiler.start_step} is beyond the end of the run, {training.steps}, so nothing would be "
-        "traced: lower the first",
+        lambda c: c.profiler.enabled and c.training.steps < PROFILE_FROM,
+        "{profiler.enabled} traces from the fifth step on, and the run ends before it: "
+        "{training.steps}; raise that",
     ),
     "stop_after": (
         lambda c: c.training.stop_after > c.training.steps,
@@ -861,12 +862,6 @@ RULES = {
         ),
         "{lora.alpha} and {lora.targets} have no effect with {lora.rank}: set it, or remove them",
     ),
-    "lora_quantization": (
-        lambda c: c.lora.quantization != "none",
-        "{lora.quantization} (QLoRA, arXiv:2305.14314) is not supported: frozen weights are kept in "
-        'training.param_dtype and sharded over the mesh. Set it to "none", and use more ranks for a '
-        "larger model",
-    ),
     "lora_targets": (
         lambda c: c.lora.rank > 0 and (c.unknown_layers or not c.lora.targets),
         "{lora.targets} must name layers that get adapters of {lora.rank}, and this model.family has "
@@ -878,12 +873,8 @@ RULES = {
         "checkpoint.load_hf or checkpoint.load_path",
     ),
     "lora_load": (
-        lambda c: (
-            c.lora.rank > 0
-            and (c.checkpoint.load_path_content != "model" or c.checkpoint.exclude_from_loading)
-        ),
-        "{lora.rank} trains adapters of all weights of checkpoint.load_path and loads nothing "
-        "else that is there: remove {checkpoint.load_path_content} and "
+        lambda c: c.lora.rank > 0 and c.checkpoint.exclude_from_loading,
+        "{lora.rank} trains adapters of all weights of checkpoint.load_path: remove "
         "{checkpoint.exclude_from_loading}",
     ),
     "lora_export": (

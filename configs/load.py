@@ -9,7 +9,8 @@ fraction of a second:
 
 prints the resolved configuration, or the mistakes (exit code 2); `--quiet` prints the mistakes
 only, `--mirror` the URL and the folder of a run that is mirrored. `run_train.sh` runs it before it
-launches anything. `--help` lists every option; `--write-schema` writes `schema.json` for editors.
+launches anything. `--help` lists the options that people set, `--help=all` every one, and
+`--write-schema` writes `schema.json` for editors.
 """
 
 import argparse
@@ -17,7 +18,7 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,8 +27,9 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
-from configs import hints, program, published
+from configs import dropped, hints, program, published
 from configs.check import broken_rules, derive
+from configs.common import COMMON
 from configs.schema import Config, Derived, InputError, redact
 from configs.words import plural
 
@@ -91,10 +93,31 @@ def load_config(
     typed: whether a user typed these arguments, so that an option given twice is a mistake; a
     program may override earlier ones by later ones.
     """
-    path, overrides, problems, doubtful = _arguments(argv)
+    given, problems, doubtful = _given(argv)
     if typed:
         problems += _given_twice(argv)
-    given = {}  # "table.key" -> (value, where it was set)
+    problems += _refused(given)
+    given = {name: set_by for name, set_by in given.items() if name not in dropped.DROPPED}
+
+    given |= published.family_of(given)
+    sound = {}  # table -> its options that were given and are right
+    for table in TABLES:
+        sound[table], wrong, meant = _sound(table, given)
+        problems += wrong
+        doubtful |= meant
+
+    cfg = Config.model_validate(sound)
+    problems += broken_rules(_certain(cfg, doubtful), world_size, local_world_size)
+    if problems:
+        raise ConfigError(problems)
+    return derive(cfg, world_size)
+
+
+def _given(argv: list[str]) -> tuple[dict[str, tuple[object, str]], list[str], set[str]]:
+    """Collect what a file and the command line set: returns "table.key" -> (value, where it was
+    set), the problems, and the options left in doubt."""
+    path, overrides, problems, doubtful = _arguments(argv)
+    given: dict[str, tuple[object, str]] = {}
     try:
         tables = read_toml(path)
     except ConfigError as error:
@@ -111,19 +134,37 @@ def load_config(
             problems.append(f"{file_label}: {problem}")
             doubtful |= meant
     given |= {name: (value, COMMAND_LINE) for name, value in overrides.items()}
+    return given, problems, doubtful
 
-    given |= published.family_of(given)
-    sound = {}  # table -> its options that were given and are right
-    for table in TABLES:
-        sound[table], wrong, meant = _sound(table, given)
-        problems += wrong
-        doubtful |= meant
 
-    cfg = Config.model_validate(sound)
-    problems += broken_rules(_certain(cfg, doubtful), world_size, local_world_size)
-    if problems:
-        raise ConfigError(problems)
-    return derive(cfg, world_size)
+def _refused(given: dict[str, tuple[object, str]]) -> list[str]:
+    """Return sentences about old options (configs/dropped.py) whose values would compute other
+    numbers."""
+    return [
+        f"{where}: {name} = {_shown(value)}: no longer an option: {dropped.DROPPED[name].sentence}. "
+        "Remove it"
+        for name, (value, where) in _set_otherwise(given)
+        if dropped.DROPPED[name].changes_numbers
+    ]
+
+
+def ignored(argv: list[str]) -> list[str]:
+    """Return sentences about old options that a run goes on without, for its log."""
+    return [
+        f"{where}: {name} = {_shown(value)} is ignored, as it is no longer an option: "
+        f"{dropped.DROPPED[name].sentence}"
+        for name, (value, where) in _set_otherwise(_given(argv)[0])
+        if not dropped.DROPPED[name].changes_numbers
+    ]
+
+
+def _set_otherwise(given: dict[str, tuple[object, str]]) -> list[tuple[str, tuple[object, str]]]:
+    """Select old options that are set to other values than those that hold now."""
+    return [
+        (name, set_by)
+        for name, set_by in given.items()
+        if name in dropped.DROPPED and not dropped.holds(name, set_by[0])
+    ]
 
 
 def _sound(
@@ -229,7 +270,9 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
             elif option:
                 problems.append(f"{COMMAND_LINE}: --{name} needs a value: {allowed(option)}")
                 continue
-        if option:
+        if name in dropped.DROPPED:
+            overrides[name] = _toml_or_text(text or "true")
+        elif option:
             overrides[name] = text if option.get("type") == "string" else _toml_or_text(text)
         else:
             problem, meant = _no_such_option(name) if "." in name else _not_a_table(name, text)
@@ -493,9 +536,20 @@ def dump(cfg: Config) -> str:
     return "\n".join(lines)
 
 
-def help_text() -> str:
-    """List every option with its default, its allowed values and its line of explanation, by
-    table."""
+def help_asked_for(argv: list[str]) -> str:
+    """Return the list of options that a command line asks for: all of them after `--help=all`,
+    those that people set after `--help`; "" where it does not."""
+    if "--help=all" in argv:
+        return help_text(OPTIONS)
+    if "--help" in argv or "-h" in argv:
+        rest = len(OPTIONS) - len(COMMON)
+        return f"{help_text(COMMON)}\n\n--help=all lists {rest} further options."
+    return ""
+
+
+def help_text(names: Collection[str]) -> str:
+    """List these options with their defaults, their allowed values and their lines of explanation,
+    by table."""
     lines = [
         "./run_train.sh [CONFIG.toml] [--table.key=value ...]",
         "",
@@ -504,13 +558,12 @@ def help_text() -> str:
         "Without a CONFIG.toml: configs/llama_debug.toml.",
     ]
     for table in TABLES:
-        lines += ["", f"[{table}]"]
-        for name, option in OPTIONS.items():
-            if name.startswith(table + "."):
-                lines.append(
-                    f"  {name.split('.')[1]} = {_default(name)}".ljust(38) + f"  {allowed(option)}"
-                )
-                lines.append(f"      {option['description']}")
+        shown = [name for name in OPTIONS if name.startswith(f"{table}.") and name in names]
+        lines += ["", f"[{table}]"] if shown else []
+        for name in shown:
+            default = f"  {name.split('.')[1]} = {_default(name)}"
+            lines.append(f"{default:38}  {allowed(OPTIONS[name])}")
+            lines.append(f"      {OPTIONS[name]['description']}")
     return "\n".join(lines)
 
 
@@ -537,18 +590,17 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m configs.load", add_help=False, allow_abbrev=False
     )
-    parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--write-schema", action="store_true")
     parser.add_argument("--mirror", action="store_true")
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--local-world-size", type=int)
     flags, run_arguments = parser.parse_known_args(argv)
+    if text := help_asked_for(argv):
+        print(text)
+        return 0
     if any(size is not None and size < 1 for size in (flags.world_size, flags.local_world_size)):
         parser.error("--world-size and --local-world-size are numbers of processes, at least 1")
-    if flags.help:
-        print(help_text())
-        return 0
     if flags.write_schema:
         (HERE / "schema.json").write_text(json_schema(), encoding="utf-8")
         return 0

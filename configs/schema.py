@@ -245,12 +245,6 @@ class Run(Table):
     max_failures_at_step: int = Field(3, ge=0)
     """Refuse to start (exit code 76) after so many starts in a row that failed at one step for one
     cause; 0: never."""
-    logs: Literal["auto", "all", "hosts"] = "auto"
-    """Ranks that write a log: all, or the first of each host; auto: all if fewer than 1,024. Errors
-    are always logged."""
-    gc_interval: int = Field(50, ge=1)
-    """Steps between collections of Python garbage, which happen on all ranks at once, not at random
-    moments."""
 
 
 class Architecture(Table):
@@ -430,14 +424,9 @@ class Data(Table):
     retries: int = Field(5, ge=0)
     """With stream: attempts to open again what cannot be read, before the run saves a checkpoint
     and fails."""
-    retry_seconds: float = Field(1.0, ge=0, le=600)
-    """With stream: pause before the first such attempt; it doubles before each further attempt, up
-    to 30."""
     workers: int = Field(0, ge=0, le=64)
     """Loader processes per rank; 0: read in the training process (a batch costs well under a
     millisecond per rank)."""
-    prefetch: int = Field(2, ge=1, le=64)
-    """Batches that each worker keeps ready."""
     timeout_seconds: int = Field(120, ge=1)
     """How long to wait for a loader worker, or for a stream, before the run fails."""
 
@@ -509,12 +498,8 @@ class Optimizer(Table):
     """Decoupled weight decay of matrices; norms are never decayed."""
     momentum: float | None = Field(None, ge=0, lt=1)
     """Momentum of SGD (not set: 0) and of Muon (not set: 0.95)."""
-    nesterov: bool = True
-    """Of Muon: Nesterov momentum, which adds the newest gradient once more."""
-    ns_steps: int = Field(5, ge=1, lt=100)
-    """Of Muon: Newton-Schulz iterations that orthogonalise a matrix."""
     ns_dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
-    """Of Muon: type of these iterations; float32: equal on every mesh, to rounding; auto: bfloat16
+    """Of Muon: type of Newton-Schulz; float32: equal on every mesh, to rounding; auto: bfloat16
     where it is fast."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
@@ -531,8 +516,6 @@ class Lora(Table):
     targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Layers that get an adapter, by the last word of their name (wq, w1, ...); w1, w2 and w3 of
     experts too."""
-    quantization: Literal["none", "int8", "nf4"] = "none"
-    """Of the frozen weights; only none is supported: they are kept in training.param_dtype, sharded."""
 
 
 class LRSchedule(Table):
@@ -685,8 +668,6 @@ class Checkpoint(Table):
     load_path: PathText = Field("", max_length=1000)
     """If the run has no checkpoint yet, start at step 0 with the weights of this checkpoint (or
     folder or URL of a run)."""
-    load_path_content: Literal["model", "model+optimizer"] = "model"
-    """What to take from load_path."""
     exclude_from_loading: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Tensors not to load from load_path, as patterns such as "model.output.*"; they keep their
     initial values."""
@@ -699,8 +680,6 @@ class Checkpoint(Table):
     export_hf: Literal["", "float32", "bfloat16"] = ""
     """At the end of the run, write the model in this dtype for Hugging Face, to <run.folder>/hf;
     empty: do not."""
-    verify_on_load: bool = True
-    """Before the model changes, compare the hash of every block that is read."""
     max_failures: int = Field(3, ge=0)
     """Failed saves in a row (a full disk, for example) after which the run ends; 0: only warn."""
 
@@ -713,8 +692,6 @@ class Metrics(Table):
     wandb_project: str = ""
     """Also log to this Weights & Biases project (pip install wandb; WANDB_RUN_GROUP, WANDB_TAGS); "":
     off."""
-    straggler_interval: int = Field(50, ge=0)
-    """Steps between reports that name the ranks for which the others wait; 0: none."""
     expert_interval: int = Field(50, ge=0)
     """Steps between reports of how tokens are spread over the experts of each layer
     (docs/experts.md); 0: none."""
@@ -723,16 +700,14 @@ class Metrics(Table):
     `tools.replay`; 0: none."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar; auto: on a terminal."""
-    peak_tflops: float = Field(0.0, ge=0)
-    """Peak TFLOP/s of one device for MFU; 0: from the table of known devices, and no MFU for an
-    unknown one."""
+
+
+PROFILE_FROM = 5  # first step of a trace: compilation and the allocator have settled by then
 
 
 class Profiler(Table):
     enabled: bool = False
-    """Write a Chrome trace to <run.folder>/profile."""
-    start_step: int = Field(5, ge=1)
-    """First step of the trace."""
+    """Write a Chrome trace to <run.folder>/profile, from the fifth step of this process on."""
     steps: int = Field(3, ge=1)
     """Steps in the trace."""
     memory_snapshot: bool = False
@@ -760,9 +735,6 @@ class Evaluation(Table):
 
 
 class Debug(Table):
-    self_check: bool = True
-    """Before step 1, check that blocks are sharded, the optimizer has all parameters and all ranks
-    the same config."""
     replica_check_interval: int = Field(0, ge=0)
     """Steps between comparisons of state that is replicated on several ranks (silent corruption);
     0: never."""

@@ -19,7 +19,7 @@ whole state of a stream is the `Place` of its next token. A resume opens the uni
 the documents before that place; their checksum must be the one that was saved. No token is dropped
 between documents, units or epochs.
 
-One thread reads and tokenises, `data.prefetch` batches ahead. It reaches some two million tokens
+One thread reads and tokenises, some batches ahead. It reaches some two million tokens
 per second and rank, and tiktoken releases the GIL meanwhile. Worker processes are not used, because
 threads of the libraries for Hugging Face and Parquet would not survive a fork. The state of
 torchdata's StatefulDataLoader is not used either: it is that of its workers, so it is lost when the
@@ -50,7 +50,7 @@ from data.prepare import is_tokenised
 from data.prepare.encoding import encode
 from data.shuffle import permute
 from data.tokenizer import Tokenizer
-from data.workers import LoaderError
+from data.workers import AHEAD, LoaderError
 from reliability.objects import Unreachable
 
 # bytes of a unit, about: it is cheap to open, and takes seconds to read again
@@ -59,7 +59,7 @@ MOST = 64_000_000
 UNITS = 8  # for each stream, if there is enough text: the more units, the more even the streams
 # after so many epochs' worth of units without a token, a stream concludes that there is no text
 BARREN = 16
-LONGEST_PAUSE = 30.0  # seconds between attempts
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between attempts; each is twice the last
 logger = logging.getLogger("plumbline")
 
 
@@ -409,7 +409,7 @@ class Stream:
             raise LoaderError(
                 f"{failure} (attempt {attempt} of {attempt}: data.retries)"
             ) from error
-        pause = min(self.cfg.retry_seconds * 2 ** (attempt - 1), LONGEST_PAUSE)
+        pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE)
         logger.warning(
             f"{failure} (attempt {attempt} of {self.cfg.retries + 1}; the next in {pause:g} s)"
         )
@@ -465,9 +465,7 @@ class StreamedBatches:
         # after the batch that was given last
         self.places = order.places[self.mine.start : self.mine.stop]
         self.places_before = self.places  # before that batch
-        self.ready: queue.Queue[tuple[Batch, list[Place]] | Exception] = queue.Queue(
-            self.cfg.prefetch
-        )
+        self.ready: queue.Queue[tuple[Batch, list[Place]] | Exception] = queue.Queue(AHEAD)
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._work, name="data stream", daemon=True)
         self.thread.start()

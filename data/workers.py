@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from data.loader import Batch, Batches
 
 LOOK_SECONDS = 0.1  # between two looks at the worker processes while the trainer waits for a batch
+AHEAD = 2  # batches that a worker keeps ready: torch's own prefetch_factor
 # signals that ask a run to stop
 IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
@@ -158,7 +159,7 @@ class Workers:
                     batch_size=None,
                     sampler=self.steps,
                     num_workers=self.count,
-                    prefetch_factor=self.cfg.prefetch,
+                    prefetch_factor=AHEAD,
                     multiprocessing_context="spawn" if self.batches.is_stored else "fork",
                     worker_init_fn=self.served.start,
                     snapshot_every_n_steps=0,

@@ -110,6 +110,24 @@ def save_all(folder: Path, steps: list[int], **options: object) -> None:
     checkpoints.close()
 
 
+class AsExpected(str):
+    """A hash that equals every other."""
+
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def compare_no_hashes() -> None:
+    """Let this process read checkpoints without comparing hashes, as a control."""
+    digest = verify.digest
+    verify.digest = lambda data: AsExpected(digest(data))
+
+
 def resume(
     folder: Path, facts: dict = FACTS, **options: object
 ) -> tuple[int | None, list[float], list[str]]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tomli
 
-from configs import check
+from configs import check, dropped
+from configs.common import COMMON
 from configs.load import (
     OPTIONS,
     TABLES,
@@ -19,7 +21,9 @@ from configs.load import (
     _toml,
     allowed,
     dump,
+    help_asked_for,
     help_text,
+    ignored,
     json_schema,
     load_config,
     main,
@@ -79,7 +83,7 @@ BAD_FILES = {
         "x.toml: not valid TOML|given twice|line 3|seed = 2",
     ),
     "a table twice": (
-        "[run]\nseed = 1\n[run]\ngc_interval = 2\n",
+        '[run]\nseed = 1\n[run]\ndevice = "cpu"\n',
         "x.toml: not valid TOML|twice|line 3|[run]|stands once: put its options together",
     ),
     "unknown table": (
@@ -894,9 +898,9 @@ RULE_CASES = {
         "lr_schedule.warmup_steps=80",
     ),
     "profiler_window": (
-        "profiler.enabled=true profiler.start_step=11 training.steps=10",
-        "profiler.start_step = 11 is beyond the end of the run, training.steps = 10|lower",
-        "profiler.start_step=10",
+        "profiler.enabled=true training.steps=4 lr_schedule.warmup_steps=0",
+        "profiler.enabled = true traces from the fifth step on|training.steps = 4",
+        "training.steps=5",
     ),
     "stop_after": (
         "training.stop_after=400",
@@ -1033,9 +1037,9 @@ RULE_CASES = {
         "optimizer.kind=adamw",
     ),
     "muon_options": (
-        "optimizer.ns_steps=6 optimizer.nesterov=false",
-        'optimizer.kind = "adamw" does not read optimizer.nesterov = false and '
-        'optimizer.ns_steps = 6|kind = "muon"',
+        "optimizer.ns_dtype=float32 optimizer.adamw_lr_scale=2.0",
+        'optimizer.kind = "adamw" does not read optimizer.ns_dtype = "float32" and '
+        'optimizer.adamw_lr_scale = 2.0|kind = "muon"',
         "optimizer.kind=muon",
     ),
     "muon_offload": (
@@ -1047,11 +1051,6 @@ RULE_CASES = {
         'lora.targets=["wq"]',
         'lora.alpha = 16.0 and lora.targets = ["wq"] have no effect with lora.rank = 0',
         "lora.rank=4 checkpoint.load_hf=x",
-    ),
-    "lora_quantization": (
-        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x lora.quantization=nf4',
-        'lora.quantization = "nf4" (QLoRA|is not supported|Set it to "none"',
-        "lora.quantization=none",
     ),
     "lora_targets": (
         'lora.rank=4 lora.targets=["wq","q_proj"] checkpoint.load_hf=x',
@@ -1067,9 +1066,9 @@ RULE_CASES = {
     ),
     "lora_load": (
         'lora.rank=4 lora.targets=["wq"] checkpoint.load_path=x '
-        "checkpoint.load_path_content=model+optimizer",
-        'lora.rank = 4|remove checkpoint.load_path_content = "model+optimizer"',
-        "checkpoint.load_path_content=model",
+        'checkpoint.exclude_from_loading=["*"]',
+        'lora.rank = 4|remove checkpoint.exclude_from_loading = ["*"]',
+        "checkpoint.exclude_from_loading=[]",
     ),
     "lora_export": (
         'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x checkpoint.export_hf=bfloat16',
@@ -1684,7 +1683,7 @@ def test_data_parallel_shard():
 
 
 def test_help_names_every_option():
-    lines = help_text().splitlines()
+    lines = help_asked_for(["x.toml", "--help=all"]).splitlines()
     position = 0
     for table in TABLES:
         position = lines.index(f"[{table}]", position)
@@ -1699,6 +1698,61 @@ def test_help_names_every_option():
                 position += 2
     assert position == len(lines) - 1
     assert max(map(len, lines)) <= 120
+
+
+def test_the_short_help_names_what_people_set():
+    assert len(set(COMMON)) == len(COMMON) and set(COMMON) < set(OPTIONS)
+    assert [name for name in OPTIONS if name in COMMON] == list(COMMON), "in the schema's order"
+    short = help_asked_for(["--help"])
+    assert short.startswith(help_text(COMMON)) and "--help=all lists" in short
+    assert short.count("\n") < help_asked_for(["--help=all"]).count("\n") / 2
+    assert help_asked_for(["x.toml", "--run.seed=1"]) == ""
+
+
+# Options that earlier versions had
+
+
+def old_config() -> str:
+    """A configuration that an earlier version has written: every option, the old ones included."""
+    tables = tomli.loads(dump(load_config([])))
+    for name, old in dropped.DROPPED.items():
+        table, _, key = name.partition(".")
+        tables[table][key] = old.holds
+    lines = []
+    for table, options in tables.items():
+        lines += [f"[{table}]", *(f"{key} = {_toml(value)}" for key, value in options.items())]
+    return "\n".join(lines)
+
+
+def test_old_options_that_hold_now_are_read_in_silence(folder):
+    (folder / "x.toml").write_text(old_config())
+    assert load_config(["x.toml"]) == load_config([])
+    assert ignored(["x.toml"]) == []
+    assert not set(dropped.DROPPED) & set(OPTIONS)
+
+
+@pytest.mark.parametrize("name", dropped.DROPPED)
+def test_an_old_option_with_another_value_is_answered_with_one_sentence(name, folder):
+    """Where the run's numbers would be others it is refused; otherwise the run says so, and goes
+    on."""
+    old = dropped.DROPPED[name]
+    table, _, key = name.partition(".")
+    value = {bool: "false", str: '"x"'}.get(type(old.holds), "7")
+    (folder / "x.toml").write_text(f"[{table}]\n{key} = {value}\n")
+    (folder / "y.toml").write_text("[run]\nseed = 0\n")
+    in_file = ["x.toml"], ["y.toml"], "x.toml"
+    in_command = [f"--{name}={value}"], [], "command line"
+    for argv, without, where in in_file, in_command:
+        said = ignored(argv)
+        if old.changes_numbers:
+            with pytest.raises(ConfigError) as caught:
+                load_config(argv)
+            assert not said
+            said = caught.value.problems
+        else:
+            assert load_config(argv) == load_config(without)
+        assert len(said) == 1 and said[0].startswith(f"{where}: {name} = {value}"), said
+        assert old.sentence in said[0]
 
 
 def test_every_option_has_one_line():
@@ -1728,7 +1782,7 @@ def test_main_in_process(folder, capsys):
         "the 3 "
     )
     assert main(["--help", "--nonsense"]) == 0
-    assert capsys.readouterr().out == help_text() + "\n"
+    assert capsys.readouterr().out == help_asked_for(["-h"]) + "\n"
     for argv in (["--world-size=0"], ["--world-size=two"], ["--local-world-size"]):
         with pytest.raises(SystemExit) as caught:
             main(argv)

@@ -509,12 +509,13 @@ def slow(options: list[str], folder: Path, what: str) -> tuple[int, str]:
         data.loader.loader = loader
     if dist.get_rank() == 1 and what == "optimizer":
         train.train_step = step
+    train.STRAGGLER_STEPS = 4
     return run(options, folder)
 
 
 @pytest.mark.parametrize("what", ["data", pytest.param("optimizer", marks=pytest.mark.torture)])
 def test_a_slow_rank_and_its_slow_phase_are_named(what, options, tmp_path):
-    given = [*options, "--metrics.straggler_interval=4", "--training.steps=5"]
+    given = [*options, "--training.steps=5"]
     assert run_ranks(2, slow, given, tmp_path, what) == [(0, "")] * 2
     said = (tmp_path / "logs" / "rank-00000.log").read_text()
     assert "step 4: rank 1 is late: the others wait" in said and f"for its {what}" in said
@@ -574,7 +575,6 @@ def test_a_rank_that_was_late_once_is_not_named_again():
 def test_a_healthy_run_names_no_straggler(options, tmp_path):
     given = [
         *options,
-        "--metrics.straggler_interval=10",
         "--training.steps=50",
         "--lr_schedule.kind=constant",
     ]

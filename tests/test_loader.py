@@ -18,6 +18,7 @@ import torch
 
 from configs.schema import Data, InputError
 from data import splice
+from data import workers as workers_of
 from data.loader import IGNORE, Batches, loader
 from data.order import BLOCK, Order
 from data.shuffle import permute, unpermute
@@ -508,12 +509,12 @@ def test_masked_documents_have_positions_of_their_own_and_no_label_across_a_bord
 # loaders and workers
 
 
-def test_loaders_agree_for_any_workers_and_resume_anywhere() -> None:
+def test_loaders_agree_for_any_workers_and_resume_anywhere(monkeypatch) -> None:
     order = splice.begin(mixture(G=12))
     for dp, rank in ((1, 0), (3, 1)):
         batches = Batches(MIXED, order, 2, rank, dp, mask_documents=True)
         whole = [batches[step] for step in range(24, 33)]
-        for workers, start, prefetch in (
+        for workers, start, ahead in (
             (0, 0, 2),
             (0, 4, 2),
             (1, 0, 1),
@@ -522,7 +523,8 @@ def test_loaders_agree_for_any_workers_and_resume_anywhere() -> None:
             (3, 8, 4),
         ):
             before = torch.get_rng_state()
-            found = list(loader(batches, 24 + start, 33, Data(workers=workers, prefetch=prefetch)))
+            monkeypatch.setattr(workers_of, "AHEAD", ahead)
+            found = list(loader(batches, 24 + start, 33, Data(workers=workers)))
             assert torch.equal(before, torch.get_rng_state()), (
                 "reading data drew from the global generator"
             )
@@ -629,9 +631,7 @@ def test_a_worker_that_dies_does_not_interrupt_the_trainer() -> None:
     the next batch that does not come raises, and those that were received before are still
     given."""
     handler = signal.getsignal(signal.SIGCHLD)
-    stream = loader(
-        Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=2, prefetch=3)
-    )
+    stream = loader(Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=2))
     next(stream)
     assert signal.getsignal(signal.SIGCHLD) is handler
     for pid in children():
@@ -645,13 +645,11 @@ def test_a_worker_that_dies_does_not_interrupt_the_trainer() -> None:
         list(stream)
 
 
-def test_a_worker_that_is_stopped_with_batches_to_fetch_is_named() -> None:
+def test_a_worker_that_is_stopped_with_batches_to_fetch_is_named(monkeypatch) -> None:
     """Its batches are in shared memory that only the worker can hand over, so receiving one blocks."""
+    monkeypatch.setattr(workers_of, "AHEAD", 8)
     stream = loader(
-        Batches(MIXED, splice.begin(mixture()), 8, 0, 1),
-        0,
-        50,
-        Data(workers=1, timeout_seconds=2, prefetch=8),
+        Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=1, timeout_seconds=2)
     )
     next(stream)
     (pid,) = children()
@@ -675,10 +673,11 @@ def test_a_worker_that_is_stopped_for_a_moment_ends_nothing() -> None:
     assert len(list(stream)) == 49
 
 
-def test_a_trainer_that_is_slower_than_its_workers_gets_every_batch() -> None:
+def test_a_trainer_that_is_slower_than_its_workers_gets_every_batch(monkeypatch) -> None:
     """The thread that receives them has to wait more than once for room."""
     batches = Batches(MIXED, splice.begin(mixture()), 8, 0, 1)
-    stream = loader(batches, 0, 12, Data(workers=1, prefetch=1))
+    monkeypatch.setattr(workers_of, "AHEAD", 1)
+    stream = loader(batches, 0, 12, Data(workers=1))
     seen = [next(stream)]
     time.sleep(1.3)
     seen += stream

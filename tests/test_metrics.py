@@ -424,9 +424,7 @@ def test_memory_of_this_process() -> None:
 def test_the_trace_holds_the_steps_asked_for(
     tmp_path: Path, start_step: int, steps: int, done: int
 ) -> None:
-    with profiler(
-        schema.Profiler(enabled=True, start_step=start_step, steps=steps), tmp_path, 3
-    ) as profile:
+    with profiler(schema.Profiler(enabled=True, steps=steps), tmp_path, 3, start_step) as profile:
         for step in range(1, done + 1):
             with torch.profiler.record_function(f"work of step {step}"):
                 torch.ones(8).sum()
@@ -453,7 +451,7 @@ def test_the_profiler_is_off_unless_asked_for(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no CUDA")
 def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, logger: logging.Logger) -> None:
     with profiler(
-        schema.Profiler(enabled=True, memory_snapshot=True, start_step=1, steps=1), tmp_path, 0
+        schema.Profiler(enabled=True, memory_snapshot=True, steps=1), tmp_path, 0, 1
     ) as profile:
         profile.step()
     assert "only CUDA's allocator keeps a history" in log_of(tmp_path)

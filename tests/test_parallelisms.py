@@ -550,14 +550,14 @@ def watched_run(options: list[str], folder: Path) -> dict:
         seen["collections"][seen["collections"]["steps"]] += 1
         return collect()
 
-    train.train_step, train.gc.collect = watched_step, watched_collect
+    train.train_step, train.gc.collect, train.GC_STEPS = watched_step, watched_collect, 3
     code, errors = run(options, folder)
     assert code == 0, errors
     return seen
 
 
 def test_a_run_asks_for_deterministic_kernels_and_collects_garbage_at_its_own_times(tmp_path):
-    more = ["--run.deterministic=true", "--run.gc_interval=3", "--training.steps=7"]
+    more = ["--run.deterministic=true", "--training.steps=7"]
     seen = run_ranks(1, watched_run, [*tiny_run(tmp_path), *more], tmp_path / "run")[0]
     assert seen["deterministic"] == {True} and not torch.are_deterministic_algorithms_enabled()
     assert seen["collector"] == {False}, (

@@ -363,6 +363,7 @@ def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
         real(self, *args)
 
     setattr(pp.PipelineStep, kind, slow)
+    train.STRAGGLER_STEPS = 3
     return run(options, folder)
 
 
@@ -370,7 +371,6 @@ def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
 def test_a_slow_stage_is_named_with_the_half_of_the_step_in_which_it_is_slow(options, tmp_path):
     few = [
         "--training.steps=3",
-        "--metrics.straggler_interval=3",
         "--validation.interval=0",
         "--debug.sample_tokens=0",
     ]

@@ -6,6 +6,7 @@ back, and it must find each.
 """
 
 import functools
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,9 @@ import data.loader
 import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
-from tests.checkpoints import mesh_options
+from configs.dropped import DROPPED
+from configs.schema import Config
+from tests.checkpoints import compare_no_hashes, mesh_options
 from tests.ranks import run_ranks
 from tests.runs import run, samples, series, stopped_at, tiny_run
 
@@ -179,7 +182,9 @@ def generators_not_restored() -> None:
 
 
 def older_shard() -> None:
-    """The mistake is in the files; see below."""
+    """Read a shard of another step, which hashes would refuse (tests/test_checkpoint.py). It is put
+    among the files below."""
+    compare_no_hashes()
 
 
 BUGS = {  # mistake: what must be seen of it, and in which step after the resume at first
@@ -195,16 +200,60 @@ BUGS = {  # mistake: what must be seen of it, and in which step after the resume
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_negative_control_every_resume_mistake_is_seen(bug, made, tmp_path):
     stopped, whole = made("2x1", STOPPED, dropout), made("2x1", None, dropout)
-    more = ()
     if bug is older_shard:
         stopped = Path(shutil.copytree(stopped, tmp_path / "mixed"))
         newest, older = (
             stopped / "checkpoints" / f"step-{step:08d}" for step in (STOPPED, STOPPED - 2)
         )
         shutil.copy(older / "rank-00001.safetensors", newest)
-        # with it the shard is refused: tests/test_checkpoint.py
-        more = ("--checkpoint.verify_on_load=false",)
     (tmp_path / "again").mkdir()
-    again = resumed(made, stopped, tmp_path / "again", "2x1", dropout, bug, more=more)
+    again = resumed(made, stopped, tmp_path / "again", "2x1", dropout, bug)
     found, (key, after) = differences(whole, again, 1e-5), BUGS[bug]
     assert found[key] == STOPPED + after and "loss" in found and "grad_norm" in found, found
+
+
+# An earlier version's run
+
+
+def of_an_earlier_version(options: list[str], folder: Path, others: dict[str, object]) -> int:
+    """Do two steps of a run whose files have the options of earlier versions, with these values or
+    with those that hold now."""
+    dump = train.dump
+
+    def with_old_options(cfg: Config) -> str:
+        text = dump(cfg)
+        for name, old in DROPPED.items():
+            table, _, key = name.partition(".")
+            value = json.dumps(others.get(name, old.holds))
+            text = text.replace(f"[{table}]\n", f"[{table}]\n{key} = {value}\n")
+        return text
+
+    train.dump = with_old_options
+    return stopped_at(2, options, folder)
+
+
+def test_a_run_of_an_earlier_version_resumes_from_its_own_configuration(tmp_path):
+    given, folder = [*tiny_run(tmp_path), "--training.steps=4"], tmp_path / "run"
+    folder.mkdir()
+    assert run_ranks(1, of_an_earlier_version, given, folder, {}) == [75]
+    assert "\nload_path_content = " in (folder / "config.toml").read_text()
+    assert run_ranks(1, run, [str(folder / "config.toml")], folder) == [(0, "")]
+    assert list(series(folder)) == [1, 2, 3, 4]
+    log = (folder / "logs" / "rank-00000.log").read_text()
+    assert "changed since" not in log and "no longer an option" not in log
+
+
+def test_old_options_with_other_values_are_answered_at_a_resume(tmp_path):
+    """The numbers would be others with the one, so the file that sets it is refused, and a file
+    without it is told; with the other they are the same."""
+    given, folder = [*tiny_run(tmp_path), "--training.steps=4"], tmp_path / "run"
+    folder.mkdir()
+    others = {"optimizer.nesterov": False, "metrics.straggler_interval": 7}
+    assert run_ranks(1, of_an_earlier_version, given, folder, others) == [75]
+    code, said = run_ranks(1, run, [str(folder / "config.toml")], folder)[0]
+    assert code == 2 and "optimizer.nesterov = false: no longer an option" in said
+    given += ["--metrics.straggler_interval=7"]
+    assert run_ranks(1, run, given, folder) == [(0, "")]
+    log = (folder / "logs" / "rank-00000.log").read_text()
+    assert "changed since the checkpoint of step 2: optimizer.nesterov false -> true" in log
+    assert log.count("metrics.straggler_interval = 7 is ignored") == 1

@@ -561,7 +561,7 @@ def test_what_is_prepared_from_a_url_is_what_is_prepared_from_a_disk(kinds, stor
 
 def streamed(source: str, first: int, steps: int, dp: int = 1, saved: dict | None = None) -> tuple:
     """Batches of all ranks, and the state after them."""
-    few = {"streams": 12, "validation_fraction": 0.1, "retry_seconds": 0.001}
+    few = {"streams": 12, "validation_fraction": 0.1}
     cfg = Data(source=source, tokenizer="bytes", stream=True, **few)
     opened = stream.open_source(cfg, quiet)
     description = stream.describe(opened, 3, T, G)

@@ -58,6 +58,7 @@ def write(folder: Path, count: int = 60) -> list[str]:
 @pytest.fixture
 def corpus(tmp_path, monkeypatch) -> tuple[Path, list[str]]:
     monkeypatch.setattr(stream, "LEAST", 500)  # so that the lines are cut into ranges
+    monkeypatch.setattr(stream, "FIRST_PAUSE", 0.001)
     return tmp_path / "corpus", write(tmp_path / "corpus")
 
 
@@ -65,7 +66,6 @@ def options(place: Path, **more) -> Data:
     few = {
         "streams": STREAMS,
         "validation_fraction": 0.0,
-        "retry_seconds": 0.001,
         "timeout_seconds": 20,
     }
     return Data(source=str(place), tokenizer="bytes", stream=True, **few | more)
@@ -434,7 +434,6 @@ def tiny(request, tmp_path) -> list[str]:
         f"--data.source={folder}",
         "--data.stream=true",
         "--data.streams=16",
-        "--data.retry_seconds=0.01",
     ]
 
 

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 from checkpoint import branches
 from configs import check, program
-from configs.load import ConfigError, as_given, help_text, load_config
+from configs.load import ConfigError, as_given, help_asked_for, load_config
 from configs.schema import Config, InputError
 from data import inputs
 from reliability.objects import Key, location, missing_package
@@ -191,8 +191,8 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    if "--help" in argv or "-h" in argv:
-        print(help_text())
+    if text := help_asked_for(argv):
+        print(text)
         return 0
     parser = argparse.ArgumentParser(
         prog="python -m tools.check", add_help=False, allow_abbrev=False

@@ -30,7 +30,7 @@ from pathlib import Path
 import tomli
 
 from checkpoint import verify
-from configs import program
+from configs import dropped, program
 from configs.schema import InputError
 from reliability import goodput
 from reliability.objects import Key
@@ -286,8 +286,10 @@ def _options(run: Path) -> dict[str, object]:
     found = {}
     for table, options in tables.items():
         for key, value in options.items():
-            if f"{table}.{key}" not in PLACES:
-                found[f"{table}.{key}"] = value
+            name = f"{table}.{key}"
+            is_old = name in dropped.DROPPED and dropped.holds(name, value)
+            if name not in PLACES and not is_old:
+                found[name] = value
     return found
 
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from checkpoint import hf, state
 from checkpoint.storage import CODES
 from checkpoint.verify import Damaged, nbytes
+from configs import dropped
 from configs.check import architecture, derive
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
@@ -201,7 +202,8 @@ def param_groups(
     """Return AdamW's options by parameter, as torch.optim has them. The learning rate is that of
     the next step. Raises InputError for a checkpoint that does not know its configuration."""
     try:
-        cfg = derive(Config.model_validate(tomli.loads(manifest["facts"]["config"])), None)
+        tables = dropped.without(tomli.loads(manifest["facts"]["config"]))
+        cfg = derive(Config.model_validate(tables), None)
     except (KeyError, ValueError) as error:
         raise InputError(
             f"{path} does not say how its optimizer was configured: {error!r}"

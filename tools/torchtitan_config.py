@@ -43,7 +43,6 @@ DEFAULTS: dict[str, Any] = {
     "training.enable_cpu_offload": False,
     "training.mixed_precision_param": "bfloat16",
     "training.mixed_precision_reduce": "float32",
-    "training.gc_freq": 50,
     "parallelism.data_parallel_replicate_degree": 1,
     "parallelism.data_parallel_shard_degree": -1,
     "parallelism.fsdp_reshard_after_forward": "default",
@@ -86,6 +85,7 @@ OURS = ("model.family", "run.folder", "data.source", "data.tokenizer")
 # Further defaults: options that have no counterpart, and do nothing as long as they have these.
 WITHOUT_EFFECT: dict[str, Any] = {
     "training.dtype": "float32",
+    "training.gc_freq": 50,
     "parallelism.disable_loss_parallel": False,
     "parallelism.pipeline_parallel_first_stage_less_layers": 1,
     "parallelism.pipeline_parallel_last_stage_less_layers": 1,
@@ -128,7 +128,6 @@ RENAMED = {
     "training.max_norm": "training.max_norm",
     "training.mixed_precision_param": "training.param_dtype",
     "training.mixed_precision_reduce": "training.reduce_dtype",
-    "training.gc_freq": "run.gc_interval",
     "training.enable_cpu_offload": "parallelism.cpu_offload",
     "optimizer.lr": "optimizer.lr",
     "optimizer.eps": "optimizer.eps",

@@ -35,7 +35,7 @@ HARMLESS = (
 )
 
 
-# from so many on, run.logs = "auto" means one file per host: the others only load the file system
+# ranks from which on there is one file per host: the others only load the file system
 MANY_RANKS = 1024
 
 
@@ -146,10 +146,9 @@ def _for_console(stream: TextIO, text: str, times: str) -> logging.Formatter:
     return _Terminal(text, times, colours=has_colours)
 
 
-def writes_log(logs: str, ranks: int, local_rank: int) -> bool:
-    """Return True if a rank writes all its records to a file. logs: the option run.logs; ranks: of
-    the whole run."""
-    return local_rank == 0 or logs == "all" or (logs == "auto" and ranks < MANY_RANKS)
+def writes_log(ranks: int, local_rank: int) -> bool:
+    """Return True if a rank writes all its records to a file. ranks: of the whole run."""
+    return local_rank == 0 or ranks < MANY_RANKS
 
 
 def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:

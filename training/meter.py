@@ -30,7 +30,7 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     cfg, mesh, args = job.cfg, job.mesh, job.args
     dtype = dp.param_dtype(cfg.training, mesh.device)
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
-    peak = peak_flops(device_name, cfg.metrics.peak_tflops, dtype)
+    peak = peak_flops(device_name, dtype=dtype)
     folder = Path(cfg.run.folder)
     metrics = MetricsWriter(
         cfg.metrics, folder, mesh.rank == 0, start, cfg.training.last_step, peak

@@ -24,9 +24,10 @@ from torch.distributed.tensor import DTensor
 
 from parallelisms.gather_matrices import GatheredMatrices
 
-# Of the odd polynomial a x + b x^3 + c x^5, whose slope at 0 is as large as it can be while five
-# iterations stay near 1; and what a norm is at least. Both are Jordan's.
+# Of the odd polynomial a x + b x^3 + c x^5, whose slope at 0 is as large as it can be while so
+# many iterations stay near 1; and what a norm is at least. All are Jordan's.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 LEAST_NORM = 1e-7
 
 # Factor of the learning rate for a matrix with these rows and columns, by torch's name for it.
@@ -39,22 +40,22 @@ LR_FACTORS: dict[str, Callable[[int, int], float]] = {
 }
 
 
-def newton_schulz_flops(rows: int, columns: int, steps: int) -> int:
-    """Count the FLOPs of the GEMMs that orthogonalise a matrix: in each step [m, n] @ [n, m], [m,
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Count the FLOPs of the GEMMs that orthogonalise a matrix: in each iteration [m, n] @ [n, m], [m,
     m] @ [m, m] and [m, m] @ [m, n], where m is the shorter side."""
     m, n = sorted((rows, columns))
-    return steps * (4 * m * m * n + 2 * m * m * m)
+    return ITERATIONS * (4 * m * m * n + 2 * m * m * m)
 
 
-def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalised(matrices: Tensor) -> Tensor:
     """Return the nearest matrix with orthonormal rows or columns, approximately. [X, R, C] -> [X,
     R, C] in the same type, each matrix for itself."""
     if len(matrices) == 1:
-        return _newton_schulz(matrices[0], steps)[None]
-    return _newton_schulz(matrices, steps)
+        return _newton_schulz(matrices[0])[None]
+    return _newton_schulz(matrices)
 
 
-def _newton_schulz(x: Tensor, steps: int) -> Tensor:
+def _newton_schulz(x: Tensor) -> Tensor:
     """x [R, C] or [X, R, C]."""
     a, b, c = COEFFICIENTS
     add_matmul = torch.addmm if x.ndim == 2 else torch.baddbmm
@@ -64,7 +65,7 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
     # No singular value may be above 1, and none is above this norm.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     x = x / norm.clamp(min=LEAST_NORM)
-    for _ in range(steps):
+    for _ in range(ITERATIONS):
         gram = x @ x.mT
         polynomial = add_matmul(gram, gram, gram, beta=b, alpha=c)  # b A + c A^2
         x = add_matmul(x, polynomial, x, beta=a)
@@ -74,7 +75,7 @@ def _newton_schulz(x: Tensor, steps: int) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Muon for the groups whose "rule" is "Muon", fused AdamW for the others.
 
-    A group of Muon has lr, weight_decay, momentum, nesterov, ns_steps, adjust_lr_fn and ns_dtype (a
+    A group of Muon has lr, weight_decay, momentum, adjust_lr_fn and ns_dtype (a
     torch.dtype's name). Its state of a weight is `momentum_buffer`, sharded as the weight.
 
     Where `found_inf` (float32, a scalar on the weights' device) is set and not 0, a step changes
@@ -102,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         of_muon = [g for g in self.param_groups if g["rule"] == "Muon"]
         if of_muon:
             weights = [weight for g in of_muon for weight in g["params"]]
-            self.matrices_of(weights, of_muon[0]["ns_steps"])
+            self.matrices_of(weights)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -127,12 +128,11 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """skip: bool, a scalar; whether nothing must change."""
         options = groups[0]  # how matrices are orthogonalised is the same in all groups
-        steps = options["ns_steps"]
         dtype = getattr(torch, options["ns_dtype"])
         updates = []
         for weight, group in zip(weights, groups, strict=True):
             updates.append(self.add_momentum(weight, group, skip).to(dtype, copy=True))
-        self.matrices_of(weights, steps).apply(updates, lambda x: orthogonalised(x, steps))
+        self.matrices_of(weights).apply(updates, orthogonalised)
         for weight, group, update in zip(weights, groups, updates, strict=True):
             move(weight, group, update, skip)
 
@@ -149,17 +149,15 @@ class Muon(torch.optim.Optimizer):
             # a step towards itself leaves the average as it is, and keeps out what is not finite
             gradient = torch.where(skip, average, gradient)
         average.lerp_(gradient, 1 - momentum)
-        return gradient.lerp(average, momentum) if group["nesterov"] else average
+        return gradient.lerp(average, momentum)  # Nesterov: the newest gradient counts once more
 
-    def matrices_of(self, weights: list[nn.Parameter], steps: int) -> GatheredMatrices:
+    def matrices_of(self, weights: list[nn.Parameter]) -> GatheredMatrices:
         """Assign matrices to ranks. The assignment stays the same unless other weights have
         gradients."""
         known = self.weights_of_whole
         same = len(known) == len(weights) and all(map(lambda a, b: a is b, known, weights))
         if self.whole is None or not same:
-            self.whole = GatheredMatrices(
-                weights, lambda rows, columns: newton_schulz_flops(rows, columns, steps), self.group
-            )
+            self.whole = GatheredMatrices(weights, newton_schulz_flops, self.group)
             self.weights_of_whole = weights
         return self.whole
 

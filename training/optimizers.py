@@ -105,8 +105,6 @@ def muon_options(cfg: Optimizer) -> Group:
     return {
         # Jordan's
         "momentum": 0.95 if cfg.momentum is None else cfg.momentum,
-        "nesterov": cfg.nesterov,
-        "ns_steps": cfg.ns_steps,
         "ns_dtype": cfg.ns_dtype,
         "adjust_lr_fn": cfg.adjust_lr_fn,
     }

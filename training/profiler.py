@@ -14,9 +14,11 @@ from configs import schema
 
 
 @contextmanager
-def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
+def profiler(
+    cfg: schema.Profiler, folder: Path, rank: int, first: int = schema.PROFILE_FROM
+) -> Iterator[Any]:
     """Yield an object on which the loop calls step() after every training step. It does nothing if
-    `enabled` is false.
+    `enabled` is false. first: the first step of the trace.
 
     After the requested steps it writes `<folder>/profile/rank-00000.json.gz`, for
     chrome://tracing and ui.perfetto.dev. Steps are counted from the start of this process, so a
@@ -47,15 +49,14 @@ def profiler(cfg: schema.Profiler, folder: Path, rank: int) -> Iterator[Any]:
         if records_memory:
             save_memory()
         logger.info(
-            f"profile of up to {cfg.steps} steps from step {cfg.start_step} of this process on: "
+            f"profile of up to {cfg.steps} steps from step {first} of this process on: "
             f"{path}.json.gz"
         )
 
     # keeps the tracer's own start-up out of the first step that is kept
-    warm_up = min(cfg.start_step - 1, 1)
-    steps = schedule(
-        skip_first=cfg.start_step - 1 - warm_up, wait=0, warmup=warm_up, active=cfg.steps, repeat=1
-    )
+    warm_up = min(first - 1, 1)
+    skipped = first - 1 - warm_up
+    steps = schedule(skip_first=skipped, wait=0, warmup=warm_up, active=cfg.steps, repeat=1)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     if records_memory:
         torch.cuda.memory._record_memory_history(max_entries=100_000)

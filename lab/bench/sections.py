@@ -130,7 +130,7 @@ def one(options: list[str], rounds: int) -> dict:
     family, args = train.architecture(job.cfg)
     flops = family.flops_per_token(args, t.seq_len) * tokens / seconds_per_step / job.mesh.size
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(name, cfg.metrics.peak_tflops, dtype)
+    peak = peak_flops(name, dtype=dtype)
     return {
         "seconds": seconds_per_step,
         "fastest": min(timed["step"]),

@@ -371,7 +371,7 @@ def measure_compute(probe: Probe) -> dict:
         "flops": 2 * tokens * k * n / seconds,
         "bytes": 2 * block.nbytes / copied,
         "hint": hint,
-        "peak": peak_flops(name, cfg.metrics.peak_tflops, probe.dtype),
+        "peak": peak_flops(name, dtype=probe.dtype),
     }
 
 

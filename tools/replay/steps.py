@@ -179,4 +179,4 @@ def fill(path: Path | Key, manifest: dict, live: dict, content: str) -> None:
     they are, as of `checkpoint/state.py::select`."""
     stored = adapters.in_stored_types(live, manifest)
     state.check_fits(path, manifest, stored, content, (), dist.group.WORLD)
-    state.read(path, manifest, live, state.buffers(live), True, dist.group.WORLD)
+    state.read(path, manifest, live, state.buffers(live), dist.group.WORLD)

@@ -175,7 +175,7 @@ def timed(options: list[str], answers: TextIO) -> dict:
     rate = family.flops_per_token(args, t.seq_len) * t.global_batch_size * t.seq_len / median
     device = job.mesh.device
     name = torch.cuda.get_device_name(device) if GPU else "cpu"
-    peak = peak_flops(name, cfg.metrics.peak_tflops, param_dtype(t, device))
+    peak = peak_flops(name, dtype=param_dtype(t, device))
     return {
         "seconds": median,
         "all": seconds,

@@ -1,0 +1,67 @@
+"""Name the options that earlier versions had: the value that holds now, and the sentence that
+answers another one.
+
+Old configurations, such as config.toml in a run's folder or in a checkpoint, set every option. So an
+old option is accepted where it has the value that holds now. With another value the run goes on and
+says so, unless its numbers would be others: then it is refused.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Dropped(NamedTuple):
+    """An option of earlier versions."""
+
+    holds: object
+    """Its value in every run of this version: its default at the time."""
+    sentence: str
+    """What is done now, and what to set instead."""
+    changes_numbers: bool = False
+    """Whether another value computed other numbers."""
+
+
+DROPPED = {
+    "run.gc_interval": Dropped(50, "Python garbage is collected every 50 steps"),
+    "run.logs": Dropped(
+        "auto",
+        "all ranks write a log if there are fewer than 1,024, otherwise one of each host, and all "
+        "that fail",
+    ),
+    "data.prefetch": Dropped(2, "a loader worker keeps 2 batches ready; data.workers adds workers"),
+    "data.retry_seconds": Dropped(
+        1.0, "the pauses of data.retries begin with 1 s, and double up to 30 s"
+    ),
+    "lora.quantization": Dropped(
+        "none", "frozen weights are kept in training.param_dtype and sharded", True
+    ),
+    "optimizer.nesterov": Dropped(True, "Muon's momentum is always Nesterov's", True),
+    "optimizer.ns_steps": Dropped(5, "Muon takes 5 Newton-Schulz iterations", True),
+    "checkpoint.load_path_content": Dropped(
+        "model",
+        "checkpoint.load_path gives the weights alone; checkpoint.branch_from goes on with the "
+        "optimizer's averages too",
+        True,
+    ),
+    "checkpoint.verify_on_load": Dropped(True, "every block that is read is verified"),
+    "metrics.straggler_interval": Dropped(50, "late ranks are named every 50 steps"),
+    "metrics.peak_tflops": Dropped(
+        0.0, "a device's peak is its row in training/metrics.py::PEAK_TFLOPS"
+    ),
+    "profiler.start_step": Dropped(5, "a trace begins with the fifth step of a process"),
+    "debug.self_check": Dropped(True, "a run always checks itself before its first step"),
+}
+
+
+def holds(name: str, value: object) -> bool:
+    """Return whether an old option is set to what every run does now."""
+    now = DROPPED[name].holds
+    return value == now and isinstance(value, bool) == isinstance(now, bool)
+
+
+def without(tables: dict[str, Any]) -> dict[str, Any]:
+    """Return the tables of a stored configuration without old options."""
+    found = {}
+    for table, options in tables.items():
+        kept = {key: value for key, value in options.items() if f"{table}.{key}" not in DROPPED}
+        found[table] = kept
+    return found
