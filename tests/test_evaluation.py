@@ -564,6 +564,8 @@ def test_a_run_says_its_scores_and_the_tool_finds_them_again(options, files, tmp
     assert evaluate_tool.main([str(tmp_path), *named]) == 0
     again = capsys.readouterr().out
     assert f"{last['evaluation/perplexity/bits_per_byte']:.4f}" in again
+    joined = evaluate_tool.wanted(tmp_path, [str(files["multiple_choice"])], "")
+    assert [task.delimiter for task in joined] == [""]
     page = report_of(tmp_path)
     assert "Evaluation: multiple_choice" in page and "acc, ± standard error, chance 0.333" in page
     assert re.search(r"multiple_choice, acc<td[^>]*>0\.\d+ ± 0\.\d+ \(chance 0\.333\d*\)", page)

@@ -317,7 +317,7 @@ def test_experts_and_latent_attention_give_the_same_tokens_on_a_mesh():
 
 
 @pytest.mark.slow
-def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path):
+def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path, capsys):
     """From the Hugging Face folder, and from the checkpoint that it was converted to."""
     pytest.importorskip("transformers")
     family, args = SHAPES["deepseek_v3"]
@@ -340,6 +340,11 @@ def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path):
     assert len(set(want)) > 10
     for folder in "hf", "run":
         assert generate(tmp_path / folder, "abc", 20, 0.0, 1, 0) == words.decode(want)
+    drawn = generate(tmp_path / "run", "abc", 20, 0.8, 3, 4)
+    capsys.readouterr()
+    options = ["--prompt=abc", "--tokens=20", "--top-k=3", "--seed=4"]
+    assert main([str(tmp_path / "run"), *options]) == 0
+    assert capsys.readouterr().out == f"{drawn}\n"
 
 
 def test_text_grows_by_whole_characters(capsys):

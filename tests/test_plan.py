@@ -869,10 +869,10 @@ def test_an_exchange_goes_straight_to_every_rank(ranks, seconds):
 
 def test_the_report_and_the_page_show_the_context(tmp_path, capsys):
     out = tmp_path / "plan.html"
-    assert (
-        main([*DEBUG, CP2, ULYSSES, "--html", str(out), "--gpus", "4", "--gpus-per-node", "2"]) == 0
-    )
+    own = ["--gpus=4", "--gpus-per-node=2", "--mtbf-gpu-hours=100", "--storage-gb-per-s=3"]
+    assert main([*DEBUG, CP2, ULYSSES, "--html", str(out), *own, "--restart-minutes=1"]) == 0
     said = capsys.readouterr().out
+    assert "(100 GPU-hours each)" in said and "at 3 GB/s" in said
     assert (
         "dp_shard 2 x cp 2 x tp 1" in said
         and "context parallel, ulysses: 2 ranks on one host share a sequence, 32 tokens each"

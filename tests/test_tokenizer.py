@@ -613,9 +613,12 @@ def test_training_on_the_command_line(tmp_path: Path) -> None:
         [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
     )
     assert again.returncode == 2 and "exists already" in again.stderr
-    command[command.index("900")] = "90000"
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"body": Path(train_tokenizer.__file__).read_text()}) + "\n")
+    command[command.index("training")] = str(lines)
+    short = ["--text-field=body", "--json-files=records", "--characters=400"]
     few = subprocess.run(
-        [*command, str(tmp_path / "few")], cwd=ROOT, capture_output=True, text=True
+        [*command, str(tmp_path / "few"), *short], cwd=ROOT, capture_output=True, text=True
     )
     assert few.returncode == 2 and "tokens only" in few.stderr and "Traceback" not in few.stderr
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tools.sampling import Loaded
 
 CHUNK_TOKENS = 1024  # logits in memory, as training.loss_chunk_tokens
+BATCH_TOKENS = 8192  # of a forward
 
 
 def wanted(folder: Path | Key, files: list[str], delimiter: str) -> list[EvaluationTask]:
@@ -68,16 +69,14 @@ def _of_run(folder: Path | Key) -> list[EvaluationTask]:
     raise InputError(f"{folder} has no tasks: name a file with --task")
 
 
-def evaluate(
-    loaded: Loaded, mesh: Mesh, task: tasks.EncodedTask, file: str, window: int, batch_tokens: int
-) -> dict:
+def evaluate(loaded: Loaded, mesh: Mesh, task: tasks.EncodedTask, file: str, window: int) -> dict:
     """Score one task. Returns its scores; for each row the log-likelihoods, and the number of
     tokens that are not the likeliest."""
     from training.evaluate import score_requests  # here, because it imports torch
 
     print(task.describe(window), file=sys.stderr)
     model = loaded.model.to(mesh.device)
-    found = score_requests(model, mesh, task.requests, batch_tokens, CHUNK_TOKENS)
+    found = score_requests(model, mesh, task.requests, BATCH_TOKENS, CHUNK_TOKENS)
     of_rows = (by_row(task, numbers) for numbers in found)
     samples = [
         {"line": row.line, "log_likelihoods": each, "mistakes": mistakes}
@@ -114,7 +113,7 @@ def evaluated(args: argparse.Namespace) -> list[dict]:
     opened = [tasks.open_task(task, loaded.tokenizer, window) for task in chosen]
     mesh = meshes.open_mesh(Run(), Parallelism(), 1, False)
     results = [
-        evaluate(loaded, mesh, task, of.file, window, args.batch_tokens)
+        evaluate(loaded, mesh, task, of.file, window)
         for task, of in zip(opened, chosen, strict=True)
     ]
     meshes.close_mesh()
@@ -169,9 +168,6 @@ def main(argv: list[str] | None = None) -> int:
         "--window",
         type=int,
         help="tokens that the model sees [those of its training; of a folder, the model's positions]",
-    )
-    parser.add_argument(
-        "--batch-tokens", type=int, default=8192, help="tokens of a forward [%(default)s]"
     )
     parser.add_argument("--json", type=Path, help="also write the scores and each row's to a file")
     parser.add_argument(

@@ -58,12 +58,11 @@ def lines(
     rows: Sequence[Row],
     pool: Sequence[Row],
     shots: int,
-    seed: int,
     where: str,
 ) -> Iterator[Row]:
     """Return the lines of a task's file. pool: the rows that few-shot examples come from; where:
     names the rows in an error. Raises InputError for a row without the published fields."""
-    generator = random.Random(seed)
+    generator = random.Random(SEED)
     for number, row in enumerate(rows):
         found = line(benchmark, row, f"row {number} of {where}")
         kind = "multiple_choice" if "choices" in found else "perplexity"
@@ -171,7 +170,7 @@ def part(benchmark: Benchmark, args: argparse.Namespace) -> list[Row]:
             raise InputError(f"--shots {args.shots}: {of_pool} has only {len(pool)} rows")
     if args.limit:
         rows = list(rows)[: args.limit]
-    return list(lines(benchmark, rows, pool, args.shots, args.seed, where))
+    return list(lines(benchmark, rows, pool, args.shots, where))
 
 
 def fetch(args: argparse.Namespace) -> list[Row]:
@@ -213,9 +212,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--split", help="what to score [the harness's]")
     parser.add_argument(
         "--shots", type=int, default=0, help="examples before each question [%(default)s]"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=SEED, help="of the examples [%(default)s, as the harness's]"
     )
     parser.add_argument(
         "--limit", type=int, default=0, help="take this many questions, of each subject [all]"

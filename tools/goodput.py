@@ -21,6 +21,7 @@ from configs.schema import InputError
 from reliability.goodput import KINDS, Account, account, read
 from tools.places import run_folder
 
+INTERRUPTIONS = 1000  # that are simulated: the mean is within 1% of what is expected
 MEASURED = {  # by `Account.per_event`: what else to assume
     "stall": (1.0, "seconds that a save holds training up"),
     "detect": (35.0, "seconds from a failure to the new start"),
@@ -152,8 +153,8 @@ def predict(options: argparse.Namespace) -> dict:
         options.restart,
         interval,
         options.write,
-        options.interruptions,
-        options.seed,
+        INTERRUPTIONS,
+        seed=0,
     )
     return {
         "interval": interval,
@@ -170,7 +171,7 @@ def predict(options: argparse.Namespace) -> dict:
 def predicted(prediction: dict, options: argparse.Namespace) -> str:
     total = sum(prediction["seconds"].values())
     lines = [
-        f"{options.interruptions:,} interruptions, one per {options.mtbf_hours:g} h; a save every "
+        f"{INTERRUPTIONS:,} interruptions, one per {options.mtbf_hours:g} h; a save every "
         f"{prediction['interval']:,.1f} s "
         f"that stalls {options.stall:.3g} s; {options.detect:.3g} s to detect, "
         f"{options.restart:.3g} s to restart"
@@ -216,10 +217,6 @@ def main(argv: list[str] | None = None) -> int:
             default=default,
             help=meaning if default is None else f"{meaning} [{default:g}]",
         )
-    parser.add_argument(
-        "--interruptions", type=int, default=1000, help="how many to simulate [%(default)s]"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the simulation [%(default)s]")
     options = parser.parse_args(argv)
     if not options.simulate and not options.run:
         parser.error("give the folder of a run, or --simulate")
@@ -233,10 +230,8 @@ def main(argv: list[str] | None = None) -> int:
             setattr(options, name, measured.per_event()[name] if measured else default)
     times = (options.stall, options.detect, options.restart, options.interval, options.write)
     sound = all(0 <= value < math.inf for value in times) and 0 < options.mtbf_hours < math.inf
-    if not sound or options.interruptions < 1:
-        parser.error(
-            "times must not be negative, and --mtbf-hours and --interruptions must be above 0"
-        )
+    if not sound:
+        parser.error("times must not be negative, and --mtbf-hours must be above 0")
     try:
         result = predict(options) if options.simulate else measured
     except InputError as error:
