@@ -97,6 +97,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "reliability.objects",
         "configs.boxes",  # how a tensor is cut
         "parallelisms.boxes",  # which box of a tensor this rank holds
+        "configs.dropped",  # options that a checkpoint of an earlier version has
         "configs.published",  # which model a config.json means
         "models.lora",  # which parameters are adapters
         "training",
