@@ -494,8 +494,9 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
     job = build(cfg)
     this_start.add(mesh=job.mesh.sizes, hosts=hosts(job.mesh))
     corpora.check_vocabulary(job.args.vocab_size)
-    facts = same_on_all_ranks(dump(cfg), corpora)
-    contract.verify(job.model, job.optimizer, job.mesh, facts)
+    if cfg.debug.self_check:
+        facts = same_on_all_ranks(dump(cfg), corpora)
+        contract.verify(job.model, job.optimizer, job.mesh, facts)
     return corpora, job
 
 

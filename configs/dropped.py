@@ -48,7 +48,6 @@ DROPPED = {
         0.0, "a device's peak is its row in training/metrics.py::PEAK_TFLOPS"
     ),
     "profiler.start_step": Dropped(5, "a trace begins with the fifth step of a process"),
-    "debug.self_check": Dropped(True, "a run always checks itself before its first step"),
 }
 
 

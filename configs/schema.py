@@ -735,6 +735,9 @@ class Evaluation(Table):
 
 
 class Debug(Table):
+    self_check: bool = True
+    """Before step 1, check that blocks are sharded, the optimizer has all parameters and all ranks
+    the same config."""
     replica_check_interval: int = Field(0, ge=0)
     """Steps between comparisons of state that is replicated on several ranks (silent corruption);
     0: never."""

@@ -1,4 +1,4 @@
-"""Check FSDP2's contract once, on the running job before its first step.
+"""Check FSDP2's contract once, on the running job before its first step (`debug.self_check`).
 
 Breaking one of these rules raises nothing in PyTorch: the job trains wrong, or hangs much later.
 docs/parallelism.md has each rule with its reason and what one sees when it is broken.
