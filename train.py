@@ -46,6 +46,7 @@ from reliability.guard import Guard
 from reliability.objects import check_mirrored
 from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
+from tools.parity import proved
 from training import attention, digests, graphs, init, log
 from training.balance import move_biases, sum_counts
 from training.evaluate import open_tasks, run_evaluation
@@ -497,6 +498,7 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
     if cfg.debug.self_check:
         facts = same_on_all_ranks(dump(cfg), corpora)
         contract.verify(job.model, job.optimizer, job.mesh, facts)
+        proved.at_start(cfg, *architecture(cfg))
     return corpora, job
 
 

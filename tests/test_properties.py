@@ -1,7 +1,10 @@
 """`python -m tools.parity --properties`: every family that is shipped holds its properties, and each of
 ten broken forks is seen by its own property, and by no other; the cheap ones refuse a run."""
 
+import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +20,8 @@ from configs.load import load_config
 from configs.schema import InputError
 from models import MODELS, layers, llama, lora, moe
 from models.kernels.ruled_attention import ruled_attention
-from tests.runs import ROOT
+from tests.examples import fork
+from tests.runs import ROOT, environment, tiny_run
 from tools.parity import __main__ as tool
 from tools.parity import properties, proved
 from tools.parity.tiny import Tiny, copy_of
@@ -224,6 +228,32 @@ def test_a_family_is_proved_again_when_one_of_its_files_changes(tmp_path: Path) 
     assert changed_by("qwen3.py") == changed_by("flavors/qwen3.py") == {"qwen3"}
     assert changed_by("formats/qwen3.py") == set()
     assert changed_by("layers.py") == changed_by("kernels/cpu/causal_attention.py") == set(MODELS)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_a_run_of_a_changed_family_proves_it_once(tmp_path: Path) -> None:
+    tree = fork(tmp_path)
+    options = [*tiny_run(tmp_path), f"--run.folder={tmp_path / 'run'}", "--training.steps=4"]
+    path = tree / "models" / "layers.py"
+    right = path.read_text()
+    result = "return h + self.feed_forward(self.ffn_norm(h))"
+    assert right.count(result) == 1
+    noted = tmp_path / "run" / proved.IN_RUN
+
+    def start() -> tuple[int, str]:
+        command = [sys.executable, "train.py", *options]
+        done = subprocess.run(command, cwd=tree, env=environment(), capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    path.write_text(right.replace(result, result + " + 0.1 * h.roll(-1, 1)"))
+    code, said = start()
+    assert code == 2 and "the model is wrong (causality): layers.0 (by" in said, said
+    assert not noted.exists()
+    path.write_text(right + "\n# another line\n")
+    code, said = start()
+    assert code == 0 and "hold: repeats, causality, rows, attention, gradients (" in said, said
+    assert json.loads(noted.read_text()).keys() == {"llama"}
 
 
 @pytest.mark.slow

@@ -183,7 +183,8 @@ def files(tiny: Tiny) -> str | None:
             family, args = hf.read_model(out, FORMATS)
             stored = hf.weights(out, formats, tiny.args, shapes)
         except InputError as error:
-            return f"the exported model cannot be read: {error}"
+            said = str(error).replace(str(out), "the export")
+            return f"the model cannot be exported and read back: {said}"
         if family != tiny.family.name:
             return f"the exported config.json is read as a model of the family {family}"
         for parameter, weight in weights.items():
