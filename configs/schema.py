@@ -736,8 +736,8 @@ class Evaluation(Table):
 
 class Debug(Table):
     self_check: bool = True
-    """Before step 1, check that blocks are sharded, the optimizer has all parameters and all ranks
-    the same config."""
+    """Before step 1, check that blocks are sharded, the optimizer has all parameters, all ranks the
+    same config, and a changed family its properties (docs/forking.md)."""
     replica_check_interval: int = Field(0, ge=0)
     """Steps between comparisons of state that is replicated on several ranks (silent corruption);
     0: never."""
