@@ -73,7 +73,7 @@ def samples_differ(tiny: Tiny) -> str | None:
             return f"the model: with a cache it samples {alone}, without one {expected[number]}"
         if together[number] != expected[number]:
             return (
-                f"the model: beside another prompt it samples {together[number]}, alone "
+                f"the model: with another prompt in the batch it samples {together[number]}, alone "
                 f"{expected[number]}"
             )
     return None

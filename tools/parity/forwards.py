@@ -109,7 +109,7 @@ def sees_later(tiny: Tiny, places: Sequence[int], documents: Sequence[int]) -> s
 
 
 def isolation(tiny: Tiny) -> str | None:
-    """A document moves nothing in the documents after it, and stands anywhere in a row."""
+    """A document moves nothing in the documents after it, and has the same numbers anywhere in a row."""
     tokens = tiny.tokens(1)
     first = outputs(tiny, tokens, DOCUMENTS)
     ends = (DOCUMENTS[0], sum(DOCUMENTS[:2]))
@@ -129,7 +129,7 @@ def depends_on_place(tiny: Tiny, tokens: Tensor, packed: Outputs) -> str | None:
     moved = packed.first_moved(alone, since(LENGTH - last), everything, ALONE)
     if moved is None:
         return None
-    return f"{moved}: what this module returns for a document depends on where it stands in a row"
+    return f"{moved}: what this module returns for a document depends on its place in a row"
 
 
 def rows(tiny: Tiny) -> str | None:

@@ -1,16 +1,18 @@
 """Properties of a backward: every gradient is that of the function that forward computes, whichever way
 it is computed. Each function gets the tiny copy, and returns a failure in words, or None."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from configs.schema import ActivationCheckpoint, Compile
 from models.terms import AuxiliaryTerms
+from parallelisms import blocks
+from tools.parity.forwards import NotAsked
 from tools.parity.outputs import distance
 from tools.parity.tiny import LENGTH, Tiny
 
@@ -130,46 +132,34 @@ def slope(tiny: Tiny, weight: Tensor, way: Tensor, tokens: Tensor, labels: Tenso
 
 def recomputed(tiny: Tiny) -> str | None:
     """Gradients are the same where every block is recomputed in backward."""
-    wrap = partial(partial, checkpoint, use_reentrant=False, preserve_rng_state=False)
-    return differs(tiny, wrap, "recomputed in backward")
+    other = replace(tiny, model=deepcopy(tiny.model))
+    blocks.checkpoint_blocks(other.model, ActivationCheckpoint(mode="full"))
+    return differs(tiny, other, "recomputed in backward")
 
 
 def compiled(tiny: Tiny) -> str | None:
     """Gradients are the same where every block is compiled (aot_eager)."""
     torch._dynamo.reset()
-    wrap = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    other = replace(tiny, model=deepcopy(tiny.model))
+    blocks.compile_blocks(other.model, Compile(enabled=True, backend="aot_eager"))
     try:
-        return differs(tiny, wrap, "compiled")
+        return differs(tiny, other, "compiled")
     except torch._dynamo.exc.TorchDynamoException as error:
         first = str(error).strip().splitlines()[0]
-        return f"the blocks cannot be compiled (compile.enabled): {first}"
+        raise NotAsked(f"its blocks cannot be compiled (compile.enabled): {first}") from None
 
 
-def differs(tiny: Tiny, wrap: Callable, how: str) -> str | None:
-    """Compare the gradients of plain blocks with those of blocks with such a forward."""
+def differs(tiny: Tiny, other: Tiny, how: str) -> str | None:
+    """Compare the gradients of plain blocks with those of the same model with other ones."""
     loss, plain = gradients_of(tiny, with_terms=True)
-    with wrapped(tiny.model, wrap):
-        other_loss, other = gradients_of(tiny, with_terms=True)
+    other_loss, others = gradients_of(other, with_terms=True)
     if not abs(loss - other_loss) <= tiny.limit * abs(loss):
         return f"the model: with its blocks {how} the loss is {other_loss:.12g}, not {loss:.12g}"
     for name in reversed(list(plain)):
-        by = distance(plain[name], other.get(name, torch.empty(0)))
+        by = distance(plain[name], others.get(name, torch.empty(0)))
         if not by <= tiny.limit:
             return f"{module_of(name)}: with blocks {how} the gradient of {name} is off by {by:.1e}"
     return None
-
-
-@contextmanager
-def wrapped(model: Any, wrap: Callable) -> Iterator[None]:
-    """Wrap the forwards of the blocks, as parallelisms/blocks.py does, inside of the context."""
-    blocks = list(model.layers.values())
-    for block in blocks:
-        block.forward = wrap(block.forward)
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward
 
 
 # Terms --------------------------------------------------------------------------------------------

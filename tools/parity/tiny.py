@@ -210,7 +210,7 @@ def of_experts(given: dict[str, Any]) -> dict[str, int]:
 
 def kinds(model: Any) -> set[tuple]:
     """Return the kinds of layers: two are of one kind if their modules have the same names and
-    classes, and their attention the same spec, whatever the length of its window."""
+    classes, and their attention has a window or not."""
     found = set()
     for layer in model.layers.values():
         modules = []
