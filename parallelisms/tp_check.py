@@ -1,15 +1,14 @@
 """Check before a run begins that a plan of tensor parallelism fits the model, so that a mistake is
 a sentence that names a module and its style, and not an exception from inside DTensor.
 
-`TABLE` has for each style (parallelisms/tp.py::STYLES) what a module with it takes and gives. First
-the rows are compared with the modules. Then one layer of each kind computes once on `meta`: shapes
-without memory, values or messages. What every module gets there is compared with its row.
+First the kinds of module that styles fit (parallelisms/tp.py::STYLES) are compared with the modules.
+Then one layer of each kind computes once on `meta`: shapes without memory, values or messages. What
+every module gets there is compared with its style's row.
 """
 
 import difflib
 import fnmatch
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,87 +20,24 @@ from torch.distributed.tensor import DTensor
 from configs.schema import InputError
 from models.moe import Router
 from parallelisms import tp
-
-# The tokens that a rank has, the features of these, and the kind of tensor.
-WHOLE = "whole"
-SLICE = "slice"
-ALL = "all features"
-COLUMNS = "own columns"
-HEADS = "own heads"
-PLAIN = "plain"
-DTENSOR = "DTensor"
-EITHER = "any"
-# Kinds of module.
-LINEAR = "linear"
-NORM = "norm"
-EMBEDDING = "embedding"
-ROUTER = "router"
-CONTAINER = "container"
-OTHER = "other"
-WORDS = {  # in a sentence
-    WHOLE: "the whole sequence",
-    SLICE: "a slice of the sequence",
-    COLUMNS: "this rank's columns",
-    HEADS: "this rank's heads",
-    PLAIN: "as a plain tensor",
-    DTENSOR: "as a DTensor",
-    EITHER: "plain or as a DTensor",
-    LINEAR: "a linear layer",
-    NORM: "a norm",
-    EMBEDDING: "an embedding",
-    ROUTER: "a router",
-    CONTAINER: "a module without parameters of its own",
-    OTHER: "a module with parameters of its own",
-}
-
-
-@dataclass(frozen=True)
-class Form:
-    """The part of a hidden state that a rank has."""
-
-    tokens: str
-    features: str
-    tensor: str
-
-    def words(self) -> str:
-        features = WORDS.get(self.features, self.features)
-        return f"{WORDS.get(self.tokens, self.tokens)} with {features} {WORDS[self.tensor]}"
-
-    def __str__(self) -> str:
-        return f"{self.tokens}, {self.features}, {self.tensor}"
-
-
-@dataclass(frozen=True)
-class StyleRow:
-    """One style: the kind of module it fits, what that takes, and what it gives. A container gives
-    this to the modules inside it. A string: no hidden state."""
-
-    kind: str
-    takes: Form
-    gives: Form | str
-
-
-# The docstring of parallelisms/tp.py shows the same table.
-TABLE = {
-    "vocab_embedding": StyleRow(EMBEDDING, Form(WHOLE, ALL, PLAIN), Form(SLICE, ALL, PLAIN)),
-    "vocab_weight": StyleRow(LINEAR, Form(SLICE, ALL, EITHER), "no logits (training/loss.py)"),
-    "sequence": StyleRow(NORM, Form(SLICE, ALL, EITHER), Form(SLICE, ALL, DTENSOR)),
-    "sequence_plain": StyleRow(NORM, Form(SLICE, ALL, EITHER), Form(SLICE, ALL, PLAIN)),
-    "gather_sequence": StyleRow(CONTAINER, Form(SLICE, ALL, EITHER), Form(WHOLE, ALL, DTENSOR)),
-    "gather_sequence_split_sinks": StyleRow(
-        OTHER, Form(SLICE, ALL, EITHER), Form(WHOLE, ALL, DTENSOR)
-    ),
-    "gather_plain": StyleRow(CONTAINER, Form(SLICE, ALL, PLAIN), Form(WHOLE, ALL, PLAIN)),
-    "slice": StyleRow(CONTAINER, Form(SLICE, ALL, EITHER), Form(SLICE, ALL, PLAIN)),
-    "slice_linear": StyleRow(LINEAR, Form(SLICE, ALL, EITHER), Form(SLICE, ALL, PLAIN)),
-    "router": StyleRow(ROUTER, Form(SLICE, ALL, PLAIN), "choice of experts"),
-    "heads": StyleRow(NORM, Form(WHOLE, HEADS, EITHER), Form(WHOLE, HEADS, PLAIN)),
-    "columns": StyleRow(LINEAR, Form(WHOLE, ALL, EITHER), Form(WHOLE, COLUMNS, PLAIN)),
-    "norm_of_columns": StyleRow(NORM, Form(WHOLE, COLUMNS, PLAIN), Form(WHOLE, COLUMNS, PLAIN)),
-    "gather_columns": StyleRow(LINEAR, Form(SLICE, ALL, EITHER), Form(WHOLE, COLUMNS, PLAIN)),
-    "columns_plain": StyleRow(LINEAR, Form(WHOLE, ALL, PLAIN), Form(WHOLE, COLUMNS, PLAIN)),
-    "rows": StyleRow(LINEAR, Form(WHOLE, COLUMNS, EITHER), Form(SLICE, ALL, PLAIN)),
-}
+from parallelisms.tp_style import (
+    COLUMNS,
+    CONTAINER,
+    DTENSOR,
+    EITHER,
+    EMBEDDING,
+    HEADS,
+    LINEAR,
+    NORM,
+    OTHER,
+    PLAIN,
+    ROUTER,
+    SLICE,
+    SLICE_PLAIN,
+    WHOLE,
+    WORDS,
+    Form,
+)
 
 
 def check(plan: dict[str, str], whole_model: nn.Module, tp_mesh: DeviceMesh) -> None:
@@ -118,16 +54,6 @@ def wrong(sentence: str) -> InputError:
     return InputError(f"the plan of tensor parallelism {sentence}")
 
 
-def drawn() -> str:
-    """Return the table as in parallelisms/tp.py."""
-    head = ["style", "module", "takes", "gives"]
-    rows = [[style, row.kind, str(row.takes), str(row.gives)] for style, row in TABLE.items()]
-    lines = []
-    for style, kind, takes, gives in [head, *rows]:
-        lines.append(f"{style:28}{kind:10}{takes:28} {gives}")
-    return "\n".join(lines)
-
-
 def check_names(plan: dict[str, str], whole_model: nn.Module) -> None:
     """Check that every row matches a module: a misspelt row would leave a module whole on every
     rank. Only `output` may be missing, as in a tied model."""
@@ -136,11 +62,6 @@ def check_names(plan: dict[str, str], whole_model: nn.Module) -> None:
         if style not in tp.STYLES:
             nearest = near(style, list(tp.STYLES))
             raise wrong(f"gives {pattern} the style {style}, which does not exist{nearest}")
-        if style not in TABLE:
-            raise wrong(
-                f"gives {pattern} the style {style}, which has no row in "
-                "parallelisms/tp_check.py::TABLE: write what it takes and gives"
-            )
         if pattern != "output" and not fnmatch.filter(names, pattern):
             patterns = {re.sub(r"\b\d+\b", "*", name) for name in names}
             nearest = near(pattern, sorted(patterns))
@@ -174,9 +95,9 @@ def check_kinds(styles: dict[str, str], whole_model: nn.Module) -> None:
             own = [p for p in module.parameters(recurse=False) if p.requires_grad]
             if own:
                 raise wrong(f"has no row for {name}, {WORDS[kind]}: {fitting(kind)}")
-        elif TABLE[style].kind != kind:
+        elif tp.STYLES[style].kind != kind:
             raise wrong(
-                f"gives {name} the style {style}, which is for {WORDS[TABLE[style].kind]}, and it "
+                f"gives {name} the style {style}, which is for {WORDS[tp.STYLES[style].kind]}, and it "
                 f"is {WORDS[kind]}: {fitting(kind)}"
             )
 
@@ -201,7 +122,7 @@ def fitting(kind: str, form: Form | None = None) -> str:
     """List the styles that fit a module of this kind, or one that gets this."""
     found = [
         style
-        for style, row in TABLE.items()
+        for style, row in tp.STYLES.items()
         if row.kind == kind and (form is None or fits(form, row.takes))
     ]
     what = WORDS[kind] if form is None else f"{WORDS[kind]} that gets this"
@@ -284,7 +205,7 @@ class PlanWatch:
         style = self.styles.get(name)
         if style is None:
             return
-        row = TABLE[style]
+        row = tp.STYLES[style]
         form = self.form_of(inputs[0], self.widths[name][0])
         if not fits(form, row.takes):
             raise wrong(
@@ -300,21 +221,21 @@ class PlanWatch:
             return
         if isinstance(output, DTensor):
             self.gave_dtensors.append(name)
-        row = TABLE[style]
-        if row.kind in (CONTAINER, OTHER) or isinstance(row.gives, str):
+        row = tp.STYLES[style]
+        if row.kind in (CONTAINER, OTHER) or row.gives is None:
             return
         form = self.form_of(output, self.widths[name][1])
         if form != row.gives:
             raise wrong(
                 f"gives {name} the style {style}, which is to return {row.gives.words()}, and it "
                 f"returns {form.words()} {shape_of(output)}: correct the style, or its row of "
-                "parallelisms/tp_check.py::TABLE"
+                "parallelisms/tp.py::STYLES"
             )
 
     def end_of_block(self, name: str, module: nn.Module, inputs: tuple, output: Any) -> None:
         h = output[0] if isinstance(output, tuple) else output
         form = self.form_of(h, self.dim)
-        expected = Form(SLICE, ALL, PLAIN)
+        expected = SLICE_PLAIN
         if form != expected:
             raise wrong(
                 f"makes {name} return {form.words()} {shape_of(h)}, where the next block takes "
@@ -327,14 +248,15 @@ class PlanWatch:
         1; width: features in one process."""
         shape = shape_of(x)
         count = shape[1] if shape[0] == 1 else shape[0]
-        tokens = {self.T: WHOLE, self.T // self.ranks: SLICE}.get(count, f"{count} tokens")
+        of_sequence = {self.T: WHOLE.tokens, self.T // self.ranks: SLICE.tokens}
+        tokens = of_sequence.get(count, f"{count} tokens")
         features = f"{shape[-1]} features"
         if width is None or (len(shape) < 4 and shape[-1] == width):
-            features = ALL
+            features = WHOLE.features
         elif shape[-1] == width:
-            features = HEADS
+            features = HEADS.features
         elif shape[-1] == width // self.ranks:
-            features = COLUMNS
+            features = COLUMNS.features
         return Form(tokens, features, DTENSOR if isinstance(x, DTensor) else PLAIN)
 
     def around(self, name: str) -> str:

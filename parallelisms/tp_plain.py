@@ -1,6 +1,6 @@
-"""Styles of tensor parallelism whose modules work on plain tensors: for embeddings, multi-head latent
-attention (models/deepseek_v3.py), mixtures of experts, norms over all heads (models/olmo2.py) and
-attention sinks (models/gpt_oss.py)."""
+"""Styles of tensor parallelism that PyTorch lacks. All but `GatherSequence` leave plain tensors:
+embeddings, multi-head latent attention (models/deepseek_v3.py), mixtures of experts, norms over all
+heads (models/olmo2.py), attention sinks (models/gpt_oss.py)."""
 
 from typing import Any
 
@@ -27,6 +27,22 @@ class SequenceSlice(ParallelStyle):
             return _plain(inputs[0]), *inputs[1:]
 
         module.register_forward_pre_hook(unwrap)
+        return module
+
+
+class GatherSequence(ParallelStyle):
+    """All-gathers the first input, which is split over the sequence. The other inputs (rotary
+    tables, documents) are whole already. The result stays a DTensor, so that three projections
+    share one all-gather, and the sum of their gradients is one reduce-scatter."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(_: nn.Module, inputs: tuple) -> tuple:
+            x = inputs[0]
+            if not isinstance(x, DTensor):
+                x = DTensor.from_local(x, device_mesh, [Shard(1)])
+            return x.redistribute(placements=[Replicate()]), *inputs[1:]
+
+        module.register_forward_pre_hook(gather)
         return module
 
 
@@ -77,6 +93,15 @@ class VocabEmbedding(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return SplitEmbedding(module, device_mesh)
+
+
+class VocabWeight(ParallelStyle):
+    """Splits the vocabulary rows of a weight, and leaves the arithmetic to the code that uses it
+    (training/loss.py)."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_parameter("weight", part_of(module.weight, device_mesh, Shard(0)))
+        return module
 
 
 class PlainLinear(nn.Linear):
@@ -168,6 +193,13 @@ class SplitSinks(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_parameter("sinks", part_of(module.sinks, device_mesh, Shard(0)))
         return module
+
+
+class GatherSequenceSplitSinks(GatherSequence):
+    """`GatherSequence` for attention with a sink for each of its heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return SplitSinks()._apply(super()._apply(module, device_mesh), device_mesh)
 
 
 def part_of(

@@ -14,6 +14,8 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -25,7 +27,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
+from torch.distributed.tensor.parallel import ParallelStyle
 
 import train
 from checkpoint import state
@@ -206,7 +209,7 @@ def stages_alike(patch: Patch) -> None:
     patch.setattr(init, "initialise", initialise)
 
 
-class LocalNorm(tp.ParallelStyle):
+class LocalNorm(ParallelStyle):
     """A norm on a split input, each rank of which keeps the gradient of its gain from its own part."""
 
     def __init__(self, output_is_split: bool):
@@ -214,7 +217,7 @@ class LocalNorm(tp.ParallelStyle):
         self.output_is_split = output_is_split
 
     def _apply(self, module: nn.Module, device_mesh: object) -> nn.Module:
-        tp.distribute_module(module, device_mesh)
+        distribute_module(module, device_mesh)
 
         def forward(x: Tensor) -> Tensor:
             x = x.to_local() if isinstance(x, DTensor) else x
@@ -229,14 +232,18 @@ class LocalNorm(tp.ParallelStyle):
         return module
 
 
+def put_style(patch: Patch, name: str, build: Callable) -> None:
+    patch.setitem(tp.STYLES, name, replace(tp.STYLES[name], build=build))
+
+
 def norms_not_summed(patch: Patch) -> None:
     """with sequence parallelism, the gradients of norms stay one rank's share"""
-    patch.setitem(tp.STYLES, "sequence", lambda: LocalNorm(output_is_split=True))
+    put_style(patch, "sequence", partial(LocalNorm, output_is_split=True))
 
 
 def gain_of_own_heads(patch: Patch) -> None:
     """QK-norm: the gain is the same on all ranks, and each keeps the gradient from its own heads"""
-    patch.setitem(tp.STYLES, "heads", lambda: LocalNorm(output_is_split=False))
+    put_style(patch, "heads", partial(LocalNorm, output_is_split=False))
 
 
 def partial_called_whole(patch: Patch) -> None:

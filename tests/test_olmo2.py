@@ -51,7 +51,7 @@ def norm_of_two_ranks(mistake: Callable[[], None] | None = None) -> dict[str, fl
     mesh = init_device_mesh("cpu", (2,))
     mine = slice(mesh.get_rank() * COLUMNS // 2, (mesh.get_rank() + 1) * COLUMNS // 2)
     norm.weight.grad = None
-    norm = parallelize_module(norm, mesh, tp.STYLES["norm_of_columns"]())
+    norm = parallelize_module(norm, mesh, tp.STYLES["norm_of_columns"].build())
     own = x.detach()[..., mine].clone().requires_grad_()
     with CommDebugMode() as forward:
         got = norm(own)

@@ -12,6 +12,7 @@ must see, are in `tests/test_museum.py`.
 import functools
 import itertools
 import shutil
+from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -320,9 +321,13 @@ def stock_style() -> RowwiseParallel:
     return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
 
 
+def put_stock_style() -> None:
+    tp.STYLES["vocab_embedding"] = replace(tp.STYLES["vocab_embedding"], build=stock_style)
+
+
 def stock_embedding(options: list[str], dp_size: int) -> dict:
     """The bug put back."""
-    tp.STYLES["vocab_embedding"] = stock_style
+    put_stock_style()
     return trajectory(options, dp_size)
 
 
@@ -357,7 +362,7 @@ class WholeVocabulary(TorchDispatchMode):
 def whole_vocabularies(stock: bool) -> int:
     """Return the whole vocabularies in a step on two ranks of tensor parallelism."""
     if stock:
-        tp.STYLES["vocab_embedding"] = stock_style
+        put_stock_style()
     job = train.build(load_config([*OPTIONS, "--parallelism.tensor_parallel=2"], 2, 2))
     with WholeVocabulary() as mode:
         train.train_step(job, random_batch(job))

@@ -2,6 +2,7 @@
 (parallelisms/tp_check.py). One process plays a rank of two that exchange nothing."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -185,14 +186,9 @@ def shipped_plans() -> dict[str, str]:
 
 def whole_output() -> str:
     """Run `rows` without scattering the sequence."""
-    broken = {"rows": lambda: RowwiseParallel(output_layouts=Replicate())}
-    with mock.patch.dict(tp.STYLES, broken):
+    broken = replace(tp.STYLES["rows"], build=partial(RowwiseParallel, output_layouts=Replicate()))
+    with mock.patch.dict(tp.STYLES, rows=broken):
         return said_of(MODELS["llama"], args_of("llama", "debug"), {})
-
-
-def style_without_row() -> str:
-    with mock.patch.dict(tp.STYLES, {"mine": tp.GatherSequence}):
-        return said_of(MODELS["llama"], args_of("llama", "debug"), {ATTENTION: "mine"})
 
 
 def block_that_returns_too_much() -> str:
@@ -255,7 +251,6 @@ def all_cases() -> dict[str, Any]:
             "mistakes": mistakes,
             "shipped": shipped_plans(),
             "whole output": whole_output(),
-            "style without row": style_without_row(),
             "block": block_that_returns_too_much(),
             "parameter": attention_with_a_parameter(),
             "unchecked": without_the_check("deepseek_v3", {f"{ATTENTION}.kv_norm": "sequence"}),
@@ -293,7 +288,6 @@ def test_a_style_that_is_wrong_itself_is_named(said):
     whole = said["whole output"]
     assert "layers.0.attention.wo the style rows, which is to return a slice" in whole
     assert "it returns the whole sequence" in whole
-    assert "mine, which has no row in parallelisms/tp_check.py::TABLE" in said["style without row"]
 
 
 def test_a_block_that_does_not_return_its_slice_is_named(said):
@@ -316,11 +310,3 @@ def test_one_layer_of_each_kind_computes(said):
     """The cost does not grow with the number of layers."""
     assert said["llama layers"] == ["0"]
     assert said["deepseek layers"] == ["0", "3"]  # three dense layers, then mixtures
-
-
-def test_the_table_of_styles_is_whole_and_in_its_documented_place():
-    assert set(tp_check.TABLE) == set(tp.STYLES)
-    drawn = tp_check.drawn().splitlines()
-    read = [line.strip() for line in tp.__doc__.splitlines()]
-    first = read.index(drawn[0])
-    assert read[first:] == drawn

@@ -235,7 +235,8 @@ def with_groups_of_one(
     def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, plan: dict[str, str]) -> nn.Module:
         for pattern, style in plan.items() if tensor_parallel else ():
             for name in [name for name, _ in model.named_modules() if fnmatchcase(name, pattern)]:
-                parallelize_module(model.get_submodule(name), mesh.tp_mesh, tp.STYLES[style]())
+                row = tp.STYLES[style]
+                parallelize_module(model.get_submodule(name), mesh.tp_mesh, row.build())
         # it checks whether the group has other ranks
         with mock.patch.object(Mesh, "size", 2):
             return dp.apply(model, mesh, cfg.training, cfg.parallelism)
