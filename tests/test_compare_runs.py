@@ -6,15 +6,18 @@ import math
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentTypeError
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.checkpoints import rewrite_header, set_hash
 from tests.ranks import run_ranks
 from tests.runs import MESHES, ROOT, run, tiny_run
 from tools import compare_runs
-from tools.compare_runs import compare, difference
+from tools.compare_runs import compare
+from tools.differences import parse_tolerance, relative
 from training.metrics import GROUPS
 
 RUNS = {  # name -> ranks, options that differ from the first's
@@ -228,7 +231,20 @@ def test_runs_without_a_record_are_compared_by_what_there_is(runs, altered):
     ],
 )
 def test_difference(a, b, expected):
-    assert difference(a, b) == difference(b, a) == expected
+    assert relative(a, b) == relative(b, a) == expected
+
+
+def test_arrays_are_compared_as_numbers_are():
+    ones = np.ones(4, np.float32)
+    assert relative(ones, ones * 3) == pytest.approx(2 / 3)
+    assert relative(ones, ones[:3]) == math.inf
+    assert relative(ones * math.nan, ones * math.nan) == 0
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "small"])
+def test_a_tolerance_that_means_nothing_is_refused(text):
+    with pytest.raises(ArgumentTypeError, match="a number, not negative"):
+        parse_tolerance(text)
 
 
 def test_folders_that_cannot_be_compared_are_a_sentence(runs, altered, capsys):

@@ -34,6 +34,7 @@ from configs import dropped, program
 from configs.schema import InputError
 from reliability import goodput
 from reliability.objects import Key
+from tools.differences import JUDGED, LIMITS, parse_tolerance, relative
 from tools.places import files_of, place
 from training.metrics import GROUPS
 
@@ -42,11 +43,10 @@ PLACES = {"run.folder", "data.cache"}  # options that say where, not what
 OF_THE_LAUNCHER = {"MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"}
 # relative: between meshes in float32, 20 steps stay within 4e-7 (tests/test_resume.py compares to
 # this)
-ROUNDING = 1e-5
+ROUNDING = LIMITS["float32"].values
 
 # What rounding does in float32 (tests/parity.py, on models that amplify it and others): the first
 # difference of the loss or the norm is 6e-8 to 2e-6, and a step makes it up to 20 times as large.
-JUDGED = ("loss", "grad_norm")
 FIRST_ROUNDING = 3e-6
 GROWTH = 100
 
@@ -154,7 +154,7 @@ def like_rounding(a: Metrics, b: Metrics, differs: list[MetricRow]) -> bool:
         of_a = a.get(metric, {})
         of_b = b.get(metric, {})
         for step in sorted(of_a.keys() & of_b.keys()):
-            size = difference(of_a[step], of_b[step])
+            size = relative(of_a[step], of_b[step])
             if size > GROWTH * largest:
                 return False
             largest = max(largest, size)
@@ -198,16 +198,6 @@ def series(folder: Path) -> dict[str, dict[int, float]]:
     return metrics
 
 
-def difference(a: float, b: float) -> float:
-    """Return the relative difference; 0 only if bitwise equal, also for two that are not a number;
-    infinite if one is not finite."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    if not (math.isfinite(a) and math.isfinite(b)):
-        return math.inf
-    return abs(a - b) / max(abs(a), abs(b))
-
-
 def _row(
     metric: str,
     steps: list[int],
@@ -215,7 +205,7 @@ def _row(
     b: dict[int, float],
     limit: float,
 ) -> MetricRow:
-    by_step = {step: difference(a[step], b[step]) for step in steps}
+    by_step = {step: relative(a[step], b[step]) for step in steps}
     first = next((step for step in steps if by_step[step] > 0), None)
     first_beyond = next((step for step in steps if by_step[step] > limit), None)
     largest = max(steps, key=by_step.get, default=None)
@@ -415,7 +405,7 @@ def plot(a: Path, b: Path, comparison: Comparison, limit: float, path: Path) -> 
         of_b = other[row.metric]
         points = []
         for step in sorted(of_a.keys() & of_b.keys()):
-            size = difference(of_a[step], of_b[step])
+            size = relative(of_a[step], of_b[step])
             if 0 < size < math.inf:
                 points.append((step, size))
         if points:
@@ -446,15 +436,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("a", type=place, help="the folder or the URL of a run")
     parser.add_argument("b", type=place, help="of another")
     parser.add_argument(
-        "--tolerance", type=float, help="relative difference that passes for equal (exit code 0)"
+        "--tolerance",
+        type=parse_tolerance,
+        help="relative difference that passes as equal (exit code 0)",
     )
     parser.add_argument(
         "--png", type=Path, help="write a plot of the differences to this file (needs matplotlib)"
     )
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
-    if options.tolerance is not None and not 0 <= options.tolerance < math.inf:
-        parser.error("--tolerance must be a number, not negative")
     limit = ROUNDING if options.tolerance is None else options.tolerance
     try:
         comparison = compare(options.a, options.b, options.tolerance)

@@ -17,13 +17,14 @@ and all meshes are equal; 1: one is not; 2: a mistake in the call. docs/forking.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from typing import TYPE_CHECKING
 
 from configs import program
 from configs.load import load_config
 from configs.schema import Config, InputError
-from tools import overrides
+from tools import differences, overrides
 from tools.parity import meshes
 
 if TYPE_CHECKING:
@@ -31,10 +32,10 @@ if TYPE_CHECKING:
 
 MOST_PARAMETERS = 100_000_000  # all outputs and gradients are kept, and compared
 SEQ_LEN = 64  # unless the person says otherwise
-# Relative errors of right meshes, at equal weights and after steps. float64: 1e-15 to 1e-13 were
-# seen (tests/test_parity_tool.py). float32: training amplifies rounding, by how much depends on the
-# model, so later steps are judged by what no rounding explains.
-LIMITS = {"float64": (1e-12, 1e-11), "float32": (1e-5, 1e-2)}
+# Relative errors of right meshes. float64: 1e-15 to 1e-13 were seen (tests/test_parity_tool.py).
+# float32: training amplifies rounding, by how much depends on the model, so later steps are judged
+# by what no rounding explains.
+LIMITS = {"float64": differences.LIMITS["float64"], "float32": differences.Limits(1e-5, 1e-2)}
 CLIPPED = 0.01  # less than a norm of a gradient at the start
 QUIET = {
     # AdamW divides by the size of a gradient and this: where one is near 0, by rounding alone
@@ -134,8 +135,10 @@ def parity(argv: list[str]) -> int:
         ]
     except Failed as error:
         raise InputError(f"one process cannot train this configuration: {error}") from None
+    if not all(map(math.isfinite, [*plain.loss, *plain.norm])):
+        raise InputError(f"one process computes the losses {plain.loss}: nothing can be compared")
     print(f"{'mesh':16}       loss       norm    outputs  gradients    weights", flush=True)
-    differences = []
+    different = []
     for mesh in tried:
         options = meshes.on_mesh(rest, mesh, given)
         try:
@@ -146,19 +149,20 @@ def parity(argv: list[str]) -> int:
             continue
         except Failed as error:
             print(f"{mesh.name:16} failed: {error}", flush=True)
-            differences.append(f"{mesh.name}: {error}")
+            different.append(f"{mesh.name}: {error}")
             continue
-        result = compare(seen, plain, *LIMITS[flags.dtype])
+        limits = LIMITS[flags.dtype]
+        result = compare(seen, plain, limits.values, limits.state)
         print(row(mesh.name, result), flush=True)
         if result.first is not None:
-            differences.append(f"{mesh.name}: {result.first}")
+            different.append(f"{mesh.name}: {result.first}")
     if refused.keys() >= {mesh.name for mesh in tried}:
         raise InputError("every mesh was left out, so nothing was compared")
-    if not differences:
+    if not different:
         print("all are equal" + (f"; not compared: {', '.join(refused)}" if refused else ""))
         return code
     print("\nwhere they differ first, and by how much relative to the value:")
-    print("\n".join(f"  {line}" for line in differences))
+    print("\n".join(f"  {line}" for line in different))
     return 1
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tools.differences import relative
 from tools.parity.trajectory import Notes
 
 
@@ -37,19 +38,6 @@ class Parity:
     @property
     def first(self) -> Difference | None:
         return self.found[0] if self.found else None
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Return the distance relative to the 2-norm; infinite where numbers are missing or not finite."""
-    if got.shape != want.shape:
-        return float("inf")
-    apart = np.linalg.norm((got - want).astype(np.float64).ravel())
-    size = np.linalg.norm(want.astype(np.float64).ravel())
-    if not np.isfinite(apart):
-        return float("inf")
-    if apart == 0:
-        return 0.0
-    return float(apart / max(size, np.finfo(np.float32).tiny))
 
 
 def by_token(ranks: list[Notes], name: str, features: int | None, T: int) -> np.ndarray | None:

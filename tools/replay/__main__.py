@@ -23,6 +23,7 @@ from collections.abc import Callable
 from configs import program
 from configs.schema import InputError
 from tools import overrides
+from tools.differences import parse_tolerance
 from tools.places import check_run, place
 
 DTYPES = ("bfloat16", "float32", "float64")
@@ -39,7 +40,9 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--mesh", help="as fsdp2xtp2 (one process)")
     parser.add_argument("--against", type=place, metavar="OTHER", help="another run, or checkpoint")
     parser.add_argument("--dtype", choices=DTYPES, help="compute in it (the run's)")
-    parser.add_argument("--tolerance", type=float, help="relative; 0: every bit (by the type)")
+    parser.add_argument(
+        "--tolerance", type=parse_tolerance, help="relative; 0: every bit (by the type)"
+    )
     parser.add_argument("--seconds", type=float, default=600, help="for each side (600)")
     flags, rest = parser.parse_known_args(argv)
     flags.steps = steps_of(flags.steps)

@@ -9,27 +9,18 @@ from pathlib import Path
 from configs.load import ConfigError, load_config
 from configs.schema import Config, InputError
 from configs.words import plural
+from tools.differences import LIMITS, Limits
 from tools.overrides import with_options
 from tools.parity import meshes
 from tools.parity.__main__ import refuse
 from tools.parity.meshes import MeshOfRanks
 from tools.parity.ranks import on_ranks
 from tools.parity.trajectory import whole
-from tools.replay.judge import Limits, Row, from_other, from_record
+from tools.replay.judge import Row, from_other, from_record
 from tools.replay.locate import located
 from tools.replay.run import Recorded, open_run, state_in
 from tools.replay.steps import Recomputation, StepNotes, recompute
 
-# What rounding explains: at equal weights, and in what an optimizer made of it. In float64, and in
-# float32 at equal weights, right meshes were measured (tests/parity.py). Adam enlarges rounding
-# where gradients are near 0. In bfloat16 gradients of small weights differ by 2e-2 from mesh to mesh:
-# two computations are better compared in float64.
-LIMITS = {
-    "float64": Limits(1e-12, 1e-11),
-    "float32": Limits(1e-5, 1e-3),
-    "bfloat16": Limits(5e-2, 5e-2),
-    "auto": Limits(5e-2, 5e-2),  # bfloat16 on one machine, and float32 on another
-}
 PROOF = 1e-3  # of what differs by more, a wrong step may look right
 NO_PROOF = (
     "{:.0%} is the rounding of bfloat16, and no proof: a step that is wrong by less is not seen. "

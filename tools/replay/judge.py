@@ -8,21 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from models.lora import is_adapter
+from tools.differences import JUDGED, Limits, relative
 from tools.parity import compare
-from tools.parity.compare import relative
 from tools.parity.trajectory import WINDOWS
-from tools.replay.run import JUDGED
 from tools.replay.steps import StepNotes
 
 Values = dict[str, np.ndarray]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Relative differences that rounding explains."""
-
-    values: float  # at equal weights
-    state: float  # of what has gone through an optimizer
 
 
 @dataclass(frozen=True)
@@ -93,7 +84,7 @@ def from_record(
             rows += of_gradients(ranks, gradients, limit)
         if metrics is None:
             continue
-        error = relative(np.array([got[key]]), np.array([metrics[key]]))
+        error = relative(got[key], metrics[key])
         if not error <= limit:
             rows.append(Row(step, "record", title, f"{metrics[key]:.9g} -> {got[key]:.9g}", error))
     if saved is not None:
@@ -239,7 +230,7 @@ def of_numbers(ranks: list[StepNotes], other: StepNotes, against: str, limit: fl
     rows = []
     for title, key in ("loss", "loss"), ("norm of the gradient", "norm"):
         got, want = getattr(ranks[0], key), getattr(other, key)
-        error = relative(np.array(got), np.array(want))
+        error = relative(got, want)
         if not error <= limit:
             rows.append(Row(other.step, against, title, f"{want[0]:.9g} -> {got[0]:.9g}", error))
     return rows

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from tools.differences import Limits, relative
 from tools.parity import compare
-from tools.parity.compare import relative
-from tools.replay.judge import Limits, Row, computed_by
+from tools.replay.judge import Row, computed_by
 from tools.replay.operators import CheckedCollective, Operation, Summary
 from tools.replay.steps import StepNotes
 

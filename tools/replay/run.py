@@ -20,9 +20,6 @@ from reliability.objects import Key, location
 from tools import places
 from training import digests
 
-JUDGED = {"loss": "loss", "grad_norm": "norm of the gradient"}
-
-
 COMPUTED = ("model", "training", "optimizer", "lr_schedule", "data", "lora")
 
 
