@@ -548,9 +548,9 @@ def export(
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     args = args_of(path, manifest, family)
-    config = config_of(family, args)
     source = source_of(path, manifest, dtype)
-    write_model(path, out, source, family, args, config, files, limit, progress)
+    model = Export(source, family, args, config_of(family, args), files)
+    write_model(path, out, model, limit, progress)
 
 
 def check_is_new(out: Path) -> None:
@@ -559,30 +559,36 @@ def check_is_new(out: Path) -> None:
         raise InputError(f"{out} exists already: give the name of a new folder")
 
 
+@dataclass(frozen=True)
+class Export:
+    """What a model's folder for Hugging Face is made of."""
+
+    source: TensorSource
+    family: Any
+    args: Any
+    config: dict[str, Any]  # of config.json
+    files: Mapping[str, dict | str | Path]  # a text is written as it is, the file at a path copied
+
+
 def write_model(
     path: Path | Key,
     out: Path,
-    source: TensorSource,
-    family: Any,
-    args: Any,
-    config: dict[str, Any],
-    files: Mapping[str, dict | str | Path],
+    model: Export,
     limit: int = SHARD_SIZE,
     progress: Callable[[int], object] = lambda n: None,
 ) -> None:
-    """Write a model from any source, as `export` does. path: the checkpoint, for messages. config:
-    of config.json. files: a text is written as it is, a path is of one that is copied. Raises
+    """Write a model from any source, as `export` does. path: the checkpoint, for messages. Raises
     InputError, with nothing left behind."""
     try:
-        theirs = family.hf_names(args)
-        if source.shapes.keys() != theirs.keys():
+        theirs = model.family.hf_names(model.args)
+        shapes = model.source.shapes
+        if shapes.keys() != theirs.keys():
             raise InputError(
                 f"{path} does not hold the tensors of its model: "
-                f"{sorted(source.shapes.keys() ^ theirs.keys())[:4]}"
+                f"{sorted(shapes.keys() ^ theirs.keys())[:4]}"
             )
-        layouts = family.hf_layouts(args, ())
         with disk.new_folder(out) as folder:
-            _write_folder(folder, source, config, theirs, layouts, files, limit, progress)
+            _write_folder(folder, model, limit, progress)
     except Damaged as error:
         raise InputError(f"{path} is damaged: {error}") from None
     except OSError as error:
@@ -609,17 +615,13 @@ def export_newest(
 
 
 def _write_folder(
-    folder: Path,
-    source: TensorSource,
-    config: dict,
-    theirs: dict[str, str],
-    layouts: dict[str, Any],
-    files: Mapping[str, dict | str | Path],
-    limit: int,
-    progress: Callable[[int], object],
+    folder: Path, model: Export, limit: int, progress: Callable[[int], object]
 ) -> None:
+    source = model.source
+    files = model.files
+    layouts = model.family.hf_layouts(model.args, ())
     ours: dict[str, list[str]] = {}  # name of theirs -> the parameters that are in it
-    for name, hf in theirs.items():
+    for name, hf in model.family.hf_names(model.args).items():
         ours.setdefault(hf, []).append(name)
 
     def read() -> Iterator[Tensor]:
@@ -662,7 +664,9 @@ def _write_folder(
     tokens = {key: generation[key] for key in NO_TOKENS if key in generation}
     documents = dict(files) | {"generation_config.json": generation}
     dtype_name = str(main_dtype(sizes, dtypes)).removeprefix("torch.")
-    documents["config.json"] = config | tokens | {"dtype": dtype_name, "torch_dtype": dtype_name}
+    documents["config.json"] = (
+        model.config | tokens | {"dtype": dtype_name, "torch_dtype": dtype_name}
+    )
     if len(shards) > 1:
         parameters = sum(math.prod(shape) for shape in shapes.values())
         totals = {"total_parameters": parameters, "total_size": sum(sizes.values())}

@@ -240,12 +240,14 @@ class Batches:
         if self.mask_documents:
             begins = document_begins(self.sources, source, start, stop, self.seq_len + 1)
         more = {"window": window, "source": source}
-        if any(isinstance(tokens, packing.PackedTokens) for tokens in self.sources):
+        is_packed = any(isinstance(tokens, packing.PackedTokens) for tokens in self.sources)
+        if is_packed:
             more["length"] = stop - start
         batch = as_batch(tokens, begins, more, self.local_batch_size, self.token_ranges)
-        labels = batch["labels"].numpy()
-        where = (self.token_ranges, self.sources, source, start, stop)
-        packing.mask_non_answers(labels, IGNORE, *where)
+        if is_packed:
+            labels = batch["labels"].numpy()
+            where = (self.token_ranges, self.sources, source, start, stop)
+            packing.mask_non_answers(labels, IGNORE, *where)
         return batch
 
     def reads(self, start: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, int, int]]:

@@ -32,13 +32,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from configs.schema import Config, InputError
 from models.kernels import ruled_attention
-from models.kernels.document_attention import (
-    kernel_exists,
-    piece_attention,
-    piece_attention_backward,
-)
+from models.kernels.document_attention import Saved, VarlenMetadata, kernel_exists
 from models.kernels.precision import wide_type
-from models.kernels.ruled_attention import PLAIN, AttentionSpec
+from models.kernels.ruled_attention import AttentionSpec
 from parallelisms.cores import CoreOfRanks, places, put
 from parallelisms.mesh import Mesh
 
@@ -63,7 +59,7 @@ def gathering(cores: list[Any], mesh: Mesh, shape: tuple[int, int]) -> list[nn.M
     b, T = shape
     tables = {}
     for window in {window_of(core.spec, T) for core in cores}:
-        tables[window] = VarlenMetadata.of(torch.arange(T).expand(b, -1), mesh.device, mesh, window)
+        tables[window] = GatheredPieces.of(torch.arange(T).expand(b, -1), mesh.device, mesh, window)
     return [GatheredKV(core, mesh, tables[window_of(core.spec, T)], shape) for core in cores]
 
 
@@ -89,23 +85,19 @@ def check_kernel(device: torch.device, dtype: torch.dtype, width: int) -> None:
 
 
 @dataclass(frozen=True)
-class VarlenMetadata:
+class GatheredPieces:
     """The documents of a microbatch as one rank needs them: a piece is what it has of a document
     in one of its parts of a sequence. The keys that a piece needs are those from the beginning of
     its document, or of its first query's window, to its own end."""
 
     # int32 [m]: where each piece's keys are among the gathered ones, piece after piece
     keys: Tensor
-    # int32 [pieces + 1]: where each piece begins among this rank's tokens, and their number n
-    starts: Tensor
-    key_starts: Tensor  # int32 [pieces + 1]: where its keys begin in `keys`, and m
-    longest: int  # tokens of the longest piece
-    longest_keys: int  # the most keys of a piece
+    pieces: VarlenMetadata
 
     @classmethod
     def of(
         cls, positions: Tensor, device: torch.device, mesh: Mesh, window: int = 0
-    ) -> "VarlenMetadata":
+    ) -> "GatheredPieces":
         """Build it from the positions of whole sequences within their documents, int64 [b, T] on
         the CPU: 0 at every document's first token and at each sequence's. Without documents, the
         whole sequence is one. window: the keys that a query sees; 0: all of its document."""
@@ -133,11 +125,8 @@ class VarlenMetadata:
         if device.type == "cuda":
             # a copy from pageable memory would wait for the GPU
             tables = [x.pin_memory() for x in tables]
-        return cls(
-            *(x.to(device, non_blocking=True) for x in tables),
-            int(lengths.max()),
-            int(counts.max()),
-        )
+        keys, *tables = [x.to(device, non_blocking=True) for x in tables]
+        return cls(keys, VarlenMetadata(*tables, int(lengths.max()), int(counts.max())))
 
 
 def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> Tensor:
@@ -155,7 +144,7 @@ class GatheredKV(CoreOfRanks):
     supports_spec = True
 
     def __init__(
-        self, core: Any, mesh: Mesh, whole_windows: VarlenMetadata, shape: tuple[int, int]
+        self, core: Any, mesh: Mesh, whole_windows: GatheredPieces, shape: tuple[int, int]
     ):
         """whole_windows: for microbatches without documents, which must have this shape: sequences,
         and tokens of each on all ranks."""
@@ -166,13 +155,14 @@ class GatheredKV(CoreOfRanks):
         self.whole_windows = whole_windows
         self.shape = b, T // mesh.cp
         self.window = window_of(core.spec, T)
+        self.numbers = self.window, core.spec.scale, core.spec.soft_cap
 
     def forward(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: dict[int, VarlenMetadata] | None,
+        documents: dict[int, GatheredPieces] | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute `models/layers.py::AttentionCore` for this rank's tokens."""
@@ -183,105 +173,64 @@ class GatheredKV(CoreOfRanks):
                 f"not {given}"
             )
         self.spec.check(sinks)
-        p = self.whole_windows if documents is None else documents[self.window]
+        gathered = self.whole_windows if documents is None else documents[self.window]
         out, _ = gathered_attention(
-            q,
-            k,
-            v,
-            p.keys,
-            p.starts,
-            p.key_starts,
-            p.longest,
-            p.longest_keys,
-            self.group,
-            sinks,
-            self.window,
-            self.spec.scale,
-            self.spec.soft_cap,
+            q, k, v, sinks, gathered.keys, self.group, *gathered.pieces, *self.numbers
         )
         return out
 
     @classmethod
     def documents(
         cls, cores: list[Any], positions: Tensor, device: torch.device
-    ) -> dict[int, VarlenMetadata]:
+    ) -> dict[int, GatheredPieces]:
         """Return the pieces for each window of these cores."""
         mesh = cores[0].mesh
         windows = {window_of(core.spec, positions.shape[1]) for core in cores}
-        return {window: VarlenMetadata.of(positions, device, mesh, window) for window in windows}
+        return {window: GatheredPieces.of(positions, device, mesh, window) for window in windows}
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    keys: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_keys: int,
+    sinks: Tensor | None,
+    gathered: GatheredPieces,
     group: str,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    scale: float | None = None,
-    soft_cap: float | None = None,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
     """Compute this rank's part of attention: q [b, t, H, E], k [b, t, K, E] and v [b, t, K, V] ->
     attention [b, t, H, V] to the keys of all ranks of the group, and its log-sum-exp, float32 [n,
-    H]. The tables and numbers of pieces are those of `VarlenMetadata`, the last four arguments
-    those of an `AttentionSpec`, with this rank's sinks [H]. Raises InputError where `check_kernel`
-    does."""
+    H]. sinks [H]: this rank's. Raises InputError where `check_kernel` does."""
     check_kernel(q.device, q.dtype, q.shape[-1])
-    all_k, all_v = _gather(k, v, keys, group)
-    tensors = q.flatten(0, 1), all_k, _as_wide(q, all_v)
-    pieces = starts, key_starts, longest, longest_keys
-    spec = AttentionSpec(window or None, scale, soft_cap, sinks is not None)
-    if spec == PLAIN:
-        out, lse = piece_attention(*tensors, *pieces)
-    else:
-        numbers = spec.numbers(q.shape[-1])
-        out, lse = ruled_attention.attend(*tensors, sinks, *pieces, *numbers)
+    all_k, all_v = _gather(k, v, gathered.keys, group)
+    out, lse = ruled_attention.attend(
+        q.flatten(0, 1), all_k, _as_wide(q, all_v), sinks, gathered.pieces, spec
+    )
     return out[..., : v.shape[3]].contiguous().view(*q.shape[:3], -1), lse
 
 
 def attend_backward(
     grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    keys: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_keys: int,
+    saved: Saved,
+    sinks: Tensor | None,
+    gathered: GatheredPieces,
     group: str,
-    sinks: Tensor | None = None,
-    window: int = 0,
-    scale: float | None = None,
-    soft_cap: float | None = None,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v and the sinks of `attend`; an empty tensor if there are no
     sinks."""
-    all_k, all_v = _gather(k, v, keys, group)
+    q, k, v, out, lse = saved
+    all_k, all_v = _gather(k, v, gathered.keys, group)
     grad, q_, out = (_as_wide(q, x.flatten(0, 1)) for x in (grad, q, out))
-    tensors = grad, q_, all_k, _as_wide(q, all_v), out, lse
-    pieces = starts, key_starts, longest, longest_keys
-    spec = AttentionSpec(window or None, scale, soft_cap, sinks is not None)
-    if spec == PLAIN:
-        dq, all_dk, all_dv = piece_attention_backward(*tensors, *pieces)
-        of_sinks = q.new_empty(0)
-    else:
-        numbers = spec.numbers(q.shape[-1])
-        dq, all_dk, all_dv, of_sinks = ruled_attention.attend_backward(
-            *tensors, sinks, *pieces, *numbers
-        )
+    inside = Saved(q_, all_k, _as_wide(q, all_v), out, lse)
+    dq, all_dk, all_dv, of_sinks = ruled_attention.attend_backward(
+        grad, inside, sinks, gathered.pieces, spec
+    )
     pair = all_dk, all_dv[..., : v.shape[3]]
     size = _resolve_process_group(group).size()
     whole = grad.new_zeros(size * q_.shape[0], k.shape[2], k.shape[3] + v.shape[3])
     # a key may be used by two pieces: by those of a rank's two parts
-    whole.index_add_(0, keys, torch.cat(pair, -1))
+    whole.index_add_(0, gathered.keys, torch.cat(pair, -1))
     own = funcol.wait_tensor(
         torch.ops._c10d_functional.reduce_scatter_tensor(whole, "sum", size, group)
     )
@@ -306,19 +255,51 @@ def _as_wide(q: Tensor, x: Tensor) -> Tensor:
     return nn.functional.pad(x, (0, missing)) if missing else x
 
 
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *flat: Any
+) -> tuple[Tensor, Tensor]:
+    return attend(q, k, v, sinks, *_objects(sinks, *flat))
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *flat: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *flat, out, lse = flat
+    return attend_backward(grad, Saved(q, k, v, out, lse), sinks, *_objects(sinks, *flat))
+
+
+def _objects(
+    sinks: Tensor | None, keys: Tensor, group: str, *flat: Any
+) -> tuple[GatheredPieces, str, AttentionSpec]:
+    """Return what `attend` takes, of the arguments of its operator."""
+    window, scale, soft_cap = flat[4:]
+    spec = AttentionSpec(window or None, scale, soft_cap, sinks is not None)
+    return GatheredPieces(keys, VarlenMetadata(*flat[:4])), group, spec
+
+
 # As one operator each, so that autograd keeps this rank's own keys and values alone, selective
 # checkpointing keeps the result instead of gathering once more, and torch.compile does not look
-# inside.
+# inside. Operators take no objects, so their arguments are flat.
+FLAT = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor keys, str group, "
+    f"{ruled_attention.PIECES}, SymInt window, float? scale, float? soft_cap"
+)
 gathered_attention = torch.library.custom_op(
-    "plumbline::gathered_attention", attend, mutates_args=()
+    "plumbline::gathered_attention",
+    _forward,
+    mutates_args=(),
+    schema=f"({FLAT}) -> (Tensor, Tensor)",
 )
 gathered_attention_backward = torch.library.custom_op(
-    "plumbline::gathered_attention_backward", attend_backward, mutates_args=()
+    "plumbline::gathered_attention_backward",
+    _backward,
+    mutates_args=(),
+    schema=f"(Tensor grad, {FLAT}, Tensor out, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 # The same as plain functions, for a dispatch mode that must see the collectives and kernels inside.
 INSIDE = {
-    torch.ops.plumbline.gathered_attention.default: attend,
-    torch.ops.plumbline.gathered_attention_backward.default: attend_backward,
+    torch.ops.plumbline.gathered_attention.default: _forward,
+    torch.ops.plumbline.gathered_attention_backward.default: _backward,
 }
 
 
@@ -330,30 +311,26 @@ def _(q, k, v, *_):
 
 
 @gathered_attention_backward.register_fake
-def _(grad, q, k, v, out, lse, keys, starts, key_starts, longest, longest_keys, group, *spec):
-    sinks = spec[0] if spec else None  # trailing default arguments are not passed
+def _(grad, q, k, v, sinks, *_):
     of_sinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    *tensors, longest, longest_keys, group, sinks, window, scale, soft_cap = inputs
-    ctx.pieces = longest, longest_keys, group
-    ctx.spec = window, scale, soft_cap
-    ctx.save_for_backward(*tensors, sinks, *output)
+    *tensors, group, starts, key_starts, longest, longest_keys, window, scale, soft_cap = inputs
+    ctx.group = group
+    ctx.numbers = longest, longest_keys, window, scale, soft_cap
+    ctx.save_for_backward(*tensors, starts, key_starts, *output)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
-    q, k, v, keys, starts, key_starts, sinks, out, lse = ctx.saved_tensors
-    tables = keys, starts, key_starts, *ctx.pieces
-    dq, dk, dv, of_sinks = gathered_attention_backward(
-        grad, q, k, v, out, lse, *tables, sinks, *ctx.spec
-    )
-    no_grad = [None] * len(tables)
-    return dq, dk, dv, *no_grad, None if sinks is None else of_sinks, None, None, None
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
+    q, k, v, sinks, keys, starts, key_starts, *output = ctx.saved_tensors
+    flat = keys, ctx.group, starts, key_starts, *ctx.numbers
+    dq, dk, dv, of_sinks = gathered_attention_backward(grad, q, k, v, sinks, *flat, *output)
+    return dq, dk, dv, None if sinks is None else of_sinks, *[None] * len(flat)
 
 
-gathered_attention.register_autograd(_backward, setup_context=_keep_for_backward)
+gathered_attention.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 # Heads swapped for tokens -------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from lab.simulate import build
 from lab.simulate.ranks import Simulator
 from models import arithmetic, layers, llama, olmo2
 from models.kernels import ruled_attention
+from models.kernels.document_attention import VarlenMetadata
 from models.kernels.ruled_attention import AttentionSpec
 from models.layers import AttentionCore, Documents
 from parallelisms import cores, cp
@@ -148,12 +149,13 @@ def test_the_operator_is_a_good_one(with_documents):
     longest = table.longest if with_documents else T
     tokens = [x.flatten(0, 1) for x in (q, k, v)]
     arguments = (*tokens, sinks, starts, starts, longest, longest, *spec.numbers(E))
-    torch.library.opcheck(ruled_attention.attend, arguments)
+    torch.library.opcheck(ruled_attention.forward_operator, arguments)
 
 
 def test_the_table_of_whole_windows_is_that_of_flash_attention():
     """int32, the only type that it takes."""
-    every, of_keys = ruled_attention._tables(torch.empty(12, H, E), None, None, longest=4)
+    whole = VarlenMetadata(None, None, 4, 4)
+    every, of_keys, *_ = ruled_attention._with_tables(torch.empty(12, H, E), whole)
     assert every is of_keys and every.dtype == torch.int32
     assert every.tolist() == [0, 4, 8, 12]
 
@@ -163,11 +165,10 @@ def test_queries_and_keys_of_other_numbers_of_pieces_are_an_error():
     q, k, v, sinks = inputs(torch.float32, SPECS["all"])
     tokens = [x.flatten(0, 1) for x in (q, k, v)]
     two, one = torch.tensor([0, T, 2 * T]), torch.tensor([0, T])
-    numbers = T, T, *SPECS["all"].numbers(E)
     assert B == 2
-    ruled_attention.attend(*tokens, sinks, two, two, *numbers)
+    ruled_attention.attend(*tokens, sinks, VarlenMetadata(two, two, T, T), SPECS["all"])
     with pytest.raises(ValueError, match="shorter"):
-        ruled_attention.attend(*tokens, sinks, two, one, *numbers)
+        ruled_attention.attend(*tokens, sinks, VarlenMetadata(two, one, T, T), SPECS["all"])
 
 
 def test_scores_exist_for_one_block_at_a_time():

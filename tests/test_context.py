@@ -15,6 +15,7 @@ from torch import Tensor
 import train
 from configs.load import load_config
 from models.kernels import document_attention as kernels
+from models.kernels.ruled_attention import PLAIN
 from parallelisms import cp
 from parallelisms.mesh import Mesh, world
 from reliability.collectives import Watch
@@ -217,7 +218,8 @@ def test_attention_of_the_last_queries_of_documents(device, dtype, tolerance):
         torch.randn(sum(n), heads, 8).to(device, dtype)
         for n, heads in ((q_lengths, 4), (k_lengths, 2), (k_lengths, 2))
     ]
-    out, lse = kernels.piece_attention(*tensors, starts, key_starts, max(q_lengths), max(k_lengths))
+    cut = kernels.VarlenMetadata(starts, key_starts, max(q_lengths), max(k_lengths))
+    out, lse = kernels.piece_attention(*tensors, cut)
     q, k, v = (x.double().requires_grad_() for x in tensors)
     pieces = []
     for i, (n, m) in enumerate(counts):
@@ -232,9 +234,8 @@ def test_attention_of_the_last_queries_of_documents(device, dtype, tolerance):
     want = torch.cat(pieces)
     grad = torch.randn_like(want)
     wanted = torch.autograd.grad(want, (q, k, v), grad)
-    grads = kernels.piece_attention_backward(
-        grad.to(dtype), *tensors, out, lse, starts, key_starts, max(q_lengths), max(k_lengths)
-    )
+    saved = kernels.Saved(*tensors, out, lse)
+    grads = kernels.piece_attention_backward(grad.to(dtype), saved, cut)
     for seen, right in zip((out, *grads), (want, *wanted), strict=True):
         assert (seen.double() - right).norm() <= tolerance * right.norm()
 
@@ -244,7 +245,8 @@ def test_the_width_of_a_head_is_what_the_kernel_is_asked_about(monkeypatch):
     monkeypatch.setattr(cp, "check_kernel", lambda *question: asked.append(question))
     monkeypatch.setattr(cp, "_gather", lambda k, v, *_: (k.flatten(0, 1), v.flatten(0, 1)))
     q, ends = torch.randn(1, 3, 2, 8), torch.tensor([0, 3], dtype=torch.int32)
-    cp.attend(q, q, q, torch.arange(3), ends, ends, 3, 3, "")
+    whole = cp.GatheredPieces(torch.arange(3), kernels.VarlenMetadata(ends, ends, 3, 3))
+    cp.attend(q, q, q, None, whole, "", PLAIN)
     assert asked == [(torch.device("cpu"), torch.float32, 8)]
 
 

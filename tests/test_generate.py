@@ -29,7 +29,7 @@ from tools import convert
 from tools.generate import main, show
 from tools.sampling import Loaded, generate, texts_as_they_come
 from training import attention
-from training.sample import KeyValueCache, sample, sample_stream
+from training.sample import KeyValueCache, Sampling, sample, sample_stream
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [250]]
@@ -57,7 +57,7 @@ def restless(args=ARGS, family=LLAMA) -> torch.nn.Module:
 
 def texts(model, prompts, new_tokens, context, **options) -> list[list[int]]:
     made = [list(prompt) for prompt in prompts]
-    for drawn in sample_stream(model, prompts, new_tokens, context, CPU, **options):
+    for drawn in sample_stream(model, prompts, CPU, Sampling(new_tokens, context, **options)):
         for text, token in zip(made, drawn, strict=True):
             text.extend([] if token is None else [token])
     return made
@@ -148,7 +148,7 @@ def test_the_kernel_of_training_does_not_end_a_run_at_its_sample(kernel, family)
         chosen = kernels()
         assert chosen != before
         made = [1, 2, 3]
-        for [token] in sample_stream(model, [made], 3, 8, CPU, temperature=0):
+        for [token] in sample_stream(model, [made], CPU, Sampling(3, 8, temperature=0)):
             made.append(token)
             assert kernels() == chosen
         assert [made] == wanted and kernels() == chosen
@@ -286,9 +286,8 @@ def sampled_on_a_mesh(options: list[str]) -> list[list[list[int]]]:
     made = []
     for cache in True, False:
         rows = [list(prompt) for prompt in PROMPTS]
-        for drawn in sample_stream(
-            job.model, PROMPTS, 12, 16, CPU, temperature=1.5, multiple=job.mesh.tp, cache=cache
-        ):
+        how = Sampling(12, 16, temperature=1.5, multiple=job.mesh.tp, cache=cache)
+        for drawn in sample_stream(job.model, PROMPTS, CPU, how):
             for text, token in zip(rows, drawn, strict=True):
                 text.append(token)
         made.append(rows)

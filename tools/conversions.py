@@ -253,17 +253,8 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
     else:
         config = hf.config_of(run.formats, run.args)
     with progress_bar(run.size, run.path.name) as bar:
-        hf.write_model(
-            run.path,
-            out,
-            model,
-            run.formats,
-            run.args,
-            config,
-            files,
-            max_shard_size,
-            bar.update,
-        )
+        whole = hf.Export(model, run.formats, run.args, config, files)
+        hf.write_model(run.path, out, whole, max_shard_size, bar.update)
     return f"{out}: the weights of {folder} with the adapters of {run.path}"
 
 

@@ -20,7 +20,7 @@ from data.tokenizer import Tokenizer
 from models import FORMATS, MODELS
 from reliability.objects import Key, location
 from tools import adapters, places, positions
-from training.sample import sample_stream
+from training.sample import Sampling, sample_stream
 
 
 class Loaded(NamedTuple):
@@ -134,7 +134,8 @@ def decoded(
     warn_of_length(loaded, ids, new_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     texts = list(zip(ids, shown, strict=True))
-    for drawn in sample_stream(model.to(device), ids, new_tokens, context, device, **options):
+    how = Sampling(new_tokens, context, **options)
+    for drawn in sample_stream(model.to(device), ids, device, how):
         for text, token in zip(ids, drawn, strict=True):
             text.extend([] if token is None else [token])
         yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]

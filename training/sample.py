@@ -12,6 +12,7 @@ Shapes:  B prompts   T positions of a forward   S positions kept   V vocabulary
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -173,45 +174,48 @@ def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Genera
     return int(top.indices[torch.multinomial(probabilities, 1, generator=generator)])
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """Settings by which prompts are continued."""
+
+    new_tokens: int  # of each prompt, at most
+    context: int  # positions that the model sees at most: its training length
+    stops: Collection[int] = ()  # tokens that end a text
+    temperature: float = 0.8
+    top_k: int = 50
+    seed: int = 0
+    # The length of every forward is a multiple of this, and so must `context` be: tensor parallelism
+    # needs its size here, since it splits the sequence.
+    multiple: int = 1
+    # False recomputes everything for every token, which is what tests compare with, and what happens
+    # where attention does not support AttentionSpec (parallelisms/cores.py)
+    cache: bool = True
+
+
 @torch.no_grad()
 def sample_stream(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    context: int,
-    device: torch.device,
-    stops: Collection[int] = (),
-    temperature: float = 0.8,
-    top_k: int = 50,
-    seed: int = 0,
-    multiple: int = 1,
-    cache: bool = True,
+    model: nn.Module, prompts: Sequence[Sequence[int]], device: torch.device, how: Sampling
 ) -> Iterator[list[int | None]]:
     """Continue prompts of any lengths, at least one token each, side by side: yields the next token
-    of every one, or None where a text has ended, before one of the tokens `stops`. Each prompt gets
-    the tokens that it would get alone.
-
-    context: positions that the model sees at most (its training length, a multiple of `multiple`).
-    multiple: the length of every forward is a multiple of this; tensor parallelism needs its size
-    here, since it splits the sequence. Inputs are padded on the right, where causal attention does
-    not look. cache: False recomputes everything for every token, which is what tests compare
-    with, and what happens where attention does not support AttentionSpec (parallelisms/cores.py).
-    """
+    of every one, or None where a text has ended, before one of the tokens `how.stops`. Each prompt
+    gets the tokens that it would get alone. Inputs are padded on the right, where causal attention
+    does not look."""
+    context = how.context
     # on the CPU, the same on every rank
-    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
+    generators = [torch.Generator().manual_seed(how.seed) for _ in prompts]
     texts, running = [list(prompt) for prompt in prompts], [True] * len(prompts)
     longest = max(map(len, texts))
     memory = (
-        KeyValueCache(model, min(context, longest + new_tokens) + multiple)
-        if cache and longest <= context and cores.unsupported_attention(model) is None
+        KeyValueCache(model, min(context, longest + how.new_tokens) + how.multiple)
+        if how.cache and longest <= context and cores.unsupported_attention(model) is None
         else None
     )
-    for _ in range(new_tokens):
+    for _ in range(how.new_tokens):
         if memory and max(map(len, texts)) > context:
             memory = None
         known = memory is not None and bool(memory.kept)  # all tokens but the last of each text
         windows = [text[-1:] if known else text[-context:] for text in texts]
-        length = -(-max(map(len, windows)) // multiple) * multiple
+        length = -(-max(map(len, windows)) // how.multiple) * how.multiple
         # [B, T]
         tokens = torch.tensor(
             [window + [0] * (length - len(window)) for window in windows], device=device
@@ -237,8 +241,8 @@ def sample_stream(
         for i, text in enumerate(texts):
             if not running[i]:
                 continue
-            token = draw(logits[i], temperature, top_k, generators[i])
-            running[i] = token not in stops
+            token = draw(logits[i], how.temperature, how.top_k, generators[i])
+            running[i] = token not in how.stops
             if running[i]:
                 text.append(token)
                 drawn[i] = token
@@ -256,7 +260,7 @@ def sample(
     stops: Collection[int] = (),
     **options: Any,
 ) -> list[int]:
-    """Return the ids of one prompt and of its continuation; the options are those of
-    `sample_stream`."""
-    stream = sample_stream(model, [prompt], new_tokens, context, device, stops, **options)
+    """Return the ids of one prompt and of its continuation; the options are those of `Sampling`."""
+    how = Sampling(new_tokens, context, stops, **options)
+    stream = sample_stream(model, [prompt], device, how)
     return [*prompt, *(token for [token] in stream)]

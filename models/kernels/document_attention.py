@@ -11,6 +11,7 @@ Shapes:  B batch   T sequence   N documents of a microbatch   H query heads   K 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -104,66 +105,58 @@ def document_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) ->
     return out.view(shape)
 
 
-def piece_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_keys: int,
-) -> tuple[Tensor, Tensor]:
-    """Causal attention of the last queries of some documents to all keys of these up to there.
+class VarlenMetadata(NamedTuple):
+    """The pieces of sequences whose attention is computed. The tokens of one piece come after another,
+    and so do its keys. A piece has at least as many keys as queries, and its last query is at the
+    position of its last key."""
 
-    q [n, H, E] has the queries of one piece after another, k and v [m, K, E] the keys and values of
-    one piece after another; starts and key_starts, int32 [pieces + 1], say where each begins. A
-    piece has at least as many keys as queries, and its last query is at the position of its last
-    key. longest, longest_keys: the most of a piece.
+    # int32 [pieces + 1]: where each piece's queries begin, and their number n; None: all pieces have
+    # `longest` queries and as many keys
+    starts: Tensor | None
+    key_starts: Tensor | None  # int32 [pieces + 1]: where its keys begin, and their number m
+    longest: int  # the most queries of a piece
+    longest_keys: int  # the most keys of a piece
+
+
+class Saved(NamedTuple):
+    """Tensors of a forward that its backward needs: its inputs, and what it returned."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def piece_attention(
+    q: Tensor, k: Tensor, v: Tensor, pieces: VarlenMetadata
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of the last queries of some documents, q [n, H, E], to all keys of these up
+    to there, k and v [m, K, E]. The pieces have tables.
 
     Returns the output [n, H, E] and the log-sum-exp, float32 [n, H], for
     `piece_attention_backward`: autograd does not see the kernels. On CUDA they are
     FlashAttention-2's, which aligns queries and keys in this way (`fits_varlen` must hold).
     """
     if q.device.type == "cpu":
-        return cpu.pieces(q, k, v, starts, key_starts)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, starts, key_starts, longest, longest_keys, 0.0, True, False
-    )
+        return cpu.pieces(q, k, v, pieces.starts, pieces.key_starts)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *pieces, 0.0, True, False)
     return out, lse.t().contiguous()
 
 
 def piece_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    starts: Tensor,
-    key_starts: Tensor,
-    longest: int,
-    longest_keys: int,
+    grad: Tensor, saved: Saved, pieces: VarlenMetadata
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grad of q, k, v of `piece_attention`, from the grad of its output and from what it returned."""
-    if q.device.type == "cpu":
-        return cpu.pieces_backward(grad, q, k, v, out, lse, starts, key_starts)
+    """Grad of q, k, v of `piece_attention`, from the grad of its output."""
+    if grad.device.type == "cpu":
+        return cpu.pieces_backward(grad, *saved, pieces.starts, pieces.key_starts)
     # its random state
     no_dropout = (
-        torch.zeros(2, dtype=torch.uint64, device=q.device),
-        torch.empty(0, device=q.device),
+        torch.zeros(2, dtype=torch.uint64, device=grad.device),
+        torch.empty(0, device=grad.device),
     )
+    *tensors, lse = saved
+    lse = lse.t().contiguous()
     return torch.ops.aten._flash_attention_backward(
-        grad,
-        q,
-        k,
-        v,
-        out,
-        lse.t().contiguous(),
-        starts,
-        key_starts,
-        longest,
-        longest_keys,
-        0.0,
-        True,
-        *no_dropout,
+        grad, *tensors, lse, *pieces, 0.0, True, *no_dropout
     )

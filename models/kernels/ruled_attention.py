@@ -14,16 +14,32 @@ Shapes:  B batch   T sequence   H query heads   K key/value heads   G = H / K   
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from models.kernels.document_attention import Documents, fits_varlen
+from models.kernels.document_attention import (
+    Documents,
+    Saved,
+    VarlenMetadata,
+    fits_varlen,
+    piece_attention,
+    piece_attention_backward,
+)
 from models.kernels.precision import wide, wide_type
 
 aten = torch.ops.aten
 
 BLOCK = 128  # queries whose scores exist at a time, where there is no kernel
+
+
+class Rule(NamedTuple):
+    """An `AttentionSpec` as operators take it."""
+
+    window: int  # 0: none
+    scale: float
+    soft_cap: float  # 0: none
 
 
 @dataclass(frozen=True)
@@ -63,10 +79,9 @@ class AttentionSpec:
                 "dropped silently"
             )
 
-    def numbers(self, head_dim: int) -> tuple[int, float, float]:
-        """Return the window (0: none), the scale and the cap (0: none), as operators take them."""
+    def numbers(self, head_dim: int) -> Rule:
         scale = head_dim**-0.5 if self.scale is None else self.scale
-        return self.window or 0, scale, self.soft_cap or 0.0
+        return Rule(self.window or 0, scale, self.soft_cap or 0.0)
 
 
 PLAIN = AttentionSpec()
@@ -94,19 +109,12 @@ def ruled_attention(
     """Causal attention by `spec`: q [B, T, H, E], k and v [B, T, K, E], sinks [H] in any type, None
     where the spec has none -> [B, T, H, E]. With documents it does not cross them."""
     spec.check(sinks)
-    starts = None if documents is None else documents.starts
-    longest = q.shape[1] if documents is None else documents.longest
-    out, _ = attend(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        sinks,
-        starts,
-        starts,
-        longest,
-        longest,
-        *spec.numbers(q.shape[-1]),
-    )
+    if documents is None:
+        pieces = VarlenMetadata(None, None, q.shape[1], q.shape[1])
+    else:
+        starts, longest = documents.starts, documents.longest
+        pieces = VarlenMetadata(starts, starts, longest, longest)
+    out, _ = attend(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), sinks, pieces, spec)
     return out.view(q.shape)
 
 
@@ -132,43 +140,59 @@ def masked_attention(
     return torch.einsum("bhts,bshe->bthe", p, v).to(q.dtype)
 
 
-@torch.library.custom_op("plumbline::ruled_attention", mutates_args=())
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    starts: Tensor | None,
-    key_starts: Tensor | None,
-    longest: int,
-    longest_keys: int,
-    window: int,
-    scale: float,
-    soft_cap: float,
+    pieces: VarlenMetadata,
+    spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of the last queries of some pieces to the keys of these, q [n, H, E], k and v [m, K,
-    E], sinks [H] -> output [n, H, E] and log-sum-exp of the scores and the sink, float32 [n, H].
+    """Attention by `spec` of the last queries of some pieces to the keys of these, q [n, H, E], k
+    and v [m, K, E], sinks [H] -> output [n, H, E] and log-sum-exp of the scores and the sink,
+    float32 [n, H]. By the plain spec it has no gradient, and the pieces have tables."""
+    if spec == PLAIN:
+        return piece_attention(q, k, v, pieces)
+    return forward_operator(q, k, v, sinks, *pieces, *spec.numbers(q.shape[-1]))
 
-    Pieces are those of models/kernels/document_attention.py::piece_attention. starts None: all
-    pieces have `longest` tokens and as many keys. The numbers are those of `AttentionSpec.numbers`.
-    """
-    if not _has_kernel(q, soft_cap):
-        pieces = _slices(len(q), len(k), starts, key_starts, longest)
-        return by_blocks(q, k, v, sinks, pieces, window, scale, soft_cap)
-    starts, key_starts = _tables(q, starts, key_starts, longest)
+
+def attend_backward(
+    grad: Tensor, saved: Saved, sinks: Tensor | None, pieces: VarlenMetadata, spec: AttentionSpec
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Grad of q, k, v and the sinks of `attend`, in their types; of no sinks, an empty tensor."""
+    if spec == PLAIN:
+        return *piece_attention_backward(grad, saved, pieces), grad.new_empty(0)
+    return backward_operator(grad, *saved, sinks, *pieces, *spec.numbers(saved.q.shape[-1]))
+
+
+# Operators take no objects: these are the fields of `VarlenMetadata` and of `Rule`.
+PIECES = "Tensor? starts, Tensor? key_starts, SymInt longest, SymInt longest_keys"
+RULE = "SymInt window, float scale, float soft_cap"
+
+
+@torch.library.custom_op(
+    "plumbline::ruled_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor? sinks, {PIECES}, {RULE}) -> (Tensor, Tensor)",
+)
+def forward_operator(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *flat: Any
+) -> tuple[Tensor, Tensor]:
+    """Compute `attend` by a spec that is not plain."""
+    pieces = VarlenMetadata(*flat[:4])
+    rule = Rule(*flat[4:])
+    if not _has_kernel(q, rule.soft_cap):
+        return by_blocks(q, k, v, sinks, _slices(len(q), len(k), pieces), rule)
     out, lse, *_ = aten._flash_attention_forward(
         q,
         k,
         v,
-        starts,
-        key_starts,
-        longest,
-        longest_keys,
+        *_with_tables(q, pieces),
         0.0,
-        not _is_local(window, longest_keys),
+        not _is_local(rule, pieces),
         False,
-        scale=scale,
-        **_window_of_flash(window, longest_keys),
+        scale=rule.scale,
+        **_window_of_flash(rule, pieces),
     )
     lse = lse.t()  # [n, H]
     if sinks is not None:
@@ -178,31 +202,25 @@ def attend(
     return out, lse.contiguous()
 
 
-@torch.library.custom_op("plumbline::ruled_attention_backward", mutates_args=())
-def attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    sinks: Tensor | None,
-    starts: Tensor | None,
-    key_starts: Tensor | None,
-    longest: int,
-    longest_keys: int,
-    window: int,
-    scale: float,
-    soft_cap: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grad of q, k, v and the sinks of `attend`, in their types; of no sinks, an empty tensor.
+@torch.library.custom_op(
+    "plumbline::ruled_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? sinks, "
+    f"{PIECES}, {RULE}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def backward_operator(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `attend_backward` by a spec that is not plain.
 
     A softmax's gradient needs the probabilities, exp(score - lse), and delta, the rows' sums of
     grad * out (Dao et al., arXiv:2205.14135, appendix B.2). With the sink in lse and its factor in
     out both are right, so the kernels need not know of it.
     """
-    if _has_kernel(q, soft_cap):
-        starts, key_starts = _tables(q, starts, key_starts, longest)
+    saved = Saved(*flat[:5])
+    sinks = flat[5]
+    pieces = VarlenMetadata(*flat[6:10])
+    rule = Rule(*flat[10:])
+    q, k, v, out, lse = saved
+    if _has_kernel(q, rule.soft_cap):
         no_dropout = (  # its random state
             torch.zeros(2, dtype=torch.uint64, device=q.device),
             torch.empty(0, device=q.device),
@@ -214,19 +232,15 @@ def attend_backward(
             v,
             out,
             lse.t().contiguous(),
-            starts,
-            key_starts,
-            longest,
-            longest_keys,
+            *_with_tables(q, pieces),
             0.0,
-            not _is_local(window, longest_keys),
+            not _is_local(rule, pieces),
             *no_dropout,
-            scale=scale,
-            **_window_of_flash(window, longest_keys),
+            scale=rule.scale,
+            **_window_of_flash(rule, pieces),
         )
     else:
-        pieces = _slices(len(q), len(k), starts, key_starts, longest)
-        grads = by_blocks_backward(grad, q, k, v, out, lse, pieces, window, scale, soft_cap)
+        grads = by_blocks_backward(grad, saved, _slices(len(q), len(k), pieces), rule)
     if sinks is None:
         return *grads, q.new_empty(0)
     compute = lse.dtype
@@ -239,25 +253,23 @@ def _has_kernel(q: Tensor, soft_cap: float) -> bool:
     return fits_varlen(q) and not soft_cap
 
 
-def _is_local(window: int, longest_keys: int) -> bool:
+def _is_local(rule: Rule, pieces: VarlenMetadata) -> bool:
     """Return True if the window hides any key."""
-    return 0 < window < longest_keys
+    return 0 < rule.window < pieces.longest_keys
 
 
-def _window_of_flash(window: int, longest_keys: int) -> dict[str, int]:
+def _window_of_flash(rule: Rule, pieces: VarlenMetadata) -> dict[str, int]:
     """FlashAttention counts the keys before a query's own."""
-    if not _is_local(window, longest_keys):
+    if not _is_local(rule, pieces):
         return {}
-    return {"window_size_left": window - 1, "window_size_right": 0}
+    return {"window_size_left": rule.window - 1, "window_size_right": 0}
 
 
-def _tables(
-    q: Tensor, starts: Tensor | None, key_starts: Tensor | None, longest: int
-) -> tuple[Tensor, Tensor]:
-    if starts is not None and key_starts is not None:
-        return starts, key_starts
-    every = torch.arange(0, len(q) + 1, longest, dtype=torch.int32, device=q.device)
-    return every, every
+def _with_tables(q: Tensor, pieces: VarlenMetadata) -> VarlenMetadata:
+    if pieces.starts is not None:
+        return pieces
+    every = torch.arange(0, len(q) + 1, pieces.longest, dtype=torch.int32, device=q.device)
+    return pieces._replace(starts=every, key_starts=every)
 
 
 # In the open --------------------------------------------------------------------------------------
@@ -265,11 +277,10 @@ def _tables(
 PieceSlices = list[tuple[slice, slice]]  # each piece's queries and keys
 
 
-def _slices(
-    n: int, m: int, starts: Tensor | None, key_starts: Tensor | None, longest: int
-) -> PieceSlices:
+def _slices(n: int, m: int, pieces: VarlenMetadata) -> PieceSlices:
     """Return the slices of queries and keys of each piece. Tables on a GPU are copied to the host,
     a sync in every layer."""
+    starts, key_starts, longest, _ = pieces
     ends = list(range(0, n + 1, longest)) if starts is None else starts.tolist()
     key_ends = ends if key_starts is None else key_starts.tolist()
     queries = [slice(a, b) for a, b in zip(ends, ends[1:])]
@@ -308,16 +319,14 @@ def _ungrouped(x: Tensor, t: int) -> Tensor:
     return x.reshape(-1, t, *x.shape[2:]).transpose(0, 1)
 
 
-def _scores(
-    q: Tensor, k: Tensor, hidden: Tensor, scale: float, soft_cap: float
-) -> tuple[Tensor, Tensor | None]:
+def _scores(q: Tensor, k: Tensor, hidden: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
     """Compute q [K, G t, E] and k [K, s, E], float -> scores [K, G t, s], -inf where hidden; and,
     with a cap, what they are divided by it, within -1 and 1."""
-    scores = torch.bmm(q, k.mT) * scale
+    scores = torch.bmm(q, k.mT) * rule.scale
     relative = None
-    if soft_cap:
-        relative = (scores / soft_cap).tanh()
-        scores = relative * soft_cap
+    if rule.soft_cap:
+        relative = (scores / rule.soft_cap).tanh()
+        scores = relative * rule.soft_cap
     t, s = hidden.shape
     masked = scores.view(-1, t, s).masked_fill(hidden, -math.inf)
     return masked.view(scores.shape), relative
@@ -329,9 +338,7 @@ def by_blocks(
     v: Tensor,
     sinks: Tensor | None,
     pieces: PieceSlices,
-    window: int,
-    scale: float,
-    soft_cap: float,
+    rule: Rule,
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` by plain matmuls in float32 (or float64, if that is the type), on any
     device. At most the scores of BLOCK queries exist at a time."""
@@ -339,12 +346,12 @@ def by_blocks(
     K = k.shape[1]
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=compute)
-    for block, keys, hidden in _blocks(pieces, window, q.device):
+    for block, keys, hidden in _blocks(pieces, rule.window, q.device):
         t = block.stop - block.start
         q_ = _grouped(q[block].to(compute), K)  # [K, G t, E]
         k_ = k[keys].to(compute).transpose(0, 1)  # [K, s, E]
         v_ = v[keys].to(compute).transpose(0, 1)
-        scores, _ = _scores(q_, k_, hidden, scale, soft_cap)
+        scores, _ = _scores(q_, k_, hidden, rule)
         total = scores.logsumexp(-1)  # [K, G t]
         if sinks is not None:
             of_queries = sinks.to(compute).expand(t, -1)  # [t, H]
@@ -356,24 +363,16 @@ def by_blocks(
 
 
 def by_blocks_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pieces: PieceSlices,
-    window: int,
-    scale: float,
-    soft_cap: float,
+    grad: Tensor, saved: Saved, pieces: PieceSlices, rule: Rule
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Grad of q, k and v in their types."""
+    q, k, v, out, lse = saved
     compute = lse.dtype
     K = k.shape[1]
     dq = torch.empty_like(q)
     dk = k.new_zeros(k.shape, dtype=compute)
     dv = v.new_zeros(v.shape, dtype=compute)
-    for block, keys, hidden in _blocks(pieces, window, q.device):
+    for block, keys, hidden in _blocks(pieces, rule.window, q.device):
         t = block.stop - block.start
         upstream = grad[block].to(compute)
         delta = _grouped((upstream * out[block]).sum(-1), K)  # [K, G t]
@@ -382,13 +381,13 @@ def by_blocks_backward(
         grad_ = _grouped(upstream, K)
         k_ = k[keys].to(compute).transpose(0, 1)  # [K, s, E]
         v_ = v[keys].to(compute).transpose(0, 1)
-        scores, relative = _scores(q_, k_, hidden, scale, soft_cap)
+        scores, relative = _scores(q_, k_, hidden, rule)
         p = (scores - total[..., None]).exp()
         ds = p * (torch.bmm(grad_, v_.mT) - delta[..., None])
         if relative is not None:
             ds = ds * (1 - relative.square())  # the derivative of tanh
-        dq[block] = _ungrouped(torch.bmm(ds, k_), t) * scale
-        dk[keys] += torch.bmm(ds.mT, q_).transpose(0, 1) * scale
+        dq[block] = _ungrouped(torch.bmm(ds, k_), t) * rule.scale
+        dk[keys] += torch.bmm(ds.mT, q_).transpose(0, 1) * rule.scale
         dv[keys] += torch.bmm(p.mT, grad_).transpose(0, 1)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
@@ -396,13 +395,13 @@ def by_blocks_backward(
 # What autograd and traces must know ---------------------------------------------------------------
 
 
-@attend.register_fake
+@forward_operator.register_fake
 def _(q, *_):
     lse_type = wide_type(q.dtype)
     return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=lse_type)
 
 
-@attend_backward.register_fake
+@backward_operator.register_fake
 def _(grad, q, k, v, out, lse, sinks, *_):
     of_sinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), of_sinks
@@ -416,9 +415,9 @@ def _keep_for_backward(ctx, inputs, output):
 def _backward(ctx, grad, _):
     saved = ctx.saved_tensors  # once: a checkpointed block gives them no second time
     *_, sinks, _, _ = saved
-    dq, dk, dv, of_sinks = attend_backward(grad, *saved, *ctx.numbers)
+    dq, dk, dv, of_sinks = backward_operator(grad, *saved, *ctx.numbers)
     tables = [None] * (2 + len(ctx.numbers))
     return dq, dk, dv, None if sinks is None else of_sinks, *tables
 
 
-attend.register_autograd(_backward, setup_context=_keep_for_backward)
+forward_operator.register_autograd(_backward, setup_context=_keep_for_backward)

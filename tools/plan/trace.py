@@ -37,8 +37,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.schema import Config, InputError
-from models.kernels import grouped_product  # noqa: F401  registers the operators that are counted
+from models.kernels import (
+    grouped_product,  # noqa: F401  registers the operators that are counted
+    ruled_attention,
+)
 from models.kernels.cpu import causal_attention, document_attention
+from models.kernels.document_attention import Saved, VarlenMetadata
 from parallelisms import cp, ep, ep_hosts, fsdp_details, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
@@ -845,24 +849,21 @@ def attention_on_gpu(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch
 
 
 def pieces_on_gpu(
-    q, k, v, starts, key_starts, longest, longest_keys
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pieces: VarlenMetadata
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute as models/kernels/document_attention.py::piece_attention does on CUDA."""
-    out, lse, *_ = aten._flash_attention_forward(
-        q, k, v, starts, key_starts, longest, longest_keys, 0.0, True, False
-    )
+    out, lse, *_ = aten._flash_attention_forward(q, k, v, *pieces, 0.0, True, False)
     return out, lse.t().contiguous()
 
 
 def pieces_backward_on_gpu(
-    grad, q, k, v, out, lse, starts, key_starts, longest, longest_keys
+    grad: torch.Tensor, saved: Saved, pieces: VarlenMetadata
 ) -> tuple[torch.Tensor, ...]:
     """Compute as its backward does on CUDA."""
     random_state = torch.zeros(2, dtype=torch.uint64), torch.empty(0)
+    *tensors, lse = saved
     lse = lse.t().contiguous()
-    return aten._flash_attention_backward(
-        grad, q, k, v, out, lse, starts, key_starts, longest, longest_keys, 0.0, True, *random_state
-    )
+    return aten._flash_attention_backward(grad, *tensors, lse, *pieces, 0.0, True, *random_state)
 
 
 def rms_norm_on_gpu(*args) -> torch.Tensor:
@@ -1009,9 +1010,13 @@ def trace_step(
             stack.enter_context(
                 mock.patch.object(causal_attention, "causal_attention", attention_on_gpu)
             )
-            stack.enter_context(mock.patch.object(cp, "piece_attention", pieces_on_gpu))
             stack.enter_context(
-                mock.patch.object(cp, "piece_attention_backward", pieces_backward_on_gpu)
+                mock.patch.object(ruled_attention, "piece_attention", pieces_on_gpu)
+            )
+            stack.enter_context(
+                mock.patch.object(
+                    ruled_attention, "piece_attention_backward", pieces_backward_on_gpu
+                )
             )
         stack.enter_context(trace)
         stack.enter_context(mock.patch.object(loss, "first_tokens", pieces_traced(trace)))
