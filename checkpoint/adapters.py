@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint import hf, verify
 from checkpoint.storage import CODES, DTYPES
-from checkpoint.verify import Damaged
 from configs.schema import InputError
 from models.lora import is_adapter
 from reliability.objects import Key, location
@@ -32,15 +31,13 @@ def read(folder: Path | Key) -> dict[str, Tensor]:
     ("layers.0.attention.wq.lora_a"). folder: a checkpoint, or a run's folder: its newest one.
     Raises InputError for one without adapters, and for a damaged one."""
     path = verify.newest(location(folder))
-    try:
+    with verify.refuse_damage(path):
         manifest = verify.read_manifest(path)
         names = [name for name in manifest["tensors"] if name.startswith("model.")]
         if not names or not all(map(is_adapter, names)):
             raise InputError(f"{path} holds no adapters: its run has no [lora] rank")
         tensors = hf.read_whole(path, manifest, names)
         return {name.removeprefix("model."): tensor for name, tensor in zip(names, tensors)}
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
 
 
 # The base -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import tomli
 
 from checkpoint import verify
 from configs.schema import InputError, redact
+from reliability import goodput
 from reliability.objects import Key, Unreachable, location
 
 
@@ -47,11 +48,8 @@ def begun_by(folder: Path) -> tuple[str, str]:
 
     folder: of the run.
     """
-    starts = {
-        int(path.name): path for path in (folder / "starts").glob("*") if path.name.isdecimal()
-    }
-    for number in sorted(starts, reverse=True):
-        origin, given = _recorded(starts[number])
+    for start in reversed(goodput.folders(folder)):
+        origin, given = _recorded(start)
         if origin and given:
             return origin, given
     return "", ""

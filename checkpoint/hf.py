@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from checkpoint import others, state, storage, verify
 from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
-from checkpoint.verify import Damaged
 from configs.published import described
 from configs.schema import Config, InputError
 from models.lora import is_adapter
@@ -543,10 +542,8 @@ def export(
     """
     out = Path(out)
     check_is_new(out)
-    try:
+    with verify.refuse_damage(path):
         manifest = verify.read_manifest(path)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
     args = args_of(path, manifest, family)
     source = source_of(path, manifest, dtype)
     model = Export(source, family, args, config_of(family, args), files)
@@ -579,7 +576,7 @@ def write_model(
 ) -> None:
     """Write a model from any source, as `export` does. path: the checkpoint, for messages. Raises
     InputError, with nothing left behind."""
-    try:
+    with verify.refuse_damage(path, f"{path} could not be exported to {out}"):
         theirs = model.family.hf_names(model.args)
         shapes = model.source.shapes
         if shapes.keys() != theirs.keys():
@@ -589,12 +586,6 @@ def write_model(
             )
         with disk.new_folder(out) as folder:
             _write_folder(folder, model, limit, progress)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
-    except OSError as error:
-        raise InputError(
-            f"{path} could not be exported to {out}: {error.filename or ''} {error.strerror}"
-        ) from None
 
 
 def export_newest(

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from reliability.disk import LFS_POINTER
+
 PICKLES = ("pytorch_model*.bin", "*.pt", "*.pth")
-LFS = b"version https://git-lfs"
 
 
 def named(folder: Path) -> str:
@@ -33,4 +34,4 @@ def named(folder: Path) -> str:
 def is_pointer(path: Path) -> bool:
     """Return whether a file is a pointer of Git LFS in place of its content."""
     with open(path, "rb") as file:
-        return file.read(len(LFS)) == LFS
+        return file.read(len(LFS_POINTER)) == LFS_POINTER

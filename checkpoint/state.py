@@ -310,11 +310,9 @@ def load_model(folder: Path | Key, model: nn.Module) -> dict:
     `folder` may also hold several checkpoints, or be a run's folder: the newest is taken. This is
     for tools; a run resumes with `CheckpointManager.load`. Raises InputError."""
     path = verify.newest(location(folder))
-    try:
+    with verify.refuse_damage(path):
         manifest = verify.read_manifest(path)
         live = tensors(model)
         check_fits(path, manifest, live, "model")
         read(path, manifest, live, buffers(live), None)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
     return manifest

@@ -28,6 +28,7 @@ with 2 if there is nothing to verify. It imports no torch.
 """
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -99,6 +100,20 @@ SIZES = {  # bytes per element, by the names of the safetensors format
 class Damaged(Exception):
     """A checkpoint that is not what was written; the message says which file, where, what was
     expected and found."""
+
+
+@contextlib.contextmanager
+def refuse_damage(path: Path | Key, doing: str = "") -> Iterator[None]:
+    """Raise InputError, inside the context, for a checkpoint that turns out to be damaged; and, where
+    `doing` says what could not be done, for a file that cannot be read or written."""
+    try:
+        yield
+    except Damaged as error:
+        raise InputError(f"{path} is damaged: {error}") from None
+    except OSError as error:
+        if not doing:
+            raise
+        raise InputError(f"{doing}: {error.filename or ''} {error.strerror}") from None
 
 
 # The hash of bytes, as 16 digits. xxh3 (64 bits) is the fastest hash that depends on their order:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from reliability.disk import LFS_POINTER
+
 MOST_ZEROS = 3  # of so many bytes one is zero: text of two bytes a character, most of them ASCII
 HEAD = 200  # bytes that are looked at
-
-
-POINTER = b"version https://git-lfs"  # how a clone without Git LFS has a large file
 
 
 class FileKind(NamedTuple):
@@ -26,7 +25,7 @@ class FileKind(NamedTuple):
 
 # UTF-32 stands before UTF-16, with whose mark it begins.
 KINDS = (
-    FileKind(POINTER, "a pointer of Git LFS", "fetch the file with `git lfs pull`"),
+    FileKind(LFS_POINTER, "a pointer of Git LFS", "fetch the file with `git lfs pull`"),
     FileKind(b"\x1f\x8b", "gzip", "let its name end in .gz"),
     FileKind(b"\x28\xb5\x2f\xfd", "zstd", "let its name end in .zst"),
     FileKind(b"BZh", "bzip2, which is not read", "decompress it, or compress it with gzip or zstd"),
@@ -48,7 +47,7 @@ KINDS = (
 
 def decoded(content: bytes) -> tuple[str, str]:
     """Return (the text that these bytes are in UTF-8, "") or ("", why they are none)."""
-    if has_zeros(content) or content.startswith(POINTER):
+    if has_zeros(content) or content.startswith(LFS_POINTER):
         return "", f"is not UTF-8 text{advice(content)}"
     try:
         return content.decode("utf-8"), ""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import tiktoken
 
 from configs.schema import InputError
-from data import ends, hf_tokenizer, kinds
+from data import ends, hf_tokenizer
 from data.tokenizer import (
     END_OF_TEXT,
     SPLIT,
@@ -29,6 +29,7 @@ from data.tokenizer import (
     Tokenizer,
     gpt2_bytes,
 )
+from reliability.disk import LFS_POINTER
 
 # Llama 3's 256 special tokens, in the order of their ids from 128000 (meta-llama/llama3,
 # llama/tokenizer.py). Llama 3.1 gave names to some of the reserved ones; their ids, and the meaning
@@ -207,7 +208,7 @@ def _ranks(path: str, content: bytes) -> list[bytes]:
 
 def _instead(path: str, content: bytes) -> str:
     """Name the kind of file that was given as a rank file, with advice."""
-    if content.startswith(kinds.POINTER):
+    if content.startswith(LFS_POINTER):
         return "a pointer of Git LFS in place of the file: fetch it with git lfs pull"
     if content[:1] != b"\n" or b"<unk>" not in content[:1000]:
         return (

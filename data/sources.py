@@ -291,6 +291,12 @@ def _file(path: str, root: str) -> File:
 def _walk(root: str, excluded: set[str]) -> Iterator[str]:
     """Yield every file under `root` but hidden files and what is in hidden folders. Links to
     folders are not followed."""
+    for folder, _, names in _folders(root, excluded):
+        yield from (os.path.join(folder, name) for name in names)
+
+
+def _folders(root: str, excluded: set[str]) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yield every folder that `_walk` enters, the folders in it, links included, and the files."""
 
     def refuse(error: OSError) -> None:
         raise InputError(
@@ -301,7 +307,7 @@ def _walk(root: str, excluded: set[str]) -> Iterator[str]:
         subfolders[:] = [
             name for name in subfolders if name not in excluded and not name.startswith(".")
         ]
-        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+        yield folder, subfolders, [name for name in names if not name.startswith(".")]
 
 
 def _is_in_circle(path: str) -> bool:
@@ -336,28 +342,23 @@ def warn_of_others(source: str, log: Callable[[str], object]) -> None:
     folder = os.path.expanduser(source)
     if source == "stdlib" or places.is_url(source) or not os.path.isdir(folder):
         return
-    links = _links_to_folders(folder)
+    links = []
+    others: Counter[str] = Counter()
+    for inside, subfolders, names in _folders(folder, set()):
+        paths = [os.path.join(inside, name) for name in subfolders]
+        links += [os.path.relpath(path, folder) for path in paths if os.path.islink(path)]
+        lower = [name.lower() for name in names]
+        others.update(os.path.splitext(n)[1] for n in lower if not n.endswith(SUFFIXES))
+    links.sort()
     if links:
         log(
             f"left out, since links to folders are not followed: {', '.join(links[:5])}"
             + (f" ({len(links)} in all)" if len(links) > 5 else "")
             + f"; the glob {source.rstrip('/')}/** follows them"
         )
-    names = [path.lower() for path in _walk(folder, set())]
-    others = Counter(os.path.splitext(n)[1] for n in names if not n.endswith(SUFFIXES))
     if others:
         kinds = ", ".join(f"{kind or 'no suffix'} ({n:,})" for kind, n in others.most_common(5))
         log(f"left out, since they are no text by their names: {kinds}; a glob names such files")
-
-
-def _links_to_folders(root: str) -> list[str]:
-    """Find the links to folders below a folder, which `_walk` does not follow."""
-    found = []
-    for folder, subfolders, _ in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        paths = [os.path.join(folder, name) for name in subfolders]
-        found += [os.path.relpath(path, root) for path in paths if os.path.islink(path)]
-    return found
 
 
 def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:

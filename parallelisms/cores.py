@@ -1,4 +1,4 @@
-"""The interface to a model's attention: what a core declares, and how another one replaces it.
+"""Declare what an attention core supports, and put a core of another class in its place.
 
 A core is the module of a layer in which tokens see each other. It has no parameters. Another module
 replaces it where ranks share a sequence (parallelisms/cp.py) and where earlier tokens are kept

@@ -10,6 +10,9 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+# how a file begins that a clone without Git LFS has in place of a large one
+LFS_POINTER = b"version https://git-lfs"
+
 
 def sync(path: str | os.PathLike) -> None:
     """Wait until the content of a file, or the names in a folder, are on the disk (fsync(2))."""

@@ -394,8 +394,8 @@ def restless(options: list[str]) -> Any:
 
 
 def written_by(options: list[str]) -> tuple[list, list[int], float]:
-    """Return contexts, each with what the model itself writes after it, in which some tokens are
-    another one; how many tokens of each are not the likeliest; and the least lead of a likeliest
+    """Return contexts, each with what the model itself writes after it, in which some tokens have
+    been replaced; how many tokens of each are not the likeliest; and the least lead of a likeliest
     token."""
     model = restless(options).model
     generator = np.random.default_rng(3)

@@ -122,9 +122,9 @@ def test_a_stored_file_equals_that_of_the_disk_with_its_companions(
     assert keys[0] == keys[1]
 
 
-def test_one_that_is_replaced_is_another_one(folder, store, tmp_path):
-    """A replaced file is another one even if it has the same size, and so are the files next to it.
-    Negative control: a file that is not replaced is not fetched again."""
+def test_a_replaced_file_is_fetched_again(folder, store, tmp_path):
+    """So are the files next to it, and it need not have another size. Negative control: a file that
+    is not replaced is not fetched again."""
     cache = str(tmp_path / "new" / "cache")
     first = kept.tokenizer(URL, cache)
     for change in "tokenizer.json", "tokenizer_config.json":

@@ -265,7 +265,8 @@ def test_a_damaged_record_is_named(runs, tmp_path, capsys):
     ],
 )
 def test_every_export_renders_a_conversation_as_training_did(command, name, runs, tmp_path):
-    """Adapters keep the template that they were trained with, even on a base with another one."""
+    """Adapters keep the template that they were trained with, also where their base has a different
+    one."""
     out = runs["hf"]
     if command:
         out = tmp_path / "out"

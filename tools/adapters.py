@@ -18,7 +18,6 @@ from torch import Tensor
 
 from checkpoint import adapters, hf, state, verify
 from checkpoint.storage import DTYPES
-from checkpoint.verify import Damaged
 from configs.schema import InputError
 from models import FORMATS, MODELS
 from reliability.objects import Key
@@ -192,10 +191,8 @@ def verified(folder: Path | Key) -> tuple[Path | Key, dict]:
     """Return the checkpoint that a folder given by the user refers to, verified, and its manifest.
     Raises InputError."""
     path = verify.newest(folder)
-    try:
+    with verify.refuse_damage(path):
         return path, verify.read_manifest(path)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
 
 
 def open_run(folder: Path | Key) -> AdaptedRun:

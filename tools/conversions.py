@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from checkpoint import hf, state, storage, verify
 from checkpoint.storage import CODES, DTYPES
-from checkpoint.verify import Damaged
 from configs.schema import InputError
 from data import turns
 from data.open_tokenizer import open_tokenizer
@@ -316,7 +315,11 @@ def to_torch(source: Path | Key, out: Path, content: str) -> str:
         whole["optimizer"] = optimizer
     whole |= {key: manifest[key] for key in ("step", "progress", "facts")}
     temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
-    try:
+    with (
+        verify.refuse_damage(path, f"{out} cannot be written"),
+        contextlib.ExitStack() as on_the_way_out,
+    ):
+        on_the_way_out.callback(temporary.unlink, missing_ok=True)
         if out.exists():
             raise InputError(f"{out} exists already: give the name of a new file")
         with (
@@ -341,15 +344,6 @@ def to_torch(source: Path | Key, out: Path, content: str) -> str:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(out)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
-    except OSError as error:
-        raise InputError(
-            f"{out} cannot be written: {error.filename or ''} {error.strerror}"
-        ) from None
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
     return f"{out}: {len(order)} tensors of {path}"
 
 

@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from checkpoint import state, storage, verify
 from checkpoint.storage import NotFinite, SavePlan
-from checkpoint.verify import Damaged
 from configs.schema import InputError
 from data.tokenizer import Tokenizer
 from models import MODELS
@@ -42,10 +41,8 @@ def of_step(source: Path | Key, step: int) -> tuple[Path | Key, dict]:
 
 
 def opened(path: Path | Key) -> tuple[Path | Key, dict]:
-    try:
+    with verify.refuse_damage(path):
         manifest = verify.read_manifest(path)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
     state.model_of(path, manifest, MODELS)
     return path, manifest
 

@@ -39,10 +39,8 @@ def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
     if places.is_hugging_face(folder):
         return _load_hugging_face(folder, tokenizer)
     path = verify.newest(folder)
-    try:
+    with verify.refuse_damage(path):
         manifest = verify.read_manifest(path)
-    except verify.Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
     family, args = state.model_of(path, manifest, MODELS)
     if tokenizer:
         words = places.tokenizer_named(tokenizer)

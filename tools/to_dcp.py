@@ -22,9 +22,9 @@ import tomli
 import torch
 from torch import Tensor
 
-from checkpoint import hf, state
+from checkpoint import hf, state, verify
 from checkpoint.storage import CODES
-from checkpoint.verify import Damaged, nbytes
+from checkpoint.verify import nbytes
 from configs import dropped
 from configs.check import architecture, derive
 from configs.load import dump, load_config
@@ -86,15 +86,12 @@ def to_dcp(source: Path | objects.Key, out: Path, names: str, step: int | None) 
     written = NAMES[names](path, manifest)
     rows = [manifest["tensors"][name] for name in written.parts]
     size = sum(nbytes(row["dtype"], row["shape"]) for row in rows)
-    try:
-        with disk.new_folder(out) as folder, progress_bar(size, path.name) as bar:
-            dcp.write(folder, tensors(path, manifest, written, bar.update), written.values)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
-    except OSError as error:
-        raise InputError(
-            f"{path} could not be converted to {out}: {error.filename or ''} {error.strerror}"
-        ) from None
+    with (
+        verify.refuse_damage(path, f"{path} could not be converted to {out}"),
+        disk.new_folder(out) as folder,
+        progress_bar(size, path.name) as bar,
+    ):
+        dcp.write(folder, tensors(path, manifest, written, bar.update), written.values)
     return f"{out}: {len(rows)} tensors of {path}, {size / 1e9:,.2f} GB"
 
 

@@ -11,7 +11,6 @@ import torch
 
 from checkpoint import branches, hf, state, verify
 from checkpoint.storage import GENERATOR
-from checkpoint.verify import Damaged
 from configs.load import load_config
 from configs.schema import Config, InputError
 from models import MODELS
@@ -123,10 +122,8 @@ def write_options(path: Path | Key, manifest: dict, temporary: Path) -> Path:
 
 
 def manifest_of(path: Path | Key) -> dict:
-    try:
+    with verify.refuse_damage(path):
         return verify.read_manifest(path)
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
 
 
 def state_in(path: Path | Key) -> dict[str, torch.Tensor]:
@@ -134,7 +131,5 @@ def state_in(path: Path | Key) -> dict[str, torch.Tensor]:
     manifest = manifest_of(path)
     state.model_of(path, manifest, MODELS)
     names = [name for name in manifest["tensors"] if not name.startswith(GENERATOR)]
-    try:
+    with verify.refuse_damage(path):
         return dict(zip(names, hf.read_whole(path, manifest, names), strict=True))
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None

@@ -158,7 +158,7 @@ def check_base(job: train.Job, path: Path | Key, facts: dict) -> None:
 def load(job: train.Job, path: Path | Key) -> dict:
     """Fill the job from a checkpoint, and return its progress. It may be of another mesh, and of
     another type of floating point."""
-    try:
+    with verify.refuse_damage(path):
         manifest = verify.read_manifest(path)
         if "base" in manifest["facts"]:
             check_base(job, path, manifest["facts"]["base"])
@@ -169,8 +169,6 @@ def load(job: train.Job, path: Path | Key) -> dict:
                 if name.startswith(GENERATOR) and name in manifest["tensors"]:
                     wanted[name] = tensor
         fill(path, manifest, wanted, "model+optimizer")
-    except Damaged as error:
-        raise InputError(f"{path} is damaged: {error}") from None
     return manifest["progress"]
 
 
