@@ -125,8 +125,9 @@ class GatheredPieces:
         if device.type == "cuda":
             # a copy from pageable memory would wait for the GPU
             tables = [x.pin_memory() for x in tables]
-        keys, *tables = [x.to(device, non_blocking=True) for x in tables]
-        return cls(keys, VarlenMetadata(*tables, int(lengths.max()), int(counts.max())))
+        keys, starts, key_starts = [x.to(device, non_blocking=True) for x in tables]
+        pieces = VarlenMetadata(starts, key_starts, int(lengths.max()), int(counts.max()))
+        return cls(keys, pieces)
 
 
 def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> Tensor:
@@ -264,8 +265,8 @@ def _forward(
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *flat: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    *flat, out, lse = flat
-    return attend_backward(grad, Saved(q, k, v, out, lse), sinks, *_objects(sinks, *flat))
+    *inputs, out, lse = flat
+    return attend_backward(grad, Saved(q, k, v, out, lse), sinks, *_objects(sinks, *inputs))
 
 
 def _objects(
@@ -319,13 +320,13 @@ def _(grad, q, k, v, sinks, *_):
 def _keep_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
     *tensors, group, starts, key_starts, longest, longest_keys, window, scale, soft_cap = inputs
     ctx.group = group
-    ctx.numbers = longest, longest_keys, window, scale, soft_cap
+    ctx.flat = longest, longest_keys, window, scale, soft_cap
     ctx.save_for_backward(*tensors, starts, key_starts, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple:
     q, k, v, sinks, keys, starts, key_starts, *output = ctx.saved_tensors
-    flat = keys, ctx.group, starts, key_starts, *ctx.numbers
+    flat = keys, ctx.group, starts, key_starts, *ctx.flat
     dq, dk, dv, of_sinks = gathered_attention_backward(grad, q, k, v, sinks, *flat, *output)
     return dq, dk, dv, None if sinks is None else of_sinks, *[None] * len(flat)
 

@@ -94,6 +94,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.schema",
         "parallelisms.mesh",
         "reliability.disk",
+        "reliability.goodput",  # which starts a run has had
         "reliability.objects",
         "configs.boxes",  # how a tensor is cut
         "parallelisms.boxes",  # which box of a tensor this rank holds

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 BLOCK = 128  # queries whose scores exist at a time, where there is no kernel
 
 
-class Rule(NamedTuple):
+class SpecNumbers(NamedTuple):
     """An `AttentionSpec` as operators take it."""
 
     window: int  # 0: none
@@ -79,9 +79,9 @@ class AttentionSpec:
                 "dropped silently"
             )
 
-    def numbers(self, head_dim: int) -> Rule:
+    def numbers(self, head_dim: int) -> SpecNumbers:
         scale = head_dim**-0.5 if self.scale is None else self.scale
-        return Rule(self.window or 0, scale, self.soft_cap or 0.0)
+        return SpecNumbers(self.window or 0, scale, self.soft_cap or 0.0)
 
 
 PLAIN = AttentionSpec()
@@ -165,7 +165,7 @@ def attend_backward(
     return backward_operator(grad, *saved, sinks, *pieces, *spec.numbers(saved.q.shape[-1]))
 
 
-# Operators take no objects: these are the fields of `VarlenMetadata` and of `Rule`.
+# Operators take no objects: these are the fields of `VarlenMetadata` and of `SpecNumbers`.
 PIECES = "Tensor? starts, Tensor? key_starts, SymInt longest, SymInt longest_keys"
 RULE = "SymInt window, float scale, float soft_cap"
 
@@ -180,19 +180,19 @@ def forward_operator(
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` by a spec that is not plain."""
     pieces = VarlenMetadata(*flat[:4])
-    rule = Rule(*flat[4:])
-    if not _has_kernel(q, rule.soft_cap):
-        return by_blocks(q, k, v, sinks, _slices(len(q), len(k), pieces), rule)
+    numbers = SpecNumbers(*flat[4:])
+    if not _has_kernel(q, numbers.soft_cap):
+        return by_blocks(q, k, v, sinks, _slices(len(q), len(k), pieces), numbers)
     out, lse, *_ = aten._flash_attention_forward(
         q,
         k,
         v,
         *_with_tables(q, pieces),
         0.0,
-        not _is_local(rule, pieces),
+        not _is_local(numbers, pieces),
         False,
-        scale=rule.scale,
-        **_window_of_flash(rule, pieces),
+        scale=numbers.scale,
+        **_window_of_flash(numbers, pieces),
     )
     lse = lse.t()  # [n, H]
     if sinks is not None:
@@ -218,9 +218,9 @@ def backward_operator(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor,
     saved = Saved(*flat[:5])
     sinks = flat[5]
     pieces = VarlenMetadata(*flat[6:10])
-    rule = Rule(*flat[10:])
+    numbers = SpecNumbers(*flat[10:])
     q, k, v, out, lse = saved
-    if _has_kernel(q, rule.soft_cap):
+    if _has_kernel(q, numbers.soft_cap):
         no_dropout = (  # its random state
             torch.zeros(2, dtype=torch.uint64, device=q.device),
             torch.empty(0, device=q.device),
@@ -234,13 +234,13 @@ def backward_operator(grad: Tensor, *flat: Any) -> tuple[Tensor, Tensor, Tensor,
             lse.t().contiguous(),
             *_with_tables(q, pieces),
             0.0,
-            not _is_local(rule, pieces),
+            not _is_local(numbers, pieces),
             *no_dropout,
-            scale=rule.scale,
-            **_window_of_flash(rule, pieces),
+            scale=numbers.scale,
+            **_window_of_flash(numbers, pieces),
         )
     else:
-        grads = by_blocks_backward(grad, saved, _slices(len(q), len(k), pieces), rule)
+        grads = by_blocks_backward(grad, saved, _slices(len(q), len(k), pieces), numbers)
     if sinks is None:
         return *grads, q.new_empty(0)
     compute = lse.dtype
@@ -253,16 +253,16 @@ def _has_kernel(q: Tensor, soft_cap: float) -> bool:
     return fits_varlen(q) and not soft_cap
 
 
-def _is_local(rule: Rule, pieces: VarlenMetadata) -> bool:
+def _is_local(numbers: SpecNumbers, pieces: VarlenMetadata) -> bool:
     """Return True if the window hides any key."""
-    return 0 < rule.window < pieces.longest_keys
+    return 0 < numbers.window < pieces.longest_keys
 
 
-def _window_of_flash(rule: Rule, pieces: VarlenMetadata) -> dict[str, int]:
+def _window_of_flash(numbers: SpecNumbers, pieces: VarlenMetadata) -> dict[str, int]:
     """FlashAttention counts the keys before a query's own."""
-    if not _is_local(rule, pieces):
+    if not _is_local(numbers, pieces):
         return {}
-    return {"window_size_left": rule.window - 1, "window_size_right": 0}
+    return {"window_size_left": numbers.window - 1, "window_size_right": 0}
 
 
 def _with_tables(q: Tensor, pieces: VarlenMetadata) -> VarlenMetadata:
@@ -319,14 +319,16 @@ def _ungrouped(x: Tensor, t: int) -> Tensor:
     return x.reshape(-1, t, *x.shape[2:]).transpose(0, 1)
 
 
-def _scores(q: Tensor, k: Tensor, hidden: Tensor, rule: Rule) -> tuple[Tensor, Tensor | None]:
+def _scores(
+    q: Tensor, k: Tensor, hidden: Tensor, numbers: SpecNumbers
+) -> tuple[Tensor, Tensor | None]:
     """Compute q [K, G t, E] and k [K, s, E], float -> scores [K, G t, s], -inf where hidden; and,
     with a cap, what they are divided by it, within -1 and 1."""
-    scores = torch.bmm(q, k.mT) * rule.scale
+    scores = torch.bmm(q, k.mT) * numbers.scale
     relative = None
-    if rule.soft_cap:
-        relative = (scores / rule.soft_cap).tanh()
-        scores = relative * rule.soft_cap
+    if numbers.soft_cap:
+        relative = (scores / numbers.soft_cap).tanh()
+        scores = relative * numbers.soft_cap
     t, s = hidden.shape
     masked = scores.view(-1, t, s).masked_fill(hidden, -math.inf)
     return masked.view(scores.shape), relative
@@ -338,7 +340,7 @@ def by_blocks(
     v: Tensor,
     sinks: Tensor | None,
     pieces: PieceSlices,
-    rule: Rule,
+    numbers: SpecNumbers,
 ) -> tuple[Tensor, Tensor]:
     """Compute `attend` by plain matmuls in float32 (or float64, if that is the type), on any
     device. At most the scores of BLOCK queries exist at a time."""
@@ -346,12 +348,12 @@ def by_blocks(
     K = k.shape[1]
     out = torch.empty_like(q)
     lse = q.new_empty(q.shape[:2], dtype=compute)
-    for block, keys, hidden in _blocks(pieces, rule.window, q.device):
+    for block, keys, hidden in _blocks(pieces, numbers.window, q.device):
         t = block.stop - block.start
         q_ = _grouped(q[block].to(compute), K)  # [K, G t, E]
         k_ = k[keys].to(compute).transpose(0, 1)  # [K, s, E]
         v_ = v[keys].to(compute).transpose(0, 1)
-        scores, _ = _scores(q_, k_, hidden, rule)
+        scores, _ = _scores(q_, k_, hidden, numbers)
         total = scores.logsumexp(-1)  # [K, G t]
         if sinks is not None:
             of_queries = sinks.to(compute).expand(t, -1)  # [t, H]
@@ -363,7 +365,7 @@ def by_blocks(
 
 
 def by_blocks_backward(
-    grad: Tensor, saved: Saved, pieces: PieceSlices, rule: Rule
+    grad: Tensor, saved: Saved, pieces: PieceSlices, numbers: SpecNumbers
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Grad of q, k and v in their types."""
     q, k, v, out, lse = saved
@@ -372,7 +374,7 @@ def by_blocks_backward(
     dq = torch.empty_like(q)
     dk = k.new_zeros(k.shape, dtype=compute)
     dv = v.new_zeros(v.shape, dtype=compute)
-    for block, keys, hidden in _blocks(pieces, rule.window, q.device):
+    for block, keys, hidden in _blocks(pieces, numbers.window, q.device):
         t = block.stop - block.start
         upstream = grad[block].to(compute)
         delta = _grouped((upstream * out[block]).sum(-1), K)  # [K, G t]
@@ -381,13 +383,13 @@ def by_blocks_backward(
         grad_ = _grouped(upstream, K)
         k_ = k[keys].to(compute).transpose(0, 1)  # [K, s, E]
         v_ = v[keys].to(compute).transpose(0, 1)
-        scores, relative = _scores(q_, k_, hidden, rule)
+        scores, relative = _scores(q_, k_, hidden, numbers)
         p = (scores - total[..., None]).exp()
         ds = p * (torch.bmm(grad_, v_.mT) - delta[..., None])
         if relative is not None:
             ds = ds * (1 - relative.square())  # the derivative of tanh
-        dq[block] = _ungrouped(torch.bmm(ds, k_), t) * rule.scale
-        dk[keys] += torch.bmm(ds.mT, q_).transpose(0, 1) * rule.scale
+        dq[block] = _ungrouped(torch.bmm(ds, k_), t) * numbers.scale
+        dk[keys] += torch.bmm(ds.mT, q_).transpose(0, 1) * numbers.scale
         dv[keys] += torch.bmm(p.mT, grad_).transpose(0, 1)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
