@@ -179,7 +179,7 @@ def files(tiny: Tiny) -> str | None:
         out = Path(name, "hf")
         try:
             config = hf.config_of(formats, tiny.args)
-            hf.write_model(out, out, source, formats, tiny.args, config, {})
+            hf.write_model(out, out, hf.Export(source, formats, tiny.args, config, {}))
             family, args = hf.read_model(out, FORMATS)
             stored = hf.weights(out, formats, tiny.args, shapes)
         except InputError as error:
