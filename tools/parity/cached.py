@@ -12,7 +12,7 @@ from parallelisms import cores
 from tools.parity.forwards import CPU, NotAsked, everything, outputs
 from tools.parity.outputs import Outputs, noting
 from tools.parity.tiny import LENGTH, Tiny
-from training.sample import KeyValueCache, sample_stream
+from training.sample import KeyValueCache, Sampling, sample_stream
 
 PIECES = ([LENGTH], [8, LENGTH - 8], [1] * LENGTH, [LENGTH // 2, 1, 2, LENGTH - LENGTH // 2 - 3])
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3])
@@ -83,7 +83,6 @@ def sampled(
     tiny: Tiny, prompts: Sequence[Sequence[int]], context: int, keeps: bool
 ) -> list[list[int | None]]:
     """Return the likeliest tokens after each prompt."""
-    stream = sample_stream(
-        tiny.model, prompts, NEW_TOKENS, context, CPU, temperature=0.0, cache=keeps
-    )
+    how = Sampling(NEW_TOKENS, context, temperature=0.0, cache=keeps)
+    stream = sample_stream(tiny.model, prompts, CPU, how)
     return [list(tokens) for tokens in zip(*stream, strict=True)]
