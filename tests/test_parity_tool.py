@@ -146,6 +146,7 @@ def test_a_name_that_is_no_mesh_is_a_sentence(name: str) -> None:
         (["configs/llama_8b.toml"], "the model has 8,030,261,248 parameters"),
         (["configs/nothing.toml"], "configs/nothing.toml"),
         (["configs/llama_debug.toml", "--steps=0"], "--steps must be at least 1"),
+        (["configs/llama_debug.toml", "--properties", "--meshes", "tp2"], "tries no mesh"),
     ],
 )
 def test_a_mistake_in_the_call(

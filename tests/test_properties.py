@@ -196,6 +196,13 @@ def test_float32_inside_is_named_and_compared_less_closely(monkeypatch: Patch) -
     assert list(failures(detached_head)) == ["gradients"]
 
 
+@pytest.mark.slow
+def test_a_copy_has_the_kinds_of_layers_that_the_model_has() -> None:
+    dense = tiny("deepseek_v3_debug", "--model.n_dense_layers=5")
+    assert (dense.args.n_layers, dense.args.n_dense_layers) == (2, 2)
+    assert failures(dense) == {}
+
+
 # At the start of a run -------------------------------------------------------------------------------
 
 

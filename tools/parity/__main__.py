@@ -67,6 +67,8 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     flags.meshes = [name for name in flags.meshes if name not in configs]
     if flags.steps < 1 or flags.ranks < 2:
         raise InputError("--steps must be at least 1, and --ranks at least 2")
+    if flags.properties and flags.meshes:
+        raise InputError("--properties tries no mesh: leave out --meshes, or --properties")
     return flags, [*configs, *rest]
 
 

@@ -167,10 +167,17 @@ def shrunk(family: Family, configured: Any) -> Any:
     numbers = {name: value for name, value in numbers.items() if name in given}
     wanted = kinds(whole)
     for layers in range(min(2, configured.n_layers), configured.n_layers + 1):
-        args = family.Args(**numbers | {"n_layers": layers})
-        if kinds(family.build(args)) == wanted:
-            return args
+        for other_counts in ({}, counts_of_layers(given, layers)):
+            args = family.Args(**numbers | other_counts | {"n_layers": layers})
+            if kinds(family.build(args)) == wanted:
+                return args
     return family.Args(**numbers | {"n_layers": configured.n_layers})
+
+
+def counts_of_layers(given: dict[str, Any], layers: int) -> dict[str, int]:
+    """Return how many layers of one kind there are, as the model has them, of so many in all."""
+    names = [name for name in given if name.endswith("_layers") and name != "n_layers"]
+    return {name: min(given[name], layers) for name in names}
 
 
 def of_heads(family: Family, given: dict[str, Any]) -> dict[str, int]:
