@@ -25,123 +25,76 @@ class File(NamedTuple):
     """A published tokenizer.json, and what is known of it."""
 
     package: str
-    name: str
     engine: str
     fingerprint: str
     n_vocab: int
     end: str
-    exact: bool  # its ids tell the bytes
+    name: str = "tokenizer.json"
+    exact: bool = False  # its ids tell the bytes
 
 
 FILES = {
-    "qwen3": File(
-        "qwen3",
-        "tokenizer.json",
-        "tiktoken",
-        "d4a4bb62f23e775f13b50dd66c51d196",
-        151_669,
-        "<|im_end|>",
-        False,
-    ),
+    "qwen3": File("qwen3", "tiktoken", "d4a4bb62f23e775f13b50dd66c51d196", 151_669, "<|im_end|>"),
     "deepseek_v3": File(
         "deepseek_v3",
-        "tokenizer.json",
         "tiktoken",
         "4b0c255b651ab152387c8b82c7d06023",
         128_815,
         "<｜end▁of▁sentence｜>",
-        True,
+        exact=True,
     ),
     "gpt_oss": File(
-        "gpt_oss",
-        "tokenizer.json",
-        "tiktoken",
-        "bd880330a4dbf3ae4240634eb865c42b",
-        200_019,
-        "<|return|>",
-        True,
+        "gpt_oss", "tiktoken", "bd880330a4dbf3ae4240634eb865c42b", 200_019, "<|return|>", exact=True
     ),
     "llama3_1": File(
         "llama3_1",
-        "tokenizer.json",
         "tiktoken",
         "bdfba346696d3144a3dfb070f4f2d591",
         128_256,
         "<|eot_id|>",
-        True,
+        exact=True,
     ),
     "dolma2": File(
         "olmo2",
-        "allenai_dolma2.json",
         "tiktoken",
         "4eb5b7180fb46adc73f0ad479588179b",
         100_278,
         "<|endoftext|>",
-        True,
+        name="allenai_dolma2.json",
+        exact=True,
     ),
     "gpt-neox": File(
         "olmo2",
-        "allenai_eleuther-ai-gpt-neox-20b-pii-special.json",
         "tiktoken",
         "3f20b4c1203ea0b5f4a770b2edfe5bcc",
         50_280,
         "<|endoftext|>",
-        False,
+        name="allenai_eleuther-ai-gpt-neox-20b-pii-special.json",
     ),
     "gemma3": File(
-        "gemma3",
-        "tokenizer.json",
-        "tokenizers",
-        "19e77f06acbfea96b36bb54a156f89ed",
-        262_145,
-        "<end_of_turn>",
-        False,
+        "gemma3", "tokenizers", "19e77f06acbfea96b36bb54a156f89ed", 262_145, "<end_of_turn>"
     ),
-    "llama2": File(
-        "llama2",
-        "tokenizer.json",
-        "tokenizers",
-        "a8a5067549b027142bec09ed340881b9",
-        32_000,
-        "</s>",
-        False,
-    ),
+    "llama2": File("llama2", "tokenizers", "a8a5067549b027142bec09ed340881b9", 32_000, "</s>"),
     "smollm2": File(
-        "smollm2",
-        "tokenizer.json",
-        "tiktoken",
-        "50813fe5c5006e4fce3216d3c331cd3d",
-        49_152,
-        "<|im_end|>",
-        False,
+        "smollm2", "tiktoken", "50813fe5c5006e4fce3216d3c331cd3d", 49_152, "<|im_end|>"
     ),
     # byte-level after NFKC; a WordPiece; a unigram vocabulary
-    "claude": File(
-        "claude",
-        "tokenizer.json",
-        "tokenizers",
-        "d5b5ce8a2d6ae616a99b45d4623f472f",
-        65_000,
-        "<EOT>",
-        False,
-    ),
+    "claude": File("claude", "tokenizers", "d5b5ce8a2d6ae616a99b45d4623f472f", 65_000, "<EOT>"),
     "wordpiece": File(
         "nepali",
-        "WordPiece.json",
         "tokenizers",
         "c4f7c9ea111ce86537c7f9575c97ea63",
         30_522,
         "[SEP]",
-        False,
+        name="WordPiece.json",
     ),
     "unigram": File(
         "nepali",
-        "SentencePiece.json",
         "tokenizers",
         "9aac94def92653c0845fbe8dbfff769c",
         32_000,
         "</s>",
-        False,
+        name="SentencePiece.json",
     ),
 }
 

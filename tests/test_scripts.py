@@ -708,6 +708,20 @@ def test_tests_that_wait_run_in_parallel_with_tests_that_compute(repository: Pat
     )
 
 
+@pytest.mark.slow
+def test_programs_that_tests_start_can_be_interrupted(repository: Path) -> None:
+    """Programs can also be interrupted where the suite was started with SIGINT ignored, by nohup or
+    as the background job of a script."""
+    asks = "import signal, sys; sys.exit(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
+    test = (
+        "import subprocess, sys\ndef test_it():\n    assert subprocess.run([sys.executable, "
+        f"'-c', {asks!r}]).returncode == 0\n"
+    )
+    (repository / "tests" / "test_it.py").write_text(test)
+    done = run("bash", "-c", f"trap '' INT; exec {repository}/run_tests.sh")
+    assert done.returncode == 0, done.stdout
+
+
 LISTENING = """
 import sys, threading, time
 from datetime import timedelta
