@@ -259,10 +259,11 @@ def gradients(
     counted, tokens = mesh.sum_over_tokens(torch.stack((counted, microbatches.count_real())))
     # FSDP averages the gradient over these ranks; times their number it is the sum
     ranks = mesh.fsdp_mesh.size()
-    scale = ranks / counted.to(dp.master_dtype(cfg.training))
-    scale_of_terms = ranks / tokens.to(dp.master_dtype(cfg.training))
-    microbatches.terms = terms = AuxiliaryTerms(scale_of_terms, tokens, counted)
-    microbatches.z_loss = open_z_loss(cfg.training.z_loss, terms, mesh)
+    dtype = dp.master_dtype(cfg.training)
+    scale = ranks / counted.to(dtype)
+    scale_of_terms = ranks / tokens.to(dtype)
+    microbatches.terms = terms = AuxiliaryTerms(scale_of_terms, tokens, counted, mesh.tp)
+    microbatches.z_loss = open_z_loss(cfg.training.z_loss, terms)
 
     # the loss and the flags travel in one all-reduce
     sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)

@@ -13,27 +13,50 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 
 class Term(NamedTuple):
     """A number that a block reports for one microbatch."""
 
-    # A scalar: the sum over the tokens that this rank has. All ranks' values are added, so ranks of
-    # tensor parallelism that see the same tokens report parts of their sum.
-    # Padding is left out where the block knows it.
+    # A scalar: the sum over the tokens that this rank has. All ranks' values are added. So ranks of
+    # tensor parallelism report parts of their sum: of their slices of the sequence, or of their
+    # heads. Of a DTensor the placement says what a rank has. Padding is left out where the block
+    # knows it.
     value: Tensor
     weight: float = 0.0  # factor in the loss, which is a mean over tokens; 0: only logged
+    # The mean over a tp group's ranks is meant, not the sum: of a plain value that each of them has
+    # of the whole sequence, or that is a mean over its own heads.
+    average_over_tp: bool = False
+
+
+def part_of(term: Term, tp: int) -> Tensor:
+    """Return what this rank adds to the sum over all ranks, a plain scalar. Of the value of a
+    DTensor that n ranks have whole, that is 1/n. tp: ranks of a tp group."""
+    value = term.value
+    if not isinstance(value, DTensor):
+        return value / tp if term.average_over_tp else value
+    copies = 1
+    gradient: list[Placement] = []
+    for size, kind in zip(value.device_mesh.shape, value.placements, strict=True):
+        copies *= size if kind.is_replicate() else 1
+        gradient.append(Partial() if kind.is_replicate() else Replicate())
+    return value.to_local(grad_placements=gradient) / copies
 
 
 class AuxiliaryTerms:
     """The terms of one step, summed over this rank's microbatches. Given to the forwards that train,
     and to no other."""
 
-    def __init__(self, scale: Tensor, tokens: Tensor, labels: Tensor | None = None) -> None:
+    def __init__(
+        self, scale: Tensor, tokens: Tensor, labels: Tensor | None = None, tp: int = 1
+    ) -> None:
         """scale: the gradient of a token's term of weight 1, a scalar; tokens: of the global batch,
         without padding. What blocks report is divided by them. labels: how many of them count in
-        the loss, by which is divided what the loss reports; None: all."""
+        the loss, by which is divided what the loss reports; None: all. tp: ranks of tensor
+        parallelism."""
         self.scale = scale
+        self.tp = tp
         self.tokens = tokens
         self.labels = tokens if labels is None else labels
         # name -> by how many tokens its sum is divided
@@ -43,7 +66,7 @@ class AuxiliaryTerms:
 
     def copied(self) -> "AuxiliaryTerms":
         """Return clones of the sums, so that later computation does not change them."""
-        other = AuxiliaryTerms(self.scale, self.tokens, self.labels)
+        other = AuxiliaryTerms(self.scale, self.tokens, self.labels, self.tp)
         other.divisors = {name: divisor.clone() for name, divisor in self.divisors.items()}
         for name, of_layers in self.sums.items():
             other.sums[name] = {layer: value.clone() for layer, value in of_layers.items()}
@@ -53,9 +76,10 @@ class AuxiliaryTerms:
         """Report terms of one microbatch. Returns h, whose backward also adds their gradient: so no
         stage of a pipeline has to hand them to the next one."""
         for name, term in terms.items():
-            self.report(name, term.value, layer, self.tokens)
+            value = part_of(term, self.tp)
+            self.report(name, value, layer, self.tokens)
             if term.weight:
-                h = InjectGradient.apply(h, term.value, self.scale, term.weight)
+                h = InjectGradient.apply(h, value, self.scale, term.weight)
         return h
 
     def report(

@@ -117,8 +117,8 @@ def test_padding_changes_no_term(plain, mesh, ranks):
 def divided_by_labels() -> None:
     """Divide a block's term by the labels that count, as the loss is."""
 
-    def wrong(scale: Tensor, tokens: Tensor, labels: Tensor) -> AuxiliaryTerms:
-        return AuxiliaryTerms(scale * tokens / labels, tokens, labels)
+    def wrong(scale: Tensor, tokens: Tensor, labels: Tensor, tp: int) -> AuxiliaryTerms:
+        return AuxiliaryTerms(scale * tokens / labels, tokens, labels, tp)
 
     train.AuxiliaryTerms = wrong
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import models.terms
 import train
 from configs.load import load_config
 from models import layers
-from models.terms import AuxiliaryTerms, InjectGradient, Term
+from models.terms import AuxiliaryTerms, InjectGradient, Term, part_of
 from tests import parity
 from tests.parity import DEEPSEEK, DOCUMENTS, EQUAL, TWO_MICROBATCHES
 from tests.ranks import run_ranks
@@ -87,7 +88,7 @@ def on_mesh(mesh: str, options: list[str], change: Callable | None = None) -> di
     return results[0] | {"grad": grad}
 
 
-def differences(seen: dict, oracle: dict) -> list[str]:
+def differences(seen: dict, oracle: dict, limit: float = EQUAL) -> list[str]:
     """List differences above rounding: of the first step the loss, the norm and gradients, of both
     the loss and the terms."""
     pairs = {"norm": (seen["norm"][0], oracle["norm"][0])}
@@ -102,7 +103,7 @@ def differences(seen: dict, oracle: dict) -> list[str]:
         errors[f"gradient of {name}"] = np.linalg.norm(seen["grad"][name] - want) / np.linalg.norm(
             want
         )
-    return [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= EQUAL]
+    return [f"{name} by {error:.1e}" for name, error in errors.items() if not error <= limit]
 
 
 # ------------------------------------------------------------------------------------- the numbers
@@ -164,7 +165,7 @@ def test_the_z_loss_of_pieces_is_that_of_whole_logits(chunk):
     labels[0, 5:19] = -100
     one = torch.ones(())
     reported = AuxiliaryTerms(one, one)
-    loss = linear_cross_entropy(h, w, labels, chunk, z_loss=ZLoss(Z_LOSS, reported, 1))
+    loss = linear_cross_entropy(h, w, labels, chunk, z_loss=ZLoss(Z_LOSS, reported))
     grads = torch.autograd.grad(loss, (h, w))
     logits = h @ w.t()
     want = plain_cross_entropy(logits, labels)
@@ -228,6 +229,49 @@ def test_a_stage_without_experts_and_one_with_them_report_together():
     assert not differences(seen, one_process(numbers))
 
 
+def reporting_attention(block: nn.Module, *inputs: Tensor) -> tuple[Tensor, dict[str, Term]]:
+    """A block's forward that reports what a rank of tensor parallelism has in three ways: a part as
+    a DTensor, the whole as a DTensor, and a mean over its own heads."""
+    noted = {}
+    attend = layers.Attention.forward
+
+    def attention(module: nn.Module, x: Tensor, *rest: Tensor) -> Tensor:
+        heads = module.wq(x)
+        noted["gathered"] = Term(x.square().mean(-1).sum(), ACTIVATIONS)
+        noted["heads"] = Term(heads.square().mean(-1).sum(), ACTIVATIONS, average_over_tp=True)
+        return attend(module, x, *rest)
+
+    layers.Attention.forward = attention
+    h = PLAIN_FORWARD(block, *inputs)
+    layers.Attention.forward = attend
+    noted["normed"] = Term(block.attention_norm(h).abs().mean(-1).sum(), ACTIVATIONS)
+    return h, noted
+
+
+def report_attention() -> None:
+    layers.Block.forward = reporting_attention
+
+
+def report_attention_as_parts() -> None:
+    """The mistake: what each rank has of all heads is added."""
+    report_attention()
+    models.terms.part_of = lambda term, tp: part_of(term, 1)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("fsdp2xtp2", marks=pytest.mark.slow)])
+def test_what_a_tp_group_has_whole_counts_once(mesh):
+    """In what is logged, and in the gradient."""
+    options = [*ON, "--training.param_dtype=float64"]
+    want = run_ranks(1, seen_of, options, 1, report_attention)[0]
+    names = [f"{name}/layer-{i}" for name in ("gathered", "heads", "normed") for i in range(3)]
+    assert sorted(want["terms"]) == [*names, "z_loss"]
+    assert not differences(on_mesh(mesh, options, report_attention), want, 1e-12)
+    if mesh == "tp2":
+        wrong = differences(on_mesh(mesh, options, report_attention_as_parts), want, 1e-12)
+        assert any(line.startswith("heads/layer-2 by ") for line in wrong), wrong
+        assert any(line.startswith("norm by") for line in wrong), wrong
+
+
 # Mistakes, each of which a comparison must see. ---------------------------------------------------
 
 
@@ -251,7 +295,7 @@ def gradient_of_z_loss_dropped() -> None:
 
 def counted_on_every_rank() -> None:
     """The ranks of tensor parallelism have the same logits, and each reports all of the term."""
-    train.open_z_loss = lambda factor, terms, mesh: ZLoss(factor, terms, 1)
+    train.AuxiliaryTerms = lambda *counts: AuxiliaryTerms(*counts[:-1])
 
 
 def reported_inside_the_block() -> None:

@@ -376,7 +376,7 @@ def test_compiled_passes_compute_what_pytorchs_operators_do(dtype):
     seen = []
     for passes in EAGER, compiled, compiled._replace(gradient=one_at_a_time):
         one = torch.ones(())
-        z_loss = ZLoss(0.01, AuxiliaryTerms(one, one), 1)
+        z_loss = ZLoss(0.01, AuxiliaryTerms(one, one))
         each = torch.empty(2, 37, dtype=torch.promote_types(dtype, torch.float32))
         loss = linear_cross_entropy(h, w, labels, 16, each, z_loss, passes)
         seen.append((loss.detach(), each, *torch.autograd.grad(loss, (h, w))))

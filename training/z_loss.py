@@ -10,28 +10,25 @@ logged separately, with its factor, as `z_loss`.
 from torch import Tensor
 
 from models.terms import AuxiliaryTerms
-from parallelisms.mesh import Mesh
 
 
 class ZLoss:
     """The z-loss of a step."""
 
-    def __init__(self, factor: float, terms: AuxiliaryTerms, ranks: int) -> None:
-        """ranks: how many ranks have the same tokens. Each reports a part of their sum."""
+    def __init__(self, factor: float, terms: AuxiliaryTerms) -> None:
         self.factor = factor
         self.terms = terms
-        self.ranks = ranks
 
     def add(self, log_z: Tensor) -> Tensor:
         """Add the z-loss of tokens. log_z: float32 [C], 0 where the label does not count. Returns
         [C] by what the gradient of the cross-entropy's log Z has to be multiplied: log Z + f log^2
-        Z has the gradient (1 + 2 f log Z) softmax with respect to the logits."""
+        Z has the gradient (1 + 2 f log Z) softmax with respect to the logits. The ranks of tensor
+        parallelism have the same tokens, so each reports a part of their sum."""
         total = self.factor * log_z.double().square().sum()
-        self.terms.report("z_loss", total / self.ranks)
+        self.terms.report("z_loss", total / self.terms.tp)
         return 1 + 2 * self.factor * log_z
 
 
-def open_z_loss(factor: float, terms: AuxiliaryTerms, mesh: Mesh) -> ZLoss | None:
-    """Return the z-loss of a step, or None for a factor of 0. The ranks of tensor parallelism have
-    the same tokens."""
-    return ZLoss(factor, terms, mesh.tp) if factor else None
+def open_z_loss(factor: float, terms: AuxiliaryTerms) -> ZLoss | None:
+    """Return the z-loss of a step, or None for a factor of 0."""
+    return ZLoss(factor, terms) if factor else None
