@@ -119,9 +119,13 @@ def notes(scale: float) -> Notes:
     )
 
 
-def test_a_clip_that_differs_between_meshes_is_seen() -> None:
-    assert compare([notes(1.0)], notes(1.0), 1e-12, 1e-11).first is None
-    first = compare([notes(1 + 1e-9)], notes(1.0), 1e-12, 1e-11).first
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_a_clip_that_differs_on_one_rank_is_seen(wrong: int) -> None:
+    """On replicas, too, which each have the whole tensor."""
+    right = [notes(1.0), notes(1.0)]
+    assert compare(right, notes(1.0), 1e-12, 1e-11).first is None
+    right[wrong] = notes(1 + 1e-9)
+    first = compare(right, notes(1.0), 1e-12, 1e-11).first
     assert first is not None and first.where == "clipping, gradient of w"
 
 

@@ -92,6 +92,22 @@ def merged(ranks: list[Notes], kind: str, step: int | None = None) -> dict[str, 
     return result
 
 
+def furthest(
+    ranks: list[Notes], kind: str, name: str, want: np.ndarray, step: int | None = None
+) -> tuple[float, np.ndarray]:
+    """Return the largest error of a tensor among the ranks that have it, and its values there;
+    infinite and empty if none does. Replicas may differ, and each goes on with its own."""
+    worst, there = -1.0, np.empty(0)
+    for seen in ranks:
+        values = getattr(seen, kind)
+        of_step = values if step is None else values[step]
+        if name in of_step:
+            error = relative(of_step[name], want)
+            if error > worst:
+                worst, there = error, of_step[name]
+    return (worst, there) if worst >= 0 else (float("inf"), there)
+
+
 def losses_of_tokens(ranks: list[Notes], T: int) -> np.ndarray:
     """Return the losses [S, T] of the ranks that have the last stage."""
     every = windows(ranks)
@@ -118,10 +134,9 @@ def compare(
             found.append(Difference(step, where, error))
         return error
 
-    initial = merged(ranks, "weights", 0)
     for name, want in plain.weights[0].items():
-        got = initial.get(name, np.empty(0))
-        judge(1, f"initial value of {name}", relative(got, want), initial_limit)
+        error, _ = furthest(ranks, "weights", name, want, 0)
+        judge(1, f"initial value of {name}", error, initial_limit)
 
     outputs = [0.0]
     for name in plain.outputs:
@@ -138,17 +153,14 @@ def compare(
     judge(1, "loss", loss, limit)
 
     gradients = [0.0]
-    got_gradients = merged(ranks, "gradients")
     for name in in_order_of_backward(plain):
-        got = got_gradients.get(name, np.empty(0))
-        error = relative(got, plain.gradients[name])
+        error, _ = furthest(ranks, "gradients", name, plain.gradients[name])
         gradients.append(judge(1, f"backward, gradient of {name}", error, limit))
     norm = relative(np.array(ranks[0].norm[:1]), np.array(plain.norm[:1]))
     judge(1, "norm of the gradient", norm, limit)
     # An update by SGD is these times the learning rate; AdamW's does not depend on their scale.
-    got_clipped = merged(ranks, "clipped")
     for name, want in plain.clipped.items():
-        error = relative(got_clipped.get(name, np.empty(0)), want)
+        error, _ = furthest(ranks, "clipped", name, want)
         gradients.append(judge(1, f"clipping, gradient of {name}", error, limit))
 
     weights = [0.0]
@@ -160,9 +172,8 @@ def compare(
                 judge(step, key, relative(got, want), later_limit)
             differs = counts(ranks, step - 1) != counts([plain], step - 1)
             judge(step, "tokens that experts got", float(differs), 0.0)
-        after = merged(ranks, "weights", step)
         for name, want in plain.weights[step].items():
-            error = relative(after.get(name, np.empty(0)), want)
+            error, _ = furthest(ranks, "weights", name, want, step)
             weights.append(judge(step, f"optimizer, {name} after the step", error, later_limit))
     for rank, seen in enumerate(ranks):
         if seen.loss != ranks[0].loss or seen.norm != ranks[0].norm:

@@ -217,8 +217,9 @@ def from_other(
         where, error = found[0]
         name = where.removeprefix("output of ").removeprefix("gradient of ")
         if phase == "backward":
-            got = compare.merged(ranks, "gradients")[name]
-            name += place(got, other.gradients[name])
+            want = other.gradients[name]
+            _, got = compare.furthest(ranks, "gradients", name, want)
+            name += place(got, want)
         if phase == "forward":
             name += computed_by(ranks, other, name)
         rows.append(Row(step, against, phase, name or "-", error, len(found) - 1))
