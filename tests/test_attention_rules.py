@@ -284,6 +284,32 @@ def test_documents_are_told_for_the_windows_of_all_stages_of_a_rank():
     assert run_ranks(4, windows_of_documents, options) == [[64], [64], [0, 64], [0, 64]]
 
 
+def keys_of_whole_windows(options: list[str]) -> list[tuple[int, int, int]]:
+    """Return for each layer its window, the keys that this rank's two pieces of a sequence gather,
+    and the most keys of one of them."""
+    job = train.build(load_config(options, 2, 2))
+    tables = [(core.window, core.whole_windows) for core in job.model.cores()]
+    return [(window, len(table.keys), table.longest_keys) for window, table in tables]
+
+
+def test_a_piece_gathers_the_keys_of_its_window_alone():
+    """A rank of two has the first and the last quarter of 256 tokens, or the two in the middle. A
+    query's window of 64 ends with its own key."""
+    options = [
+        *SMALL_MODEL,
+        "--model.family=olmo2",
+        "--model.n_layers=4",
+        "--training.seq_len=256",
+        "--training.local_batch_size=1",
+        CP2,
+        *GATHER,
+    ]
+    windowed = [(64, 64 + (63 + 64), 127)] * 3, [(64, 2 * (63 + 64), 127)] * 3
+    whole = (0, 64 + 256, 256), (0, 128 + 192, 192)
+    want = [[*windowed[rank], whole[rank]] for rank in range(2)]
+    assert run_ranks(2, keys_of_whole_windows, options) == want
+
+
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_a_compiled_mesh_equals_one_process(oracles):

@@ -242,6 +242,32 @@ def test_the_largest_matrix_finds_its_owner_first():
     assert owner[0] == owner[1] != owner[2]
 
 
+def test_experts_held_alone_are_work_too():
+    """Rank 0 computes three experts that it alone holds, so a matrix that both share goes to rank
+    1."""
+    of_ranks = {0: (0,), 1: (1,)}
+    experts = {0: ((0, 3), (0, 4), (0, 8)), 1: ((3, 4), (0, 4), (0, 8))}
+    rows = {rank: ((0, 1), (4 * rank, 4 * rank + 4), (0, 8)) for rank in range(2)}
+    layouts = [Layout((4, 4, 8), experts, of_ranks), Layout((1, 8, 8), rows, of_ranks)]
+    tasks = deal(layouts, lambda rows, columns: rows * columns)
+    owner = {(task.weight, task.experts): task.owner for task in tasks}
+    assert owner == {(0, (0, 3)): 0, (0, (3, 4)): 1, (1, (0, 1)): 1}
+
+
+def test_a_matrix_is_gathered_inside_its_owner_s_replica_and_given_to_all():
+    """Two replicas of two ranks, four matrices: each rank computes one."""
+    ranks = range(4)
+    boxes = {rank: ((0, 1), (4 * (rank % 2), 4 * (rank % 2) + 4), (0, 8)) for rank in ranks}
+    places = {rank: (rank // 2, rank % 2) for rank in ranks}
+    layout = Layout((1, 8, 8), boxes, places, replicated=(0,))
+    tasks = deal([layout] * 4, lambda rows, columns: rows * columns)
+    assert sorted(task.owner for task in tasks) == list(ranks)
+    for task in tasks:
+        assert {places[rank][0] for rank in task.senders} == {places[task.owner][0]}
+        assert sum(gather_matrices.size_of(box) for box in task.senders.values()) == 8 * 8
+        assert task.receivers == boxes
+
+
 def several_rounds(run: list[str], dp_size: int) -> tuple[dict, int]:
     gather_matrices.ROUND_ELEMENTS = 2500
     rounds = []

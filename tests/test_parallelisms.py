@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -21,11 +21,13 @@ from configs.load import load_config
 from configs.schema import Compile, InputError, Training
 from models import MODELS, layers, llama, lora
 from models.yarn import mscale, yarn
-from parallelisms import blocks, dp, progress
+from parallelisms import async_tp, blocks, dp, progress
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tools.plan import trace
 from training import attention
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize(
@@ -431,6 +433,60 @@ def overlaps() -> list[str]:
 
 def test_blocks_are_compiled_after_asynchronous_tensor_parallelism_is_switched_on():
     assert run_ranks(2, overlaps)[0] == ["compile", "overlap of 2 ranks", "compile"]
+
+
+class OnOneRank(fx.Interpreter):
+    """Runs a graph of a group of one rank."""
+
+    def call_function(self, target, args, kwargs):
+        if target is async_tp.SCATTER:
+            return args[0]
+        return super().call_function(target, args, kwargs)
+
+
+def scattered_sum(other: str) -> tuple[fx.Graph, list[torch.Tensor]]:
+    """Return the graph of a reduce-scatter of two GEMMs' sum, as it is in backward, and its inputs.
+    other: a third term: "none", an "activation", or a "twice" used GEMM."""
+    given = [torch.randn(2, 5, 7), torch.randn(7, 3), torch.randn(2, 5, 4), torch.randn(4, 3)]
+    given.append(torch.randn(2, 5, 3))
+    graph = fx.Graph()
+    names = ("a", "weight_a", "b", "weight_b", "residual")
+    inputs = [graph.placeholder(name) for name in names]
+    for node, tensor in zip(inputs, given, strict=True):
+        node.meta["val"] = tensor
+
+    def call(target, *args) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*fx.map_arg(args, lambda node: node.meta["val"]))
+        return node
+
+    def gemm(gradient: fx.Node, weight: fx.Node) -> fx.Node:
+        rows = call(aten.reshape.default, gradient, [10, weight.meta["val"].shape[0]])
+        return call(aten.reshape.default, call(aten.mm.default, rows, weight), [2, 5, 3])
+
+    a, weight_a, b, weight_b, residual = inputs
+    second = gemm(b, weight_b)
+    total = call(aten.add.Tensor, gemm(a, weight_a), second)
+    if other == "activation":
+        total = call(aten.add.Tensor, total, residual)
+    result = [graph.call_function(async_tp.SCATTER, (total, "sum", 1, "tp"))]
+    if other == "twice":
+        result.append(second)
+    graph.output(tuple(result))
+    return graph, given
+
+
+@pytest.mark.parametrize("other, gemms", [("none", 1), ("activation", 2), ("twice", 2)])
+def test_a_sum_of_gemms_is_rewritten_with_all_of_its_terms_or_not(other, gemms):
+    """A pass that drops a term that is no GEMM loses its gradient, for example the residual's."""
+    torch.manual_seed(0)
+    graph, given = scattered_sum(other)
+    want = OnOneRank(fx.GraphModule(nn.Module(), graph)).run(*given)
+    async_tp.multiply_once(graph)
+    got = OnOneRank(fx.GraphModule(nn.Module(), graph)).run(*given)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert len(graph.find_nodes(op="call_function", target=aten.mm.default)) == gemms
 
 
 def dimensions_that_shard_experts() -> list[list[int]]:

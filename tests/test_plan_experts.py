@@ -267,6 +267,20 @@ def test_counted_flops_are_those_of_active_parameters(options, ranks, recomputed
     assert recomputed[0] <= extra / derived <= recomputed[1]
 
 
+def unsharded_in_a_block(options: list[str]) -> int:
+    """Return how many elements a rank of four holds while FSDP has the last block unsharded."""
+    step = trace.trace_step(config([*QWEN3, NONE, *options], 4), 4, 4, on_gpu=False)
+    return step.parameters[3].gathered
+
+
+def test_fsdp_unshards_the_experts_of_a_rank_alone():
+    """With expert parallelism a rank never holds the experts of other ep ranks."""
+    family, args = train.architecture(config(QWEN3, 1))
+    experts = 3 * args.n_experts * args.dim * args.expert_dim
+    one, two, four = (apart(unsharded_in_a_block, options) for options in ([], [EP2], [EP4]))
+    assert (one - two, two - four) == (experts // 2, experts // 4)
+
+
 def test_routings(tmp_path):
     assert load_routing("balanced").all_to_all_splits(12, 4) == ([3] * 4, [3] * 4)
     assert load_routing("1.5").all_to_all_splits(12, 2) == ([9, 3], [9, 9])

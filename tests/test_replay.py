@@ -560,7 +560,6 @@ def test_steps_are_recomputed_with_the_options_of_their_start(tmp_path, capsys, 
     assert code == 1 and "lr" not in said, said
 
 
-@pytest.mark.slow
 def window_of_spikes(task: steps.Recomputation) -> dict[str, list[float]]:
     """Recompute, and return the values of earlier steps with which the replay begins to judge."""
     begun: list[dict] = []
@@ -575,6 +574,7 @@ def window_of_spikes(task: steps.Recomputation) -> dict[str, list[float]]:
     return begun[0]
 
 
+@pytest.mark.slow
 def test_a_replay_judges_spikes_by_the_steps_before_its_checkpoint(tmp_path):
     """Without them no step is skipped that the run has skipped (training.skip_spikes)."""
     given = [*tiny_run(tmp_path), "--training.steps=4", "--checkpoint.interval=2"]
