@@ -191,6 +191,61 @@ def test_bfloat16_is_near_float32():
                 assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.05, n
 
 
+def gradients_of_keys(ranks: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Return what each of so many simulated ranks adds to the gradients of 256 keys and values: the
+    positions of its keys, and the gradients, in this type."""
+    T = 256
+    generator = torch.Generator().manual_seed(0)
+    shapes = (T, 8, 64), (T, 2, 64), (T, 2, 64), (T, 8, 64)
+    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    length = T // (2 * ranks)
+    tokens = torch.arange(T)
+    parts = [tokens[rank * length :][:length] for rank in range(2 * ranks)]
+    of_ranks = [[parts[rank], parts[2 * ranks - 1 - rank]] for rank in range(ranks)]
+    gathered = torch.cat([part for own in of_ranks for part in own])
+    added = []
+    for own in of_ranks:
+        ranges = [range(int(part[0]), int(part[-1]) + 1) for part in own]
+        mesh = SimpleNamespace(cp=ranks, token_ranges=lambda _, ranges=ranges: ranges)
+        table = cp.VarlenMetadata.of(tokens[None], torch.device("cpu"), mesh)
+        keys = gathered[table.keys.long()]
+        places = torch.cat(own), keys, keys, torch.cat(own)
+        q, k, v, grad = (x[rows].to(dtype) for x, rows in zip(tensors, places, strict=True))
+        pieces = table.starts, table.key_starts, table.longest, table.longest_keys
+        out, lse = kernels.piece_attention(q, k, v, *pieces)
+        _, dk, dv = kernels.piece_attention_backward(grad, q, k, v, out, lse, *pieces)
+        added.append((keys, torch.cat((dk, dv), -1)))
+    return added
+
+
+def summed(added: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Sum as the ranks of `gather` do if their messages have this type."""
+    total = torch.zeros(256, 2, 128, dtype=dtype)
+    for keys, gradients in added:
+        of_rank = torch.zeros_like(total).index_add_(0, keys, gradients.to(dtype))
+        total = total + of_rank
+    return total
+
+
+@pytest.mark.slow
+def test_what_a_sum_of_bfloat16_gradients_of_keys_costs():
+    """docs/parallelism.md says these figures: more ranks round more often, which a sum in float32
+    would not, for a third more bytes."""
+    exact = summed(gradients_of_keys(1, torch.float64), torch.float64)
+    errors = {}
+    for ranks in 2, 16:
+        added = gradients_of_keys(ranks, torch.bfloat16)
+        for dtype in torch.bfloat16, torch.float32:
+            found = summed(added, dtype).bfloat16().double()
+            errors[ranks, dtype] = ((found - exact).norm() / exact.norm()).item()
+    nearest = (exact.bfloat16().double() - exact).norm() / exact.norm()
+    assert nearest.item() == pytest.approx(1.7e-3, rel=0.05)
+    assert errors[2, torch.bfloat16] == pytest.approx(3.0e-3, rel=0.1)
+    assert errors[16, torch.bfloat16] == pytest.approx(5.9e-3, rel=0.1)
+    assert errors[2, torch.float32] == pytest.approx(2.5e-3, rel=0.1)
+    assert errors[16, torch.float32] == pytest.approx(2.5e-3, rel=0.1)
+
+
 @pytest.mark.parametrize(
     "device, dtype, tolerance",
     [
