@@ -3,6 +3,7 @@ finds none where there are none."""
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,14 @@ def test_a_clip_that_differs_on_one_rank_is_seen(wrong: int) -> None:
     right[wrong] = notes(1 + 1e-9)
     first = compare(right, notes(1.0), 1e-12, 1e-11).first
     assert first is not None and first.where == "clipping, gradient of w"
+
+
+@pytest.mark.parametrize("parts, seen", [((0.5, 1.5), False), ((2.0, 2.0), True)])
+def test_a_term_that_each_rank_reports_whole_is_seen(parts: tuple, seen: bool) -> None:
+    ranks = [replace(notes(1.0), terms={"penalty/layer-0": part}) for part in parts]
+    plain = replace(notes(1.0), terms={"penalty/layer-0": 2.0})
+    first = compare(ranks, plain, 1e-12, 1e-11).first
+    assert (first is not None and first.where == "terms, penalty/layer-0") == seen
 
 
 def test_meshes_are_named_as_in_the_matrix() -> None:

@@ -152,6 +152,10 @@ def compare(
     loss = relative(np.array(ranks[0].loss[:1]), np.array(plain.loss[:1]))
     judge(1, "loss", loss, limit)
 
+    for name, want in plain.terms.items():
+        of_all = sum(seen.terms.get(name, 0.0) for seen in ranks)
+        judge(1, f"terms, {name}", relative(np.array(of_all), np.array(want)), limit)
+
     gradients = [0.0]
     for name in in_order_of_backward(plain):
         error, _ = furthest(ranks, "gradients", name, plain.gradients[name])

@@ -40,6 +40,7 @@ class Notes:
     token_losses: np.ndarray | None = None  # float32 [A, b, t]
     gradients: dict[str, np.ndarray] = field(default_factory=dict)  # whole, before clipping
     clipped: dict[str, np.ndarray] = field(default_factory=dict)  # whole, as the optimizer has them
+    terms: dict[str, float] = field(default_factory=dict)  # auxiliary ones: this rank's parts
     # one value for each step
     loss: list[float] = field(default_factory=list)
     norm: list[float] = field(default_factory=list)
@@ -148,6 +149,11 @@ def add(result: train.StepResult, job: train.Job, seen: Notes) -> None:
     """Note the numbers of a step, and the weights after it."""
     if seen.token_losses is None:
         seen.token_losses = result.losses.numpy()
+        for name, of_layers in result.terms.sums.items():
+            for layer, value in of_layers.items():
+                where = name if layer is None else f"{name}/layer-{layer}"
+                if name != "expert_counts":  # those are of the global batch
+                    seen.terms[where] = value.double().sum().item()
     seen.loss.append(result.loss)
     seen.norm.append(result.grad_norm)
     counts = result.terms.sums.get("expert_counts", {})
