@@ -61,7 +61,13 @@ def agree(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
     kind, rank = divmod(int(worst), size)
     text = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(text, group=group, group_src=rank)
-    raise (*KINDS, RuntimeError)[kind](f"rank {rank}: {text[0]}") from error
+    raise common((*KINDS, RuntimeError)[kind](f"rank {rank}: {text[0]}")) from error
+
+
+def common(error: Exception) -> Exception:
+    """Mark an error that all ranks raise: one of them is enough to say it (reliability/exit.py)."""
+    error.is_common = True  # type: ignore[attr-defined]
+    return error
 
 
 def _kind_of(error: BaseException) -> int:
@@ -101,5 +107,5 @@ def on_rank_0(group: dist.ProcessGroup | None, fn: Callable, *args: object) -> A
     dist.broadcast_object_list(answer, src=0, group=group)
     result, error = answer
     if error is not None:
-        raise error
+        raise common(error)
     return result

@@ -48,6 +48,7 @@ from checkpoint import layout, others
 from checkpoint.layout import Box
 from configs import program
 from configs.schema import InputError
+from configs.words import number_of
 from reliability import disk
 from reliability.objects import Key, RangeReader, checkpoint_places, location
 
@@ -740,7 +741,9 @@ def main(argv: list[str] | None = None) -> int:
         contents = _contents(path)
         size = sum(contents.values())
         mib = f"{size / 2**20:.1f} MiB"
-        with tqdm(total=size, unit="B", unit_scale=True, desc=path.name, leave=False) as bar:
+        with tqdm(
+            total=size, unit="B", unit_scale=True, desc=path.name, leave=False, disable=None
+        ) as bar:
             try:
                 manifest = verify(path, bar.update)
                 ours = {MANIFEST, *map(file_name, range(len(manifest["files"])))}
@@ -748,7 +751,7 @@ def main(argv: list[str] | None = None) -> int:
                     ours = {MANIFEST, manifest["parts"]}
                 extra = sorted(contents.keys() - ours)
                 note = f"ok; not ours and never read: {', '.join(extra)}" if extra else "ok"
-                rows.append((path.name, f"{len(manifest['tensors'])} tensors", mib, note))
+                rows.append((path.name, number_of(len(manifest["tensors"]), "tensor"), mib, note))
             except (Damaged, InputError) as error:
                 damaged += 1
                 rows.append((path.name, "", mib, f"DAMAGED {error}"))

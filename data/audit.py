@@ -30,6 +30,7 @@ import numpy as np
 
 from configs import program
 from configs.schema import InputError
+from configs.words import number_of
 from data import splice
 from data.documents import DocumentIndex
 from data.order import BLOCK, Order, Segment, Source
@@ -65,7 +66,11 @@ def open_run(folder: str) -> Audited:
                 "depends on all steps before: only a run on a prepared corpus can be audited"
             )
         order, steps, folders = splice.restore(record), record["steps"], record["folders"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
+        raise InputError(
+            f"{path} cannot be read: {error.strerror}. Give the folder of a run that has started"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{path} does not say what a run has seen ({error!r}): give the folder of a run that "
             "has started"
@@ -433,7 +438,7 @@ def _print_proof(run: Audited) -> int:
     print(
         "\n".join(problems)
         if problems
-        else f"steps 1 to {run.done}, {run.order.samples(run.done):,} samples: none is "
+        else f"steps 1 to {run.done}, {number_of(run.order.samples(run.done), 'sample')}: none is "
         "repeated or skipped within an epoch of its source, and every block has its exact shares"
     )
     for line in run.dropped:
@@ -442,7 +447,7 @@ def _print_proof(run: Audited) -> int:
     for source, consumed in zip(segment.sources, run.order.consumed(run.done), strict=True):
         tokens, epochs = consumed * segment.seq_len, consumed / source.windows
         print(
-            f"    {source.name or 'data.source'}: {consumed:,} samples, {tokens:,} tokens, "
+            f"    {source.name or 'data.source'}: {number_of(consumed, 'sample')}, {number_of(tokens, 'token')}, "
             f"{epochs:.3f} epochs"
         )
     return 1 if problems else 0

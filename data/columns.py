@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from configs.words import a_kind
 from data.pieces import TOO_LONG, BadFile, Document, Piece
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def _text_of(value: object, field: str) -> tuple[str, str]:
     if value is None:
         return "", f'has null in the column "{field}"; data.skip_failed leaves some rows out'
     if not isinstance(value, bytes):
-        return "", f'has no string in the column "{field}", but a {type(value).__name__}'
+        return "", f'has no string in the column "{field}", but {a_kind(value)}'
     try:
         return value.decode("utf-8"), ""
     except UnicodeDecodeError as error:

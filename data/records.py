@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import IO, Any
 
+from configs.words import a_kind
 from data import kinds
 from data.pieces import BUFFER, IN_LINE, TOO_LONG, UNREADABLE, BadFile, Document, Piece
 
@@ -57,14 +58,14 @@ def text_of(raw: bytes, field: str) -> tuple[str, str]:
     except (ValueError, RecursionError) as error:
         return "", f"is not {wanted}{_layout_advice(content)} ({error!r:.200})"
     if not isinstance(record, dict):
-        return "", f"is not {wanted}{_layout_advice(content)}, but a {type(record).__name__}"
+        return "", f"is not {wanted}{_layout_advice(content)}, but {a_kind(record)}"
     try:
         text = _found(record, field)
     except KeyError:
         keys = ", ".join(f'"{key}"' for key in list(record)[:20])
         return "", f'{NOTHING} "{field}" (data.text_field), but {keys or "no keys"}'
     if not isinstance(text, str):
-        what = "null" if text is None else type(text).__name__
+        what = "null" if text is None else a_kind(text)
         return "", f"is not {wanted}, but has {what} there; data.skip_failed leaves some out"
     if _is_twice(content, field):
         return "", f'has "{field}" (data.text_field) twice: keep one'

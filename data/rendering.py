@@ -32,6 +32,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configs import program
+from configs.words import a_kind
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 5.0  # of the processor, for one rendering; the published templates need less than 0.01
@@ -186,7 +187,7 @@ def _printed(value: Any) -> Any:
     if value is None:
         raise jinja2.TemplateError("it prints None, which nothing says")
     if not isinstance(value, PRINTED):
-        raise jinja2.TemplateError(f"it prints a {type(value).__name__}, which is no text")
+        raise jinja2.TemplateError(f"it prints {a_kind(value)}, which is no text")
     return value
 
 

@@ -43,6 +43,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from configs.schema import Config, Data, InputError
+from configs.words import number_of
 from data import sources
 from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
 from data.open_tokenizer import open_named
@@ -113,8 +114,8 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
         raise InputError(f"data.source: {cfg.source} has no text")
     every = -(-cfg.streams // len(pieces))
     line = (
-        f"{cfg.source}: {len(files):,} files, streamed in {len(pieces):,} pieces by "
-        f"{cfg.streams} streams"
+        f"{cfg.source}: {number_of(len(files), 'file')}, streamed in {number_of(len(pieces), 'piece')} by "
+        f"{number_of(cfg.streams, 'stream')}"
     )
     if every > 1:
         line += f"; each piece is read {every} times per epoch, as there are fewer than streams"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from configs.schema import Config, InputError
+from configs.words import number_of
 from data import formats
 from data.documents import DocumentIndex
 from data.packing import PackedTokens
@@ -48,7 +49,8 @@ def check(
             f"data.skip_failed = {len(lines)}"
         )
     if lines:
-        log(f"{name}: {len(lines)} conversations are left out, longer than a window: {shown}")
+        said = number_of(len(lines), "conversation")
+        log(f"{name}: {said} left out, longer than a window: {shown}")
     windows = tokens.windows(seq_len)
     if not len(windows):
         raise InputError(
@@ -57,7 +59,7 @@ def check(
         )
     used = int((windows[:, 1] - windows[:, 0]).sum())
     log(
-        f"{name}: {len(windows):,} windows of whole conversations in the {tokens.split} split, "
+        f"{name}: {number_of(len(windows), 'window')} of whole conversations in the {tokens.split} split, "
         f"{used / (len(windows) * (seq_len + 1)):.0%} full"
     )
     return lines

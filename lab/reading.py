@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from configs import program
+from configs.words import number_of
 
 ROOT = Path(__file__).resolve().parent.parent
 CORE = (
@@ -116,10 +117,22 @@ def read_file(name: str) -> Reading:
     return read((ROOT / name).read_text(encoding="utf-8"))
 
 
+def check_source(parser: argparse.ArgumentParser, name: str) -> None:
+    """End with a sentence for a path that is no file of Python's."""
+    try:
+        ast.parse((ROOT / name).read_bytes(), name)
+    except OSError as error:
+        parser.error(f"{name} cannot be read: {error.strerror}")
+    except (SyntaxError, ValueError) as error:
+        parser.error(f"{name} is not Python: {error}")
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m lab.reading", description=__doc__)
     parser.add_argument("paths", nargs="*", default=list(CORE))
     names = parser.parse_args(argv).paths
+    for name in names:
+        check_source(parser, name)
     columns = f"{'tokens':>8}{'lines':>7}{'dense':>7}{'parallel':>10}{'nested':>8}{'branches':>10}"
     print(f"{'':28}{columns}")
     total = Reading()
@@ -127,7 +140,7 @@ def main(argv: list[str] | None = None) -> None:
         of_file = read_file(name)
         total += of_file
         print(_row(name, of_file))
-    print(_row(f"{len(names)} files", total))
+    print(_row(number_of(len(names), "file"), total))
     per_thousand = 1000 * total.comprehensions / max(total.lines, 1)
     print(f"lines with {DENSE} tokens or more: {total.dense_share:.1%}")
     print(f"parallel assignments: {total.parallel / max(total.statements, 1):.1%} of assignments")

@@ -22,8 +22,9 @@ class RunFailed(InputError):
 
 
 def refuse(error: Exception) -> int:
-    """End this rank with a sentence instead of a traceback. Returns the exit code. The other ranks
-    may still compute, so nothing waits for them.
+    """End this rank with a sentence instead of a traceback; an error that all ranks raise is said by
+    the first rank of each node. Returns the exit code. The other ranks may still compute, so nothing
+    waits for them.
 
     Raises `error` if it is an OSError of a different kind than a disk that cannot be written: only
     its traceback says where it came from.
@@ -37,11 +38,17 @@ def refuse(error: Exception) -> int:
             f"cannot write {place}: {error.strerror}. What was saved before is untouched; make room "
             "and run the same command again"
         )
-    speaker = ""
-    with contextlib.suppress(InputError):  # which may be the error
-        here = meshes.world()
-        speaker = f"rank {here.rank}: " if here.size > 1 else ""
-    print(speaker + sentence, file=sys.stderr, flush=True)
+    _say(sentence, is_common=getattr(error, "is_common", False))
     meshes.abort_mesh()
     is_refusal = isinstance(error, InputError) and not isinstance(error, RunFailed)
     return WRONG_INPUT if is_refusal else FAILED
+
+
+def _say(sentence: str, is_common: bool) -> None:
+    speaker = ""
+    with contextlib.suppress(InputError):  # which may be the error
+        here = meshes.world()
+        if is_common and here.local_rank != 0:
+            return
+        speaker = f"rank {here.rank}: " if here.size > 1 and not is_common else ""
+    print(speaker + sentence, file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError, redact
-from configs.words import plural
+from configs.words import number_of, plural
 from parallelisms.mesh import Mesh
 from reliability.position import Position, frames_of_others
 
@@ -243,7 +243,7 @@ def mismatching_replicas(
         for name, dim, odd in rank_problems:
             names_by_ranks.setdefault((dim, odd), set()).add(name)
     sentences = [
-        f"{named(odd)} of {dim}: {len(names)} tensors, {min(names)} among them"
+        f"{named(odd)} of {dim}: {number_of(len(names), 'tensor')}, {min(names)} among them"
         for (dim, odd), names in sorted(names_by_ranks.items())
     ]
     for name in numbers:

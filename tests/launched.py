@@ -24,11 +24,13 @@ from pathlib import Path
 import torch
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from configs.program import leave
 from tests import fork_server
 from tests.ranks import WORKERS
 from tests.runs import environment
-from tools.launch import __main__ as launch
+from tools.launch import launcher as launch
 from tools.launch import rank as ranks_of
+from tools.launch.__main__ import main
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
 
@@ -101,9 +103,9 @@ def _become_launcher(
     prepare()
     nursery = Nursery()
     SubprocessHandler._popen = lambda handler, args, env: Forked(nursery.fork(args, env))
-    code = launch.main(words)
+    code = main(words)
     nursery.close()
-    launch.leave(code)
+    leave(code)
 
 
 class Nursery:

@@ -357,6 +357,7 @@ def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path
 
     status, output = verify_folder(saved, "--all")
     assert status == 0 and output.count(" ok") == 3
+    assert "B/s" not in output, "a bar is for a terminal"
     size = sum(path.stat().st_size for path in (saved / "step-00000030").iterdir()) / 2**20
     assert f" {size:.1f} MiB " in output, output
     run = copy_of(saved, tmp_path).parent

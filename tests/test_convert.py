@@ -911,7 +911,7 @@ NORM = "model.norm.weight"
 BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
     "no folder": (shutil.rmtree, "there is no such file or folder"),
     "pickles alone": (only_pickles, "pickles and are not read: save_pretrained"),
-    "nothing there": (lambda f: shutil.rmtree(f) or f.mkdir(), "config.json cannot be read"),
+    "nothing there": (lambda f: shutil.rmtree(f) or f.mkdir(), "has no config.json: give a folder"),
     "an adapter of peft": (
         others_alone("adapter_config.json", b"{}"),
         "is an adapter of peft, not a model: merge it there",

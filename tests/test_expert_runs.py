@@ -323,7 +323,7 @@ def flipped_bit() -> tuple[list[str], list[str]]:
 def test_a_flipped_bit_of_an_expert_is_seen_between_replicas():
     """Ranks 1 and 3 have the same experts, ranks 0 and 2 the other ones."""
     ranks_1_and_3 = (
-        "ranks 1, 3 of dp_replicate: 1 tensors, layers.1.feed_forward.experts.w2 among them"
+        "ranks 1, 3 of dp_replicate: 1 tensor, layers.1.feed_forward.experts.w2 among them"
     )
     assert run_ranks(4, with_experts, flipped_bit) == [([], [ranks_1_and_3])] * 4
 

@@ -2,10 +2,7 @@
 out as valid UTF-8."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -415,25 +412,3 @@ def test_numbers_that_no_text_can_be_drawn_with_are_refused(number, capsys):
     assert main(["runs/nope", number]) == 2
     option, _, value = number.partition("=")
     assert f"{option}={value}: must be" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        "tools.generate",
-        "tools.report",
-        "tools.goodput",
-        "checkpoint.verify",
-    ],
-)
-def test_a_folder_that_is_not_there_is_said_before_torch_is_imported(program):
-    """The import of torch takes seconds."""
-    asks = (
-        "import importlib.util, runpy, sys; sys.argv[1:] = ['runs/nope']\n"
-        f"try: runpy.run_module('{program}', run_name='__main__', alter_sys=True)\n"
-        "except SystemExit as end: sys.exit((end.code or 0) + 100 * ('torch' in sys.modules))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", asks], capture_output=True, text=True, cwd=Path(__file__).parents[1]
-    )
-    assert done.returncode in (1, 2) and "nope" in done.stderr, (done.returncode, done.stderr)

@@ -207,7 +207,7 @@ def flipped_gain(options: list[str]) -> list[str]:
 def test_a_flipped_bit_of_a_stage_is_named(options):
     """debug.replica_check_interval: all ranks say it, those of the other stage too."""
     for lines in run_ranks(4, flipped_gain, options):
-        assert lines == ["ranks 2, 3 of tp: 1 tensors, layers.3.ffn_norm.weight among them"]
+        assert lines == ["ranks 2, 3 of tp: 1 tensor, layers.3.ffn_norm.weight among them"]
 
 
 # What one of two ranks does instead of its part of a step, for debug.check_collectives.

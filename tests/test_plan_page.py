@@ -1,6 +1,7 @@
 """The planner's page: what its drawings show is what the plan says."""
 
 import re
+from html import unescape
 
 import pytest
 
@@ -11,7 +12,9 @@ from parallelisms.schedules import BACKWARD, FORWARD, Action, Timeline
 from tools.plan import compare
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
+from tools.plan.page import page
 from tools.plan.plan import PlanInputs, make_plan
+from tools.plan.report import report
 from tools.plan.stages import Window, stages, windows
 
 MANY = 256  # microbatches
@@ -111,6 +114,22 @@ def test_two_plans_are_compared_in_what_their_steps_go_into(two_plans):
     assert "dp_shard all-gather, hidden" in said and "tokens/s per GPU" in said
     backwards = compare.table(*reversed(two_plans))
     assert re.search(r"bubble of the pipeline +\d+.\d% +0.0% +-", backwards)
+
+
+def test_the_page_sets_every_word_of_the_report_in_tables_and_paragraphs(two_plans):
+    for plan in two_plans:
+        said = report(plan)
+        html = page(plan, said)
+        shown = html[html.index("</h1>") : html.index("<h2>")]
+        words = unescape(re.sub("<[^>]*>", " ", shown)).split()
+        assert words == said.split() and "<pre" not in html
+        titles = re.findall("<table><tr><th>(.*?)</th>", shown)
+        expected = ["Memory of", "Communication of a step"]
+        expected[:0] = ["Pipeline"] if plan.pipeline else []
+        assert len(titles) == len(expected)
+        assert all(title.startswith(begin) for title, begin in zip(titles, expected))
+        assert re.search(r"<td>live at the peak</td><td>[\d.]+ \w+</td>", shown)
+        assert "<b>Time of a step</b>" in shown
 
 
 def test_a_comparison_of_a_plan_with_itself_shows_no_difference(two_plans):

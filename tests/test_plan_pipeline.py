@@ -23,8 +23,8 @@ from tests.ranks import run_ranks
 from tools.plan import pipeline, trace
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
-from tools.plan.drawing import drawing
 from tools.plan.drawing import main as draw
+from tools.plan.drawn import drawing
 from tools.plan.estimate import Estimate, Ring
 from tools.plan.pipeline import Part, Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan

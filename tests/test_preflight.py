@@ -35,8 +35,9 @@ from tests.hosts import hosts  # noqa: F401  a fixture
 from tests.ranks import WORKERS, run_ranks
 from tests.runs import as_typed, environment
 from tools.plan.device import load_device
-from tools.preflight import __main__ as preflight
 from tools.preflight import answers, host, job, machine, network
+from tools.preflight import checks as preflight
+from tools.preflight.__main__ import main
 from tools.preflight.probe import Probe, differences, spans
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -455,7 +456,7 @@ def play_badly(name: str, place: Path, how: Callable, only: str, timeout: int) -
         return 0, ""
     check = preflight.CHECKS[only]
     if dist.get_rank() == 2:
-        preflight.CHECKS[only] = preflight.HealthCheck(how, check.judge, check.needs)
+        preflight.CHECKS[only] = preflight.HealthCheck(how, check.judge)
     preflight.SLACK = 1
     FAULTS[name] = Fault((), None, only, "")
     return play(name, place, timeout)
@@ -916,7 +917,7 @@ def test_mistakes_cost_a_second_and_exit_code_2(place):
     ],
 )
 def test_a_wrong_argument(arguments, words, capfd):
-    assert preflight.main([*TINY, *arguments]) == 2
+    assert main([*TINY, *arguments]) == 2
     said = capfd.readouterr()
     assert said.out == "" and said.err.startswith(words)
 

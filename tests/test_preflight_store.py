@@ -24,8 +24,8 @@ from tests.stores import (
     emptied,
     running_store,  # noqa: F401  a fixture
 )
-from tools.preflight import __main__ as preflight
 from tools.preflight import bucket
+from tools.preflight import checks as preflight
 
 STORE = "--checkpoint.store=s3://bucket/runs/a/checkpoints"
 HEALTHY = (

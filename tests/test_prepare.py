@@ -157,7 +157,7 @@ def bad_sources() -> dict[str, tuple[str, str]]:
         ),
         "no string": ("number.jsonl", "number.jsonl, line 1 is not"),
         "half a character": ("surrogate.jsonl", "surrogate.jsonl, line 1 is not"),
-        "empty": ("empty.txt", r"has no text: 1 files, 1 documents \(1 empty\)"),
+        "empty": ("empty.txt", r"has no text: 1 file, 1 document \(1 empty\)"),
     }
 
 

@@ -30,7 +30,7 @@ from reliability.collectives import Watch
 from tests import fork_server, ranks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, free_port, run, tiny_run
-from tools.launch import __main__ as launch
+from tools.launch import launcher as launch
 from training import log
 
 

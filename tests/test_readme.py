@@ -271,7 +271,7 @@ def trained(tmp_path_factory) -> Path:
     (corpus / "documents.jsonl.zst").write_bytes(
         pyarrow.compress(lines, codec="zstd", asbytes=True)
     )
-    type_in(house, FIRST)
+    (house / "said.txt").write_text(type_in(house, FIRST))
     return house
 
 
@@ -285,7 +285,7 @@ def copy_of_repository(house: Path) -> Path:
     return house
 
 
-def type_in(house: Path, command: str) -> None:
+def type_in(house: Path, command: str) -> str:
     """Run it as a user would, in a shell or in forked processes. Files for the home folder go into
     the copy."""
     pattern, expected, words = next(
@@ -299,6 +299,7 @@ def type_in(house: Path, command: str) -> None:
         "Fix the command in the document, or list in NEEDS what it takes"
     )
     assert words in said, f"`{line}`:\n{said}\nwhich lacks {words!r}"
+    return said
 
 
 def in_a_shell(house: Path, line: str) -> tuple[int, str]:
@@ -370,6 +371,27 @@ def printed(house: Path, run: Callable[[], int]) -> tuple[int, str]:
         sys.stderr.flush()
         output.seek(0)
         return code, output.read()
+
+
+def unlike(shown: str, said: str) -> list[str]:
+    """Return the lines of a sample that no program has printed, whatever their numbers."""
+    lines = []
+    for line in shown.splitlines():
+        words = re.sub(r"\d[\d,.]*", "0", line.replace("bfloat16", "dtype"))
+        pattern = re.escape(words).replace("0", r"[\d,.]+").replace("dtype", r"(bf|f)loat\d+")
+        if not re.search(pattern.replace(r"\.\.\.", ".*") + "$", said, re.MULTILINE):
+            lines.append(line)
+    return lines
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_the_readme_shows_what_its_first_command_prints(trained):
+    said = (trained / "said.txt").read_text()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(model: .*?)```", readme, re.S)[1]
+    assert not unlike(shown, said), said
+    assert unlike("step 1/9  los 5.1 ...", said), "a word that it does not say"
 
 
 @pytest.mark.slow

@@ -511,7 +511,7 @@ def test_a_source_without_a_document_is_a_sentence(name: str, tmp_path: Path) ->
         parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), path)
     else:
         write(path, b"")
-    assert "has no text: 1 files, 0 documents (none)" in refusal(path, tmp_path)
+    assert "has no text: 1 file, 0 documents (none)" in refusal(path, tmp_path)
 
 
 def test_a_folder_with_the_name_of_a_file_and_links_in_a_circle(tmp_path: Path) -> None:

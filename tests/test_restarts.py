@@ -28,7 +28,7 @@ from tests.runs import (
     series,
     tiny_run,
 )
-from tools.launch import __main__ as launch
+from tools.launch import launcher as launch
 
 pytestmark = pytest.mark.waits
 # rank 1 waits until these are published, which other steps do not wait for

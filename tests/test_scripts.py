@@ -22,8 +22,8 @@ import pytest
 
 from tests.ranks import WORKERS
 from tests.runs import environment, free_port
-from tools.launch.__main__ import _named as named
-from tools.launch.__main__ import listen
+from tools.launch.launcher import _named as named
+from tools.launch.launcher import listen
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -726,7 +726,7 @@ LISTENING = """
 import sys, threading, time
 from datetime import timedelta
 from torch.distributed import DistStoreError, TCPStore
-from tools.launch.__main__ import leave
+from configs.program import leave
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 def hear():
     while True:

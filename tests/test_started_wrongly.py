@@ -166,61 +166,115 @@ def counted_and_held() -> list[tuple[int, int]]:
 
 
 ASKED = {  # arguments -> exit code, and what is said
-    **{
-        (tool, "--help"): (0, "usage: ")
-        for tool in (
-            "lab.simulate",
-            "tools.convert",
-            "tools.evaluate",
-            "tools.generate",
-            "tools.hang",
-            "tools.parity",
-            "tools.plan",
-            "tools.replay",
-        )
-    },
+    ("checkpoint.verify", "nope"): (2, "there is no checkpoint in 'nope'"),
+    ("data.audit", "nope"): (2, "nope/data.json cannot be read: No such file"),
+    ("lab.bench", "nope"): (2, "nope: no such benchmark"),
+    ("lab.reading", "nope"): (2, "nope cannot be read: No such file"),
+    ("lab.reading", "README.md"): (2, "README.md is not Python"),
     ("lab.simulate", "--gpus=99"): (2, "--gpus 99: between 1 and 16"),
+    ("lab.tour", "README.md"): (2, "README.md cannot be made: File exists"),
+    ("tools.compare_runs", "nope", "nope"): (2, "nope is not the folder of a run"),
     ("tools.convert", "to-hf", "nope", "out"): (2, "there is no checkpoint in 'nope'"),
     ("tools.convert", "from-hf", "nope", "out"): (2, "HF_FOLDER 'nope': there is no such file"),
+    ("tools.convert", "from-hf", "docs", "out"): (2, "docs has no config.json: give a folder"),
+    ("tools.convert", "from-meta", "docs", "out"): (2, "docs has no params.json: give a folder"),
+    ("tools.convert", "from-dcp", "docs", "out"): (2, "docs has no .metadata: give a folder"),
+    ("tools.convert", "config", "docs", "o.toml"): (2, "docs has no config.json: give a folder"),
+    ("tools.convert", "config", "README.md", "LICENSE"): (2, "LICENSE exists already: give"),
     ("tools.evaluate", "nope"): (2, "there is no checkpoint in 'nope'"),
     ("tools.generate", "nope"): (2, "there is no checkpoint in 'nope'"),
+    ("tools.goodput", "nope"): (2, "nope is not the folder of a run"),
     ("tools.hang", "nope"): (2, "nope has no positions of ranks"),
+    ("tools.launch", "nope.py"): (2, "there is no script nope.py"),
     ("tools.parity", "nope.toml"): (2, "nope.toml: no such file"),
     ("tools.parity", "configs/llama_debug.toml", "--meshes=gpu8"): (2, "gpu8: not a mesh"),
     ("tools.plan", "nope.toml"): (2, "nope.toml: no such file"),
-    ("tools.plan", "configs/llama_debug.toml", "--html=no/such/x.html"): (2, "--html no/such/x"),
-    ("tools.plan", "configs/llama_debug.toml", "--trainin.steps=3"): (
-        2,
-        "did you mean training.steps?",
-    ),
+    ("tools.plan", "--compare", "nope.toml"): (2, "nope.toml: no such file"),
+    ("tools.plan", "--device=h10"): (2, 'did you mean "h100"?'),
+    ("tools.plan", "--gemm-efficiency=56"): (2, "--gemm-efficiency 56: give a share"),
+    ("tools.plan", "--html=no/such/x.html"): (2, "--html no/such/x"),
+    ("tools.plan", "--routing=even"): (2, "--routing even: give balanced, a factor"),
+    ("tools.plan", "--stack=nemmo"): (2, "--stack nemmo: unknown; known are"),
+    ("tools.plan", "--trainin.steps=3"): (2, "did you mean training.steps?"),
+    ("tools.preflight", "--device=h10"): (2, 'did you mean "h100"?'),
+    ("tools.preflight", "--only=sleep"): (2, "--only=sleep: no such check"),
+    ("tools.preflight", "nope.toml"): (2, "nope.toml: no such file"),
     ("tools.replay", "nope", "--steps=3"): (2, "nope is neither the folder of a run nor"),
+    ("tools.report", "nope"): (2, "nope is not the folder of a run"),
+    ("train.py", "nope.toml"): (2, "nope.toml: no such file"),
+    ("train.py", "--trainin.steps=3"): (2, "did you mean training.steps?"),
 }
+HELP = {
+    "lab.bench": "Run a benchmark",
+    "configs.load": "--table.key=value",
+    "tools.check": "--table",
+}
+# started by other programs of ours, with arguments that they alone know
+SERVANTS = ("data.rendering", "lab.simulate.server", "tools.launch.rank")
 ASK_ALL = """
-import contextlib, io, json, runpy, sys
-found = []
-for tool, *arguments in json.loads(sys.argv[1]):
-    sys.argv[1:] = arguments
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        try:
-            runpy.run_module(tool, run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            code = end.code
-    found.append([code, said.getvalue(), "torch" in sys.modules])
-print(json.dumps(found))
+import json, os, runpy, sys
+def refuse(event, about):
+    if event == "import" and about[0] == "torch":
+        raise ImportError("torch is imported")
+sys.addaudithook(refuse)
+asked, folder = json.loads(sys.argv[1]), sys.argv[2]
+for number, words in enumerate(asked):
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        if number + 1 == len(asked) or asked[number + 1][0] != "train.py":
+            import configs.load  # once for all children; train.py looks at its call in the import
+        continue
+    sys.argv = words
+    for stream in (1, 2):
+        os.dup2(os.open(f"{folder}/{number}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    if words[0] == "train.py":
+        runpy.run_path("train.py", run_name="__main__")
+    else:
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    sys.exit(0)
 """
 
 
-def test_a_mistake_in_the_call_of_a_tool_is_said_before_torch_is_imported():
+def programs() -> list[str]:
+    """Return what one may start: modules for `python -m`, and train.py."""
+    found = subprocess.run(
+        ["git", "grep", "-l", 'if __name__ == "__main__"', "--", "*.py", ":!tests"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    names = [name.removesuffix(".py").removesuffix("/__main__").replace("/", ".") for name in found]
+    return ["train.py" if name == "train" else name for name in names if name not in SERVANTS]
+
+
+def test_help_and_mistakes_in_a_call_are_answered_before_torch_is_imported(tmp_path):
     """Importing it takes 3 s on an idle machine and 15 s on a busy one."""
+    asked = ASKED | {(name, "--help"): (0, HELP.get(name, "usage: ")) for name in programs()}
+    asked["train.py", "--help"] = (0, "--table.key=value")
+    calls = sorted(asked, key=lambda words: words[0] != "train.py")
     done = subprocess.run(
-        [sys.executable, "-c", ASK_ALL, json.dumps(list(ASKED))],
+        [sys.executable, "-c", ASK_ALL, json.dumps(calls), str(tmp_path)],
         cwd=ROOT,
         env=environment(),
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    for (asked, (code, words)), found in zip(ASKED.items(), json.loads(done.stdout), strict=True):
-        assert found[0] == code and words in found[1], (asked, found)
-        assert "Traceback" not in found[1] and not found[2], (asked, found)
+    for number, (words, code) in enumerate(zip(calls, done.stdout.split(), strict=True)):
+        said = (tmp_path / str(number)).read_text()
+        wanted, sentence = asked[words]
+        assert int(code) == wanted and sentence in said, (words, code, said)
+        assert "Traceback" not in said, (words, said)
+    assert len(calls) > len(ASKED) + 20
+
+
+def test_negative_control_a_program_that_imports_torch_first_is_seen(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ASK_ALL, '[["lab.simulate.server", "--help"]]', str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["1"] and "torch is imported" in (tmp_path / "0").read_text()

@@ -146,7 +146,7 @@ LOST = {
     "[optimizer]\nlr": ('[optimizer]\nname = "Adam"\nlr', "optimizer.name"),
     "steps = 1000": (
         'steps = 1000\ndtype = "bfloat16"',
-        'training.dtype = "bfloat16": has no counterpart',
+        'no counterpart: training.dtype = "bfloat16"\n',
     ),
     '"c4"': ('"c4_test"', "name a corpus as data.source"),
     "[activation": (
@@ -154,7 +154,7 @@ LOST = {
         "the decay is linear here",
     ),
     "[training]": ("[metrics]\nenable_wandb = true\n[training]", "metrics.enable_wandb = true"),
-    "description": ("speed = 3\ndescription", "job.speed = 3: has no counterpart"),
+    "description": ("speed = 3\ndescription", "no counterpart: job.speed = 3\n"),
 }
 
 

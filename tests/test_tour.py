@@ -40,7 +40,7 @@ def drawn(dense, routed, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pictures")
     runs = {4: dense, 2: routed}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "run", lambda ranks, options: runs[ranks])
+        patch.setattr("lab.tour.run.run", lambda ranks, options: runs[ranks])
         assert command.main([str(folder)]) == 0
     return folder
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from checkpoint import hf, state, storage, verify
 from checkpoint.storage import CODES, DTYPES
 from configs.schema import InputError
+from configs.words import number_of
 from data import turns
 from data.open_tokenizer import open_tokenizer
 from data.saved_tokenizer import load as load_saved
@@ -96,7 +97,7 @@ def publish(
     facts = {"family": family, "must_match": must_match}
     path, size = new_checkpoint.write(out, source, live, widened, facts, tokenizer=tokenizer)
     words = "with its tokenizer" if tokenizer else "without a tokenizer"
-    return f"{path}: {len(live)} tensors, {size / 1e9:,.2f} GB, {words}"
+    return f"{path}: {number_of(len(live), 'tensor')}, {size / 1e9:,.2f} GB, {words}"
 
 
 class MetaFolder:
@@ -344,7 +345,7 @@ def to_torch(source: Path | Key, out: Path, content: str) -> str:
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(out)
-    return f"{out}: {len(order)} tensors of {path}"
+    return f"{out}: {number_of(len(order), 'tensor')} of {path}"
 
 
 def _empty(stored: dict) -> Tensor:

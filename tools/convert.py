@@ -25,7 +25,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from checkpoint import verify
+from checkpoint import others, verify
 from configs import program
 from configs.schema import InputError
 from reliability.objects import location
@@ -103,6 +103,13 @@ COMMANDS = {
         "TorchTitan, with a list of what in it has no counterpart here.",
     ),
 }
+# command -> the file that its source must have, if that is a folder
+FIRST = {
+    "from-hf": "config.json",
+    "from-meta": "params.json",
+    "from-dcp": ".metadata",
+    "config": "config.json",
+}
 MAX_SHARD_SIZE = {
     "type": byte_size,
     "default": "5GB",
@@ -176,8 +183,8 @@ def main(argv: list[str] | None = None) -> int:
     args = vars(parser.parse_args(argv))
     command = args.pop("command")
     source = COMMANDS[command][0][0]
+    given = args.pop("source")
     try:
-        given = args.pop("source")
         if source in (CHECKPOINT[0], ADAPTERS[0]):
             place = location(given)
             if isinstance(place, Path):  # a store is not asked twice
@@ -185,7 +192,10 @@ def main(argv: list[str] | None = None) -> int:
         else:
             place = places.folder_here(given, source)
             places.check_exists(place, source)
+            check_folder(command, place)
         out = location(args.pop("out"))
+        if isinstance(out, Path) and not command.startswith("from-"):
+            outbound.check_new(out)
         from tools import conversions  # here, because it imports torch
 
         print(outbound.made(out, partial(conversions.COMMANDS[command], place, **args)))
@@ -193,6 +203,14 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def check_folder(command: str, folder: Path) -> None:
+    """Raise InputError for a folder without the file that says what is in it."""
+    first = FIRST[command]
+    if folder.is_dir() and not (folder / first).exists():
+        _, about = COMMANDS[command][0]
+        raise InputError(others.named(folder) or f"{folder} has no {first}: give {about}")
 
 
 if __name__ == "__main__":

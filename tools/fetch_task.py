@@ -20,6 +20,7 @@ import configs.cpu  # noqa: F401
 
 from configs import program
 from configs.schema import InputError
+from configs.words import number_of
 from data import tasks
 from tools import outbound, saved_datasets
 from tools.benchmarks import BENCHMARKS, MMLU, Benchmark, Row, parts_of
@@ -228,8 +229,8 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(f"{out} cannot be written ({error.strerror})", file=sys.stderr)
         return 2
-    shots = f", {args.shots} examples before each" if args.shots else ""
-    print(f"{len(rows)} rows of {args.name} in {out}{shots}")
+    shots = f", {number_of(args.shots, 'example')} before each" if args.shots else ""
+    print(f"{number_of(len(rows), 'row')} of {args.name} in {out}{shots}")
     return 0
 
 

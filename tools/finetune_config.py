@@ -11,6 +11,7 @@ from typing import Any
 from checkpoint import hf
 from configs.load import load_config
 from configs.schema import InputError
+from configs.words import number_of
 from data import chat, hf_tokenizer
 from models import FORMATS, NUMBERS
 
@@ -47,7 +48,7 @@ def write(folder: Path, out: Path) -> str:
         partial.unlink(missing_ok=True)
     template = "its own chat template" if has_template else "no chat template: chatml"
     return (
-        f"{out}: adapters for {folder} ({family}, {args.n_layers} layers of width {args.dim}; "
+        f"{out}: adapters for {folder} ({family}, {number_of(args.n_layers, 'layer')} of width {args.dim}; "
         f"{template}). Start: ./run_train.sh {out} --data.source=YOUR.jsonl"
     )
 

@@ -18,6 +18,7 @@ import sys
 
 from configs import program
 from configs.schema import InputError
+from configs.words import number_of
 from reliability.goodput import KINDS, Account, account, read
 from tools.places import run_folder
 
@@ -45,13 +46,13 @@ def table(result: Account) -> str:
     each = result.per_event()
     lines.append(
         f"{result.steps:,} steps count, {result.redone:,} were redone; "
-        f"{result.saves:,} saves, {each['stall']:.3f} s of stall each"
+        f"{number_of(result.saves, 'save')}, {each['stall']:.3f} s of stall each"
     )
     failed = [row for row in result.interruptions if row["how"] == "failed"]
     if failed:
         mtbf = (counted - result.seconds["detecting"]) / len(failed)
         lines.append(
-            f"failed {len(failed)} times, every {mtbf:,.0f} s of running; means: "
+            f"failed {number_of(len(failed), 'time')}, every {mtbf:,.0f} s of running; means: "
             f"{each['detect']:.1f} s to detect, "
             f"{each['restart']:.1f} s to restart, {each['redone_steps']:.1f} steps redone"
         )

@@ -32,6 +32,12 @@ def check_file(name: str, path: Path) -> None:
         raise InputError(f"{name} {path}: this file may not be written: name another one")
 
 
+def check_new(out: Path) -> None:
+    """Raise InputError where something is already, but for an empty folder."""
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise InputError(f"{out} exists already: give a new name, or remove it")
+
+
 def made(out: Path | Key, make: Callable[[Path], str]) -> str:
     """Have `make` write a file or a folder, here or in a store. Returns what it says. Raises
     InputError, also where something is there already."""

@@ -29,6 +29,7 @@ from configs import dropped
 from configs.check import architecture, derive
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
+from configs.words import number_of
 from models import MODELS
 from models.formats import torchtitan
 from parallelisms.dp import master_dtype
@@ -92,7 +93,7 @@ def to_dcp(source: Path | objects.Key, out: Path, names: str, step: int | None) 
         progress_bar(size, path.name) as bar,
     ):
         dcp.write(folder, tensors(path, manifest, written, bar.update), written.values)
-    return f"{out}: {len(rows)} tensors of {path}, {size / 1e9:,.2f} GB"
+    return f"{out}: {number_of(len(rows), 'tensor')} of {path}, {size / 1e9:,.2f} GB"
 
 
 def tensors(
@@ -255,7 +256,7 @@ def from_dcp(source: Path, out: Path, config: Path | None) -> str:
         arriving = from_torchtitans(folder, load_config([str(config)]))
     live, head = arriving.live, arriving.head
     path, size = new_checkpoint.write(out, source, live, arriving.read, **head)
-    said = f"{path}: {len(live)} tensors of {source}, {size / 1e9:,.2f} GB"
+    said = f"{path}: {number_of(len(live), 'tensor')} of {source}, {size / 1e9:,.2f} GB"
     if head["step"] and "data" not in head["progress"]:
         said += (
             f"\nit does not say which data it has seen: to go on from step {head['step']}, set "

@@ -191,8 +191,10 @@ class Translation:
         self.checkpoints()
         self.rest()
 
-    def lose(self, option: str, instead: str) -> None:
-        self.lost.append(f"{option} = {json.dumps(self.theirs.get(option))}: {instead}")
+    def lose(self, option: str, instead: str = "") -> None:
+        """Record an option without a counterpart. instead: what happens here, or should be done."""
+        given = f"{option} = {json.dumps(self.theirs.get(option))}"
+        self.lost.append(f"{given}: {instead}" if instead else given)
 
     def choose(self, option: str, table: dict, instead: str) -> Any:
         """Look up the option's value in the table; if it is missing there, record a sentence and
@@ -386,7 +388,7 @@ class Translation:
         for option, value in self.given.items():
             known = option in DEFAULTS or option in OF_NO_CONSEQUENCE
             if not known and without_effect.get(option, value is None) != value:
-                self.lose(option, "has no counterpart")
+                self.lose(option)
 
 
 def translate(source: Path, out: Path, gpus: int) -> str:

@@ -118,7 +118,7 @@ def adamw(groups: list[dict[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """Translate the options of the group of all other parameters. Groups with a pattern of their
     own are listed as lost."""
     lost = [
-        f"optimizer.param_groups: {group['optimizer_name']} for {group['pattern']} has no counterpart"
+        f"optimizer.param_groups: {group['optimizer_name']} for {group['pattern']}"
         for group in groups[:-1]
     ]
     last = groups[-1]

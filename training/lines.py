@@ -11,6 +11,8 @@ import os
 from io import FileIO
 from pathlib import Path
 
+from configs.words import number_of
+
 logger = logging.getLogger("plumbline")
 
 # More disk space does not help here: the path itself is wrong or forbidden.
@@ -42,7 +44,7 @@ class Lines:
         if self.pending:
             self._try(self._write)
         if self.pending:
-            logger.error(f"{self.path}: the last {len(self.pending)} lines are not in it")
+            logger.error(f"{self.path}: not in it: the last {number_of(len(self.pending), 'line')}")
         if self.file:
             self.file.close()
 

@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from configs import schema
 from configs.schema import InputError, redact
-from configs.words import plural
+from configs.words import number_of, plural
 from parallelisms.mesh import Mesh
 from training import digests, experts
 from training.lines import Lines, json_number
@@ -223,7 +223,7 @@ def _step_summary(training: schema.Training, dp_size: int) -> str:
         else ""
     )
     return (
-        f"step: {batch * training.seq_len:,} tokens in {batch} sequences of {training.seq_len}; "
+        f"step: {batch * training.seq_len:,} tokens in {number_of(batch, 'sequence')} of {training.seq_len}; "
         f"{ranks} has {count} "
         f"microbatch{'es' * (count > 1)} of {local}{chosen}"
     )
@@ -328,6 +328,9 @@ class MetricsWriter:
         except OSError as error:
             self.draws = False
             self.tensorboard = None
+            if not self.folder.exists():  # the run ends for that, and says it
+                self.lost = True
+                return
             logging.getLogger("plumbline").warning(
                 f"{self.folder / 'tensorboard'} cannot be written ({error.strerror}): TensorBoard's "
                 f"curves end here until the next start; {FILE} and tools.report have all steps"

@@ -11,6 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from configs import schema
+from configs.words import number_of
 
 
 @contextmanager
@@ -49,7 +50,7 @@ def profiler(
         if records_memory:
             save_memory()
         logger.info(
-            f"profile of up to {cfg.steps} steps from step {first} of this process on: "
+            f"profile of up to {number_of(cfg.steps, 'step')} from step {first} of this process on: "
             f"{path}.json.gz"
         )
 

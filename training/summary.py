@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Training
+from configs.words import number_of
 from training.meter import Meter
 from training.metrics import MetricsWriter
 from training.sample import sample
@@ -53,7 +54,7 @@ def nothing_to_do(folder: Path, step: int, training: Training) -> str:
     the checkpoint that it has loaded."""
     by = "training.stop_after" if training.stop_after else "training.steps"
     if step > training.last_step:
-        state = f"has trained {step} steps, and {by} asks for {training.last_step}"
+        state = f"has trained {number_of(step, 'step')}, and {by} asks for {training.last_step}"
     else:
         state = f"has already trained {step} of {training.steps} steps"
     advice = "raise training.steps"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from configs.schema import Data, InputError
+from configs.words import number_of
 from data import formats, library, saved_tokenizer, sources, tokenizer
 from data.open_tokenizer import open_named
 from data.prepare import reasons, workers
@@ -78,7 +79,9 @@ class PrepareJob:
         os.makedirs(os.path.join(folder, "parts"))
         total = sum(file.size for file in files)
         parts = _divide(files, max(PART_BYTES, total // MOST_PARTS))
-        log(f"{cfg.source}: {len(files):,} files, {total / 1e6:,.1f} MB, {len(parts):,} parts")
+        log(
+            f"{cfg.source}: {number_of(len(files), 'file')}, {total / 1e6:,.1f} MB, {number_of(len(parts), 'part')}"
+        )
         sources.warn_of_lines(files, log)
         sources.warn_of_others(cfg.source, log)
         tok = checked(cfg, _make_tokenizer(cfg, files, log), files, log)
@@ -239,8 +242,8 @@ class PrepareJob:
                 if report[count]
             )
             raise InputError(
-                f"data.source: {self.cfg.source} has no text: {len(self.files)} files, "
-                f"{report['documents']} documents ({others or 'none'})"
+                f"data.source: {self.cfg.source} has no text: {number_of(len(self.files), 'file')}, "
+                f"{number_of(report['documents'], 'document')} ({others or 'none'})"
             )
         continued = self._continued(records)
         files = self._write_tables(records, continued)
@@ -257,9 +260,9 @@ class PrepareJob:
         cut = any(record["change"].get("cut") for record in records)
         manifest = self._manifest(key, cut, report, splits, files)
         log(
-            f"{report['documents']:,} documents: {report['kept']:,} kept, {report['empty']:,} "
+            f"{number_of(report['documents'], 'document')}: {report['kept']:,} kept, {report['empty']:,} "
             f"empty, {report['too_long']:,} too long, {report['failed']:,} failed; "
-            f"{report['tokens']:,} tokens "
+            f"{number_of(report['tokens'], 'token')} "
             f"({sum(row['bytes'] for row in splits.values()) / report['tokens']:.2f} bytes each)"
         )
         for count, reason in reasons.counts(row[2] for r in records for row in r["failures"]):

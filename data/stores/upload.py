@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from configs.schema import InputError
+from configs.words import number_of
 from data.prepared import Prepared, file_sha256, read_manifest
 from data.stores import corpus
 from data.stores.blocks import hashes_of
@@ -30,7 +31,7 @@ def upload(prepared: Prepared, url: str, log: Callable[[str], object] = print) -
         return
     files = manifest["files"]
     total = sum(file["bytes"] for file in files.values())
-    log(f"{url}: {len(files):,} files, {total / 1e6:,.1f} MB")
+    log(f"{url}: {number_of(len(files), 'file')}, {total / 1e6:,.1f} MB")
     tables = []
     first = {"names.starts": 1, "tokenizer.json": 2}  # lest the rest look like text
     for name in sorted(files, key=lambda name: (first.get(name, 3), name)):

@@ -432,8 +432,8 @@ def main() -> None:
     dtypes = [dtype for dtype in args.dtypes.split(",") if not harness.is_slow(dtype)]
     if unknown := set(dtypes) - {"float32", "bfloat16"}:
         parser.error(f"--dtypes {', '.join(unknown)}: there are float32 and bfloat16")
-    rows = [row for dtype in dtypes for row in measure(dtype, names, overrides, args.rounds)]
     cfg = load_config(overrides)
+    rows = [row for dtype in dtypes for row in measure(dtype, names, overrides, args.rounds)]
     arch = (
         f"{cfg.model.flavor} model, batch {cfg.training.local_batch_size} x "
         f"{cfg.training.seq_len} tokens"

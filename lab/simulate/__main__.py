@@ -22,6 +22,7 @@ from configs import program
 from configs.load import ConfigError, as_given, load_config
 from configs.ranks import default, one_process
 from configs.schema import Config, InputError
+from configs.words import number_of
 from lab.simulate import build
 from lab.simulate.ranks import Outcome, Simulator
 from tools import overrides
@@ -182,7 +183,7 @@ def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[
     for line, times in (in_step + late).most_common():
         reason = expected.get(line.partition(":")[0])
         since = f", since {reason}" if reason else ""
-        lines.append(f"    {line} ({times} in {steps} steps){since}")
+        lines.append(f"    {line} ({times} in {number_of(steps, 'step')}){since}")
         if not reason:
             wrong.append(f"a training step has a host-device sync at {line}")
     lines.append("outside of steps, and for an event that is read late:")
@@ -204,7 +205,8 @@ def collectives(outcome: Outcome) -> list[str]:
         sizes[key] += collective["times"] * collective["count"] * BYTES.get(collective["type"], 1)
     lines = ["collectives of rank 0 in the whole run:"]
     lines += [
-        f"    {key}: {n} times, {sizes[key] / 2**20:.2f} MiB" for key, n in sorted(times.items())
+        f"    {key}: {number_of(n, 'time')}, {sizes[key] / 2**20:.2f} MiB"
+        for key, n in sorted(times.items())
     ]
     return lines if times else ["collectives of rank 0: none"]
 
@@ -258,8 +260,8 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
 
     with Simulator() as simulator:
         print(
-            f"{flags.gpus} simulated GPUs: {cfg.model.family} {cfg.model.flavor}, "
-            f"{cfg.training.steps} steps ...",
+            f"{number_of(flags.gpus, 'simulated GPU')}: {cfg.model.family} {cfg.model.flavor}, "
+            f"{number_of(cfg.training.steps, 'step')} ...",
             flush=True,
         )
         outcome = simulator.run(

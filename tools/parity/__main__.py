@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from configs import program
 from configs.load import load_config
 from configs.schema import Config, InputError
+from configs.words import number_of
 from tools import differences, overrides
 from tools.parity import meshes
 
@@ -126,8 +127,8 @@ def parity(argv: list[str]) -> int:
     rest = overrides.with_options(rest, meshes.small(rest, tried, SEQ_LEN))
     shown = load_config(overrides.with_options(rest, meshes.PLAIN), 1, 1)
     print(
-        f"{shown.model.family} {shown.model.flavor}, {flags.steps} steps of "
-        f"{shown.training.global_batch_size} sequences of {shown.training.seq_len} tokens, "
+        f"{shown.model.family} {shown.model.flavor}, {number_of(flags.steps, 'step')} of "
+        f"{number_of(shown.training.global_batch_size, 'sequence')} of {shown.training.seq_len} tokens, "
         f"{flags.dtype}; the largest relative differences from one process:",
         flush=True,
     )

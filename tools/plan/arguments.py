@@ -18,6 +18,7 @@ from pathlib import Path
 from configs.load import load_config
 from configs.schema import Config, InputError
 from tools import outbound, overrides
+from tools.plan import rows
 
 # What CUDA's caching allocator holds and cannot use, as a share of the live bytes. In TorchTitan's
 # published runs reserved memory was 14 to 23 % above the live bytes that we count for the same
@@ -166,7 +167,25 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("mtbf_gpu_hours", "restart_minutes", "storage_gb_per_s"):
         if getattr(flags, name) <= 0:
             raise InputError(f"--{name.replace('_', '-')} must be more than 0")
+    check_hardware(flags)
     return flags, rest
+
+
+def check_hardware(flags: argparse.Namespace) -> None:
+    """Raise InputError where the device, its numbers or the software are none that can be planned."""
+    rows.stack_row(flags.stack)
+    if flags.device and flags.device != "cpu":
+        rows.device_row(flags.device)
+    for name in ("gemm_efficiency", "attention_efficiency"):
+        value = getattr(flags, name)
+        if value is not None and not 0 < value <= 1:
+            raise InputError(
+                f"--{name.replace('_', '-')} {value:g}: give a share of the device's peak, more "
+                "than 0 and at most 1"
+            )
+    if flags.network_gb_per_s is not None and flags.network_gb_per_s <= 0:
+        raise InputError("--network-gb-per-s must be more than 0")
+    rows.check_routing(flags.routing)
 
 
 def with_values(argv: list[str]) -> list[str]:
@@ -187,3 +206,11 @@ def configuration(flags: argparse.Namespace, rest: list[str]) -> Config:
     if flags.search or asks_how_many(flags):
         return load_config([*rest, *ONE_PROCESS])
     return load_config(rest, flags.gpus, min(flags.gpus, flags.gpus_per_node))
+
+
+def second(flags: argparse.Namespace, rest: list[str]) -> list[str]:
+    """Return the arguments of the second plan, that --compare asks for."""
+    files = [value for value in flags.compare if not value.startswith("--")]
+    if len(files) > 1:
+        raise InputError(f"--compare takes one file, not {len(files)}: {', '.join(files)}")
+    return flags.compare if files else [*rest, *flags.compare]

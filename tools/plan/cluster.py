@@ -12,9 +12,10 @@ import tomli
 
 from configs.load import load_config
 from configs.schema import InputError
-from tools.plan.device import TABLE, Device
+from tools.plan.device import Device
 from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
+from tools.plan.rows import DEVICES
 
 MOST = 16384  # GPUs that are tried
 WORTH_A_ROW = 0.01  # how much cheaper than the smallest cluster the cheapest has to be
@@ -84,7 +85,7 @@ def clusters(
 
 
 def known_devices() -> list[str]:
-    return list(tomli.loads(TABLE.read_text(encoding="utf-8")))
+    return list(tomli.loads(DEVICES.read_text(encoding="utf-8")))
 
 
 def smallest(found: list[Cluster]) -> Cluster:

@@ -7,7 +7,7 @@ from pathlib import Path
 from configs.load import dump
 from configs.schema import Config, InputError
 from tools.plan import compare
-from tools.plan.arguments import asks_how_many, configuration
+from tools.plan.arguments import asks_how_many, configuration, second
 from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
 from tools.plan.page import page
@@ -17,13 +17,11 @@ from tools.plan.routing import load_routing
 from tools.plan.search import search, table
 from tools.plan.stack import load_stack
 
-
-def second(flags: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return the arguments of the second plan, that --compare asks for."""
-    files = [value for value in flags.compare if not value.startswith("--")]
-    if len(files) > 1:
-        raise InputError(f"--compare takes one file, not {len(files)}: {', '.join(files)}")
-    return flags.compare if files else [*rest, *flags.compare]
+OVERRIDDEN = {  # option -> field of the device
+    "gemm_efficiency": "matmul_efficiency",
+    "attention_efficiency": "attention_efficiency",
+    "network_gb_per_s": "fabric_gb_per_s",
+}
 
 
 def compared(cfg: Config, inputs: PlanInputs, flags: argparse.Namespace, rest: list[str]) -> int:
@@ -42,28 +40,11 @@ def compared(cfg: Config, inputs: PlanInputs, flags: argparse.Namespace, rest: l
 
 
 def overridden(device: Device, flags: argparse.Namespace) -> Device:
-    """Return the device with the numbers of the command line. Raises InputError."""
-    changes = {}
-    shares = {
-        "gemm_efficiency": "matmul_efficiency",
-        "attention_efficiency": "attention_efficiency",
-    }
-    for name, field in shares.items():
-        value = getattr(flags, name)
-        if value is None:
-            continue
-        if not 0 < value <= 1:
-            raise InputError(
-                f"--{name.replace('_', '-')} {value:g}: give a share of the device's peak, more "
-                "than 0 and at most 1"
-            )
-        changes[field] = value
+    """Return the device with the numbers of the command line."""
+    given = {field: getattr(flags, name) for name, field in OVERRIDDEN.items()}
+    changes = {field: value for field, value in given.items() if value is not None}
     if "attention_efficiency" in changes:  # overrides the choice of training.attention
         changes["fast_attention_efficiency"] = changes["attention_efficiency"]
-    if flags.network_gb_per_s is not None:
-        if flags.network_gb_per_s <= 0:
-            raise InputError("--network-gb-per-s must be more than 0")
-        changes["fabric_gb_per_s"] = flags.network_gb_per_s
     return device.model_copy(update=changes)
 
 

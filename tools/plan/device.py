@@ -4,9 +4,7 @@ now."""
 import os
 import time
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import cache
-from pathlib import Path
 from typing import Literal
 
 from configs.cpu import float32_products
@@ -20,11 +18,11 @@ from models import MODELS
 from models.kernels.causal_attention import causal_attention
 from parallelisms import blocks
 from parallelisms.dp import param_dtype
+from tools.plan.rows import DEVICES, device_row
 from tools.plan.step import Op
 from tools.plan.trace import Trace
 from training.metrics import peak_flops
 
-TABLE = Path(__file__).resolve().parent / "devices.toml"
 # share of the memory's bandwidth that an elementwise kernel reaches; STREAM-like copies reach 0.9
 MEMORY_EFFICIENCY = 0.8
 
@@ -81,30 +79,9 @@ def load_device(name: str) -> Device:
     now. Raises InputError."""
     if name == "cpu":
         return measure_cpu()
-    path = Path(name) if name.endswith(".toml") else TABLE
+    row = device_row(name)
     try:
-        table = tomli.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--device {name}: cannot be read: {error}") from None
-    if path == TABLE:
-        if name.lower() not in table:
-            similar = get_close_matches(name.lower(), table, n=1)
-            hint = f'did you mean "{similar[0]}"? ' if similar else ""
-            raise InputError(
-                f"--device {name}: unknown; {hint}known are {', '.join(table)}, cpu (this "
-                "machine, measured) and "
-                "a TOML file of your own"
-            )
-        rows = [table[name.lower()]]
-    else:
-        rows = [row for row in table.values() if isinstance(row, dict)] or [table]
-    if len(rows) != 1:
-        raise InputError(
-            f"--device {name}: one table with the numbers of one device is needed, found "
-            f"{len(rows)}"
-        )
-    try:
-        device = Device(**rows[0])
+        device = Device(**row)
     except ValidationError as error:
         problems = "; ".join(f"{e['loc'][0]}: {e['msg']}" for e in error.errors())
         raise InputError(
@@ -121,7 +98,7 @@ def load_device(name: str) -> Device:
 def known_device(name: str) -> Device | None:
     """Return the row of the table for a GPU with this name (torch.cuda.get_device_name()); None if
     there is none."""
-    rows = tomli.loads(TABLE.read_text(encoding="utf-8")).values()
+    rows = tomli.loads(DEVICES.read_text(encoding="utf-8")).values()
     return next((Device(**row) for row in rows if row["name"] == name), None)
 
 

@@ -9,53 +9,9 @@ drawings, and a test compares them.
 """
 
 import argparse
-import string
-
-import configs.cpu  # noqa: F401  how threads wait: it must be known before torch is loaded
 
 from configs import program
 from configs.schema import SCHEDULES
-from parallelisms.schedules import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-    bubble,
-    least_microbatches,
-    placement,
-    table,
-    timeline,
-)
-
-MARKS = {
-    FORWARD: string.digits[1:],
-    BACKWARD: string.ascii_uppercase,
-    BACKWARD_INPUT: string.ascii_lowercase,
-}
-
-
-def units(action: Action) -> float:
-    """Return the time of an action in the drawing."""
-    return 2.0 if action.kind == BACKWARD else 1.0
-
-
-def drawing(schedule: str, ranks: int, microbatches: int) -> str:
-    """Draw a title and a row for each rank. Microbatches have one digit each, so there are at most
-    9."""
-    if microbatches < (least := least_microbatches(schedule, ranks)):
-        return f"{schedule}: needs at least {least} microbatches"
-    stages = placement(schedule, ranks)
-    played = timeline(table(schedule, ranks, 0, microbatches), stages, units)
-    width = int(max(actions[-1][2] for actions in played))
-    rows = [f"{schedule}: bubble {bubble(played):.1%}"]
-    for rank, actions in enumerate(played):
-        row = ["."] * width
-        for action, start, stop in actions:
-            mark = "=" if action.kind == BACKWARD_WEIGHT else MARKS[action.kind][action.microbatch]
-            row[int(start) : int(stop)] = mark * int(stop - start)
-        rows.append(f"  {rank} {''.join(row)}")
-    return "\n".join(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,6 +28,8 @@ def main(argv: list[str] | None = None) -> None:
             "--ranks must be at least 1, and --microbatches 1 to 9, because each is drawn as one "
             "digit"
         )
+    from tools.plan.drawn import drawing  # here, because it imports torch
+
     print("\n\n".join(drawing(name, args.ranks, args.microbatches) for name in SCHEDULES))
 
 

@@ -13,6 +13,7 @@ from tools.plan.plan import Plan
 from tools.plan.report import model_name
 from tools.plan.stages import LEFT, WIDTH, stages
 from tools.plan.step import GIB, IN_BLOCKS, KINDS
+from tools.plan.typeset import typeset
 from tools.svg import Picture, legend, ticks
 
 COLORS = {  # by kind of memory, from the bottom up: all kinds of tools/plan/step.py::KINDS
@@ -46,7 +47,6 @@ Bar = tuple[float, float, str]  # start and end in seconds, place in the step
 STYLE = """
 :root{color-scheme:light dark}
 body{font:14px/1.5 system-ui,sans-serif;max-width:1140px;margin:2em auto;padding:0 1em;color:#222;background:#fff}
-pre{font-size:12px;line-height:1.45;white-space:pre-wrap;background:#f6f6f6;padding:1em}
 svg{display:block;width:100%;height:auto;background:#fff}
 text{font:12px system-ui,sans-serif;fill:#222}text.dim{fill:#666}
 figcaption{color:#555;margin:.3em 0 2em}figure{margin:0}
@@ -54,7 +54,7 @@ table{border-collapse:collapse;font-size:13px;margin:1em 0}
 td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #8884}
 td:first-child,th:first-child,td:last-child,th:last-child{text-align:left}
 @media (prefers-color-scheme:dark){body{color:#ddd;background:#16181c}
-pre{background:#22252b}figcaption{color:#aaa}}
+figcaption{color:#aaa}}
 """
 
 
@@ -69,7 +69,7 @@ def page(plan: Plan, report: str, other: Plan | None = None, section: str = "") 
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         'content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f"<pre>{escape(report)}</pre>{body}</body></html>\n"
+        f"{typeset(report)}{body}</body></html>\n"
     )
 
 

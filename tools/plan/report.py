@@ -8,7 +8,7 @@ import train
 from checkpoint.state import pinned_size
 from configs import check
 from configs.schema import SCHEDULES, Config
-from configs.words import plural
+from configs.words import number_of, plural
 from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms import ep_hosts
 from parallelisms.cores import supports_spec
@@ -212,7 +212,7 @@ def experts(plan: Plan) -> list[str]:
         if plan.inputs.routing != BALANCED:
             routing += " (this plan is of that rank)"
         lines.append(
-            f"expert parallel: {ep} ranks on {where} have {args.n_experts // ep} experts each; "
+            f"expert parallel: {ep} ranks on {where} have {number_of(args.n_experts // ep, 'expert')} each; "
             f"routing: {routing}"
         )
         if hosts > 1:
@@ -437,7 +437,9 @@ def run(plan: Plan) -> list[str]:
     if inputs.usd_per_gpu_hour:
         cost = hours * inputs.usd_per_gpu_hour
         dollars = f"; ${cost:,.0f} at ${inputs.usd_per_gpu_hour:g} per GPU-hour"
-    steps = f"{plan.steps:,.0f} steps, {token_text(plan.steps * plan.tokens_per_step)}"
+    steps = (
+        f"{number_of(round(plan.steps), 'step')}, {token_text(plan.steps * plan.tokens_per_step)}"
+    )
     lines = [
         f"The run          {steps}: {time_text(seconds)} of training, "
         f"{time_text(seconds / goodput) if goodput else 'never'} with what "
@@ -449,14 +451,14 @@ def run(plan: Plan) -> list[str]:
         f"{time_text(plan.mtbf)} "
         f"({inputs.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {time_text(interval)} as "
         f"configured: {goodput:.1%} goodput; "
-        f"best: every {max(1, round(best / step_seconds)):,} steps ({time_text(best)}), "
+        f"best: every {number_of(max(1, round(best / step_seconds)), 'step')} ({time_text(best)}), "
         f"{plan.goodput(best):.1%}",
     ]
     if plan.staging:
         lines.insert(2, host_memory(plan))
     if write > interval:
         lines.append(
-            f"  A checkpoint takes longer to write than checkpoint.interval = {configured} steps: "
+            f"  A checkpoint takes longer to write than checkpoint.interval = {number_of(configured, 'step')}: "
             "save less often, or to faster storage."
         )
     return lines

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from configs.schema import InputError
 from parallelisms.ep_hosts import Sizes
+from tools.plan.rows import check_routing
 from training.experts import recorded
 
 
@@ -129,23 +130,10 @@ BALANCED = Routing()
 
 def load_routing(text: str) -> Routing:
     """Parse --routing: `balanced`, a number, or the folder of a run. Raises InputError."""
+    check_routing(text)
     if text == "balanced":
         return BALANCED
-    try:
-        factor = float(text)
-    except ValueError:
-        if not Path(text).is_dir():
-            raise InputError(
-                f"--routing {text}: give balanced, a factor such as 1.5, or the folder of a run "
-                "that recorded the "
-                "loads of its experts (docs/experts.md)"
-            ) from None
-        return of_run(Path(text))
-    if not 1 <= factor < float("inf"):
-        raise InputError(
-            f"--routing {text}: the fullest rank gets at least the mean, so the factor is 1 or more"
-        )
-    return Routing(factor)
+    return of_run(Path(text)) if Path(text).is_dir() else Routing(float(text))
 
 
 def of_run(folder: Path) -> Routing:

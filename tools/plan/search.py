@@ -13,6 +13,7 @@ from itertools import product
 from math import inf
 
 from configs.schema import SCHEDULES, Config, InputError
+from configs.words import number_of
 from tools.plan.bounds import Bounds, Profile, profile
 from tools.plan.choices import (
     MODES,
@@ -360,7 +361,7 @@ def search(
     if not best:
         nearest = min(state.known.values(), key=by_memory)
         raise InputError(
-            f"nothing fits {inputs.device.memory_gib:.1f} GiB on {inputs.gpus} GPUs; the nearest is "
+            f"nothing fits {inputs.device.memory_gib:.1f} GiB on {number_of(inputs.gpus, 'GPU')}; the nearest is "
             f"{nearest.choice}, which needs "
             f"{nearest.needed / GIB:.1f} GiB: {what_would_do(cfg, inputs, nearest)}"
         )

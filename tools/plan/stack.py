@@ -6,18 +6,16 @@ reach, and lists the stack's differences from ours. The traced step is ours for 
 """
 
 import math
-from pathlib import Path
 from typing import Literal
 
-import tomli
 from pydantic import BaseModel, ConfigDict, Field
 
-from configs.schema import Config, InputError
+from configs.schema import Config
 from tools.plan.device import Device
 from tools.plan.routing import Chosen
+from tools.plan.rows import stack_row
 from tools.plan.step import IN_BLOCKS, Op, Where
 
-TABLE = Path(__file__).resolve().parent / "stacks.toml"
 # Time of a matmul of the blocks in bfloat16 over that in float8, casts included: by the scales.
 FLOAT8 = {"none": 1.0, "tensorwise": 1.6, "rowwise": 1.3}
 # Rate of other kernels of attention over that of the device's row: with a bias that grows with the
@@ -101,10 +99,7 @@ class Software(BaseModel):
 
 def load_stack(name: str) -> Software:
     """Load a row of the table. Raises InputError."""
-    table = tomli.loads(TABLE.read_text(encoding="utf-8"))
-    if name not in table:
-        raise InputError(f"--stack {name}: unknown; known are {', '.join(table)}")
-    return Software(**table[name])
+    return Software(**stack_row(name))
 
 
 OURS = load_stack("plumbline")

@@ -34,7 +34,8 @@ from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.plan.device import MEMORY_EFFICIENCY
 from tools.preflight import bucket
-from tools.preflight.probe import SLOW, Probe, ProbeRow, differences, judge_writing, least
+from tools.preflight.arguments import SLOW
+from tools.preflight.probe import Probe, ProbeRow, differences, judge_writing, least
 from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
 from training.optimizers import materialise

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from parallelisms import dp
 from parallelisms import mesh as meshes
+from tools.preflight.arguments import SLOW
 from tools.preflight.machine import synchronise
-from tools.preflight.probe import SLOW, Probe, ProbeRow, in_seconds
+from tools.preflight.probe import Probe, ProbeRow, in_seconds
 from training.metrics import in_bytes
 
 LEAST_LINKS = 3  # of one kind: among fewer no link can be called slow

@@ -20,16 +20,8 @@ from data.order import Order
 from parallelisms.mesh import World
 from tools.plan.device import Device
 from tools.plan.estimate import Ring
+from tools.preflight.arguments import LONG, SLOW, TIMEOUT
 from training.metrics import in_bytes
-
-# A rate below this share of the median of all ranks (or of all links of a kind) is slow. Healthy
-# machines of one kind are within a few per cent of each other in arithmetic, and further apart on a
-# network and on a shared file system.
-SLOW = {"matmul": 0.8, "memory": 0.8, "group": 0.7, "link": 0.5, "write": 0.25}
-# seconds that a check may take without --timeout; those in LONG get what the run allows its first
-# step
-TIMEOUT = 120
-LONG = ("build", "step", "save")
 
 
 @dataclass
