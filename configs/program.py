@@ -147,18 +147,11 @@ def begin() -> None:
         return
     _this = Program(is_run=name in (*RUNS, str(TRAIN)))
     _this.listen()
-    if name == str(TRAIN) and "RANK" not in os.environ:  # a launcher's ranks all start alike
-        check_call(sys.argv[1:])
 
 
-def check_call(argv: list[str]) -> None:
-    """End `train.py --help`, or with a wrong option, before train.py imports torch: that takes
-    seconds."""
-    from configs import load  # here, because it imports this package
-
-    code = load.main([*argv, "--quiet", "--world-size=1", "--local-world-size=1"])
-    if code or "-h" in argv or any(word.startswith("--help") for word in argv):
-        leave(code)
+def starts_train() -> bool:
+    """Return True in `python train.py`, without a launcher, whose ranks are all called alike."""
+    return started_as() == str(TRAIN) and "RANK" not in os.environ
 
 
 def started_as() -> str | None:

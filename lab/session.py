@@ -34,10 +34,12 @@ ANSI = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 
 
 def typed(command: str, until: str) -> str:
-    """Return what a terminal shows of a command, after Ctrl-C at the word `until`, if there is one."""
+    """Return what a terminal shows of a command, after Ctrl-C at the words `until`, if there are
+    any."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(ROOT)
+        os.environ |= {"NO_COLOR": "1", "CUDA_VISIBLE_DEVICES": ""}
         os.execvp("bash", ["bash", "-c", command])
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     seen = b""
@@ -62,11 +64,12 @@ def screen(text: str) -> str:
 
 
 def record(folder: Path) -> str:
-    """Return the whole session, of a run in this folder instead of runs/session."""
+    """Return the whole session, of a run in this folder instead of runs/session, without a cache."""
     shown = []
     for command, until in SESSION:
-        here = command.replace("runs/session", str(folder))
-        shown.append(typed(here, until).replace(str(folder), "runs/session"))
+        here = command.replace("runs/session", f"{folder} --data.cache={folder}-cache")
+        text = typed(here, until).replace(f" --data.cache={folder}-cache", "")
+        shown.append(text.replace(str(folder), "runs/session"))
     return "\n".join(shown).replace(f"{ROOT}/", "")
 
 
