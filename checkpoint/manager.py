@@ -41,7 +41,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoint import adapters, branches, changes, state, storage, verify
-from checkpoint.agreement import NO_FILE, agree, gather_files, on_every_rank, on_rank_0
+from checkpoint.agreement import NO_FILE, agree, common, gather_files, on_every_rank, on_rank_0
 from checkpoint.lease import Lost
 from checkpoint.place import CheckpointFolder, open_place
 from checkpoint.state import STAGING
@@ -371,12 +371,12 @@ class CheckpointManager:
         self.failures += 1
         reason = f"the checkpoint of step {step} could not be written to {self.folder}: {cause}"
         if isinstance(error, Lost):
-            raise InputError(reason)
+            raise common(InputError(reason))
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
-            raise InputError(
-                f"{reason} ({self.failures} in a row: checkpoint.max_failures); the others are "
-                "untouched"
+            reason += (
+                f" ({self.failures} in a row: checkpoint.max_failures); the others are untouched"
             )
+            raise common(InputError(reason))
         self._say(
             logging.ERROR,
             f"{reason}. Training goes on, and the next checkpoint is tried when it is due",

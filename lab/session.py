@@ -21,15 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "session.txt"
 TRAIN = (
     "./run_train.sh --run.folder=runs/session --data.source='docs/*.md' --model.n_layers=2 "
-    "--training.seq_len=64 --training.steps={} --validation.interval=0"
+    "--training.seq_len=64 --training.steps={} --validation.interval=0 --debug.sample_tokens=0"
 )
 # what is typed, and the words at which Ctrl-C is pressed
 SESSION = (
-    ("./run_train.sh --optimiser.lr=1e-3 --parallelism.tensor_parallel=2", ""),
+    ("./run_train.sh --optimiser.lr=1e-3 --model.flavor=7B", ""),
     (TRAIN.format(2000), "step 20/"),
     (TRAIN.format(40) + " --optimizer.lr=1e-3", ""),
 )
-COLUMNS = 100
+COLUMNS = 100  # of the terminal
 ANSI = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
 
 

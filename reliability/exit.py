@@ -38,17 +38,26 @@ def refuse(error: Exception) -> int:
             f"cannot write {place}: {error.strerror}. What was saved before is untouched; make room "
             "and run the same command again"
         )
-    _say(sentence, is_common=getattr(error, "is_common", False))
+    _say(sentence, is_common(error))
     meshes.abort_mesh()
     is_refusal = isinstance(error, InputError) and not isinstance(error, RunFailed)
     return WRONG_INPUT if is_refusal else FAILED
 
 
-def _say(sentence: str, is_common: bool) -> None:
+def is_common(error: BaseException | None) -> bool:
+    """Return True for an error that all ranks raise (checkpoint/agreement.py), or one made of it."""
+    while error is not None:
+        if getattr(error, "is_common", False):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _say(sentence: str, of_all: bool) -> None:
     speaker = ""
     with contextlib.suppress(InputError):  # which may be the error
         here = meshes.world()
-        if is_common and here.local_rank != 0:
+        if of_all and here.local_rank != 0:
             return
-        speaker = f"rank {here.rank}: " if here.size > 1 and not is_common else ""
+        speaker = f"rank {here.rank}: " if here.size > 1 and not of_all else ""
     print(speaker + sentence, file=sys.stderr, flush=True)

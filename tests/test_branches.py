@@ -195,8 +195,9 @@ def test_no_room_for_the_last_checkpoint_is_1(parent, tmp_path):
     finds the room that was made meanwhile."""
     options, _ = parent
     few = [*options, "--training.steps=4", "--checkpoint.interval=0", "--checkpoint.max_failures=1"]
-    for code, words in run_ranks(2, _last_save_fails, few, tmp_path):
-        assert code == 1 and "No space left" in words and "Traceback" not in words
+    (code, words), second = run_ranks(2, _last_save_fails, few, tmp_path)
+    assert code == 1 and "No space left" in words and "Traceback" not in words
+    assert second == (1, ""), "one rank says what all of them raise"
     ended = json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())
     assert (ended["exit_code"], ended["step"]) == (1, 4)
     assert run_ranks(2, run, few, tmp_path) == [(0, "")] * 2

@@ -1034,7 +1034,7 @@ def rewrite_meta(change: Callable[[dict], object]) -> Callable[[Path], None]:
 BAD_META = {
     "no files": (lambda f: [p.unlink() for p in f.glob("*.pth")], "has no consolidated"),
     "a pipe": (lambda f: pipe(f / "consolidated.01.pth"), "does not hold the model|has shape"),
-    "no params": (lambda f: (f / "params.json").unlink(), "params.json cannot be read"),
+    "no params": (lambda f: (f / "params.json").unlink(), "has no params.json: give a folder"),
     "code": (
         rewrite_meta(lambda p: p.update(bomb=Bomb())),
         "consolidated.01.pth is not a file of tensors that can be read without",
