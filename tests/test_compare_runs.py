@@ -18,7 +18,7 @@ from tests.runs import MESHES, ROOT, run, tiny_run
 from tools import compare_runs
 from tools.compare_runs import compare
 from tools.differences import parse_tolerance, relative
-from training.metrics import GROUPS
+from training.lines import GROUPS
 
 RUNS = {  # name -> ranks, options that differ from the first's
     "first": (1, []),

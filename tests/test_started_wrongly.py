@@ -209,8 +209,8 @@ HELP = {
     "configs.load": "--table.key=value",
     "tools.check": "--table",
 }
-# started by other programs of ours, with arguments that they alone know
-SERVANTS = ("data.rendering", "lab.simulate.server", "tools.launch.rank")
+# started by other programs of ours, with arguments that they alone know; the last one takes none
+SERVANTS = ("data.rendering", "lab.simulate.server", "tools.launch.rank", "tools.parity.proved")
 ASK_ALL = """
 import json, os, runpy, sys
 def refuse(event, about):

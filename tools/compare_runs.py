@@ -36,7 +36,7 @@ from reliability import goodput
 from reliability.objects import Key
 from tools.differences import JUDGED, LIMITS, parse_tolerance, relative
 from tools.places import files_of, place
-from training.metrics import GROUPS
+from training.lines import GROUPS
 
 PLACES = {"run.folder", "data.cache"}  # options that say where, not what
 # new with every start

@@ -17,6 +17,22 @@ logger = logging.getLogger("plumbline")
 
 # More disk space does not help here: the path itself is wrong or forbidden.
 WRONG_PLACE = (IsADirectoryError, NotADirectoryError, PermissionError)
+# Groups of TensorBoard's curves, by how keys begin; all other keys belong to "train". Those of
+# "perf" measure the machine, not the model.
+GROUPS = {
+    "eval": ("validation_", "evaluation/"),
+    "perf": (
+        "tokens_per_second",
+        "tflops_per_device",
+        "mfu",
+        "memory_gib",
+        "data_wait",
+        "step_seconds",
+        "goodput",
+        "seconds/",
+        "late/",
+    ),
+}
 
 
 class Lines:

@@ -30,7 +30,7 @@ from configs.schema import InputError, redact
 from configs.words import number_of, plural
 from parallelisms.mesh import Mesh
 from training import digests, experts
-from training.lines import Lines, json_number
+from training.lines import GROUPS, Lines, json_number
 from training.optimizers import sizes_like_parameter
 
 FILE = "metrics.jsonl"
@@ -85,22 +85,6 @@ LINE = (
 
 # The bar below the lines; with them it fits a terminal of 80 columns.
 BAR = "{percentage:3.0f}% |{bar:30}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
-# Groups of TensorBoard's curves, by how keys begin; all other keys belong to "train". Those of
-# "perf" measure the machine, not the model.
-GROUPS = {
-    "eval": ("validation_", "evaluation/"),
-    "perf": (
-        "tokens_per_second",
-        "tflops_per_device",
-        "mfu",
-        "memory_gib",
-        "data_wait",
-        "step_seconds",
-        "goodput",
-        "seconds/",
-        "late/",
-    ),
-}
 
 
 def tag(key: str) -> str:
