@@ -199,6 +199,8 @@ ASKED = {  # arguments -> exit code, and what is said
     ("tools.preflight", "--device=h10"): (2, 'did you mean "h100"?'),
     ("tools.preflight", "--only=sleep"): (2, "--only=sleep: no such check"),
     ("tools.preflight", "nope.toml"): (2, "nope.toml: no such file"),
+    ("tools.prove", "--gpus=8", "--device=h10"): (2, 'did you mean "h100"?'),
+    ("tools.prove", "--gpus=8", "nope.toml"): (2, "nope.toml: no such file"),
     ("tools.replay", "nope", "--steps=3"): (2, "nope is neither the folder of a run nor"),
     ("tools.report", "nope"): (2, "nope is not the folder of a run"),
     ("train.py", "nope.toml"): (2, "nope.toml: no such file"),

@@ -174,8 +174,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def check_hardware(flags: argparse.Namespace) -> None:
     """Raise InputError where the device, its numbers or the software are none that can be planned."""
     rows.stack_row(flags.stack)
-    if flags.device and flags.device != "cpu":
-        rows.device_row(flags.device)
+    rows.check_device(flags.device or "h100")
     for name in ("gemm_efficiency", "attention_efficiency"):
         value = getattr(flags, name)
         if value is not None and not 0 < value <= 1:

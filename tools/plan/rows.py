@@ -31,6 +31,12 @@ def device_row(name: str) -> dict[str, Any]:
     return rows[0]
 
 
+def check_device(name: str) -> None:
+    """Raise InputError for a --device that names neither numbers nor this machine."""
+    if name != "cpu":
+        device_row(name)
+
+
 def _known(name: str, table: dict[str, Any]) -> dict[str, Any]:
     if name.lower() in table:
         return table[name.lower()]

@@ -30,6 +30,7 @@ from configs.load import load_config
 from configs.schema import Config, InputError
 from models import NUMBERS
 from tools import overrides
+from tools.plan import rows
 
 PACKAGE = "spmd_types"
 HOLDS, FAILS = 0, 1
@@ -54,6 +55,7 @@ def arguments(argv: list[str]) -> Call:
     flags, options = parser.parse_known_args(argv)
     if flags.gpus < 1 or flags.gpus_per_node < 1:
         raise InputError("--gpus and --gpus-per-node must be at least 1")
+    rows.check_device(flags.device)
     flags.gpus_per_node = min(flags.gpus, flags.gpus_per_node)
     return Call(flags, options, load_config(options, flags.gpus, flags.gpus_per_node))
 
