@@ -396,8 +396,10 @@ def test_the_readme_shows_what_its_first_command_prints(trained):
 
 
 def sentences(recorded: str) -> set[str]:
-    """Return the lines of a recorded session without their numbers; the bar's length is one."""
-    whole = recorded.replace("\n    ", " ").replace("bfloat16", "float32")
+    """Return the lines of a recorded session without their numbers, what a run's time went into, and
+    the ^C of the keyboard, which comes between two letters. The bar's length is a number."""
+    whole = recorded.replace("\n    ", " ").replace("bfloat16", "float32").replace("^C", "")
+    whole = re.sub("productive .*", "", whole)
     return set(re.sub(r"\d[\d,.:]*|[█▉▊▋▌▍▎▏]+ *", "0", whole).splitlines())
 
 
