@@ -210,7 +210,8 @@ def check_folder(command: str, folder: Path) -> None:
     first = FIRST[command]
     if folder.is_dir() and not (folder / first).exists():
         _, about = COMMANDS[command][0]
-        raise InputError(others.named(folder) or f"{folder} has no {first}: give {about}")
+        known = others.named(folder) if first == "config.json" else ""
+        raise InputError(known or f"{folder} has no {first}: give {about}")
 
 
 if __name__ == "__main__":
