@@ -52,8 +52,8 @@ def flops_per_token(
 
 def describe(args: Args) -> str:
     return (
-        f"{args.n_layers} layer{'s' * (args.n_layers > 1)} of width {args.dim}, {args.n_heads} "
-        f"heads on {args.n_kv_heads} key/value heads, "
+        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads on {args.n_kv_heads} "
+        "key/value heads, "
         f"vocabulary {args.vocab_size:,}{' (tied)' if args.tied_embeddings else ''}"
     )
 

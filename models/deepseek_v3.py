@@ -263,7 +263,7 @@ def flops_per_token(args: Args, seq_len: int) -> float:
 
 def describe(args: Args) -> str:
     return (
-        f"{args.n_layers} layer{'s' * (args.n_layers > 1)} of width {args.dim}, {args.n_heads} heads, vocabulary "
+        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads, vocabulary "
         f"{args.vocab_size:,}"
         f"{' (tied)' if args.tied_embeddings else ''}; {moe.describe(args, active_parameters(args))} "
         f"and {args.n_shared_experts} shared"
