@@ -116,6 +116,7 @@ SAYS = (
     (r"^python -m tools\.compare_runs runs/llama_debug runs/mesh", 1, ""),
     (r"^python -m tools\.plan ", 0, "tokens/s"),
     (r"^python -m tools\.replay ", 0, "equal to"),
+    (r"^python -m tools\.prove ", 0, "types          holds"),
 )
 
 # Patterns of commands that a shell runs: `run_train.sh` by itself, with its launcher, and without a
@@ -125,7 +126,7 @@ TYPED = (
     r"^NGPU=2 .*pipeline_parallel=2",
     r"^\./run_train\.sh --help",
     r"^python -m checkpoint\.verify ",
-    r"^python -m tools\.parity ",
+    r"^python -m tools\.(parity|prove) ",
     r"^python -m tools\.replay ",
     r"[$`|<>&;~]",
 )
@@ -170,6 +171,8 @@ def shortened(command: str) -> str:
     command = re.sub(r"--vocab-size \d+", "--vocab-size 2000", command)  # as small as the corpus
     if "tools.parity " in command:
         return " ".join([command, *SMALLER[:2]])
+    if "tools.prove " in command:
+        return f"{command} {SMALLER[0]}" if "debug" in command else f"{command} --only types"
     if "run_train.sh" not in command or "--help" in command or "--preflight" in command:
         return command
     short = re.sub(
