@@ -476,8 +476,8 @@ def scattered_sum(other: str) -> tuple[fx.Graph, list[torch.Tensor]]:
     return graph, given
 
 
-@pytest.mark.parametrize("other, gemms", [("none", 1), ("activation", 2), ("twice", 2)])
-def test_a_sum_of_gemms_is_rewritten_with_all_of_its_terms_or_not(other, gemms):
+@pytest.mark.parametrize("other", ["none", "activation", "twice"])
+def test_a_sum_of_gemms_is_rewritten_with_all_of_its_terms_or_not(other):
     """A pass that drops a term that is no GEMM loses its gradient, for example the residual's."""
     torch.manual_seed(0)
     graph, given = scattered_sum(other)
@@ -486,7 +486,8 @@ def test_a_sum_of_gemms_is_rewritten_with_all_of_its_terms_or_not(other, gemms):
     got = OnOneRank(fx.GraphModule(nn.Module(), graph)).run(*given)
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs)
-    assert len(graph.find_nodes(op="call_function", target=aten.mm.default)) == gemms
+    joined = graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert bool(joined) == (other == "none"), "a GEMM that is used twice would be computed twice"
 
 
 def dimensions_that_shard_experts() -> list[list[int]]:
