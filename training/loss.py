@@ -10,8 +10,6 @@ sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3)
 Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this rank's rows of it)
 """
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,12 +22,6 @@ from training.loss_passes import EAGER, LossPasses, add_matmul
 from training.z_loss import ZLoss
 
 IGNORE = -100  # a label that does not count; torch's own convention
-
-
-def first_tokens(tokens: int, chunk_tokens: int) -> Iterable[int]:
-    """Return where the pieces begin. The planner replaces this function, to trace only a few
-    pieces."""
-    return range(0, tokens, chunk_tokens)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -53,7 +45,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         narrow = h.new_empty(min(len(h), chunk_tokens), len(weight))
         # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
         wide = precision.wide(narrow) if passes.use_wide else narrow
-        for first in first_tokens(len(h), chunk_tokens):
+        for first in range(0, len(h), chunk_tokens):
             hc = h[first : first + chunk_tokens]
             label = labels[first : first + chunk_tokens]
             logits = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]

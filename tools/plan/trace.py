@@ -14,7 +14,7 @@ import os
 import re
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import count
@@ -46,7 +46,7 @@ from models.kernels.document_attention import Saved, VarlenMetadata
 from parallelisms import cp, ep, ep_hosts, fsdp_details, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
-from tools.plan import pieces, quick
+from tools.plan import quick
 from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import (
     IN_BLOCKS,
@@ -60,7 +60,7 @@ from tools.plan.step import (
     fuse,
     keep_what_backward_reads,
 )
-from training import init, loss
+from training import init
 from training.optimizers import materialise
 
 # labels in train.train_step; the loss is inside forward
@@ -928,15 +928,6 @@ def batch_of(job: train.Job, microbatches: int) -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
 
 
-def pieces_traced(trace: Trace) -> Callable:
-    """Return the replacement of training/loss.py::first_tokens for a trace."""
-
-    def firsts(tokens: int, chunk_tokens: int) -> Iterator[int]:
-        return pieces.few(trace, range(0, tokens, chunk_tokens))
-
-    return firsts
-
-
 def prepare(job: train.Job) -> None:
     """Bring the job to its state after a first step, without taking one: FSDP's buffers padded, or
     on one rank the weights copied to the type of forward; and the optimizer's state there."""
@@ -1019,7 +1010,6 @@ def trace_step(
                 )
             )
         stack.enter_context(trace)
-        stack.enter_context(mock.patch.object(loss, "first_tokens", pieces_traced(trace)))
         prepare(job)
         microbatches = cfg.training.microbatches(job.mesh.dp_size)
         batch = batch_of(job, min(most, microbatches))
