@@ -37,7 +37,7 @@ from data.workers import LoaderError
 from models import FORMATS, MODELS, lora
 from models.family import Family
 from models.terms import AuxiliaryTerms
-from parallelisms import contract, cores, dp, parallelize, pp, tp_check
+from parallelisms import contract, cores, dp, family_check, parallelize, pp
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh
 from reliability import collectives, health
@@ -103,16 +103,13 @@ def build(cfg: Config) -> Job:
     # For a model that draws random numbers: the same within a tp group, others everywhere else.
     torch.manual_seed(cfg.run.seed + mesh.dp_rank * mesh.cp + mesh.cp_rank)
     layers = pp.layers_of_stages(cfg, family, args)
-    tp_plan = family.tp_plan(args)
-    if mesh.tp > 1:
-        with torch.device("meta"):
-            tp_check.check(tp_plan, family.build(args), mesh.tp_mesh)
+    family_check.check(family, args, mesh, cfg, layers)
     stages = {}  # this rank's; without a pipeline there is one, the model itself
     for number in pp.own_stages(cfg.parallelism, mesh.pp_rank):
         with torch.device("meta"):
             stage = family.build(args, layers[number])
             stages[number] = stage.to(dp.master_dtype(cfg.training))
-        parallelize(stages[number], mesh, cfg, tp_plan)
+        parallelize(stages[number], mesh, cfg, family.tp_plan(args))
         dp.allocate(stages[number], mesh.device, cfg.parallelism.cpu_offload)
     model = pp.PipelineStages(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
     cores.check_flops(model, family.flops_per_token, cfg.training.seq_len)
@@ -499,6 +496,7 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
     if cfg.debug.self_check:
         facts = same_on_all_ranks(dump(cfg), corpora)
         contract.verify(job.model, job.optimizer, job.mesh, facts)
+        family_check.check_count(*architecture(cfg))
         proved.at_start(cfg, *architecture(cfg))
     return corpora, job
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from configs import hints, published
@@ -278,9 +279,9 @@ DERIVED = {
 # In a rule `c` is the configuration, but c.model has the numbers of the architecture; c.world and
 # c.local_world are the processes of the run and of each host, and the numbers above are there too.
 # In a sentence {table.key} becomes "table.key = value", {numbers.key} is a number of the
-# architecture alone, and {query_numbers} those of the family's query_width. c.family is its
-# `models/options.py::Numbers`; c.split and {split} have what a mesh splits of the model, under the
-# same names. A family's rules have the same form.
+# architecture alone, and {query_numbers} those of the family's query_width. c.family_name is
+# model.family, and c.family its `models/options.py::Numbers`; c.split and {split} have what a mesh
+# splits of the model, under the same names. A family's rules have the same form.
 RULES = {
     # The mesh.
     "mesh_product": (
@@ -986,6 +987,7 @@ def broken_rules(
             if getattr(cfg.model, key, None) is None:
                 vars(words["model"])[key] += f" (of flavor {cfg.model.flavor})"
         c.family = words["family"] = NUMBERS[cfg.model.family]
+        c.family_name = words["family_name"] = cfg.model.family
         c.split, words["split"] = _split(c.family, c.model), _split(c.family, words["model"])
         query_numbers = [vars(words["model"])[name] for name in c.family.query_width]
         words["query_numbers"] = " plus ".join(query_numbers)
@@ -1002,13 +1004,47 @@ def broken_rules(
             continue
         if words[name] is not None:
             setattr(c, name, words[name])
-    for broken, sentence in applicable.values():
+    for rule, (broken, sentence) in applicable.items():
         try:
             if broken(c):
                 problems.append(sentence.format(**words))
-        except AttributeError:
-            continue
+        except AttributeError as error:
+            # without a known model, most rules lack something
+            if "split" in words and not _may_lack(error, c, words):
+                problems.append(_wrong_rule(rule, broken, error))
     return problems
+
+
+def _may_lack(error: AttributeError, c: SimpleNamespace, words: dict) -> bool:
+    """Return whether a configuration may lack what a rule names: an option in doubt, a number that
+    another family or flavor has, or one of which nothing is known yet."""
+    place, name = error.obj, error.name
+    if place is c:
+        return name in DERIVED or name in ("world", "local_world")
+    if place is c.split or place is words["split"]:
+        return name in ("heads", "kv_heads", "hidden_units")
+    if place is c.model or place is words["model"]:
+        return any(name in family.options for family in NUMBERS.values())
+    for table, of_table in Config.model_fields.items():
+        if place is getattr(c, table, None) or place is words.get(table):
+            return name in of_table.annotation.model_fields
+    return False
+
+
+def _wrong_rule(rule: str, broken: Callable, error: AttributeError) -> str:
+    """Return the sentence about a rule that names what does not exist, with its line."""
+    code = broken.__code__
+    line = code.co_firstlineno
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code is code:
+            line = step.tb_lineno
+        step = step.tb_next
+    file = os.path.relpath(code.co_filename, os.path.dirname(os.path.dirname(__file__)))
+    return (
+        f'the rule "{rule}" ({file}:{line}) names {error.name}, which no configuration has: correct '
+        "its predicate or its sentence"
+    )
 
 
 def _split(family: Numbers, model: SimpleNamespace) -> SimpleNamespace:

@@ -454,6 +454,8 @@ class Training(Table):
     attention: Literal["auto", "flash", "flash3", "cudnn"] = "auto"
     """GPU kernel of causal attention; auto: PyTorch's choice. `python -m lab.bench attention`
     measures them."""
+    freeze: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Parameters that are not trained, as patterns of names such as "tok_embeddings.*"."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this value; 0: no clipping."""
     loss_chunk_tokens: int = Field(1024, ge=1)
@@ -736,8 +738,8 @@ class Evaluation(Table):
 
 class Debug(Table):
     self_check: bool = True
-    """Before step 1, check that blocks are sharded, the optimizer has all parameters, all ranks the
-    same config, and a changed family its properties (docs/forking.md)."""
+    """Before step 1, check sharding, the optimizer, that all ranks agree, and a changed family
+    (docs/forking.md)."""
     replica_check_interval: int = Field(0, ge=0)
     """Steps between comparisons of state that is replicated on several ranks (silent corruption);
     0: never."""

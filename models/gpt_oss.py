@@ -155,7 +155,7 @@ DECAY = [
 
 def tp_plan(args: Args) -> dict[str, str]:
     attention = layers.TP_PLAN_OF_ATTENTION | {
-        "layers.*.attention": "gather_sequence_split_sinks"  # a sink for each head
+        "layers.*.attention": "gather_sequence_split_own"  # a sink for each head
     }
     return layers.TP_PLAN | attention | moe.tp_plan(args)
 

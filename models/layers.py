@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.cores import cores_in
 from models.kernels.causal_attention import causal_attention
 from models.kernels.document_attention import Documents, document_attention
 from models.kernels.ruled_attention import PLAIN, AttentionSpec, ruled_attention
@@ -203,9 +204,8 @@ class Decoder(nn.Module):
         return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
 
     def cores(self) -> list[AttentionCore]:
-        """The attention of every block, in order; parallelisms/cores.py puts others in their place."""
-        blocks: Any = self.layers.values()
-        return [block.attention.core for block in blocks]
+        """All attention cores, in order; parallelisms/cores.py puts others in their place."""
+        return cores_in(self)
 
     def documents(self, positions: Tensor, device: torch.device) -> Any:
         """Return the `documents` of a forward, as these cores take them (`AttentionCore.documents`)."""
@@ -225,6 +225,10 @@ class Decoder(nn.Module):
         """cos and sin, float32 [..., E], of positions int64 [T] or [B, T]."""
         frequencies = rope_frequencies(self.args.head_dim, self.args.rope_theta, positions.device)
         return rope_tables(frequencies, positions)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [B, T] -> [B, T, D]; a family may scale it."""
+        return self.tok_embeddings(tokens)
 
     def forward(
         self,
@@ -247,7 +251,7 @@ class Decoder(nn.Module):
         """
         mixtures = {} if real is None else self.mixtures()
         cos, sin = self.rope(positions)  # [T, E], or [B, T, E]
-        h = self.tok_embeddings(x) if self.first else x  # [B, T, D]
+        h = self.embed(x) if self.first else x  # [B, T, D]
         for number, block in self.layers.items():
             more = (real,) if int(number) in mixtures else ()
             h = block(h, cos, sin, documents, *more)

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from configs.schema import SCHEDULES, Config, InputError
-from parallelisms import async_tp, blocks, cores, cp, dp, ep, float8, lora, tp
+from parallelisms import async_tp, blocks, cores, cp, dp, ep, float8, freezing, lora, tp
 from parallelisms.mesh import Mesh
 
 MAJOR, MINOR, *_ = torch.__version__.split(".")
@@ -76,12 +76,13 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
        because compiled regions that checkpoint DTensor code as a whole fail on torch 2.13.
     5. Data parallelism last: it shards what tensor parallelism left on each rank (so a weight is
        sharded over both), and its hooks unshard the weights before, and outside of, everything
-       above. Only then are the weights that adapters do not train frozen.
+       above. Only then are weights frozen.
 
     The optimizer is built afterwards, on the sharded parameters (`train.build`).
     """
     check_torch(cfg, mesh.experts_mesh is not None)
-    cores.check(model, mesh, cfg.training.attention)
+    cores.check(model, mesh, cfg)
+    of_constructor = freezing.thaw(model)
     ep.apply(model, mesh, cfg.parallelism)
     tp.apply(model, mesh.tp_mesh, tp_plan)
     lora.apply(model, mesh, cfg, tp_plan)
@@ -97,4 +98,5 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
         blocks.checkpoint_blocks(model, cfg.activation_checkpoint)
     dp.apply(model, mesh, cfg.training, cfg.parallelism)
     lora.freeze(model, cfg.lora)
+    freezing.freeze(model, of_constructor, cfg.training.freeze)
     return model

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from configs.schema import InputError
 from parallelisms.mesh import Mesh
 from parallelisms.pp import stages_of
-from training.optimizers import wrong_rows
+from training.optimizer_check import wrong_rows
 
 
 def verify(

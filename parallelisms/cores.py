@@ -13,6 +13,12 @@ A core follows its spec (`models/layers.py::AttentionCore`), or computes somethi
 that overrides `forward` also sets `supports_spec = True` or `supports_spec = False`. A core without
 support may compute anything, so context parallelism and the cache of sampling, which replace cores,
 refuse it by name; everything else leaves it alone. A core that sets neither is refused by all.
+
+A layer without a core may let tokens see each other in any way, so all who would have to know how
+refuse it by name: context parallelism, the cache, and document masks. The class of its mixer says
+
+    mixes_tokens = False         it works on single tokens: nothing is shared, kept or masked
+    separates_documents = True   its forward honours `documents`
 """
 
 import logging
@@ -22,18 +28,27 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from configs.schema import InputError
+from configs.schema import Config, InputError
+from models.cores import cores_in
 from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms.mesh import Mesh
 
 logger = logging.getLogger("plumbline")
 
 
-def check(model: nn.Module, mesh: Mesh, kernel: str) -> None:
+def check(model: nn.Module, mesh: Mesh, cfg: Config) -> None:
     """Raise InputError for a core that does not set `supports_spec`, for one that context
-    parallelism cannot replace, and for a spec that `kernel` (`training.attention`) does not
-    compute; log a warning where a kernel is slow. model: the whole one, or a stage of a pipeline,
-    before `parallelisms/cp.py` has replaced anything."""
+    parallelism or `data.mask_documents` cannot do with, and for a spec that the kernel
+    `training.attention` does not compute; log a warning where a kernel is slow. model: the whole
+    one, or a stage of a pipeline, before `parallelisms/cp.py` has replaced anything."""
+    hidden = hidden_core(model)
+    if hidden is not None:
+        raise InputError(
+            f"{hidden}, so neither context parallelism nor the cache of sampling would know of it: "
+            "remove the method, since that of models/layers.py::Decoder finds all of them"
+        )
+    if cfg.data.mask_documents:
+        check_documents(model)
     for core in model.cores():
         is_replaced = "forward" in vars(core)  # the family replaced it on the instance
         if is_replaced or supports_spec(core) is None:
@@ -52,7 +67,7 @@ def check(model: nn.Module, mesh: Mesh, kernel: str) -> None:
             )
     specs = {core.spec for core in model.cores() if supports_spec(core)}
     special = specs - {PLAIN}
-    if kernel == "cudnn" and special:
+    if cfg.training.attention == "cudnn" and special:
         described = sorted(spec.describe() for spec in special)
         raise InputError(
             f'training.attention = "cudnn" computes plain causal attention, and this model has '
@@ -119,16 +134,59 @@ def supports_spec(core: Any) -> bool | None:
 
 def unsupported_attention(model: nn.Module) -> str | None:
     """Return why the model's attention cannot be replaced, as a clause; None if it can."""
-    cores = model.cores()
-    if len(cores) != len(model.layers):
+    for name, mixer in mixers_without_core(model).items():
         return (
-            f"{type(model).__qualname__}.cores() names {len(cores)} attention cores for "
-            f"{len(model.layers)} layers"
+            f"{name} ({mixer}) has no attention core (models/layers.py::AttentionCore) that says "
+            f"what its tokens see of others; write mixes_tokens = False in {mixer} if it works on "
+            "single tokens"
         )
-    for core in cores:
+    for core in model.cores():
         if not supports_spec(core):
             return f"the attention core {type(core).__qualname__} does not support AttentionSpec"
     return None
+
+
+def hidden_core(model: nn.Module) -> str | None:
+    """Return which core the model's own method leaves out, as a clause; None where there is none."""
+    known = set(model.cores())
+    names = {module: name for name, module in model.named_modules()}
+    for core in cores_in(model):
+        if core not in known:
+            return (
+                f"{type(model).__qualname__}.cores() leaves out the attention core {names[core]} "
+                f"({type(core).__qualname__})"
+            )
+    return None
+
+
+def mixers_without_core(model: nn.Module) -> dict[str, str]:
+    """Return the layers that have no attention core and do not say that they work on single tokens:
+    the name of the layer's mixer -> its class."""
+    found = {}
+    for number, block in model.layers.items():
+        if cores_in(block) or says(block, "mixes_tokens", False):
+            continue
+        mixer = getattr(block, "attention", None)
+        name = f"layers.{number}" if mixer is None else f"layers.{number}.attention"
+        found[name] = type(block if mixer is None else mixer).__qualname__
+    return found
+
+
+def says(block: nn.Module, name: str, value: bool) -> bool:
+    """Return whether a module of this block has an attribute with this value."""
+    return any(getattr(module, name, None) is value for module in block.modules())
+
+
+def check_documents(model: nn.Module) -> None:
+    """Raise InputError for a layer that does not say that it keeps documents apart."""
+    for name, mixer in mixers_without_core(model).items():
+        block = model.layers[name.split(".")[1]]
+        if not says(block, "separates_documents", True):
+            raise InputError(
+                f"data.mask_documents = true, and {name} ({mixer}) has no attention core and does "
+                f"not say that it keeps documents apart: write separates_documents = True in "
+                f"{mixer} if its forward honours `documents`, or set mask_documents to false"
+            )
 
 
 def check_flops(model: nn.Module, count: Callable[[Any, int], float], T: int) -> None:

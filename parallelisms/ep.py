@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from configs.schema import Parallelism
+from configs.schema import InputError, Parallelism
 from models.kernels.combine import inverse, weighted
+from models.moe import LocalDispatcher
 from parallelisms import async_all_to_all, ep_hosts
 from parallelisms.async_all_to_all import Pending
 from parallelisms.ep_chunks import ChunkedDispatcher, RemoteDispatcher
@@ -47,6 +48,14 @@ def apply(model: nn.Module, mesh: Mesh, cfg: Parallelism) -> nn.Module:
     if mesh.ep == 1:
         return model
     make = dispatchers(mesh, cfg)
+    for layer, mixture in model.mixtures().items():
+        own = type(mixture.dispatcher)
+        if own is not LocalDispatcher:
+            raise InputError(
+                f"parallelism.expert_parallel = {mesh.ep} puts another dispatcher in the place of "
+                f"that of layer {layer}, a {own.__qualname__}, whose code would be dropped: do what "
+                "it does in the router or the experts, or set expert_parallel to 1"
+            )
     for mixture in model.mixtures().values():
         mixture.dispatcher = make()
     return model
@@ -81,7 +90,7 @@ def shard(experts: nn.Module, names: list[str], mesh: Mesh) -> None:
     for name in names:
         whole = getattr(experts, name)
         part = distribute_tensor(whole, mesh.experts_mesh["ep"], [Shard(0)], src_data_rank=None)
-        experts.register_parameter(name, nn.Parameter(part))
+        experts.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
 
 
 class BalanceLossOverRanks(nn.Module):

@@ -60,6 +60,13 @@ def apply(model: nn.Module, mesh: Mesh, recipe: str, emulate: bool) -> nn.Module
     linears = {
         name: layer for name, layer in model.layers.named_modules() if isinstance(layer, nn.Linear)
     }
+    for name, layer in linears.items():
+        if type(layer).forward is not nn.Linear.forward:
+            raise InputError(
+                f'training.float8 = "{recipe}" puts another module in the place of layers.{name}, a '
+                f"{type(layer).__qualname__}, whose own forward would be dropped: do what it does "
+                'in the module around it, or set float8 to "none"'
+            )
     odd = [
         name
         for name, layer in linears.items()

@@ -17,6 +17,10 @@ def keep_master_weights(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Let the model compute in `dtype`, in place. `model.working_copies` maps parameters to
     copies."""
     masters = MasterWeights(dtype)
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.requires_grad:
+                masters.weights.add((module, name))
     model.working_copies = masters.copies
     model.register_forward_pre_hook(masters.before_forward)
     # always_call: also when forward fails
@@ -30,7 +34,7 @@ class MasterWeights:
     While forward runs, and while backward does (which may run parts of forward again), the copies
     are in their modules' `__dict__`, where `self.weight` finds them first. At all other times
     `layer.wq.weight` is the parameter itself, so an edit of a weight reaches what is trained. Only
-    floating-point parameters that require a gradient are copied; a router's bias stays as it is.
+    floating-point weights are copied, frozen ones too; a router's bias stays as it is.
 
     A copy's gradient is added to the parameter's, in float32, as soon as backward has it. To
     autograd a second copy of the same values is no change, so several forwards may come before
@@ -39,6 +43,9 @@ class MasterWeights:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        # names in their modules of those that are frozen only after they are sharded
+        # (parallelisms/freezing.py)
+        self.weights: set[tuple[nn.Module, str]] = set()
         self.copies: dict[nn.Parameter, torch.Tensor] = {}
         # version of the parameter when it was copied
         self.version_of_copy: dict[nn.Parameter, int] = {}
@@ -52,7 +59,7 @@ class MasterWeights:
         self.shown = []
         for module in model.modules():
             for name, param in module.named_parameters(recurse=False):
-                if self.needs_copy(param):
+                if self.needs_copy(module, name, param):
                     self.shown.append((module, name, self.copy_of(param)))
         self.show()
 
@@ -75,10 +82,11 @@ class MasterWeights:
         for module, name, _ in self.shown:
             module.__dict__.pop(name, None)
 
-    def needs_copy(self, param: nn.Parameter) -> bool:
+    def needs_copy(self, module: nn.Module, name: str, param: nn.Parameter) -> bool:
         if param in self.copies:
             return True
-        return param.is_floating_point() and param.requires_grad and param.dtype != self.dtype
+        is_weight = param.requires_grad or (module, name) in self.weights
+        return param.is_floating_point() and is_weight and param.dtype != self.dtype
 
     def copy_of(self, master: nn.Parameter) -> torch.Tensor:
         """Return the copy, with the values that the master has now.

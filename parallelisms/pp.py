@@ -163,6 +163,8 @@ class PipelineStages(nn.Module):
     def documents(self, positions: Tensor, device: torch.device) -> Any:
         """Return `models/layers.py::Decoder.documents` for the cores of all these stages."""
         cores: Any = self.cores()
+        if not cores:
+            return None
         return cores[0].documents(cores, positions, device)
 
     def latents(self) -> list[nn.Module]:

@@ -24,9 +24,10 @@ from torch.distributed.tensor.parallel import (
 from parallelisms.tp_plain import (
     GatherPlain,
     GatherSequence,
-    GatherSequenceSplitSinks,
+    GatherSequenceSplitOwn,
     LinearOfPart,
     NormOfColumns,
+    OwnParameters,
     RouterOfSlice,
     SequenceSlice,
     VocabEmbedding,
@@ -62,7 +63,9 @@ STYLES = {
         partial(SequenceParallel, use_local_output=True), NORM, SLICE, SLICE_PLAIN
     ),
     "gather_sequence": Style(GatherSequence, CONTAINER, SLICE, WHOLE_DTENSOR),
-    "gather_sequence_split_sinks": Style(GatherSequenceSplitSinks, OTHER, SLICE, WHOLE_DTENSOR),
+    "gather_sequence_split_own": Style(GatherSequenceSplitOwn, OTHER, SLICE, WHOLE_DTENSOR),
+    # numbers for each feature of the residual stream
+    "slice_own": Style(partial(OwnParameters, Replicate()), OTHER, SLICE, SLICE),
     "gather_plain": Style(GatherPlain, CONTAINER, SLICE_PLAIN, WHOLE_PLAIN),
     "slice": Style(SequenceSlice, CONTAINER, SLICE, SLICE_PLAIN),
     "slice_linear": Style(partial(LinearOfPart, Replicate()), LINEAR, SLICE, SLICE_PLAIN),

@@ -100,6 +100,19 @@ def check_kinds(styles: dict[str, str], whole_model: nn.Module) -> None:
                 f"gives {name} the style {style}, which is for {WORDS[tp.STYLES[style].kind]}, and it "
                 f"is {WORDS[kind]}: {fitting(kind)}"
             )
+        else:
+            check_replaced(name, module, style)
+
+
+def check_replaced(name: str, module: nn.Module, style: str) -> None:
+    """Check that a style that puts another module in the place of this one drops no code of it."""
+    of_style: Any = tp.STYLES[style].build()
+    base = getattr(of_style, "replaces", None)
+    if base is not None and type(module).forward is not base.forward:
+        raise wrong(
+            f"gives {name} the style {style}, which puts another module in its place: the forward "
+            f"of {type(module).__qualname__} would be dropped; {of_style.instead}"
+        )
 
 
 def kind_of(module: nn.Module) -> str:

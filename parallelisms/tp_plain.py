@@ -91,6 +91,9 @@ class SplitEmbedding(nn.Embedding):
 class VocabEmbedding(ParallelStyle):
     """Splits the vocabulary rows of an embedding."""
 
+    replaces = nn.Embedding
+    instead = "change what it returns in the model's `embed(tokens)`"
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return SplitEmbedding(module, device_mesh)
 
@@ -125,10 +128,15 @@ class PlainLinear(nn.Linear):
 class LinearOfPart(ParallelStyle):
     """Puts a `PlainLinear` in the place of a linear layer."""
 
+    replaces = nn.Linear
+    instead = "do what it does in the module around it"
+
     def __init__(self, placement: Shard | Replicate):
         self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if module.bias is not None:
+            raise ValueError("this style has no bias, and the layer has one: use another style")
         return PlainLinear(module, device_mesh, self.placement)
 
 
@@ -169,6 +177,9 @@ class SplitRMSNorm(nn.RMSNorm):
 class NormOfColumns(ParallelStyle):
     """Puts a `SplitRMSNorm` in the place of a norm."""
 
+    replaces = nn.RMSNorm
+    instead = "normalise each head by itself, with the style heads"
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return SplitRMSNorm(module, device_mesh)
 
@@ -187,19 +198,27 @@ class SumOverRanks(torch.autograd.Function):
         return funcol.wait_tensor(funcol.all_reduce(grad.contiguous(), "sum", ctx.group)), None
 
 
-class SplitSinks(ParallelStyle):
-    """Splits `sinks` [H], a number for each head of an attention module, as its heads are split."""
+class OwnParameters(ParallelStyle):
+    """Splits the parameters of the module itself, not those inside it, as their first axis is split
+    over heads or columns; or, with Replicate(), lets them work on this rank's slice of the sequence.
+    forward reads them by `models/local.py::local`."""
+
+    def __init__(self, placement: Shard | Replicate):
+        self.placement = placement
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_parameter("sinks", part_of(module.sinks, device_mesh, Shard(0)))
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, part_of(parameter, device_mesh, self.placement))
         return module
 
 
-class GatherSequenceSplitSinks(GatherSequence):
-    """`GatherSequence` for attention with a sink for each of its heads."""
+class GatherSequenceSplitOwn(GatherSequence):
+    """`GatherSequence` for a module with parameters per head or per column of its own, such as
+    attention sinks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return SplitSinks()._apply(super()._apply(module, device_mesh), device_mesh)
+        own = OwnParameters(Shard(0))
+        return own._apply(super()._apply(module, device_mesh), device_mesh)
 
 
 def part_of(
@@ -207,7 +226,7 @@ def part_of(
 ) -> nn.Parameter:
     """Return this rank's part of a parameter, a DTensor (models/local.py::local unwraps it)."""
     part = distribute_tensor(parameter, device_mesh, [placement], src_data_rank=None)
-    return nn.Parameter(part)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """Train the tree that contains this file on several meshes, for tests/test_forking.py, which has
 changed a copy of the tree:
 
-    python -m tests.examples FOLDER RANKS:OPTION,OPTION ... -- OPTION ...
+    python -m tests.examples FOLDER RANKS:OPTION,OPTION[;RANKS:OPTION,OPTION] ... -- OPTION ...
 
-Prints one line of JSON: for each mesh the exit code, the output, and the loss of each step.
+A run after a ; resumes the one before it. Prints one line of JSON: for each mesh the exit code, the
+output, and the loss of each step.
 """
 
 import json
@@ -36,10 +37,11 @@ def main(argv: list[str]) -> None:
     fork_server.start_server()
     results = {}
     for mesh in argv[1:divider]:
-        ranks, _, of_mesh = mesh.partition(":")
         place = folder / f"mesh-{len(results)}"
-        of_mesh = of_mesh.split(",") if of_mesh else []
-        code, said = run_ranks(int(ranks), run, [*options, *of_mesh], place)[0]
+        for part in mesh.split(";"):
+            ranks, _, of_mesh = part.partition(":")
+            of_mesh = of_mesh.split(",") if of_mesh else []
+            code, said = run_ranks(int(ranks), run, [*options, *of_mesh], place)[0]
         losses = series(place) if code == 0 else {}
         results[mesh] = {"code": code, "said": said, "losses": losses, "folder": str(place)}
     print(json.dumps(results))

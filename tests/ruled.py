@@ -44,6 +44,6 @@ def use(model_class: Callable = Alternating, count: Callable = flops_per_token) 
         initial_values=lambda args: [("*.sinks", "normal", 1.0), *layers.initial_values(args)],
         tp_plan=lambda args: {
             **layers.tp_plan(args),
-            "layers.*.attention": "gather_sequence_split_sinks",
+            "layers.*.attention": "gather_sequence_split_own",
         },
     )

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 
 import train
 from configs.load import load_config
-from configs.schema import InputError
+from configs.schema import Config, InputError
 from lab.simulate import build
 from lab.simulate.ranks import Simulator
 from models import arithmetic, layers, llama, olmo2
@@ -504,14 +504,18 @@ def test_a_core_that_says_nothing_is_refused_by_name():
         KeyValueCache(model, 8)
 
 
+def with_kernel(name: str) -> Config:
+    return load_config([f"--training.attention={name}"])
+
+
 def test_a_kernel_that_knows_no_rule_is_refused():
     mesh = SimpleNamespace(cp=1, rank=0, device=torch.device("cuda"))
     windows = olmo2.FAMILY.build(olmo2.Args(**olmo2.NUMBERS.flavors["debug"]))
     with pytest.raises(InputError, match='"cudnn" .* layers with a window of 64: set it'):
-        cores.check(windows, mesh, "cudnn")
-    cores.check(windows, mesh, "flash")
+        cores.check(windows, mesh, with_kernel("cudnn"))
+    cores.check(windows, mesh, with_kernel("flash"))
     plain = llama.FAMILY.build(llama.Args(**llama.NUMBERS.flavors["debug"]))
-    cores.check(plain, mesh, "cudnn")
+    cores.check(plain, mesh, with_kernel("cudnn"))
 
 
 def of_silent(options: list[str]) -> str:
@@ -535,7 +539,7 @@ def test_a_core_of_its_own_runs_alone():
                 "does not support AttentionSpec: set it to 1"
             )
     for said in run_ranks(2, of_none, [CP2]):
-        assert "WithoutCores.cores() names 0 attention cores for 3 layers" in said
+        assert "WithoutCores.cores() leaves out the attention core layers.0.attention.core" in said
 
 
 def test_sampling_from_a_core_of_its_own_keeps_nothing():

@@ -26,7 +26,7 @@ from training import narrow_adamw
 from training.metrics import state_of_training
 from training.narrow_adamw import rounded
 from training.optim import build_optimizer, step_if
-from training.optimizers import wrong_rows
+from training.optimizer_check import wrong_rows
 
 NARROW = "--optimizer.moment_dtype=bfloat16"
 ALL = [("*", True)]

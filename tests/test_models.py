@@ -41,7 +41,7 @@ def built(name: str, layers: range | None = None, **changes: object) -> torch.nn
     return model
 
 
-every_family = pytest.mark.parametrize("name", MODELS)
+every_family = pytest.mark.parametrize("name", FORMATS)
 
 
 @every_family
@@ -471,7 +471,7 @@ def test_every_flavor_is_compared_with_what_was_published():
     compared = {(row.values[0], row.values[1]) for row in published()}
     assert compared == {
         (name, flavor)
-        for name in MODELS
+        for name in FORMATS
         for flavor in MODELS[name].numbers.flavors
         if "debug" not in flavor
     }
@@ -481,7 +481,7 @@ def test_every_flavor_is_compared_with_what_was_published():
     "name, flavor",
     [
         (name, flavor)
-        for name in MODELS
+        for name in FORMATS
         for flavor in MODELS[name].numbers.flavors
         if "debug" in flavor
     ],
@@ -516,7 +516,7 @@ def test_debug_flavors_are_small_and_otherwise_equal(name, flavor):
 
 
 @pytest.mark.parametrize(
-    "name, flavor", [(name, flavor) for name in MODELS for flavor in MODELS[name].numbers.flavors]
+    "name, flavor", [(name, flavor) for name in FORMATS for flavor in MODELS[name].numbers.flavors]
 )
 def test_rotary_positions_are_those_of_transformers(name, flavor):
     """At position 1 the sines are nearly the frequencies themselves, so each frequency is compared

@@ -28,7 +28,8 @@ from training import muon, optim, optimizers
 from training.metrics import model_summary
 from training.muon import newton_schulz_flops, orthogonalised
 from training.optim import build_optimizer, set_learning_rate, step_if
-from training.optimizers import LIKE, OPTIMIZERS, Kept, Kind, Rule, wrong_rows
+from training.optimizer_check import wrong_rows
+from training.optimizers import LIKE, NARROW, OPTIMIZERS, Kind, Rule
 
 # ---------------------------------------------------------------------------- torch.optim.Muon
 
@@ -366,7 +367,7 @@ class Sign(torch.optim.Optimizer):
                 weight.add_(kept["average"].sign(), alpha=-group["lr"])
 
 
-SIGN = Rule("Sign", lambda group: {"average": Kept(True, torch.bfloat16)})
+SIGN = Rule("Sign", lambda group: {"average": NARROW})
 
 
 def add_sign(rule: Rule = SIGN) -> None:
@@ -437,7 +438,7 @@ def test_an_optimizer_of_a_fork_needs_its_row_alone(tmp_path):
         assert all(name.endswith(".average") for name in kept)
         assert "1 optimizer moments take" in seen["summary"]
         assert (
-            "the optimizer Sign keeps average (like the parameter, bfloat16) of each parameter, "
+            "the optimizer Sign keeps average (like the parameter, bfloat16) of a weight [2, 3], "
             "and its row in training/optimizers.py has average (like the parameter): correct the "
             "row"
         ) in seen["refusal"]

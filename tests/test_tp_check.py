@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from configs.schema import InputError
 from models import MODELS, layers
 from models.kernels.ruled_attention import AttentionSpec
+from models.local import local
 from parallelisms import tp, tp_check
 from tests.ranks import run_ranks
 from tools.plan import trace
@@ -203,6 +204,44 @@ def block_that_returns_too_much() -> str:
         return said_of(MODELS["llama"], args_of("llama", "debug"), {})
 
 
+def forwards_of_their_own() -> list[str]:
+    """Gemma's scaled embedding, and norms with a gain of 1 + w, where a style replaces them and
+    where it does not."""
+
+    class Scaled(nn.Embedding):
+        def forward(self, x):
+            return super().forward(x) * 8
+
+    class OnePlus(nn.RMSNorm):
+        def forward(self, x):
+            return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
+
+    said = []
+    with mock.patch.object(nn, "Embedding", Scaled):
+        said.append(said_of(MODELS["llama"], args_of("llama", "debug"), {}))
+    for family in "llama", "qwen3", "olmo2":
+        with mock.patch.object(nn, "RMSNorm", OnePlus):
+            said.append(said_of(MODELS[family], args_of(family, "debug"), {}))
+    return said
+
+
+class ScaledBlock(layers.Block):
+    """A block with a number for each feature of what it returns."""
+
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.scale = nn.Parameter(torch.ones(256))
+
+    def forward(self, x, *inputs):
+        return x + local(self.scale) * (super().forward(x, *inputs) - x)
+
+
+def block_with_a_parameter(style: str | None) -> str:
+    rows = {"layers.?": style} if style else {}
+    with mock.patch.object(layers, "Block", ScaledBlock):
+        return said_of(MODELS["llama"], args_of("llama", "debug"), rows)
+
+
 def attention_with_a_parameter() -> str:
     """Sinks, which the plan does not know."""
 
@@ -253,6 +292,9 @@ def all_cases() -> dict[str, Any]:
             "whole output": whole_output(),
             "block": block_that_returns_too_much(),
             "parameter": attention_with_a_parameter(),
+            "forwards": forwards_of_their_own(),
+            "no row for a block": block_with_a_parameter(None),
+            "block's row": block_with_a_parameter("slice_own"),
             "unchecked": without_the_check("deepseek_v3", {f"{ATTENTION}.kv_norm": "sequence"}),
             "llama layers": layers_that_compute("llama", "405B"),
             "deepseek layers": layers_that_compute("deepseek_v3", "671B"),
@@ -297,8 +339,24 @@ def test_a_block_that_does_not_return_its_slice_is_named(said):
 
 def test_a_parameter_that_a_style_leaves_whole_is_named(said):
     assert "gives layers.0.attention the style gather_sequence" in said["parameter"]
-    fits = "it is a module with parameters of its own: gather_sequence_split_sinks would fit"
+    fits = "it is a module with parameters of its own: gather_sequence_split_own or slice_own would"
     assert fits in said["parameter"]
+
+
+def test_a_forward_that_a_style_would_drop_is_named(said):
+    embedding, *norms = said["forwards"]
+    assert "the forward of forwards_of_their_own.<locals>.Scaled would be dropped" in embedding
+    assert "change what it returns in the model's `embed(tokens)`" in embedding
+    llama, qwen3, olmo2 = norms
+    assert llama == qwen3 == ""
+    assert "gives layers.0.attention.q_norm the style norm_of_columns" in olmo2
+    assert "OnePlus would be dropped; normalise each head by itself" in olmo2
+
+
+def test_a_parameter_for_each_feature_has_a_style(said):
+    fits = "a module with parameters of its own: gather_sequence_split_own or slice_own would fit"
+    assert fits in said["no row for a block"]
+    assert said["block's row"] == ""
 
 
 def test_without_the_check_it_is_an_exception_from_inside_dtensor(said):

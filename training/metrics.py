@@ -28,10 +28,11 @@ from tqdm import tqdm
 from configs import schema
 from configs.schema import InputError, redact
 from configs.words import number_of, plural
+from parallelisms import freezing
 from parallelisms.mesh import Mesh
 from training import digests, experts
 from training.lines import GROUPS, Lines, json_number
-from training.optimizers import sizes_like_parameter
+from training.optimizers import sizes_kept
 
 FILE = "metrics.jsonl"
 # Rows: a regular expression, dense bfloat16 TFLOP/s of one device, source. The expression must
@@ -135,19 +136,19 @@ def state_of_training(optimizer: torch.optim.Optimizer) -> tuple[str, int, float
     """Return the size of this rank's training state: how many tensors the optimizer has for each
     weight ("2", or "1 to 2"); bytes of the shards of weights, gradients and these; and bytes of all
     of this per parameter, on average."""
-    kept: dict[nn.Parameter, list[int]] = {}
+    kept: dict[nn.Parameter, list[tuple[int, int]]] = {}
     for group in optimizer.param_groups:
-        sizes = sizes_like_parameter(optimizer, group)
-        kept |= dict.fromkeys(group["params"], sizes)
+        for param in group["params"]:
+            kept[param] = sizes_kept(optimizer, group, param)
     share = 0
     whole = 0
     elements = 0
-    for param in kept:
+    for param, sizes in kept.items():
         # the gradient has the type of the weight
-        size = 2 * param.element_size() + sum(kept[param])
+        size = 2 * param.element_size()
         shard = param.to_local() if isinstance(param, DTensor) else param
-        share += size * shard.numel()
-        whole += size * param.numel()
+        share += size * shard.numel() + sum(here for here, _ in sizes)
+        whole += size * param.numel() + sum(all_of_it for _, all_of_it in sizes)
         elements += param.numel()
     numbers = sorted({len(sizes) for sizes in kept.values()})
     shown = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
@@ -174,6 +175,9 @@ def model_summary(
     frozen = ""
     if family.trained_parameters:
         trained = family.trained_parameters(args)
+    with torch.device("meta"):
+        trained -= freezing.count(family.build(args), training.freeze)
+    if trained < family.parameters(args):
         frozen = f", frozen weights {in_bytes(frozen_weights(model), 1024)}"
     whole = round(mean * trained)
     shown = {

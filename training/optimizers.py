@@ -2,45 +2,112 @@
 it updates.
 
 All who need to know an optimizer read this table: training/optim.py builds it; checkpoints, the plan
-and the summary of a run take its state from here; parallelisms/contract.py compares the table with
-what a step really leaves. A new optimizer is a row here, and a name in
+and the summary of a run take its state from here; training/optimizer_check.py compares the table
+with what a step really leaves. A new optimizer is a row here, and a name in
 `configs/schema.py::Optimizer.kind`.
 """
 
-from collections import OrderedDict, defaultdict
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from configs.schema import Optimizer
 from parallelisms.mesh import Mesh
 from training import narrow_adamw
-from training.muon import Muon
+from training.muon import Muon, local
 
 Group = dict[str, Any]  # of torch.optim: "params", and the options that they share
+Shape = tuple[int, ...]
+
+
+def as_parameter(shape: Shape) -> Shape:
+    return shape
+
+
+def scalar(shape: Shape) -> Shape:
+    return ()
 
 
 @dataclass(frozen=True)
 class Kept:
     """A tensor that an optimizer keeps of a parameter: 0 before the first step."""
 
-    like_parameter: bool  # it has the parameter's shape, and is sharded as it is; else a scalar
+    # of the parameter's whole shape -> its own; None: nothing is kept of such a parameter
+    shape: Callable[[Shape], Shape | None]
     dtype: torch.dtype | None = None  # None: the parameter's
+    # For each of its axes the axis of the parameter that is as long, and with which it is sharded;
+    # None: that axis is whole on every rank. Empty: all of it is. One like the parameter is sharded
+    # as that is.
+    axes: tuple[int | None, ...] = ()
 
-    def zeros(self, param: nn.Parameter, device: torch.device) -> Tensor:
+    @property
+    def like_parameter(self) -> bool:
+        return self.shape is as_parameter
+
+    def shapes(self, param: Tensor) -> tuple[Shape, Shape] | None:
+        """Return the shape of this rank's part, and of the whole; None where there is none. Raises
+        ValueError for an axis that is not as long as the one with which it is sharded."""
+        whole = self.shape(tuple(param.shape))
+        if whole is None:
+            return None
+        axes = self.axes
+        if self.like_parameter:
+            axes = tuple(range(param.ndim))
+        here = list(whole)
+        for axis, follows in enumerate(axes):
+            if follows is None:
+                continue
+            if whole[axis] != param.shape[follows]:
+                raise ValueError(
+                    f"axis {axis} of {list(whole)} cannot be sharded as axis {follows} of "
+                    f"{list(param.shape)}"
+                )
+            here[axis] = local(param).shape[follows]
+        return tuple(here), whole
+
+    def zeros(self, param: nn.Parameter, device: torch.device) -> Tensor | None:
         """device: of a scalar."""
         dtype = self.dtype or param.dtype
         if self.like_parameter:
             return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-        return torch.zeros((), dtype=dtype, device=device)
+        shapes = self.shapes(param)
+        if shapes is None:
+            return None
+        here, whole = shapes
+        zeros = torch.zeros(here, dtype=dtype, device=param.device if whole else device)
+        if not self.axes or not isinstance(param, DTensor):
+            return zeros
+        placements = [self.placement(placement) for placement in param.placements]
+        stride = torch.empty(whole, device="meta").stride()
+        return DTensor.from_local(
+            zeros,
+            param.device_mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(whole),
+            stride=stride,
+        )
+
+    def placement(self, of_parameter: Placement) -> Placement:
+        """Return how it is placed along a dimension of the mesh."""
+        dim = getattr(of_parameter, "dim", None)
+        if dim is None or dim not in self.axes:
+            return Replicate()
+        axis = self.axes.index(dim)
+        if isinstance(of_parameter, _StridedShard):
+            return _StridedShard(axis, split_factor=of_parameter.split_factor)
+        return Shard(axis)
 
 
-LIKE = Kept(like_parameter=True)
-NARROW = Kept(like_parameter=True, dtype=torch.bfloat16)
-SCALAR = Kept(like_parameter=False, dtype=torch.float32)
+LIKE = Kept(as_parameter)
+NARROW = Kept(as_parameter, torch.bfloat16)
+SCALAR = Kept(scalar, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -136,12 +203,18 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     raise KeyError(f"the optimizer {name} has no row in training/optimizers.py")
 
 
-def sizes_like_parameter(optimizer: torch.optim.Optimizer, group: Group) -> list[int]:
-    """Return the bytes per element of each optimizer-state tensor that has the parameter's size."""
+def sizes_kept(
+    optimizer: torch.optim.Optimizer, group: Group, param: nn.Parameter
+) -> list[tuple[int, int]]:
+    """Return the bytes of this rank's part and of the whole, for each tensor of the optimizer's
+    state of a parameter that is no scalar."""
     sizes = []
     for kept in rule_of(optimizer, group).state(group).values():
-        if kept.like_parameter:
-            sizes.append((kept.dtype or group["params"][0].dtype).itemsize)
+        shapes = kept.shapes(param)
+        if shapes is not None and shapes[1]:
+            width = (kept.dtype or param.dtype).itemsize
+            here, whole = map(math.prod, shapes)
+            sizes.append((width * here, width * whole))
     return sizes
 
 
@@ -161,56 +234,6 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
             if group.get("fused") or group.get("capturable"):
                 device = param.device
             for key, kept in forms.items():
-                if key not in state:
-                    state[key] = kept.zeros(param, device)
-
-
-def kept_after_a_step(optimizer: torch.optim.Optimizer, group: Group) -> dict[str, Kept]:
-    """Find the state that the optimizer really keeps of a parameter, by a step of a copy of the
-    optimizer on a 2 x 2 weight."""
-    weight = nn.Parameter(torch.zeros(2, 2))
-    weight.grad = torch.zeros_like(weight)
-    # copy.copy would leave out what a class adds to torch.optim.Optimizer
-    probe = object.__new__(type(optimizer))
-    vars(probe).update(vars(optimizer))
-    probe._optimizer_step_pre_hooks = OrderedDict()
-    probe._optimizer_step_post_hooks = OrderedDict()
-    probe.state = defaultdict(dict)
-    probe.param_groups = [group | {"params": [weight]}]
-    probe.step()
-    kept = {}
-    for key, value in probe.state[weight].items():
-        if isinstance(value, Tensor):
-            same_type = value.dtype == weight.dtype
-            like = value.shape == weight.shape
-            kept[key] = Kept(like, None if like and same_type else value.dtype)
-    return kept
-
-
-def wrong_rows(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Describe in sentences where the table and the optimizer differ: a checkpoint, a resumed run
-    or a plan would miss what the table does not have."""
-    problems = {}
-    for group in optimizer.param_groups:
-        try:
-            rule = rule_of(optimizer, group)
-        except KeyError as error:
-            problems[str(error)] = error.args[0]
-            continue
-        listed = rule.state(group)
-        found = kept_after_a_step(optimizer, group)
-        if listed != found:
-            problems[rule.name] = (
-                f"the optimizer {rule.name} keeps {_named(found)} of each parameter, and its row "
-                f"in training/optimizers.py has {_named(listed)}: correct the row"
-            )
-    return list(problems.values())
-
-
-def _named(state: dict[str, Kept]) -> str:
-    words = []
-    for key, kept in sorted(state.items()):
-        form = "like the parameter" if kept.like_parameter else "a scalar"
-        dtype = "" if kept.dtype is None else f", {str(kept.dtype).removeprefix('torch.')}"
-        words.append(f"{key} ({form}{dtype})")
-    return ", ".join(words) or "nothing"
+                zeros = kept.zeros(param, device) if key not in state else None
+                if zeros is not None:
+                    state[key] = zeros

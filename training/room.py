@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from configs.schema import Config, InputError
-from parallelisms import dp
+from parallelisms import dp, freezing
 from parallelisms import mesh as meshes
 from training.optimizers import OPTIMIZERS
 
@@ -28,13 +28,18 @@ def state_bytes(cfg: Config, family: Any, args: Any) -> int:
     is never above the truth.
     """
     count = family.parameters(args)
-    trained = family.trained_parameters(args) if family.trained_parameters else count
     master = dp.master_dtype(cfg.training)
+    frozen = dp.DTYPES.get(cfg.training.param_dtype, torch.bfloat16)
+    if family.trained_parameters:
+        trained = family.trained_parameters(args)
+    else:
+        with torch.device("meta"):
+            trained = count - freezing.count(family.build(args), cfg.training.freeze)
+        frozen = master
     rule = OPTIMIZERS[cfg.optimizer.kind].matrices
     group = {"momentum": cfg.optimizer.momentum, **rule.options(cfg.optimizer)}
     kept = [one for one in rule.state(group).values() if one.like_parameter]
     of_optimizer = sum((one.dtype or master).itemsize for one in kept)
-    frozen = dp.DTYPES.get(cfg.training.param_dtype, torch.bfloat16)
     return trained * (2 * master.itemsize + of_optimizer) + (count - trained) * frozen.itemsize
 
 

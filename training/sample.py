@@ -97,6 +97,7 @@ class CachedAttention(nn.Module):
         kept."""
         super().__init__()
         self.core = core
+        self.spec = core.spec
         self.attend = attend
         self.keep = keep
 

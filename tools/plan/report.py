@@ -151,8 +151,11 @@ def heading(plan: Plan) -> list[str]:
 def adapters(plan: Plan) -> list[str]:
     """Describe the trained part of a model that is otherwise frozen, and the savings."""
     lora = plan.cfg.lora
-    if not lora.rank:
+    if not lora.rank and not plan.frozen:
         return []
+    if not lora.rank:
+        counts = map(parameters_text, (plan.parameters, plan.frozen))
+        return ["{} parameters trained, {} frozen".format(*counts)]
     return [
         f"adapters of rank {lora.rank} of {', '.join(lora.targets)}: "
         f"{parameters_text(plan.parameters)} trained, {parameters_text(plan.frozen)} frozen in "

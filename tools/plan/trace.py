@@ -719,7 +719,7 @@ class Trace(TorchDispatchMode):
         kinds = []
         for stage in stages:
             for name, p in stage.named_parameters():
-                is_frozen = job.cfg.lora.rank and not p.requires_grad
+                is_frozen = is_frozen_weight(p, job)
                 kinds.append((name, p, "frozen weights" if is_frozen else "parameters"))
         names = {id(p): name for name, p, _ in kinds}
         for p, state in job.optimizer.state.items():
@@ -759,11 +759,11 @@ class Trace(TorchDispatchMode):
         parameters: dict[int, Parameters] = {}
         for name, p in job.model.named_parameters():
             block = parameters.setdefault(self.block_of(name, job), Parameters())
-            if p.requires_grad or job.cfg.lora.rank:
+            if p.requires_grad or is_frozen_weight(p, job):
                 block.gathered += p.numel() // shared_for_good(p)
             if not p.requires_grad:
                 # else it is a router's bias, which no optimizer moves
-                if job.cfg.lora.rank:
+                if is_frozen_weight(p, job):
                     block.frozen += p.numel()
                 continue
             block.elements += p.numel()
@@ -787,6 +787,13 @@ class Trace(TorchDispatchMode):
             memory.kind = memory.kind or kind_by_life(memory)
         fuse(step)
         return step
+
+
+def is_frozen_weight(param: nn.Parameter, job: train.Job) -> bool:
+    """Return whether a parameter is a weight that is not trained. A router's bias is none: no
+    optimizer moves it, and its module does."""
+    is_known = job.cfg.lora.rank > 0 or isinstance(param, DTensor) or param.ndim > 1
+    return is_known and not param.requires_grad
 
 
 def groups_of(mesh: Mesh) -> dict[str, dist.ProcessGroup]:

@@ -1,0 +1,47 @@
+"""Check what a family says of its model against the model itself, built once on `meta`: without
+memory or values, and before anything is sharded."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from configs.schema import Config, InputError
+from parallelisms import freezing, tp_check
+from parallelisms.mesh import Mesh
+
+
+def check(family: Any, args: Any, mesh: Mesh, cfg: Config, stages: Sequence[range]) -> None:
+    """Raise InputError for a pattern of `training.freeze` or a plan of tensor parallelism that does
+    not fit the model.
+
+    family: a `models/family.py::Family`; args: its `Args`. stages: of the pipeline, the layers of
+    each.
+    """
+    with torch.device("meta"):
+        model = family.build(args)
+    freezing.check(model, cfg.training.freeze, stages)
+    freezing.thaw(model)  # as it will be when it is sharded
+    if mesh.tp > 1:
+        tp_check.check(family.tp_plan(args), model, mesh.tp_mesh)
+
+
+def check_count(family: Any, args: Any) -> None:
+    """Raise InputError where the family's `parameters` counts others than the model has."""
+    with torch.device("meta"):
+        model = family.build(args)
+    counted = family.parameters(args)
+    if family.trained_parameters is not None:
+        # the adapters are not there yet
+        counted -= family.trained_parameters(args)
+    params = list(model.parameters())
+    there = sum(param.numel() for param in params)
+    # a router's bias is not counted
+    trained = sum(param.numel() for param in params if param.requires_grad)
+    if counted in (there, trained):
+        return
+    raise InputError(
+        f"the family {family.name} counts {counted:,} parameters, and its model has {there:,}, "
+        f"{there - counted:+,}: correct `parameters` of its FAMILY, by which memory, FLOPs and "
+        "plans are computed"
+    )

@@ -1,0 +1,89 @@
+"""Freeze weights on a mesh: those that a family's constructor freezes, and those that
+`training.freeze` names.
+
+Parallelisms shard what is trained: tensor parallelism makes new parameters, and FSDP leaves out
+those without gradients, such as a router's bias. So a weight counts as trained while it is sharded,
+and is frozen at the end. It is sharded, computed with, saved and loaded as all others are; it has
+no gradient and no optimizer state.
+"""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from configs.schema import InputError
+
+LAYERS = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm)
+
+
+def frozen_by_constructor(model: nn.Module) -> list[str]:
+    """Return the names of the weights that the constructor freezes. A vector of a module that is no
+    layer of torch's is none: the module moves it, and every rank has all of it (a router's
+    bias)."""
+    names = []
+    for owner, module in model.named_modules():
+        for name, param in module.named_parameters(prefix=owner, recurse=False):
+            is_weight = param.ndim > 1 or isinstance(module, LAYERS)
+            if is_weight and not param.requires_grad:
+                names.append(name)
+    return names
+
+
+def frozen(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the names of all frozen weights of a model as its constructor leaves it."""
+    names = set(frozen_by_constructor(model))
+    for name, _ in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in patterns):
+            names.add(name)
+    return sorted(names)
+
+
+def count(model: nn.Module, patterns: Sequence[str]) -> int:
+    """Count the numbers in frozen weights of a whole model."""
+    params = dict(model.named_parameters())
+    return sum(params[name].numel() for name in frozen(model, patterns))
+
+
+def thaw(model: nn.Module) -> list[str]:
+    """Count what the constructor freezes as trained, in place, and return its names for `freeze`."""
+    names = frozen_by_constructor(model)
+    for name in names:
+        model.get_parameter(name).requires_grad_(True)
+    return names
+
+
+def freeze(model: nn.Module, names: Sequence[str], patterns: Sequence[str]) -> None:
+    """Freeze these weights, and those whose names match a pattern, in place."""
+    for name, param in model.named_parameters():
+        if name in names or any(fnmatchcase(name, pattern) for pattern in patterns):
+            param.requires_grad_(False)
+
+
+def check(model: nn.Module, patterns: Sequence[str], stages: Sequence[range]) -> None:
+    """Raise InputError for a pattern that matches no weight of the whole model, and for a stage of
+    the pipeline (a range of layers) that has nothing left to train."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(
+                f"training.freeze: {pattern!r} matches no parameter of the model, which has "
+                f"{', '.join(names[:3])} ... {names[-1]}: correct or remove it"
+            )
+    left = set(names).difference(frozen(model, patterns))
+    for stage, layers in enumerate(stages):
+        if not any(_is_in(name, layers, len(model.layers)) for name in left):
+            where = f"stage {stage} of the pipeline" if len(stages) > 1 else "the model"
+            raise InputError(
+                f"training.freeze leaves {where} nothing to train: freeze less, or use fewer stages"
+            )
+
+
+def _is_in(name: str, layers: range, n_layers: int) -> bool:
+    """Return whether a parameter of the whole model is in a stage."""
+    part, _, rest = name.partition(".")
+    if part == "layers":
+        return int(rest.partition(".")[0]) in layers
+    if part == "tok_embeddings":
+        return layers.start == 0
+    return layers.stop == n_layers
