@@ -289,7 +289,7 @@ def keys_of_whole_windows(options: list[str]) -> list[tuple[int, int, int]]:
     and the most keys of one of them."""
     job = train.build(load_config(options, 2, 2))
     tables = [(core.window, core.whole_windows) for core in job.model.cores()]
-    return [(window, len(table.keys), table.longest_keys) for window, table in tables]
+    return [(window, len(table.keys), table.pieces.longest_keys) for window, table in tables]
 
 
 def test_a_piece_gathers_the_keys_of_its_window_alone():

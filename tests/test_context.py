@@ -207,13 +207,13 @@ def gradients_of_keys(ranks: int, dtype: torch.dtype) -> list[tuple[Tensor, Tens
     for own in of_ranks:
         ranges = [range(int(part[0]), int(part[-1]) + 1) for part in own]
         mesh = SimpleNamespace(cp=ranks, token_ranges=lambda _, ranges=ranges: ranges)
-        table = cp.VarlenMetadata.of(tokens[None], torch.device("cpu"), mesh)
+        table = cp.GatheredPieces.of(tokens[None], torch.device("cpu"), mesh)
         keys = gathered[table.keys.long()]
         places = torch.cat(own), keys, keys, torch.cat(own)
         q, k, v, grad = (x[rows].to(dtype) for x, rows in zip(tensors, places, strict=True))
-        pieces = table.starts, table.key_starts, table.longest, table.longest_keys
-        out, lse = kernels.piece_attention(q, k, v, *pieces)
-        _, dk, dv = kernels.piece_attention_backward(grad, q, k, v, out, lse, *pieces)
+        out, lse = kernels.piece_attention(q, k, v, table.pieces)
+        saved = kernels.Saved(q, k, v, out, lse)
+        _, dk, dv = kernels.piece_attention_backward(grad, saved, table.pieces)
         added.append((keys, torch.cat((dk, dv), -1)))
     return added
 
