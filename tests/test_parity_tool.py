@@ -3,11 +3,15 @@ finds none where there are none."""
 
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
 from configs.load import load_config
 from configs.schema import InputError
@@ -16,7 +20,7 @@ from tests.runs import ROOT, environment
 from tools.parity import __main__ as tool
 from tools.parity import meshes
 from tools.parity.compare import compare
-from tools.parity.trajectory import Notes
+from tools.parity.trajectory import Notes, note_outputs
 
 SMALL = (
     "--model.family=parallel --model.n_layers=2 --model.dim=32 --model.n_heads=4 "
@@ -136,6 +140,31 @@ def test_a_term_that_each_rank_reports_whole_is_seen(parts: tuple, seen: bool) -
     plain = replace(notes(1.0), terms={"penalty/layer-0": 2.0})
     first = compare(ranks, plain, 1e-12, 1e-11).first
     assert (first is not None and first.where == "terms, penalty/layer-0") == seen
+
+
+class Twice(nn.Module):
+    """A model that calls a module twice in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.inner(x))
+
+
+def test_each_call_of_a_module_in_a_forward_is_noted_by_itself() -> None:
+    model = Twice()
+    seen = notes(1.0)
+    seen.outputs = defaultdict(list)
+    note_outputs(model, seen)
+    microbatches = [torch.randn(1, 2, 3) for _ in range(2)]
+    for x in microbatches:
+        model(x)
+    assert {name: len(calls) for name, calls in seen.outputs.items()} == {"inner": 2, "inner#2": 2}
+    for a, x in enumerate(microbatches):
+        once = F.linear(x, model.inner.weight, model.inner.bias).detach().numpy()
+        np.testing.assert_array_equal(seen.outputs["inner"][a], once)
 
 
 def test_meshes_are_named_as_in_the_matrix() -> None:

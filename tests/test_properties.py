@@ -268,3 +268,48 @@ def test_a_run_of_a_changed_family_proves_it_once(tmp_path: Path) -> None:
 def test_every_preset_holds_its_properties(preset: str) -> None:
     table = properties.TABLE if "debug" in preset else QUICK
     assert failures(tiny(preset), table) == {}
+
+
+# Layers without attention -----------------------------------------------------------------------
+
+
+class TokenShift(torch.nn.Module):
+    """A mixer that adds the token before, whichever document that is of."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, documents: object = None) -> Tensor:
+        return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def with_a_token_shift() -> Tiny:
+    copy = tiny("llama_debug")
+    copy.model.layers["0"].attention = TokenShift()
+    return copy
+
+
+def isolation_of(copy: Tiny) -> properties.PropertyResult:
+    one = next(one for one in properties.TABLE if one.name == "isolation")
+    return properties.verdict_on(one, copy)
+
+
+def test_isolation_is_not_asked_of_a_layer_that_runs_with_masks_refuse() -> None:
+    verdict = isolation_of(with_a_token_shift())
+    assert not verdict.failure and "layers.0.attention (TokenShift)" in verdict.left_out
+
+
+def test_a_layer_that_says_that_it_keeps_documents_apart_is_asked(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(TokenShift, "separates_documents", True, raising=False)
+    assert "layers.0.attention" in isolation_of(with_a_token_shift()).failure
+
+
+def test_verdicts_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "verdicts.json"
+    preset = str(ROOT / "configs" / "llama_debug.toml")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(properties, "TABLE", properties.TABLE[:2])
+        patch.setattr(properties.tried, "__defaults__", (properties.TABLE,))
+        assert tool.parity([preset, "--properties", "--json", str(file)]) == 0
+    written = json.loads(file.read_text())
+    assert written["meshes"] == [] and [row["holds"] for row in written["properties"]] == [True] * 2
+    assert [row["property"] for row in written["properties"]] == ["repeats", "causality"]
+    with pytest.raises(InputError, match="there is no folder"):
+        tool.parity([preset, "--properties", "--json", str(tmp_path / "none" / "x.json")])

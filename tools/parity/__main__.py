@@ -17,9 +17,11 @@ and all meshes are equal; 1: one is not; 2: a mistake in the call. docs/forking.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from configs import program
 from configs.load import load_config
@@ -27,9 +29,11 @@ from configs.schema import Config, InputError
 from configs.words import number_of
 from tools import differences, overrides
 from tools.parity import meshes
+from training.lines import json_number
 
 if TYPE_CHECKING:
     from tools.parity.compare import Parity
+    from tools.parity.trajectory import Notes
 
 MOST_PARAMETERS = 100_000_000  # all outputs and gradients are kept, and compared
 SEQ_LEN = 64  # unless the person says otherwise
@@ -37,6 +41,7 @@ SEQ_LEN = 64  # unless the person says otherwise
 # float32: training amplifies rounding, by how much depends on the model, so later steps are judged
 # by what no rounding explains.
 LIMITS = {"float64": differences.LIMITS["float64"], "float32": differences.Limits(1e-5, 1e-2)}
+ERRORS = ("loss", "norm", "outputs", "gradients", "weights")  # numbers of a Parity
 CLIPPED = 0.01  # less than a norm of a gradient at the start
 QUIET = {
     # AdamW divides by the size of a gradient and this: where one is near 0, by rounding alone
@@ -62,12 +67,15 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--dtype", choices=sorted(LIMITS), default="float64")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (3)")
     parser.add_argument("--seconds", type=float, default=600, help="for one mesh (600)")
+    parser.add_argument("--json", metavar="FILE", help="write every verdict there, too")
     flags, rest = parser.parse_known_args(argv)
     # a configuration given after the names of meshes
     configs = [name for name in flags.meshes if name.endswith(".toml")]
     flags.meshes = [name for name in flags.meshes if name not in configs]
     if flags.steps < 1 or flags.ranks < 2:
         raise InputError("--steps must be at least 1, and --ranks at least 2")
+    if flags.json and not Path(flags.json).parent.is_dir():
+        raise InputError(f"--json {flags.json}: there is no folder {Path(flags.json).parent}")
     if flags.properties and flags.meshes:
         raise InputError("--properties tries no mesh: leave out --meshes, or --properties")
     return flags, [*configs, *rest]
@@ -88,23 +96,33 @@ def refuse(cfg: Config) -> None:
 
 
 def row(name: str, result: Parity) -> str:
-    errors = (result.loss, result.norm, result.outputs, result.gradients, result.weights)
     verdict = "equal" if result.first is None else "DIFFERENT"
-    return f"{name:16}" + "".join(f"{error:11.1e}" for error in errors) + f"   {verdict}"
+    errors = "".join(f"{getattr(result, kind):11.1e}" for kind in ERRORS)
+    return f"{name:16}{errors}   {verdict}"
 
 
-def properties_of(cfg: Config) -> int:
+def properties_of(cfg: Config, verdicts: dict[str, list]) -> int:
     """Print a line for each property of the model, and return the exit code."""
     import train  # here, because it imports torch
     from tools.parity import properties
 
-    verdicts = properties.report(*train.architecture(cfg), cfg.lora)
-    return int(any(verdict.failure for verdict in verdicts))
+    code = 0
+    for verdict in properties.report(*train.architecture(cfg), cfg.lora):
+        verdicts["properties"].append(
+            {
+                "property": verdict.of.name,
+                "holds": not (verdict.failure or verdict.left_out),
+                "failure": verdict.failure,
+                "not tried": verdict.left_out,
+            }
+        )
+        code |= bool(verdict.failure)
+    return int(code)
 
 
-def parity(argv: list[str]) -> int:
-    """Print the tables, and return the exit code."""
-    flags, rest = arguments(argv)
+def resolved(flags: argparse.Namespace, rest: list[str]) -> tuple[list[str], Config]:
+    """Return the options of a comparison: those of the configuration, without what hides
+    differences; and the configuration itself."""
     rest = overrides.with_options(rest, QUIET | {"training.param_dtype": flags.dtype})
     # checking the configuration's own mesh needs as many ranks as it has
     given = load_config(rest, None, None)
@@ -112,13 +130,30 @@ def parity(argv: list[str]) -> int:
         rest = overrides.with_options(rest, {"optimizer.ns_dtype": flags.dtype})
     if given.training.max_norm > 0:  # every step is clipped
         rest = overrides.with_options(rest, {"training.max_norm": str(CLIPPED)})
-    if flags.properties:
-        return properties_of(given)
-    for line in meshes.dropped(given):
-        print(line)
+    return rest, given
+
+
+def plain_run(flags: argparse.Namespace, rest: list[str]) -> Notes:
+    """Train on one process. Raises InputError if that fails, or gives no numbers."""
+    from tools.parity.ranks import Failed, train_on
+
+    try:
+        options = overrides.with_options(rest, meshes.PLAIN)
+        plain = train_on(1, options, flags.steps, flags.seconds)[0]
+    except Failed as error:
+        raise InputError(f"one process cannot train this configuration: {error}") from None
+    if not all(map(math.isfinite, [*plain.loss, *plain.norm])):
+        raise InputError(f"one process computes the losses {plain.loss}: nothing can be compared")
+    return plain
+
+
+def compare_meshes(
+    flags: argparse.Namespace, rest: list[str], given: Config, verdicts: dict[str, list]
+) -> int:
+    """Train on one process and on each mesh, print a row for each, and return the exit code."""
     tried, refused = meshes.those_that_fit(rest, given, flags.meshes, flags.ranks)
     refuse(given)
-    code = properties_of(given)
+    code = properties_of(given, verdicts)
     from tools.parity.compare import compare
     from tools.parity.ranks import Failed, train_on
 
@@ -132,15 +167,9 @@ def parity(argv: list[str]) -> int:
         f"{flags.dtype}; the largest relative differences from one process:",
         flush=True,
     )
-    try:
-        plain = train_on(1, overrides.with_options(rest, meshes.PLAIN), flags.steps, flags.seconds)[
-            0
-        ]
-    except Failed as error:
-        raise InputError(f"one process cannot train this configuration: {error}") from None
-    if not all(map(math.isfinite, [*plain.loss, *plain.norm])):
-        raise InputError(f"one process computes the losses {plain.loss}: nothing can be compared")
-    print(f"{'mesh':16}       loss       norm    outputs  gradients    weights", flush=True)
+    plain = plain_run(flags, rest)
+    print(f"{'mesh':16}" + "".join(f"{kind:>11}" for kind in ERRORS), flush=True)
+    limits = LIMITS[flags.dtype]
     different = []
     for mesh in tried:
         options = meshes.on_mesh(rest, mesh, given)
@@ -153,12 +182,14 @@ def parity(argv: list[str]) -> int:
         except Failed as error:
             print(f"{mesh.name:16} failed: {error}", flush=True)
             different.append(f"{mesh.name}: {error}")
+            verdicts["meshes"].append({"mesh": mesh.name, "equal": False, "first": str(error)})
             continue
-        limits = LIMITS[flags.dtype]
         result = compare(seen, plain, limits.values, limits.state)
         print(row(mesh.name, result), flush=True)
+        verdicts["meshes"].append(entry(mesh.name, result))
         if result.first is not None:
             different.append(f"{mesh.name}: {result.first}")
+    verdicts["left out"] = [{"mesh": name, "reason": why} for name, why in refused.items()]
     if refused.keys() >= {mesh.name for mesh in tried}:
         raise InputError("every mesh was left out, so nothing was compared")
     if not different:
@@ -167,6 +198,37 @@ def parity(argv: list[str]) -> int:
     print("\nwhere they differ first, and by how much relative to the value:")
     print("\n".join(f"  {line}" for line in different))
     return 1
+
+
+def entry(name: str, result: Parity) -> dict[str, Any]:
+    """Return a mesh's row of the file that --json names."""
+    errors = {kind: json_number(getattr(result, kind)) for kind in ERRORS}
+    first = None if result.first is None else str(result.first)
+    return {"mesh": name, "equal": first is None, "first": first, **errors}
+
+
+def parity(argv: list[str]) -> int:
+    """Print the tables, and return the exit code."""
+    flags, rest = arguments(argv)
+    rest, given = resolved(flags, rest)
+    verdicts: dict[str, list] = {"properties": [], "meshes": [], "left out": []}
+    if flags.properties:
+        code = properties_of(given, verdicts)
+    else:
+        for line in meshes.dropped(given):
+            print(line)
+        code = compare_meshes(flags, rest, given, verdicts)
+    if flags.json:
+        write(flags.json, verdicts)
+    return code
+
+
+def write(file: str, verdicts: dict[str, list]) -> None:
+    """Write the verdicts as JSON. Raises InputError if that is not possible."""
+    try:
+        Path(file).write_text(json.dumps(verdicts, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--json {file}: {error.strerror}") from None
 
 
 def main(argv: list[str] | None = None) -> int:

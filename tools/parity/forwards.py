@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from configs.schema import InputError
 from models.kernels.ruled_attention import masked_attention
 from parallelisms import cores
 from tools.parity.outputs import Outputs, distance, noting
@@ -110,6 +111,10 @@ def sees_later(tiny: Tiny, places: Sequence[int], documents: Sequence[int]) -> s
 
 def isolation(tiny: Tiny) -> str | None:
     """A document moves nothing in the documents after it, and has the same numbers anywhere in a row."""
+    try:
+        cores.check_documents(tiny.model)
+    except InputError as reason:
+        raise NotAsked(f"a run refuses it: {reason}") from None
     tokens = tiny.tokens(1)
     first = outputs(tiny, tokens, DOCUMENTS)
     ends = (DOCUMENTS[0], sum(DOCUMENTS[:2]))

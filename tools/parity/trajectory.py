@@ -22,6 +22,7 @@ import train
 from configs.load import load_config
 from data.loader import IGNORE
 from parallelisms.mesh import world
+from parallelisms.pp import stages_of
 from tools.parity import in_memory
 
 WINDOWS = 1 << 40  # more than a source has
@@ -63,8 +64,9 @@ def is_recomputing() -> bool:
 
 
 def note_outputs(model: nn.Module, seen: Notes) -> list[Any]:
-    """Note what every module returns in step 1, if it is a tensor by sequences and tokens. Returns
-    the hooks."""
+    """Note what every module returns in step 1, if it is a tensor by sequences and tokens: `#2` behind
+    the name is the second call in a forward. Returns the hooks."""
+    calls: dict[str, int] = {}  # of each module, in the forward that runs
 
     def hook(name: str, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output
@@ -72,13 +74,24 @@ def note_outputs(model: nn.Module, seen: Notes) -> list[Any]:
             return
         if first.ndim < 3 or first.shape[0] != seen.samples.shape[1]:
             return  # a loss, or rows that are sorted by expert
-        seen.outputs[name].append(whole(first))
+        calls[name] = calls.get(name, 0) + 1
+        which = name if calls[name] == 1 else f"{name}#{calls[name]}"
+        seen.outputs[which].append(whole(first))
 
     def noting(name: str) -> Any:
         return lambda module, inputs, output: hook(name, output)
 
-    named = [(plain_name(n), m) for n, m in model.named_modules() if n]
-    return [module.register_forward_hook(noting(name)) for name, module in named]
+    def beginning(names: list[str]) -> Any:
+        return lambda module, inputs: calls.update(dict.fromkeys(names, 0))
+
+    handles = []
+    names = {module: plain_name(name) for name, module in model.named_modules() if name}
+    for stage in stages_of(model):
+        inside = [names[module] for module in stage.modules() if module in names]
+        handles.append(stage.register_forward_pre_hook(beginning(inside)))
+    for module, name in names.items():
+        handles.append(module.register_forward_hook(noting(name)))
+    return handles
 
 
 def plain_name(name: str) -> str:
