@@ -481,7 +481,7 @@ def score(options: list[str], is_per_rank: bool) -> dict[str, float]:
 
 
 def test_validation_counts_the_tokens_of_all_ranks():
-    """Row 21 of docs/museum.md: put in, it is seen."""
+    """The mistake that counts the tokens of each rank: put in, it is seen."""
     alone = run_ranks(1, score, [], False)[0]
     for options in [CP2], [CP2, ULYSSES]:
         right, wrong = (run_ranks(2, score, options, is_per_rank) for is_per_rank in (False, True))
