@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from configs.schema import Data
 from data import packing
 from data.stores.blocks import RECENT
-from data.workers import LoaderError, cannot_read, describe
+from data.workers import AHEAD, LoaderError, cannot_read, describe
 
 if TYPE_CHECKING:
     from data.loader import Batch, Batches
@@ -28,7 +28,7 @@ BLOCKS_AHEAD = RECENT // 2
 def read_ahead(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, None, None]:
     """Yield the batches of these steps, which a thread reads ahead. Raises LoaderError: see
     data/loader.py::loader."""
-    ready: queue.Queue[Batch | LoaderError] = queue.Queue(cfg.prefetch)
+    ready: queue.Queue[Batch | LoaderError] = queue.Queue(AHEAD)
     stop = threading.Event()
     arguments = (batches, steps, ready, stop)
     thread = threading.Thread(target=_read, args=arguments, name="data ahead", daemon=True)
