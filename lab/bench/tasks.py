@@ -24,7 +24,6 @@ from tools.benchmarks import BENCHMARKS, MMLU, Benchmark, parts_of
 from tools.sampling import Loaded, load
 
 WINDOW = 2048
-BATCH_TOKENS = 4096
 SCORED = ("acc", "acc_norm")
 POOL = 40  # rows kept to draw examples from, where the folder has no split for them
 # all that ask which choice is right
@@ -169,7 +168,7 @@ def by_us(
             task = tasks.open_task(
                 EvaluationTask(name=name, file=str(file)), loaded.tokenizer, WINDOW
             )
-            found = evaluate.evaluate(loaded, mesh, task, str(file), WINDOW, BATCH_TOKENS)
+            found = evaluate.evaluate(loaded, mesh, task, str(file), WINDOW)
             of_choices = [sample["log_likelihoods"] for sample in found["samples"]]
             results[name] = ChoiceScores(found["scores"], of_choices)
     finally:
