@@ -895,7 +895,7 @@ def test_other_refusals(saved, tmp_path):
     (tmp_path / "runs").mkdir()
     shutil.copytree(saved / "theirs", tmp_path / "runs" / "step-2")
     said = refused(tmp_path / "runs", tmp_path)
-    assert f"name one checkpoint, such as {tmp_path / 'runs' / 'step-2'}" in said
+    assert f"give one checkpoint, such as {tmp_path / 'runs' / 'step-2'}" in said
     (tmp_path / "olmo2.toml").write_text('[model]\nfamily = "olmo2"\n')
     said = refused(saved / "theirs", tmp_path, "--config", tmp_path / "olmo2.toml")
     assert "of the family olmo2 TorchTitan's names are not known" in said

@@ -211,6 +211,9 @@ def check_folder(command: str, folder: Path) -> None:
     if folder.is_dir() and not (folder / first).exists():
         _, about = COMMANDS[command][0]
         known = others.named(folder) if first == "config.json" else ""
+        steps = sorted(folder.glob(f"step-*/{first}"))
+        if steps:
+            about = f"one checkpoint, such as {steps[-1].parent}"
         raise InputError(known or f"{folder} has no {first}: give {about}")
 
 

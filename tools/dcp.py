@@ -178,9 +178,7 @@ class Folder:
         self.values: dict[str, Archive] = {}
         metadata = path / METADATA
         if not metadata.exists():
-            steps = sorted(path.glob(f"step-*/{METADATA}"))
-            hint = f": name one checkpoint, such as {steps[-1].parent}" if steps else ""
-            raise InputError(f"{path} has no {METADATA}{hint}")
+            raise InputError(f"{path} has no {METADATA}")
         fields = unpickled(metadata)
         try:
             self._take(fields)
