@@ -221,6 +221,13 @@ def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
     return [f"{key} is {json.dumps(saved)} in the checkpoint and {json.dumps(current)} here"]
 
 
+# Where the weights fit, and what the optimizer keeps for them does not.
+HINT = (
+    ". What is kept follows from optimizer.* and training.freeze: leave them as they were, or begin "
+    "a new run with these weights by checkpoint.load_path"
+)
+
+
 def check_fits(
     path: Path,
     manifest: dict,
@@ -258,6 +265,7 @@ def check_fits(
         more = f" and {len(lines) - 4} more" if len(lines) > 4 else ""
         raise InputError(
             f"{path} does not fit this model and optimizer: {'; '.join(lines[:4])}{more}"
+            f"{HINT if all(line.startswith('optimizer.') for line in lines) else ''}"
         )
 
 

@@ -385,6 +385,17 @@ def _tool(folder: Path, *options: str) -> tuple[int, list[float]]:
     return manifest["step"], sorted({v for p in model.parameters() for v in p.unique().tolist()})
 
 
+@pytest.mark.parametrize("other, hinted", [("optimizer.w.exp_avg", True), ("model.v", False)])
+def test_an_optimizer_that_keeps_something_else_is_told_what_decides_that(other, hinted):
+    weight = torch.zeros(2)
+    row = {"shape": [2], "dtype": state.CODES[weight.dtype]}
+    with pytest.raises(InputError) as refused:
+        wanted = {"model.w": weight, other: weight}
+        state.check_fits(Path("step"), {"tensors": {"model.w": row}}, wanted, "model+optimizer")
+    assert f"{other} is missing" in str(refused.value)
+    assert ("training.freeze" in str(refused.value)) == hinted
+
+
 def test_a_tool_loads_the_weights_alone(saved):
     for place in (saved, saved.parent, saved / "step-00000030"):
         assert run_ranks(1, _tool, place)[0] == (30, [30.0])
