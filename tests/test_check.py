@@ -281,6 +281,28 @@ def test_a_model_that_cannot_be_exported_is_a_sentence_before_it_is_trained(plac
         train.resume(job, train.FORMATS, None, "", None, None)
 
 
+@pytest.mark.parametrize("family", sorted(models.FORMATS))
+def test_every_weight_of_a_published_family_has_a_name_in_its_format(family):
+    for flavor in [name for name in models.NUMBERS[family].flavors if "debug" in name]:
+        options = [f"--model.family={family}", f"--model.flavor={flavor}"]
+        cfg = load_config([*options, "--checkpoint.export_hf=float32"], None, None)
+        assert list(check.export_problems(cfg)) == [], flavor
+
+
+def test_a_weight_that_the_format_does_not_know_is_said_before_it_is_trained(place, monkeypatch):
+    """As of a fork that adds one: the export at the end of the run would fail."""
+    names = llama_formats.FORMATS.hf_names
+
+    def without_norms(args):
+        return {ours: theirs for ours, theirs in names(args).items() if "ffn_norm" not in ours}
+
+    forked = replace(llama_formats.FORMATS, hf_names=without_norms)
+    monkeypatch.setattr(llama_formats, "FORMATS", forked)
+    (problem,) = problems(place, "checkpoint.export_hf=float32")
+    assert "the published format of llama has no layers.0.ffn_norm.weight" in problem
+    assert not problems(place, "")
+
+
 def test_a_family_without_formats_is_neither_loaded_nor_exported(place, monkeypatch):
     """A fork's family needs no models/formats/."""
     monkeypatch.setattr(models, "FORMATS", Registry("models.formats", "FORMATS", ("qwen3",)))

@@ -110,14 +110,28 @@ def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
 
 def export_problems(cfg: Config) -> Iterator[str]:
     """Check before training that the model can be exported for Hugging Face at the end."""
-    from checkpoint import hf  # here, because it imports torch, as the families do
-    from models import FORMATS
+    import torch  # here, because it takes seconds, as do those that import it
 
+    from checkpoint import hf
+    from models import FORMATS, MODELS
+
+    option = f'checkpoint.export_hf = "{cfg.checkpoint.export_hf}"'
     try:
-        family = hf.formats_of(FORMATS, cfg.model.family)
-        hf.config_of(family, family.Args(**check.architecture(cfg.model)))
+        formats = hf.formats_of(FORMATS, cfg.model.family)
+        args = formats.Args(**check.architecture(cfg.model))
+        hf.config_of(formats, args)
     except InputError as error:
-        yield f'checkpoint.export_hf = "{cfg.checkpoint.export_hf}": {error}'
+        yield f"{option}: {error}"
+        return
+    with torch.device("meta"):
+        model = MODELS[cfg.model.family].build(args)
+    known = formats.hf_names(args)
+    unknown = [name for name, _ in model.named_parameters() if name not in known]
+    if unknown:
+        yield (
+            f"{option}: the published format of {cfg.model.family} has no {unknown[0]}: leave the "
+            f"option empty, or name it in models/formats/{cfg.model.family}.py"
+        )
 
 
 def torch_problems(cfg: Config) -> Iterator[str]:
