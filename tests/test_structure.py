@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema import Config
 from lab import reading
 from models import FAMILIES
 
@@ -344,6 +345,60 @@ def test_negative_control_a_family_name_outside_models_is_seen():
 
 # `block.forward`: recomputed and compiled, as PyTorch does it
 REPLACED = {"parallelisms/blocks.py": {"forward"}}
+
+
+TABLES = {name: field.annotation for name, field in Config.model_fields.items()}
+BY_CLASS = {table.__name__: table for table in TABLES.values()}
+
+
+def wrong_options(source: str) -> list[str]:
+    """List what is read of the configuration and is no option: of an argument whose annotation is a
+    table's class, and behind a table's name, as in cfg.data.prefetch."""
+    wrong = []
+    tree = ast.parse(source)
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "configs.schema":
+            imported |= {name.name for name in node.names}
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        tables = {}
+        for argument in (*function.args.args, *function.args.kwonlyargs):
+            annotation = getattr(argument.annotation, "id", "")
+            if annotation in imported & BY_CLASS.keys():
+                tables[argument.arg] = BY_CLASS[annotation]
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Attribute):
+                continue
+            table = None
+            if isinstance(node.value, ast.Name):
+                table = tables.get(node.value.id)
+            elif isinstance(node.value, ast.Attribute) and ast.unparse(node.value).startswith(
+                "cfg."
+            ):
+                table = TABLES.get(ast.unparse(node.value).removeprefix("cfg."))
+            if table and node.attr not in table.model_fields and not hasattr(table, node.attr):
+                wrong.append(f"{node.lineno}: {ast.unparse(node)}")
+    return wrong
+
+
+def test_every_option_that_is_read_exists():
+    for package in PACKAGES:
+        for path in (*(ROOT / package).rglob("*.py"), *ROOT.glob(f"{package}.py")):
+            assert not wrong_options(path.read_text(encoding="utf-8")), path
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def read(batches, cfg: Data):\n    return cfg.prefetch",
+        "def read(cfg: Config):\n    return cfg.data.prefetch + cfg.data.workers",
+    ],
+)
+def test_negative_control_an_option_that_was_dropped_is_seen(source):
+    source = f"from configs.schema import Config, Data\n{source}"
+    assert [line.partition(".")[2][-8:] for line in wrong_options(source)] == ["prefetch"]
 
 
 def methods_of(*packages: str) -> set[str]:
