@@ -13,19 +13,16 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from configs.schema import InputError
-
-LAYERS = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm)
+from models.moe import Router
 
 
 def frozen_by_constructor(model: nn.Module) -> list[str]:
-    """Return the names of the weights that the constructor freezes. A vector of a module that is no
-    layer of torch's is none: the module moves it, and every rank has all of it (a router's
-    bias)."""
+    """Return the names of the weights that the constructor freezes. A router's bias is none: the
+    trainer moves it (training/balance.py), and every rank has all of it."""
     names = []
     for owner, module in model.named_modules():
         for name, param in module.named_parameters(prefix=owner, recurse=False):
-            is_weight = param.ndim > 1 or isinstance(module, LAYERS)
-            if is_weight and not param.requires_grad:
+            if not param.requires_grad and not isinstance(module, Router):
                 names.append(name)
     return names
 

@@ -12,7 +12,7 @@ from torch import nn
 from configs import check
 from configs.load import load_config
 from configs.schema import InputError
-from models import NUMBERS, layers, llama, qwen3
+from models import MODELS, NUMBERS, layers, llama, qwen3
 from parallelisms import cores, family_check, freezing
 from tests import parity
 from tests.ranks import run_ranks
@@ -159,3 +159,13 @@ def test_what_is_frozen_stays_frozen_on_every_mesh():
         assert mesh["loss"] == pytest.approx(one["loss"], rel=1e-12)
         assert mesh["norm"] == pytest.approx(one["norm"], rel=1e-12)
         assert not parity.compare("frozen", mesh, one)
+
+
+def test_a_frozen_vector_of_a_block_is_a_weight_and_a_routers_bias_is_none():
+    family = MODELS["deepseek_v3"]
+    with torch.device("meta"):
+        model = family.build(family.Args(**family.numbers.flavors["debug"]))
+        block = model.layers["1"]
+        block.scale = torch.nn.Parameter(torch.empty(4), requires_grad=False)
+    assert not block.feed_forward.router.bias.requires_grad
+    assert freezing.frozen_by_constructor(model) == ["layers.1.scale"]

@@ -53,8 +53,9 @@ class Factored(torch.optim.Optimizer):
     """Adafactor's averages of rows and columns (Shazeer and Stern, arXiv:1804.04235), and one of
     Shampoo's factors (Gupta et al., arXiv:1802.09568)."""
 
-    def __init__(self, groups, looks_at_shards=False, begins_with=0.0):
+    def __init__(self, groups, looks_at_shards=False, begins_with=0.0, adds_parts=False):
         super().__init__(groups, {})
+        self.adds_parts = adds_parts
         self.looks_at_shards = looks_at_shards
         self.begins_with = begins_with
 
@@ -89,6 +90,8 @@ class Factored(torch.optim.Optimizer):
         weight.sub_(update, alpha=lr)
 
     def sums(self, weight, squares):
+        if self.adds_parts:
+            return weight.grad.square().sum(0)
         if self.looks_at_shards:
             shard = optimizers.local(weight.grad).square().sum(0)
             return shard.mean().expand(squares.shape[1])
@@ -132,6 +135,7 @@ WRONG = {
     "as the parameter": ({"left": LIKE}, {}, "left (like the parameter)"),
     "another type": ({"left": replace(KEPT["left"], dtype=None)}, {}, "left ([2, 2]), "),
     "no zeros": ({}, {"begins_with": 1.0}, "does not begin with a state of zeros"),
+    "parts added to a whole": ({}, {"adds_parts": True}, "cannot step on a weight"),
     "sums of shards": ({}, {"looks_at_shards": True}, "keeps another right on each rank of"),
 }
 

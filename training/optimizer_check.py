@@ -163,8 +163,15 @@ def _wrong_on_shards(optimizer: torch.optim.Optimizer, group: Group, rule: Rule)
         probe = _copy(optimizer, group, sharded)
         materialise(probe)
         before = {key: _place(value) for key, value in probe.state[sharded].items()}
-        found = _step(probe, sharded, STEPS).full_tensor()
         place = f"a weight {whole_shape} with the placements {param.placements}"
+        try:
+            found = _step(probe, sharded, STEPS).full_tensor()
+        except RuntimeError as error:
+            return [
+                f"the optimizer {rule.name} cannot step on {place} ({str(error).splitlines()[0]}): "
+                "what its row in training/optimizers.py says is whole meets parts of the gradient; "
+                "compute it from grad.full_tensor(), or give the row `axes`"
+            ]
         for key, value in probe.state[sharded].items():
             if key in before and before[key] != _place(value):
                 return [

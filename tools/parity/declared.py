@@ -39,10 +39,11 @@ def counts_parameters(tiny: Tiny) -> str | None:
     """Compare the family's formula with the model, in the size of the run too."""
     for args in (tiny.args, tiny.configured):
         model = built(tiny.family, args, tiny.lora)
-        weights = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        weights = dict(model.named_parameters())
         counted = sum(weight.numel() for weight in weights.values())
+        trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)
         derived = tiny.family.parameters(args)
-        if counted != derived:
+        if derived not in (counted, trained):  # a constructor may freeze some
             largest = max(weights, key=lambda name: weights[name].numel())
             return (
                 f"Family.parameters says {derived:,} and the model of dim {args.dim} has {counted:,} "
