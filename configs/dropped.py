@@ -1,5 +1,5 @@
 """Name the options that earlier versions had: the value that holds now, and the sentence that
-answers another one.
+answers a run that sets another value.
 
 Old configurations, such as config.toml in a run's folder or in a checkpoint, set every option. So an
 old option is accepted where it has the value that holds now. With another value the run goes on and

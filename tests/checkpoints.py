@@ -23,6 +23,7 @@ from checkpoint import retention, state, storage, verify
 from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
+from parallelisms import contract
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
 from training.optim import step_if
@@ -54,6 +55,16 @@ def open_manager(
     job: train.Job, folder: Path, facts: dict = FACTS, **options: object
 ) -> CheckpointManager:
     return CheckpointManager(Checkpoint(**options), folder, job.mesh, facts)
+
+
+def save_after_steps(job: train.Job, folder: Path, count: int) -> None:
+    """Check a job, run steps of the optimizer alone, and save it."""
+    materialise(job.optimizer)
+    contract.verify(job.model, job.optimizer, job.mesh, {})
+    do_steps(job, count)
+    writer = open_manager(job, folder)
+    writer.save(count, job.model, job.optimizer, {"step": count})
+    writer.close()
 
 
 def do_steps(job: train.Job, count: int) -> None:

@@ -390,12 +390,7 @@ def of_a_fork(folder: Path, tp: int) -> dict:
     add_sign()
     more = [f"--parallelism.tensor_parallel={tp}"]
     first = train.build(with_sign(config(*more)))
-    optimizers.materialise(first.optimizer)
-    contract.verify(first.model, first.optimizer, first.mesh, {})
-    checkpoints.do_steps(first, 2)
-    writer = checkpoints.open_manager(first, folder)
-    writer.save(2, first.model, first.optimizer, {"step": 2})
-    writer.close()
+    checkpoints.save_after_steps(first, folder, 2)
     second = train.build(with_sign(config(*more)))
     reader = checkpoints.open_manager(second, folder)
     reader.load(second.model, second.optimizer)

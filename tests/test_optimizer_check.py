@@ -154,12 +154,7 @@ def test_a_wrong_row_is_a_sentence_before_step_1():
 
 def save(folder: Path, more: list[str]) -> dict[str, torch.Tensor]:
     first = job({}, more)
-    optimizers.materialise(first.optimizer)
-    contract.verify(first.model, first.optimizer, first.mesh, {})
-    checkpoints.do_steps(first, 2)
-    writer = checkpoints.open_manager(first, folder)
-    writer.save(2, first.model, first.optimizer, {"step": 2})
-    writer.close()
+    checkpoints.save_after_steps(first, folder, 2)
     return whole_state(first)
 
 

@@ -66,8 +66,11 @@ def one_off_window(patch: Patch) -> None:
 
 def rope_by_local_position(patch: Patch) -> None:
     real = llama.Llama.rope
-    local = lambda self, positions: real(self, torch.arange(positions.shape[-1]))  # noqa: E731
-    patch.setattr(llama.Llama, "rope", local)
+
+    def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return real(self, torch.arange(positions.shape[-1]))
+
+    patch.setattr(llama.Llama, "rope", rope)
 
 
 def leak_between_documents(patch: Patch) -> None:
@@ -186,8 +189,11 @@ def test_the_tool_prints_a_line_each_and_its_exit_code_is_the_verdict(
 
 def test_float32_inside_is_named_and_compared_less_closely(monkeypatch: Patch) -> None:
     real = layers.FeedForward.forward
-    in_float32 = lambda self, x: real(self, x).float().type_as(x)  # noqa: E731
-    monkeypatch.setattr(layers.FeedForward, "forward", in_float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return real(self, x).float().type_as(x)
+
+    monkeypatch.setattr(layers.FeedForward, "forward", forward)
     rounded = tiny("llama_debug")
     assert rounded.narrow == "layers.0.feed_forward"
     assert failures(rounded) == {}

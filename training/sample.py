@@ -188,8 +188,8 @@ class Sampling:
     # The length of every forward is a multiple of this, and so must `context` be: tensor parallelism
     # needs its size here, since it splits the sequence.
     multiple: int = 1
-    # False recomputes everything for every token, which is what tests compare with, and what happens
-    # where attention does not support AttentionSpec (parallelisms/cores.py)
+    # False: every token recomputes those before it, as the reference of tests, and where attention
+    # does not support AttentionSpec (parallelisms/cores.py)
     cache: bool = True
 
 

@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpoint import hf
 from configs.schema import InputError, Lora
 from models import FORMATS, MODELS
+from models.cores import cores_in
 from parallelisms import cores, tp_check
 from tools.parity.forwards import NotAsked
 from tools.parity.gradients import ROWS, batch, loss_head, new_terms
-from tools.parity.tiny import LENGTH, Tiny, attention_of, built
+from tools.parity.tiny import LENGTH, Tiny, built
 from training import init
 from training.optim import first_match
 
@@ -114,7 +115,7 @@ def counts_flops(tiny: Tiny) -> str | None:
     family = MODELS[tiny.family.name]
     model = built(family, tiny.args, Lora()).to_empty(device="cpu")
     init.initialise(model, family.initial_values(tiny.args), 0)
-    attention = [core for core in attention_of(model) if cores.supports_spec(core)]
+    attention = [core for core in cores_in(model) if cores.supports_spec(core)]
     of_attention = flops_of_attention(model, tiny, attention)
     mapping = {torch.ops.plumbline.grouped_product: product_flops}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)

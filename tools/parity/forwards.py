@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from configs.schema import InputError
+from models.cores import cores_in
 from models.kernels.ruled_attention import masked_attention
 from parallelisms import cores
 from tools.parity.outputs import Outputs, distance, noting
-from tools.parity.tiny import LENGTH, Tiny, attention_of
+from tools.parity.tiny import LENGTH, Tiny
 
 ALONE = 1e-5  # of a document elsewhere in a row: rotary tables are float32
 DOCUMENTS = (7, 5, 7)  # tokens of the documents of a row
@@ -150,7 +151,7 @@ def sees_neighbours(tiny: Tiny) -> str | None:
         other = changed(tokens, (number, slice(None)), tiny.args.vocab_size)
         moved = first.first_moved(outputs(tiny, other), row(neighbour))
         if moved is not None:
-            return f"{moved}: a row of a batch moves what this module returns for another one"
+            return f"{moved}: a row of a batch moves what this module returns for another row"
     alone = outputs(tiny, tokens[1:2])
     moved = first.first_moved(alone, one_of(1), everything)
     if moved is not None:
@@ -177,7 +178,7 @@ def attention(tiny: Tiny) -> str | None:
     found = []
     names = {module: name for name, module in tiny.model.named_modules()}
     handles = []
-    supporting = [core for core in attention_of(tiny.model) if cores.supports_spec(core)]
+    supporting = [core for core in cores_in(tiny.model) if cores.supports_spec(core)]
     if not supporting:
         raise NotAsked("no layer has attention with a spec")
     for core in supporting:

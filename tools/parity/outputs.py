@@ -16,7 +16,7 @@ MODEL = ""  # its name among its modules
 
 
 class Moved(NamedTuple):
-    """The first module, in the order in which they end, whose output is another one."""
+    """The first module, in the order in which they end, whose output differs."""
 
     module: str
     by: float  # relative to its largest number

@@ -19,8 +19,6 @@ from configs import program
 from configs.schema import Config, InputError, Lora
 from models import FAMILIES, MODELS
 from models.family import Family
-from tools.parity import properties
-from tools.parity.tiny import copy_of
 
 logger = logging.getLogger("plumbline")
 
@@ -81,6 +79,10 @@ def prove(family: Family, args: Any, lora: Lora, masks_documents: bool) -> list[
     """Return the names of the cheap properties, which hold. Raises InputError for the first that does
     not. masks_documents: whether the run keeps documents apart. What a small copy cannot compute is
     logged, and refuses no run."""
+    # here, because most runs have nothing to prove
+    from tools.parity import properties
+    from tools.parity.tiny import copy_of
+
     holding = []
     try:
         tiny = copy_of(family, args, lora)

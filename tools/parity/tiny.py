@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from configs.schema import InputError, Lora
 from models import lora
+from models.cores import cores_in
 from models.family import Family
-from models.layers import AttentionCore
+from parallelisms.lora import freeze
 from tools.parity.narrow import narrow_module
 from training import init
 
@@ -130,14 +131,6 @@ def built(family: Family, args: Any, of_lora: Lora) -> Any:
     return model
 
 
-def freeze(model: nn.Module, of_lora: Lora) -> None:
-    """Freeze what adapters do not train, as parallelisms/lora.py does."""
-    if not of_lora.rank:
-        return
-    for name, weight in model.named_parameters():
-        weight.requires_grad_(lora.is_adapter(name))
-
-
 @torch.no_grad()
 def spread(model: nn.Module) -> None:
     """Give every parameter values of usual size, in place. At the start of a run some are 0, and
@@ -192,7 +185,7 @@ def of_heads(family: Family, given: dict[str, Any]) -> dict[str, int]:
 def of_windows(left: dict[str, Any], whole: Any) -> dict[str, int]:
     """Return the numbers that are the window of a layer, and are shorter in the copy. left: those that
     the toy has as the model does, so no width that is as large by chance."""
-    windows = {core.spec.window for core in attention_of(whole)} - {None}
+    windows = {core.spec.window for core in cores_in(whole)} - {None}
     found = {}
     for name, value in left.items():
         if type(value) is int and value in windows and name != "max_seq_len":
@@ -227,8 +220,3 @@ def kinds(model: Any) -> set[tuple]:
             modules.append((name, type(module), of_window))
         found.add(tuple(modules))
     return found
-
-
-def attention_of(model: Any) -> list[AttentionCore]:
-    """Return all attention cores of a model, those too that its `cores()` does not name."""
-    return [module for module in model.modules() if isinstance(module, AttentionCore)]

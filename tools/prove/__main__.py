@@ -151,14 +151,14 @@ def prove(argv: list[str]) -> int:
     """Print every proof and a table of them, and return the exit code."""
     call = arguments(argv)
     codes = {}
-    rows = []
+    table = []
     for name in call.flags.only:
         print(f"--- {name}", flush=True)
         began = time.monotonic()
         codes[name] = PROOFS[name](call)
         seconds = time.monotonic() - began
-        rows.append(f"{name:14} {WORDS.get(codes[name], 'not tried'):10} {seconds:6.1f} s")
-    print("---", *rows, sep="\n")
+        table.append(f"{name:14} {WORDS.get(codes[name], 'not tried'):10} {seconds:6.1f} s")
+    print("---", *table, sep="\n")
     bad = [code for code in codes.values() if code not in (HOLDS, LEFT_OUT)]
     return max(bad, default=HOLDS)
 
