@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from parallelisms.boxes import cuts
 from training.init import fill
-from training.optimizers import Group, Rule, Shape, materialise, rule_of
+from training.optimizers import Group, Rule, Shape, from_part, materialise, rule_of
 
 # number of dimensions -> shapes of the weights that are tried
 PROBES: dict[int, list[Shape]] = {
@@ -151,14 +151,7 @@ def _wrong_on_shards(optimizer: torch.optim.Optimizer, group: Group, rule: Rule)
             whole_shape[axis] *= param.device_mesh.size(mesh_dim)
         zeros = torch.zeros(here, device=param.device)
         sharded = nn.Parameter(
-            DTensor.from_local(
-                zeros,
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=torch.Size(whole_shape),
-                stride=torch.empty(whole_shape, device="meta").stride(),
-            )
+            from_part(tuple(whole_shape), zeros, param.device_mesh, param.placements)
         )
         probe = _copy(optimizer, group, sharded)
         materialise(probe)

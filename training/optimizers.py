@@ -8,12 +8,13 @@ with what a step really leaves. A new optimizer is a row here, and a name in
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -32,6 +33,21 @@ def as_parameter(shape: Shape) -> Shape:
 
 def scalar(shape: Shape) -> Shape:
     return ()
+
+
+def from_part(
+    whole: Shape, part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
+    """Return the DTensor of a whole shape of which this rank has this part: ranks may have parts of
+    different sizes."""
+    return DTensor.from_local(
+        part,
+        mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(whole),
+        stride=torch.empty(whole, device="meta").stride(),
+    )
 
 
 @dataclass(frozen=True)
@@ -84,15 +100,7 @@ class Kept:
         if not self.axes or not isinstance(param, DTensor):
             return zeros
         placements = [self.placement(placement) for placement in param.placements]
-        stride = torch.empty(whole, device="meta").stride()
-        return DTensor.from_local(
-            zeros,
-            param.device_mesh,
-            placements,
-            run_check=False,
-            shape=torch.Size(whole),
-            stride=stride,
-        )
+        return from_part(whole, zeros, param.device_mesh, placements)
 
     def placement(self, of_parameter: Placement) -> Placement:
         """Return how it is placed along a dimension of the mesh."""
