@@ -184,6 +184,10 @@ class MixtureOfExperts(nn.Module):
         if args.n_shared_experts:
             self.shared_experts = FeedForward(args.dim, args.n_shared_experts * args.expert_dim)
 
+    def shared(self, x: Tensor) -> Tensor | None:
+        """Return the output of the shared experts, [B, T, D] as x is; None without any."""
+        return self.shared_experts(x) if self.args.n_shared_experts else None
+
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, dict[str, Term]]:
         """x [B, T, D] -> [B, T, D], and what is reported of these tokens: int64 [X] how many each
         expert got; the entropy of each token's affinities, in nats, and the balance loss, both
@@ -196,9 +200,7 @@ class MixtureOfExperts(nn.Module):
         counts = by_sequence.new_zeros(B, self.args.n_experts)  # [B, X]
         counts.scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
         state = self.dispatcher.dispatch(tokens, choice.experts, choice.weights, counts.sum(0))
-        shared = None
-        if self.args.n_shared_experts:
-            shared = self.shared_experts(x)  # while the rows are on their way
+        shared = self.shared(x)  # while the rows are on their way
         state = self.dispatcher.compute(state, self.experts)
         out = self.dispatcher.combine(state).view_as(x)
         if shared is not None:

@@ -49,6 +49,51 @@ class Interleaved:
 
 
 @dataclass(frozen=True)
+class Grouped:
+    """One of several parameters of ours whose rows take turns in one tensor of theirs: that is
+    `groups` groups of rows, and in each group stand rows of every parameter, one after the other.
+
+    Of queries and keys of two heads, of 3 rows each, theirs has rows of query 0, key 0, query 1,
+    key 1. With one group theirs is all of ours, concatenated.
+    """
+
+    name: str  # of their tensor
+    groups: int
+    rows: tuple[int, ...]  # that each parameter has in a group, in order
+    turn: int  # which of them is ours
+    # theirs has a dimension of 1 behind the rows, as a convolution's weight
+    has_middle: bool = False
+
+    types = ("F32", "BF16", "F16")
+
+    def files(self, shape: Sequence[int]) -> dict[str, list[int]]:
+        """Their tensor and its shape. shape: that of ours."""
+        middle = [1] if self.has_middle else []
+        return {self.name: [self.groups * sum(self.rows), *middle, *shape[1:]]}
+
+    def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
+        """Read this box of our parameter, from the groups that have rows of it."""
+        rows, *others = box
+        own = self.rows[self.turn]
+        group = sum(self.rows)
+        first = rows.start // own
+        last = math.ceil(rows.stop / own)
+        middle = [slice(0, 1)] if self.has_middle else []
+        part = read_slice(self.name, (slice(first * group, last * group), *middle, *others))
+        part = part.squeeze(1) if self.has_middle else part
+        before = sum(self.rows[: self.turn])
+        in_groups = part.unflatten(0, (last - first, group))[:, before : before + own]
+        start = rows.start - first * own
+        return in_groups.flatten(0, 1)[start : start + rows.stop - rows.start].contiguous()
+
+    def join(self, parameters: list[Tensor]) -> Tensor:
+        """Their tensor, from all parameters of ours in order."""
+        in_groups = [x.unflatten(0, (self.groups, -1)) for x in parameters]
+        whole = torch.cat(in_groups, 1).flatten(0, 1)
+        return whole.unsqueeze(1) if self.has_middle else whole
+
+
+@dataclass(frozen=True)
 class Mxfp4:
     """One of n parameters of ours [X, R, C] that take turns in the rows of a tensor in MXFP4, which
     is two: blocks uint8 [X, n R, G, 16], scales uint8 [X, n R, G]. It can be read only."""
