@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.cores import cores_in
+from models.cores import cores_in, documents_of
 from models.kernels.causal_attention import causal_attention
 from models.kernels.document_attention import Documents, document_attention
 from models.kernels.ruled_attention import PLAIN, AttentionSpec, ruled_attention
@@ -203,14 +203,13 @@ class Decoder(nn.Module):
         returns [B, T, D], or that and {name: models/terms.py::Term}."""
         return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
 
-    def cores(self) -> list[AttentionCore]:
-        """All attention cores, in order; parallelisms/cores.py puts others in their place."""
+    def cores(self) -> list[Any]:
+        """All cores (models/cores.py), in order; parallelisms/cores.py puts others in their place."""
         return cores_in(self)
 
     def documents(self, positions: Tensor, device: torch.device) -> Any:
-        """Return the `documents` of a forward, as these cores take them (`AttentionCore.documents`)."""
-        cores = self.cores()
-        return next(iter(cores), AttentionCore).documents(cores, positions, device)
+        """Return the `documents` of a forward, as these cores take them."""
+        return documents_of(self.cores(), positions, device)
 
     def latents(self) -> list[nn.Module]:
         """The modules, one per block, that return what keys and values are computed from; none

@@ -8,6 +8,9 @@ replaced:  | Module of the model | Replaced by | Why |
 | `AttentionCore` | cp.py::GatheredKV | ranks exchange keys and values |
 | | cp.py::Ulysses | ranks exchange heads |
 | | training/sample.py::CachedAttention | keys and values of earlier tokens are kept |
+| `StateCore` | cp_state.py::SharedState | ranks exchange what their tokens do to the state |
+| `ConvolutionCore` | cp_state.py::SharedConvolution | ranks exchange its last inputs |
+| | training/recurrent_cache.py | states and last inputs are kept |
 | `Latents` | training/sample.py::CachedLatents | or the narrow vectors that they come from |
 | `LocalDispatcher` | ep.py::AllToAllDispatcher | the ranks share the experts |
 | | ep_hosts.py::HierarchicalDispatcher | so do several hosts |
@@ -22,9 +25,9 @@ replaced:  | Module of the model | Replaced by | Why |
 | `Experts` | models/lora.py::AdaptedExperts | adapters |
 
 Layers multiply with `models/local.py::local` of a weight, which is this rank's part of a DTensor.
-cores.py is the interface to attention: a core that does not support AttentionSpec is refused by
-name. blocks.py wraps the `forward` of a block to recompute or compile it, as PyTorch does, and
-master_weights.py gives modules bfloat16 copies of their weights while they compute."""
+cores.py is the interface to cores: one that may compute anything is refused by name. blocks.py
+wraps the `forward` of a block to recompute or compile it, as PyTorch does, and master_weights.py
+gives modules bfloat16 copies of their weights while they compute."""
 
 import torch
 from torch import nn
@@ -68,7 +71,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
        all that follows must see those. Tensor parallelism checks that no weight is left over, so
        the experts leave before it. Adapters, if there are any, are then split as their weights
        are.
-    2. Context parallelism replaces the attention cores, which then compute the heads that tensor
+    2. Context parallelism replaces the cores, which then compute the heads that tensor
        parallelism leaves on a rank.
     3. Float8 replaces linear layers, so it comes before what wraps them.
     4. Activation checkpointing and compile, block by block. A *selective* policy must be inside the

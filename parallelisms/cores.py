@@ -1,18 +1,18 @@
-"""Declare what an attention core supports, and put a core of another class in its place.
+"""Declare what a core supports, and put a core of another class in its place.
 
-A core is the module of a layer in which tokens see each other. It has no parameters. Another module
-replaces it where ranks share a sequence (parallelisms/cp.py) and where earlier tokens are kept
-(training/sample.py). It has
+A core is a module in which tokens see each other. It has no parameters. Another module replaces it
+where ranks share a sequence (parallelisms/cp.py, cp_state.py) and where earlier tokens are kept
+(training/sample.py); that is built from the core that it replaces, which is its `core`. There are
+three kinds (models/cores.py):
 
-    spec        what it computes, so what ranks must exchange and what a cache must keep
-    documents   what its forward needs of the borders of documents
+    attention     computes its `spec`; ranks exchange and a cache keeps keys and values
+    state         `run`; ranks exchange what their tokens do to the state, a cache keeps the state
+    convolution   ranks exchange and a cache keeps its last inputs
 
-and is built from the core that it replaces, which is its `core`.
-
-A core follows its spec (`models/layers.py::AttentionCore`), or computes something else: a class
-that overrides `forward` also sets `supports_spec = True` or `supports_spec = False`. A core without
-support may compute anything, so context parallelism and the cache of sampling, which replace cores,
-refuse it by name; everything else leaves it alone. A core that sets neither is refused by all.
+A core that computes something else than its kind, in a `forward` of its own, also sets
+`supports_spec = True` or `supports_spec = False`. A core without support may compute anything, so
+context parallelism and the cache of sampling, which replace cores, refuse it by name; everything
+else leaves it alone. A core that sets neither is refused by all.
 
 A layer without a core may let tokens see each other in any way, so all who would have to know how
 refuse it by name: context parallelism, the cache, and document masks. The class of its mixer says
@@ -29,11 +29,19 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from configs.schema import Config, InputError
-from models.cores import cores_in
+from models.cores import ATTENTION, CONVOLUTION, STATE, cores_in, kind_of, of_kind
 from models.kernels.ruled_attention import PLAIN, why_slow
+from models.recurrent import StateCore
 from parallelisms.mesh import Mesh
 
 logger = logging.getLogger("plumbline")
+
+# kind of core -> where it is said what it computes
+WHAT_IS_COMPUTED = {
+    ATTENTION: "self.spec",
+    STATE: "models/recurrent.py::StateCore.forward",
+    CONVOLUTION: "models/recurrent.py::ConvolutionCore.forward",
+}
 
 
 def check(model: nn.Module, mesh: Mesh, cfg: Config) -> None:
@@ -54,18 +62,18 @@ def check(model: nn.Module, mesh: Mesh, cfg: Config) -> None:
         if is_replaced or supports_spec(core) is None:
             name = type(core).__qualname__
             raise InputError(
-                f"the attention core {name} has a forward of its own and does not say whether that "
-                f"follows its spec: write supports_spec = True in {name} if it computes what "
-                "self.spec says, or False if it does not"
+                f"the {kind_of(core)} core {name} has a forward of its own and does not say whether "
+                f"that follows its spec: write supports_spec = True in {name} if it computes what "
+                f"{WHAT_IS_COMPUTED[kind_of(core)]} says, or False if it does not"
             )
     if mesh.cp > 1:
-        own = unsupported_attention(model)
+        own = unsupported_core(model)
         if own is not None:
             raise InputError(
                 f"parallelism.context_parallel = {mesh.cp} replaces attention, and {own}: set it "
                 "to 1"
             )
-    specs = {core.spec for core in model.cores() if supports_spec(core)}
+    specs = specs_of(model)
     special = specs - {PLAIN}
     if cfg.training.attention == "cudnn" and special:
         described = sorted(spec.describe() for spec in special)
@@ -79,14 +87,17 @@ def check(model: nn.Module, mesh: Mesh, cfg: Config) -> None:
 
 
 class CoreOfRanks(nn.Module):
-    """Attention that ranks share; it replaces a core that computes whole sequences alone."""
+    """A core that ranks share; it replaces one that computes whole sequences alone."""
 
     supports_spec = True
 
     def __init__(self, core: Any):
         super().__init__()
         self.core = core
-        self.spec = core.spec
+        if kind_of(core) == ATTENTION:
+            self.spec = core.spec
+        else:
+            self.kind = core.kind
 
 
 class ModulePlace(NamedTuple):
@@ -122,8 +133,14 @@ def instead(model: nn.Module, old: Sequence[nn.Module], new: Sequence[nn.Module]
         put(into, old)
 
 
+def specs_of(model: nn.Module) -> set[Any]:
+    """Return the specs of the model's attention, of the cores that compute theirs."""
+    return {core.spec for core in of_kind(model.cores(), ATTENTION) if supports_spec(core)}
+
+
 def supports_spec(core: Any) -> bool | None:
-    """Return whether a core computes what its spec says; None if its class does not declare it."""
+    """Return whether a core computes what its spec says, or what its kind does; None if its class
+    does not declare it."""
     for owner in type(core).__mro__:
         if "supports_spec" in vars(owner):
             return core.supports_spec
@@ -132,17 +149,21 @@ def supports_spec(core: Any) -> bool | None:
     return None
 
 
-def unsupported_attention(model: nn.Module) -> str | None:
-    """Return why the model's attention cannot be replaced, as a clause; None if it can."""
+def unsupported_core(model: nn.Module) -> str | None:
+    """Return why the cores of the model's mixers cannot be replaced, as a clause; None if they can."""
     for name, mixer in mixers_without_core(model).items():
         return (
-            f"{name} ({mixer}) has no attention core (models/layers.py::AttentionCore) that says "
-            f"what its tokens see of others; write mixes_tokens = False in {mixer} if it works on "
-            "single tokens"
+            f"{name} ({mixer}) has no attention core, state or convolution (models/cores.py) that "
+            f"says what its tokens see of others; write mixes_tokens = False in {mixer} if it works "
+            "on single tokens"
         )
     for core in model.cores():
+        name = type(core).__qualname__
         if not supports_spec(core):
-            return f"the attention core {type(core).__qualname__} does not support AttentionSpec"
+            what = "AttentionSpec" if kind_of(core) == ATTENTION else "what cores of this kind do"
+            return f"the {kind_of(core)} core {name} does not support {what}"
+        if isinstance(core, StateCore) and type(core).run is StateCore.run:
+            return f"the state core {name} has no `run`, by which a state goes from token to token"
     return None
 
 
@@ -153,14 +174,14 @@ def hidden_core(model: nn.Module) -> str | None:
     for core in cores_in(model):
         if core not in known:
             return (
-                f"{type(model).__qualname__}.cores() leaves out the attention core {names[core]} "
+                f"{type(model).__qualname__}.cores() leaves out the {kind_of(core)} core {names[core]} "
                 f"({type(core).__qualname__})"
             )
     return None
 
 
 def mixers_without_core(model: nn.Module) -> dict[str, str]:
-    """Return the layers that have no attention core and do not say that they work on single tokens:
+    """Return the layers that have no core and do not say that they work on single tokens:
     the name of the layer's mixer -> its class."""
     found = {}
     for number, block in model.layers.items():
@@ -193,7 +214,7 @@ def check_flops(model: nn.Module, count: Callable[[Any, int], float], T: int) ->
     """Raise InputError if layers have windows and the family's count of FLOPs (args, sequence
     length) ignores them: without windows, every further token makes attention cost as much as the
     one before it."""
-    specs = {core.spec for core in model.cores() if supports_spec(core)}
+    specs = specs_of(model)
     windows = [spec.window for spec in specs if spec.keys(T) < T]
     if not windows:
         return

@@ -1,8 +1,9 @@
 """Context parallelism: the ranks of a cp group share every sequence, and each has an equal part of
 its tokens.
 
-All of a model works on single tokens but attention, so only the attention core is replaced
-(`models/layers.py::AttentionCore`). There are two methods (`parallelism.context_parallel_method`):
+All of a model works on single tokens but its cores, so only these are replaced (models/cores.py);
+cp_state.py has those that are not attention. For attention (`models/layers.py::AttentionCore`) there
+are two methods (`parallelism.context_parallel_method`):
 
 gather: a rank computes its own queries, and gathers the keys and values of all ranks for them
     (Llama 3, arXiv:2407.21783, section 3.3.2). It works for any number of heads. Backward gathers
@@ -31,25 +32,30 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from configs.schema import Config, InputError
+from models.cores import ATTENTION, CONVOLUTION, STATE, of_kind
 from models.kernels import ruled_attention
 from models.kernels.document_attention import Saved, VarlenMetadata, kernel_exists
 from models.kernels.precision import wide_type
 from models.kernels.ruled_attention import AttentionSpec
+from parallelisms import cp_state
 from parallelisms.cores import CoreOfRanks, places, put
 from parallelisms.mesh import Mesh
 
 
 def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
-    """Replace every core by attention that the ranks share, in place."""
+    """Replace every core by one that the ranks share, in place."""
     if mesh.cp == 1:
         return model
     cores = model.cores()
+    attention = of_kind(cores, ATTENTION)
+    others = of_kind(cores, STATE, CONVOLUTION)
     if mesh.zigzag:
         shape = cfg.training.local_batch_size, cfg.training.seq_len
-        shared: list[nn.Module] = gathering(cores, mesh, shape)
+        shared: list[nn.Module] = gathering(attention, mesh, shape)
     else:
-        shared = [Ulysses(core, mesh.device_mesh.get_group("cp")) for core in cores]
-    put(places(model, cores), shared)
+        shared = [Ulysses(core, mesh.device_mesh.get_group("cp")) for core in attention]
+    shared += [cp_state.shared(core, mesh) for core in others]
+    put(places(model, [*attention, *others]), shared)
     return model
 
 
@@ -139,6 +145,14 @@ def _gathered_index(row: Tensor, position: Tensor, T: int, b: int, cp: int) -> T
     return ((rank * b + row) * 2 + (part >= cp)) * length + offset
 
 
+@dataclass(frozen=True)
+class GatheredDocuments:
+    """The documents of a microbatch, for cores of several windows."""
+
+    by_window: dict[int, GatheredPieces]
+    within: Tensor | None = None  # as of models/kernels/document_attention.py::Documents
+
+
 class GatheredKV(CoreOfRanks):
     """Attention of this rank's queries to the keys and values of all ranks."""
 
@@ -163,7 +177,7 @@ class GatheredKV(CoreOfRanks):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: dict[int, GatheredPieces] | None,
+        documents: GatheredDocuments | None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Compute `models/layers.py::AttentionCore` for this rank's tokens."""
@@ -174,7 +188,9 @@ class GatheredKV(CoreOfRanks):
                 f"not {given}"
             )
         self.spec.check(sinks)
-        gathered = self.whole_windows if documents is None else documents[self.window]
+        gathered = self.whole_windows
+        if documents is not None:
+            gathered = documents.by_window[self.window]
         out, _ = gathered_attention(
             q, k, v, sinks, gathered.keys, self.group, *gathered.pieces, *self.numbers
         )
@@ -183,11 +199,13 @@ class GatheredKV(CoreOfRanks):
     @classmethod
     def documents(
         cls, cores: list[Any], positions: Tensor, device: torch.device
-    ) -> dict[int, GatheredPieces]:
+    ) -> GatheredDocuments:
         """Return the pieces for each window of these cores."""
         mesh = cores[0].mesh
         windows = {window_of(core.spec, positions.shape[1]) for core in cores}
-        return {window: GatheredPieces.of(positions, device, mesh, window) for window in windows}
+        return GatheredDocuments(
+            {window: GatheredPieces.of(positions, device, mesh, window) for window in windows}
+        )
 
 
 def attend(

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from configs.schema import Config, Parallelism
+from models.cores import documents_of
 from parallelisms import dp, fsdp_details, schedules
 from parallelisms.mesh import Mesh
 from parallelisms.schedules import (
@@ -162,10 +163,7 @@ class PipelineStages(nn.Module):
 
     def documents(self, positions: Tensor, device: torch.device) -> Any:
         """Return `models/layers.py::Decoder.documents` for the cores of all these stages."""
-        cores: Any = self.cores()
-        if not cores:
-            return None
-        return cores[0].documents(cores, positions, device)
+        return documents_of(self.cores(), positions, device)
 
     def latents(self) -> list[nn.Module]:
         return [module for stage in self.stages.values() for module in stage.latents()]

@@ -264,7 +264,8 @@ def windows_of_documents(options: list[str]) -> list[int]:
     """Return the ones for which the model of this rank says what attention must keep apart."""
     job = train.build(load_config(options, 4, 4))
     length = job.cfg.training.seq_len
-    return sorted(job.model.documents(torch.arange(length)[None], job.mesh.device))
+    documents = job.model.documents(torch.arange(length)[None], job.mesh.device)
+    return sorted(documents.by_window)
 
 
 def test_documents_are_told_for_the_windows_of_all_stages_of_a_rank():

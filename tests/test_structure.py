@@ -49,7 +49,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     "parallelisms": {
         "configs.cpu",
         "configs.schema",
-        "models.cores",  # which modules are attention cores
+        "models.cores",  # which modules are cores of mixers
         "models.kernels.combine",
         "models.kernels.float8_product",
         "models.kernels.document_attention",
@@ -58,6 +58,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.local",  # this rank's part of a weight
         "models.lora",  # adds adapters to modules
         "models.moe",  # which modules are routers
+        "models.recurrent",  # what a state's core must have
         "configs.boxes",  # how a tensor is cut
         "models",
         "training.optimizer_check",  # a part of the contract
@@ -68,6 +69,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.cpu",  # whether bfloat16 is fast there
         "configs.schema",
         "configs.splitmix",
+        "models.cores",  # which modules are cores of mixers
         "models.kernels.precision",
         "models.kernels.ruled_attention",
         "models.terms",

@@ -22,49 +22,64 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError
+from models.cores import ATTENTION, CONVOLUTION, STATE, of_kind
 from models.kernels.ruled_attention import PLAIN, AttentionSpec, masked_attention
 from parallelisms import cores
+from training import recurrent_cache
 from training.attention import for_many_shapes
 
 
 class KeyValueCache:
-    """The key-value cache of every attention layer: keys and values, float [B, S, K, E] each, K
-    this rank's share; or, in a model that computes them from narrow vectors (`Decoder.latents`),
-    these vectors, float [B, S, width].
+    """What is kept of earlier tokens. Of every attention layer, keys and values, float [B, S, K, E]
+    each, K this rank's share; or, in a model that computes them from narrow vectors
+    (`Decoder.latents`), these vectors, float [B, S, width]. Of cores of other kinds, what
+    training/recurrent_cache.py says.
 
     `forward` replaces these parameter-free modules by others: the model knows nothing of it. Keys
     and values of all cached positions are recomputed from the latents for every token."""
 
     def __init__(self, model: nn.Module, capacity: int):
-        """capacity: positions to keep of each prompt, S. Raises InputError for a model whose
-        attention does not support AttentionSpec (parallelisms/cores.py)."""
-        own = cores.unsupported_attention(model)
+        """capacity: positions to keep of each prompt, S. Raises InputError for a model with a core that
+        cannot be replaced (parallelisms/cores.py)."""
+        own = cores.unsupported_core(model)
         if own is not None:
             raise InputError(f"keys and values cannot be kept while sampling, since {own}")
         self.model, self.capacity = model, capacity
+        self.began = False
         self.kept: list[tuple[Tensor, ...]] = []  # of each attention
+        self.recurrent: list[recurrent_cache.CachedCore] = []  # of the other cores
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, loss_head: Callable[[Tensor, Tensor], Tensor]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        loss_head: Callable[[Tensor, Tensor], Tensor],
+        lengths: Sequence[int] | None = None,
     ) -> Tensor:
         """Run the model's forward on tokens int64 [B, T]. positions: int64 [T] from 0 on in the
         first forward, which fills the cache, and int64 [B, T] afterwards: the cache at these
-        positions is replaced."""
-        attention = self.model.cores()
+        positions is replaced. lengths: the tokens of each row that are no padding; None: all."""
+        attention = of_kind(self.model.cores(), ATTENTION)
+        others = of_kind(self.model.cores(), STATE, CONVOLUTION)
         latents = self.model.latents()
         keep = self._begin
         attends: list[Callable] = list(attention)
-        if self.kept:
+        if self.began:
             length = int(positions.max()) + 1
             keep = partial(self._go_on, positions, length)
             by_spec = {core.spec: to_all_before(positions, length, core.spec) for core in attention}
             attends = [by_spec[core.spec] for core in attention]
-        cached: list[nn.Module] = []
+        else:
+            self.recurrent = [recurrent_cache.cached(core) for core in others]
+        self.began = True
+        for module in self.recurrent:
+            module.lengths = lengths or [tokens.shape[1]] * len(tokens)
+        cached: list[nn.Module] = [*self.recurrent]
         for i, core in enumerate(attention):
             cached.append(CachedAttention(core, attends[i], None if latents else partial(keep, i)))
         for i, module in enumerate(latents):
             cached.append(CachedLatents(module, partial(keep, i)))
-        with cores.instead(self.model, [*attention, *latents], cached):
+        with cores.instead(self.model, [*others, *attention, *latents], cached):
             return self.model(tokens, positions, loss_head)
 
     def _begin(self, number: int, *first: Tensor) -> tuple[Tensor, ...]:
@@ -188,8 +203,8 @@ class Sampling:
     # The length of every forward is a multiple of this, and so must `context` be: tensor parallelism
     # needs its size here, since it splits the sequence.
     multiple: int = 1
-    # False: every token recomputes those before it, as the reference of tests, and where attention
-    # does not support AttentionSpec (parallelisms/cores.py)
+    # False: every token recomputes those before it, as the reference of tests, and where a core
+    # cannot be replaced (parallelisms/cores.py)
     cache: bool = True
 
 
@@ -208,13 +223,13 @@ def sample_stream(
     longest = max(map(len, texts))
     memory = (
         KeyValueCache(model, min(context, longest + how.new_tokens) + how.multiple)
-        if how.cache and longest <= context and cores.unsupported_attention(model) is None
+        if how.cache and longest <= context and cores.unsupported_core(model) is None
         else None
     )
     for _ in range(how.new_tokens):
         if memory and max(map(len, texts)) > context:
             memory = None
-        known = memory is not None and bool(memory.kept)  # all tokens but the last of each text
+        known = memory is not None and memory.began  # all tokens but the last of each text
         windows = [text[-1:] if known else text[-context:] for text in texts]
         length = -(-max(map(len, windows)) // how.multiple) * how.multiple
         # [B, T]
@@ -232,12 +247,11 @@ def sample_stream(
             h_of_newest = _whole(h)[torch.arange(len(newest), device=device), newest]  # [B, D]
             return h_of_newest @ _whole(weight).t()  # [B, V]
 
+        forward = model
+        if memory:
+            forward = partial(memory.forward, lengths=list(map(len, windows)))
         with whole_sequences(model), for_many_shapes():
-            logits = (
-                (memory.forward if memory else model)(tokens, positions, logits_of_newest)
-                .float()
-                .cpu()
-            )
+            logits = forward(tokens, positions, logits_of_newest).float().cpu()
         drawn: list[int | None] = [None] * len(texts)
         for i, text in enumerate(texts):
             if not running[i]:

@@ -34,6 +34,8 @@ class Documents:
     # rows
     starts: Tensor
     longest: int  # tokens of the longest document
+    # int64 [B, T]: positions within documents; where cores need them (models/cores.py::documents_of)
+    within: Tensor | None = None
 
     @classmethod
     def of(cls, positions: Tensor, device: torch.device) -> "Documents":

@@ -26,9 +26,9 @@ def between(own: slice) -> Callable[[Tensor], Tensor]:
 def cache(tiny: Tiny) -> str | None:
     """Sampling with a cache gives the logits and tokens of sampling without: the prompt in one
     piece, in two, token by token, past the window, and side by side."""
-    reason = cores.unsupported_attention(tiny.model)
+    reason = cores.unsupported_core(tiny.model)
     if reason is not None:
-        raise NotAsked(f"sampling keeps no keys and values, since {reason}")
+        raise NotAsked(f"sampling keeps nothing of earlier tokens, since {reason}")
     tokens = tiny.tokens(1)
     without = outputs(tiny, tokens)
     for pieces in PIECES:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpoint import hf
 from configs.schema import InputError, Lora
 from models import FORMATS, MODELS
-from models.cores import cores_in
+from models.cores import attention_in
 from parallelisms import cores, tp_check
 from tools.parity.forwards import NotAsked
 from tools.parity.gradients import ROWS, batch, loss_head, new_terms
@@ -115,7 +115,7 @@ def counts_flops(tiny: Tiny) -> str | None:
     family = MODELS[tiny.family.name]
     model = built(family, tiny.args, Lora()).to_empty(device="cpu")
     init.initialise(model, family.initial_values(tiny.args), 0)
-    attention = [core for core in cores_in(model) if cores.supports_spec(core)]
+    attention = [core for core in attention_in(model) if cores.supports_spec(core)]
     of_attention = flops_of_attention(model, tiny, attention)
     mapping = {torch.ops.plumbline.grouped_product: product_flops}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)

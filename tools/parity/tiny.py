@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from configs.schema import InputError, Lora
 from models import lora
-from models.cores import cores_in
+from models.cores import attention_in
 from models.family import Family
 from parallelisms.lora import freeze
 from tools.parity.narrow import narrow_module
@@ -185,7 +185,7 @@ def of_heads(family: Family, given: dict[str, Any]) -> dict[str, int]:
 def of_windows(left: dict[str, Any], whole: Any) -> dict[str, int]:
     """Return the numbers that are the window of a layer, and are shorter in the copy. left: those that
     the toy has as the model does, so no width that is as large by chance."""
-    windows = {core.spec.window for core in cores_in(whole)} - {None}
+    windows = {core.spec.window for core in attention_in(whole)} - {None}
     found = {}
     for name, value in left.items():
         if type(value) is int and value in windows and name != "max_seq_len":

@@ -13,7 +13,7 @@ import torch
 import train
 from configs import check
 from configs.schema import Config
-from models.cores import cores_in
+from models.cores import attention_in
 from tools.plan.routing import BALANCED, Routing
 from tools.plan.step import IN_BLOCKS, Memory, Op, Step, Stretch, Where
 from tools.plan.trace import trace_step
@@ -69,7 +69,7 @@ def period_of_attention(cfg: Config, first: int) -> int:
         blocks = list(family.build(args).layers.values())[first:]
     rules = []
     for block in blocks:
-        specs = tuple(core.spec for core in cores_in(block))
+        specs = tuple(core.spec for core in attention_in(block))
         rules.append((repr(block), specs))
     for period in range(1, len(rules)):
         if rules[period:] == rules[:-period]:

@@ -9,6 +9,7 @@ from checkpoint.state import pinned_size
 from configs import check
 from configs.schema import SCHEDULES, Config
 from configs.words import number_of, plural
+from models.cores import attention_in
 from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms import ep_hosts
 from parallelisms.cores import supports_spec
@@ -169,7 +170,7 @@ def attention(plan: Plan) -> list[str]:
     plain."""
     family, args = train.architecture(plan.cfg)
     with torch.device("meta"):
-        cores = family.build(args).cores()
+        cores = attention_in(family.build(args))
     counts = Counter(core.spec for core in cores if supports_spec(core))
     if set(counts) <= {PLAIN}:
         return []
