@@ -39,6 +39,7 @@ KEEP = {
     # the same on a CPU (models/kernels/cpu/document_attention.py)
     "plumbline.document_attention.default",
     "plumbline.ruled_attention.default",  # attention with a window, sinks, a cap or a scale
+    "plumbline.delta_rule.default",
     # context parallelism: keys and values are gathered once
     "plumbline.gathered_attention.default",
     "_c10d_functional.all_to_all_single.default",

@@ -22,6 +22,7 @@ import train
 from configs.load import load_config
 from lab.bench.device.checks import attention_errors
 from models import llama
+from models.kernels import delta_rule  # noqa: F401  registers an operator
 from models.kernels import document_attention as masked
 from models.kernels.cpu import document_attention as cpu
 from parallelisms import blocks

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from configs import splitmix
 from parallelisms.boxes import box_of
+from training import decays
 
 # the quantile function is tabulated on 2^14 cells and linear inside one: max error 2e-5 deviations
 CELL_BITS = 14
@@ -128,7 +129,11 @@ def fill(param: Tensor, name: str, kind: str, std: float, seed: int) -> None:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     key = _signed(int.from_bytes(digest[:8], "little"))
     for part, index in global_indices(param):
-        part.copy_(normal_values(index, key, std).view(part.shape))
+        if kind in decays.KINDS:
+            values = decays.KINDS[kind](hash64(index, key))
+        else:
+            values = normal_values(index, key, std)
+        part.copy_(values.view(part.shape))
 
 
 Rows = list[tuple[str, str, float]]  # (pattern of a name, kind, standard deviation)

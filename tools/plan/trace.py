@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from configs.schema import Config, InputError
 from models.kernels import (
+    delta_rule,
     grouped_product,  # noqa: F401  registers the operators that are counted
     ruled_attention,
 )
@@ -233,6 +234,15 @@ GROUPED = {
     GROUPED_FORWARD,
     torch.ops.plumbline.grouped_product_backward_rows.default,
     torch.ops.plumbline.grouped_product_backward_weight.default,
+}
+
+
+# Gated delta rule (models/kernels/delta_rule.py) -> position of the keys, its forwards in units of
+# matmuls, those that recompute. Backward computes a span again, and differentiates it.
+DELTA_RULE_FORWARD = torch.ops.plumbline.delta_rule.default
+DELTA_RULE = {
+    DELTA_RULE_FORWARD: (1, 1, 0),
+    torch.ops.plumbline.delta_rule_backward.default: (3, 3, 1),
 }
 
 
@@ -461,7 +471,8 @@ class Trace(TorchDispatchMode):
                 self.note_terms(func, args, known, out)
             # In backward, only recomputation records a graph, or runs the forward of attention or
             # of a grouped GEMM.
-            forward = func == GROUPED_FORWARD or (func in ATTENTION and not ATTENTION[func][3])
+            forward = func in (GROUPED_FORWARD, DELTA_RULE_FORWARD)
+            forward = forward or (func in ATTENTION and not ATTENTION[func][3])
             if in_backward and (torch.is_grad_enabled() or forward):
                 op.recomputed = op.matmul_flops + op.attention_flops
             if op.matmul_flops or op.attention_flops or "empty" not in op.name:
@@ -546,6 +557,15 @@ class Trace(TorchDispatchMode):
             op.rows = len(rows)
             op.operands = sum(map(nbytes, [*inputs, *made]))
             op.matmul_flops = 2 * len(rows) * width
+        elif func in DELTA_RULE:
+            place, forwards, recomputed = DELTA_RULE[func]
+            k, v = args[place : place + 2]
+            one = delta_rule.chunked_flops(
+                v.shape[0] * v.shape[1], v.shape[2], k.shape[3], v.shape[3]
+            )
+            op.matmul_flops = forwards * one
+            op.recomputed = recomputed * one
+            op.operands = sum(map(nbytes, [*inputs, *made]))
         elif "empty" not in op.name:
             written = {id(t) for t in tensors_in(self.mutated(func, args, kwargs))}
             only_written = {id(t) for t in tensors_in(kwargs.get("out"))}
