@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.launched import Launcher
-from tests.runs import ROOT, as_typed, environment, free_port
+from tests.runs import free_port
 
 ADDRESSES = ("10.123.45.1", "10.123.45.2")
 
@@ -31,7 +31,7 @@ class Hosts:
 
     def __init__(self) -> None:
         self.names = [f"plumbline-{os.getpid()}-{node}" for node in range(2)]
-        self.running: list[subprocess.Popen | Launcher] = []
+        self.running: list[Launcher] = []
         for name in self.names:
             ip("netns", "add", name)
         ip(
@@ -71,37 +71,11 @@ class Hosts:
             words = f"tc -n {name} qdisc delete dev cable root"
             subprocess.run(words.split(), check=True, capture_output=True, timeout=20)
 
-    def start(self, options: list[str], said: Path, **settings: str) -> list[subprocess.Popen]:
-        """The same command on both; what node n says goes to said-n."""
-        port = str(free_port())
-        self.running = []
-        for node, name in enumerate(self.names):
-            here = environment(
-                NGPU="2",
-                NNODES="2",
-                NODE_RANK=str(node),
-                MASTER_ADDR=ADDRESSES[0],
-                MASTER_PORT=port,
-                GLOO_SOCKET_IFNAME="cable",
-                OMP_NUM_THREADS="1",
-                TORCH_ELASTIC_SHUTDOWN_TIMEOUT="10",
-                **settings,
-            )
-            script = str(ROOT / "run_train.sh")
-            command = ["ip", "netns", "exec", name, script, *as_typed(options)]
-            with open(f"{said}-{node}", "w") as file:
-                self.running.append(
-                    subprocess.Popen(
-                        command, env=here, stdout=file, stderr=file, stdin=subprocess.DEVNULL
-                    )
-                )
-        return self.running
-
     def launch(
-        self, script: Path, options: list[str], said: Path, *flags: str, **settings: str
+        self, script: Path | str, options: list[str], said: Path, *flags: str, **settings: str
     ) -> list[Launcher]:
-        """The same script on both, by launchers that are forked; what node n says goes to
-        said-n."""
+        """The same script (a module after the flag -m) on both, by launchers that are forked; what
+        node n says and prints goes to said-n."""
         port = free_port()
         self.running = []
         for node, name in enumerate(self.names):
@@ -149,7 +123,8 @@ class Hosts:
 
 
 def _enter(name: str) -> None:
-    """Enter the namespace, by a process that has no thread yet."""
+    """Enter the namespace, by a process that has no thread yet, and print where errors go."""
+    os.dup2(2, 1)
     with open(f"/run/netns/{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter {name}")

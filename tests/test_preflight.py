@@ -979,19 +979,20 @@ def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
 def test_two_hosts(hosts, place, tmp_path):
     """Two network namespaces, two ranks in each; then with a cable of 20 Mbit/s, which --expect
     does not take for fast."""
-    options = ["--preflight", *in_place(place), f"--run.folder={tmp_path}/runs/x"]
-    assert [process.wait(90 * WORKERS) for process in hosts.start(options, tmp_path / "well")] == [
-        0,
-        0,
-    ]
+    options = [*in_place(place), f"--run.folder={tmp_path}/runs/x"]
+
+    def checked(said: str, *more: str) -> list[int | None]:
+        running = hosts.launch("tools.preflight", [*options, *more], tmp_path / said, "-m")
+        return [launcher.wait(90 * WORKERS) for launcher in running]
+
+    assert checked("well") == [0, 0]
     page = (tmp_path / "well-0").read_text()
     assert "4, 2 on each of 2 hosts" in page and "the hosts' clocks differ by" in page
     assert "links dp_shard between hosts: 2" in page
     assert "preflight" not in (tmp_path / "well-1").read_text(), "rank 0 alone speaks"
     hosts.limit("20mbit")
     try:
-        slow = hosts.start([*options, "--only=bandwidth", "--expect=dp_shard:1"], tmp_path / "slow")
-        assert [process.wait(90 * WORKERS) for process in slow] == [1, 1]
+        assert checked("slow", "--only=bandwidth", "--expect=dp_shard:1") == [1, 1]
     finally:
         hosts.cable("down"), hosts.cable("up")
     assert "but --expect=dp_shard:1" in (tmp_path / "slow-0").read_text()

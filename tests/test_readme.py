@@ -119,14 +119,14 @@ SAYS = (
     (r"^python -m tools\.prove ", 0, "types          holds"),
 )
 
-# Patterns of commands that a shell runs: `run_train.sh` by itself, with its launcher, and without a
-# run; a tool by its module's name; one that forks ranks itself; and all that a shell has to read.
+# Patterns of commands that a shell runs: `run_train.sh` by itself and without a run (with its
+# launcher: tests/test_security.py); a tool by its module's name; one that forks ranks itself; and all
+# that a shell has to read.
 TYPED = (
     r"^\./run_train\.sh$",
-    r"^NGPU=2 .*pipeline_parallel=2",
     r"^\./run_train\.sh --help",
     r"^python -m checkpoint\.verify ",
-    r"^python -m tools\.(parity|prove) ",
+    r"^python -m tools\.(parity|prove) configs/\w+_debug\.",
     r"^python -m tools\.replay ",
     r"[$`|<>&;~]",
 )

@@ -24,7 +24,7 @@ from tests.hosts import (
 )
 from tests.launched import Launcher
 from tests.ranks import WORKERS
-from tests.runs import logged, losses_of_four, series, tiny_run
+from tests.runs import ROOT, logged, losses_of_four, series, tiny_run
 
 # Seconds; the grace is for a machine with other things to do: it takes a few. With other tests a
 # step, too, takes longer.
@@ -183,7 +183,7 @@ def test_the_step_time_over_a_slower_cable(
     ]
     folder, said = tmp_path / "run", tmp_path / "said"
     hosts.limit("10gbit")
-    running = hosts.start([*larger, f"--run.folder={folder}"], said)
+    running = hosts.launch(ROOT / "train.py", [*larger, f"--run.folder={folder}"], said)
     until(lambda: logged(folder, 3), 120, lambda: words(said))
     hosts.limit("100mbit")
     changed = len(series(folder)) + 1  # the step under way had some of each speed
