@@ -5,9 +5,13 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from configs.schema import Lora
+from models import llama
 from tests import hybrid, parity
 from tests.ranks import run_ranks
 from tests.runs import CONTEXT_MESHES, MESHES, ULYSSES
+from tools.parity import properties
+from tools.parity.tiny import copy_of
 
 HYBRID = [parity.FLOAT64, *parity.ADAMW, "--training.max_norm=0.1"]
 # sequences of two tokens for each part, with four parts: less than the convolution sees
@@ -57,3 +61,21 @@ def test_a_mesh_computes_what_one_process_does(mesh, oracles):
     for number, more in enumerate(RUNS[mesh]):
         whole = parity.whole_model([of_rank[number] for of_rank in results])
         assert not parity.compare(f"{mesh} {more}", whole, oracles[kind_of(more)], parity.EXACT)
+
+
+# Properties and the cache ----------------------------------------------------------------------------
+
+ARGS = llama.Args(**llama.NUMBERS.flavors["debug"])
+
+
+def failures(family=hybrid.FAMILY) -> dict[str, str]:
+    with hybrid.instead_of_llama(family):
+        tiny = copy_of(family, ARGS, Lora())
+        verdicts = list(properties.tried(tiny))
+    left_out = {verdict.of.name for verdict in verdicts if verdict.left_out}
+    assert left_out <= {"files"}
+    return {verdict.of.name: verdict.failure for verdict in verdicts if verdict.failure}
+
+
+def test_the_properties_of_a_hybrid_hold():
+    assert failures().keys() <= {"files"}

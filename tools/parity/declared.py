@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpoint import hf
 from configs.schema import InputError, Lora
 from models import FORMATS, MODELS
-from models.cores import attention_in
+from models.cores import STATE, attention_in, cores_in, of_kind
 from parallelisms import cores, tp_check
 from tools.parity.forwards import NotAsked
 from tools.parity.gradients import ROWS, batch, loss_head, new_terms
@@ -105,6 +105,19 @@ class NoAttention(nn.Module):
         return v.repeat_interleave(q.shape[2] // v.shape[2], 2)
 
 
+class NoState(nn.Module):
+    """In the place of a state, in the shape of what it reads: chunked forms have products of their own."""
+
+    def __init__(self, core: nn.Module, shape: torch.Size):
+        super().__init__()
+        self.core = core
+        self.shape = shape
+
+    def forward(self, *inputs: Tensor, documents: Any = None) -> Tensor:
+        """Inputs [B, T, ...] -> [B, T, H, V]."""
+        return inputs[0].new_zeros(self.shape)
+
+
 def product_flops(rows: Any, weight: Any, counts: Any, out_shape: Any = None, **kw: Any) -> int:
     """Count a grouped product (models/kernels/grouped_product.py) from its shapes."""
     return 2 * math.prod(rows) * weight[1]
@@ -117,12 +130,14 @@ def counts_flops(tiny: Tiny) -> str | None:
     init.initialise(model, family.initial_values(tiny.args), 0)
     attention = [core for core in attention_in(model) if cores.supports_spec(core)]
     of_attention = flops_of_attention(model, tiny, attention)
+    of_states, without_state = flops_of_states(model, tiny)
     mapping = {torch.ops.plumbline.grouped_product: product_flops}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)
-    others = [NoAttention(core) for core in attention]
-    with torch.no_grad(), cores.instead(model, attention, others), counter:
+    replaced = [*attention, *without_state]
+    others = [*map(NoAttention, attention), *without_state.values()]
+    with torch.no_grad(), cores.instead(model, replaced, others), counter:
         in_training(model, tiny)
-    counted = 3 * counter.get_total_flops() / LENGTH + of_attention
+    counted = 3 * counter.get_total_flops() / LENGTH + of_attention + of_states
     derived = family.flops_per_token(tiny.args, LENGTH)
     if abs(counted - derived) <= CLOSE * counted:
         return None
@@ -158,6 +173,26 @@ def flops_of_attention(model: Any, tiny: Tiny, attention: list[Any]) -> float:
     for handle in handles:
         handle.remove()
     return sum(found)
+
+
+def flops_of_states(model: Any, tiny: Tiny) -> tuple[float, dict[nn.Module, NoState]]:
+    """Return the FLOPs of all states for a token, forward and backward, and what stands in the place of
+    each meanwhile."""
+    states = of_kind(cores_in(model), STATE)
+    found: list[float] = []
+    without = {}
+
+    def count(core: Any, inputs: Any, output: Tensor) -> None:
+        _, state = core.run(*inputs)  # [1, H, E, V]
+        found.append(6.0 * core.products * state.numel())
+        without[core] = NoState(core, output.shape)
+
+    handles = [core.register_forward_hook(count) for core in states if cores.supports_spec(core)]
+    with torch.no_grad():
+        in_training(model, tiny)
+    for handle in handles:
+        handle.remove()
+    return sum(found), without
 
 
 # Files --------------------------------------------------------------------------------------------

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from configs.schema import InputError
-from models.cores import cores_in
+from models.cores import ATTENTION, cores_in, kind_of
 from models.kernels.ruled_attention import masked_attention
 from parallelisms import cores
 from tools.parity.outputs import Outputs, distance, noting
+from tools.parity.recurrent import compared_with_parts
 from tools.parity.tiny import LENGTH, Tiny
 
 ALONE = 1e-5  # of a document elsewhere in a row: rotary tables are float32
@@ -174,15 +175,17 @@ def sees_padding(tiny: Tiny) -> str | None:
 
 
 def attention(tiny: Tiny) -> str | None:
-    """Each attention core computes what its spec says: window, scale, soft cap and sinks."""
-    found = []
+    """Each core computes what its spec says: window, scale, soft cap and sinks of attention; a state and
+    a convolution, in parts, what they do of a whole row."""
+    found: list[str] = []
     names = {module: name for name, module in tiny.model.named_modules()}
     handles = []
     supporting = [core for core in cores_in(tiny.model) if cores.supports_spec(core)]
     if not supporting:
-        raise NotAsked("no layer has attention with a spec")
+        raise NotAsked("no layer has a core with a spec")
     for core in supporting:
-        hook = compared_with_spec(names[core], tiny.limit, found)
+        compared = compared_with_spec if kind_of(core) == ATTENTION else compared_with_parts
+        hook = compared(names[core], tiny.limit, found)
         handles.append(core.register_forward_hook(hook, with_kwargs=True))
     try:
         with torch.no_grad():
