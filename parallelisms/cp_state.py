@@ -31,17 +31,19 @@ def shared(core: StateCore | ConvolutionCore, mesh: Mesh) -> nn.Module:
 
 
 class GatherParts(torch.autograd.Function):
-    """Concatenates the tensors of all ranks of a group along their first dimension. Each rank uses
-    them for other tokens, so the gradient of its own is a sum over the ranks."""
+    """Stacks the tensors of all ranks of a group. Each rank uses them for other tokens, so the gradient
+    of its own is a sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return funcol.wait_tensor(funcol.all_gather_tensor(x, 0, group))
+        everyone = funcol.wait_tensor(funcol.all_gather_tensor(x, 0, group))
+        return everyone.unflatten(0, (-1, len(x)))  # [ranks, ...]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        own = funcol.reduce_scatter_tensor(grad.contiguous(), "sum", 0, ctx.group)
+        joined = grad.flatten(0, 1).contiguous()
+        own = funcol.reduce_scatter_tensor(joined, "sum", 0, ctx.group)
         return funcol.wait_tensor(own), None
 
 
@@ -69,9 +71,7 @@ class PartsOfRanks(CoreOfRanks):
 
     def gather(self, own: list[Tensor]) -> Tensor:
         """Return what all ranks have of their parts, [P, ...], in the order of the sequence."""
-        stacked = torch.stack(own)  # [parts of a rank, ...]
-        everyone = GatherParts.apply(stacked, self.group)
-        everyone = everyone.unflatten(0, (-1, len(own)))  # [ranks, parts of a rank, ...]
+        everyone = GatherParts.apply(torch.stack(own), self.group)  # [ranks, parts of a rank, ...]
         if len(own) == 1:
             return everyone[:, 0]
         # rank r has parts r and P - 1 - r

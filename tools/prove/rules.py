@@ -25,6 +25,7 @@ from models.local import ScaledGradient
 from models.terms import InjectGradient
 from parallelisms import cp
 from parallelisms.async_all_to_all import StartAllToAll, WaitAllToAll
+from parallelisms.cp_state import GatherParts
 from parallelisms.mesh import Mesh
 from parallelisms.tp_plain import SumOverRanks
 from training.loss import _LinearCrossEntropy
@@ -97,6 +98,10 @@ def sum_over_ranks(*, x: Tensor, group: Any) -> Any:
     return spmd.rules.all_reduce(x, group, src=V, dst=R)
 
 
+def gather_parts(*, x: Tensor, group: Any) -> Any:
+    return spmd.rules.all_gather(x, group, src=V, dst=R)
+
+
 def inject_gradient(*, h: Tensor, value: Tensor, scale: Tensor) -> Any:
     for axis, kind in spmd.get_local_type(value).items():
         if kind is R:
@@ -137,6 +142,7 @@ def linear_cross_entropy(types: Types) -> Callable:
 
 FUNCTIONS: dict[type, Callable] = {
     SumOverRanks: sum_over_ranks,
+    GatherParts: gather_parts,
     InjectGradient: inject_gradient,
     StartAllToAll: start_all_to_all,
     WaitAllToAll: wait_all_to_all,
