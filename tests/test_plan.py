@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Sizes that no mesh divides, and large enough that activations, not constants, are what is
 # measured.
 MODEL = (
-    "--model.dim=120 --model.n_layers=5 --model.n_heads=8 --model.n_kv_heads=4 "
+    "--model.dim=120 --model.n_layers=4 --model.n_heads=8 --model.n_kv_heads=4 "
     "--model.head_dim=14 --model.hidden_dim=308 "
     "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 "
     "--training.global_batch_size=8 "
