@@ -135,6 +135,18 @@ _EXPERTS = [
 ]
 DEEPSEEK = ["--model.family=deepseek_v3", *_EXPERTS, "--training.expert_bias_speed=0.01"]
 GPT_OSS = ["--model.family=gpt_oss", *_EXPERTS, "--model.window=5"]
+# a gated delta net, attention, and a gated delta net; a document is longer than the convolution or not
+QWEN3_NEXT = [
+    "--model.family=qwen3_next",
+    *_EXPERTS,
+    "--model.shared_dim=14",
+    "--model.attention_interval=2",
+    "--model.rope_dim=4",
+    "--model.delta_key_heads=4",
+    "--model.delta_value_heads=8",
+    "--model.delta_key_dim=5",
+    "--model.delta_value_dim=7",
+]
 EXPERTS = {
     "qwen3 experts": ["--model.family=qwen3", *_EXPERTS],
     "deepseek_v3": DEEPSEEK,
@@ -146,6 +158,7 @@ LORA_DENSE = [*_LORA, '--lora.targets=["wq", "wk", "wv", "wo", "w1", "w2", "w3"]
 LORA_OLMO2 = [*LORA_DENSE, "--model.family=olmo2", "--model.n_layers=4", "--model.window=5"]
 LORA_QWEN = [*LORA_DENSE, *EXPERTS["qwen3 experts"]]
 LORA_OSS = [*LORA_DENSE, *GPT_OSS]
+LORA_NEXT = [*_LORA, *QWEN3_NEXT, '--lora.targets=["wq", "wv", "wg", "wz", "wb", "wo", "w1"]']
 LORA_MLA = [*_LORA, *DEEPSEEK, '--lora.targets=["wq_b", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3"]']
 Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from models import FORMATS, deepseek_v3, gpt_oss, llama, olmo2, qwen3
+from models import FORMATS, deepseek_v3, gpt_oss, llama, olmo2, qwen3, qwen3_next
 from models.family import Family, Formats, TensorLayout
 
 # Of the seven wavelengths at a head of 14 and a base of 500,000, two are short for 512 tokens, one
@@ -126,6 +126,31 @@ GPT_OSS = gpt_oss.Args(
     max_seq_len=1024,
     tied_embeddings=False,
 )
+# Three layers have a gated delta net, two have attention.
+QWEN3_NEXT = qwen3_next.Args(
+    dim=42,
+    n_layers=5,
+    attention_interval=2,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    rope_dim=4,
+    delta_key_heads=3,
+    delta_value_heads=6,
+    delta_key_dim=9,
+    delta_value_dim=14,
+    conv_width=4,
+    n_experts=7,
+    experts_per_token=3,
+    expert_dim=11,
+    shared_dim=13,
+    balance_loss=0.0,
+    vocab_size=97,
+    rope_theta=10000.0,
+    norm_eps=1e-2,
+    max_seq_len=64,
+    tied_embeddings=False,
+)
 SHAPES = {  # name -> the family and its numbers
     "llama2": (llama.FAMILY, LLAMA),
     "llama3": (llama.FAMILY, LLAMA3),
@@ -161,6 +186,11 @@ SHAPES = {  # name -> the family and its numbers
     "gpt_oss tied": (
         gpt_oss.FAMILY,
         replace(GPT_OSS, rope_scaling=None, tied_embeddings=True),
+    ),
+    "qwen3_next": (qwen3_next.FAMILY, QWEN3_NEXT),
+    "qwen3_next tied": (
+        qwen3_next.FAMILY,
+        replace(QWEN3_NEXT, n_layers=4, attention_interval=3, tied_embeddings=True),
     ),
 }
 

@@ -562,6 +562,27 @@ RULE_CASES = {
         "model.n_experts = 0, but every layer is a mixture of experts",
         "model.n_experts=4",
     ),
+    "qwen3_next_experts": (
+        "model.family=qwen3_next model.n_experts=0",
+        "model.n_experts = 0, but every layer is a mixture of experts",
+        "model.n_experts=4",
+    ),
+    "partial_rope": (
+        "model.family=qwen3_next model.rope_dim=34",
+        "model.rope_dim = 34 must be even and at most model.head_dim = 32",
+        "model.rope_dim=32",
+    ),
+    "delta_heads": (
+        "model.family=qwen3_next model.delta_value_heads=6",
+        "model.delta_key_heads = 4 (of flavor debug) does not divide model.delta_value_heads = 6",
+        "model.delta_value_heads=12",
+    ),
+    "tp_delta_heads": (
+        "model.family=qwen3_next model.delta_key_heads=2 parallelism.tensor_parallel=4",
+        "parallelism.tensor_parallel = 4 does not divide model.delta_key_heads = 2",
+        "parallelism.tensor_parallel=2",
+        4,
+    ),
     "dense_layers": (
         "model.family=deepseek_v3 model.n_dense_layers=6",
         "model.n_dense_layers = 6 is above model.n_layers = 5",

@@ -151,12 +151,16 @@ def test_an_exported_model_begins_and_ends_texts_as_its_tokenizer_does(hf_folder
 @pytest.mark.parametrize("shape", SHAPES)
 def test_in_and_out_again(shape, tmp_path):
     """Import and export: logits bitwise (to 1e-5 with experts and with windows, where sums go in
-    another order), nothing missing, generate runs."""
+    another order; to 3e-5 with states, which transformers does not repeat bitwise), nothing missing,
+    generate runs."""
     transformers = pytest.importorskip("transformers")
     family, args = SHAPES[shape]
     kind = {"experts_implementation": "eager"}  # the other one refuses odd sizes
     rounds = getattr(args, "n_experts", 0) or getattr(args, "window", 0)
     rounding = 1e-5 if rounds else 0
+    has_states = hasattr(args, "conv_width")
+    if has_states:
+        rounding = 3e-5
     source, run_folder, back = (
         write_hf(tmp_path / "hf", family, args),
         tmp_path / "run",
@@ -191,7 +195,8 @@ def test_in_and_out_again(shape, tmp_path):
     assert not any(said.values()), said
     assert loaded.config.rope_parameters == theirs.config.rope_parameters
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (256, 256)
-    assert torch.equal(loaded(tokens).logits, theirs(tokens).logits)
+    again = rounding if has_states else 0
+    torch.testing.assert_close(loaded(tokens).logits, theirs(tokens).logits, rtol=again, atol=again)
     words = transformers.AutoTokenizer.from_pretrained(back)
     prompt = words("def ", return_tensors="pt")
     assert prompt["input_ids"].tolist() == [[*b"def "]] and words.eos_token_id == 256

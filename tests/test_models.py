@@ -22,14 +22,17 @@ SIZES = {
     "hidden_dim": 20,
     "vocab_size": 31,
 }
+# of hybrids: the layer in the middle has attention
+HYBRID_SIZES = SIZES | {"attention_interval": 2, "rope_dim": 4}
 TOKENS, POSITIONS = torch.arange(22).view(2, 11), torch.arange(11)
 
 
 def numbers(name: str, **changes: object):
     """`Args` of the family's debug flavor at these sizes, as far as it has them."""
     flavor = MODELS[name].numbers.flavors["debug"]
+    sizes = HYBRID_SIZES if "attention_interval" in flavor else SIZES
     return MODELS[name].Args(
-        **flavor | {key: size for key, size in SIZES.items() if key in flavor} | changes
+        **flavor | {key: size for key, size in sizes.items() if key in flavor} | changes
     )
 
 
@@ -287,6 +290,43 @@ WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
             "aux_loss_alpha": 0.0001,
         },
     ),  # the report's, section 4.2; config.json has 0.001
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": (
+        "qwen3_next",
+        "80B-A3B",
+        {
+            "model_type": "qwen3_next",
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "full_attention_interval": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "intermediate_size": 5120,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+            "vocab_size": 151936,
+            "rope_theta": 10000000,
+            "rope_scaling": None,
+            "rms_norm_eps": 1e-06,
+            "max_position_embeddings": 262144,
+            "use_sliding_window": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     **{
         f"openai/gpt-oss-{flavor.lower()}": (
             "gpt_oss",
@@ -439,6 +479,7 @@ SHORTEST = {
     "olmo3": ("olmo2", REQUIRED),
     "deepseek_v3": ("deepseek_v3", {}),
     "gpt_oss": ("gpt_oss", {}),
+    "qwen3_next": ("qwen3_next", {}),
 }
 
 
@@ -602,6 +643,7 @@ def test_published_totals_of_active_parameters(name, flavor, billions):
         ("deepseek_v3", "debug"),
         ("deepseek_v3", "16B-A3B"),
         ("gpt_oss", "20B"),
+        ("qwen3_next", "80B-A3B"),
     ],
 )
 def test_active_parameters_are_all_but_those_of_experts_that_a_token_is_not_sent_to(name, flavor):

@@ -24,8 +24,11 @@ from training.loss import linear_cross_entropy, plain_cross_entropy
 
 RANK, ALPHA = 3, 7.5
 LIMIT = 1e-5
-ALL = "wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b", "w1", "w2", "w3"
-FAMILIES = "llama3", "qwen3 experts", "deepseek_v3", "olmo2", "gpt_oss"
+ROUNDED = {
+    "qwen3_next": 3e-4
+}  # large adapters before a norm of small states (tests/test_hf_parity.py)
+ALL = tuple("wq wk wv wo wg wz wa wb wq_a wq_b wkv_a wkv_b w1 w2 w3".split())
+FAMILIES = "llama3", "qwen3 experts", "deepseek_v3", "olmo2", "gpt_oss", "qwen3_next"
 
 
 def adapt(model: nn.Module, targets: tuple[str, ...] = ALL) -> dict[str, Tensor]:
@@ -96,7 +99,7 @@ def compare(shape: str, folder: Path, targets: tuple[str, ...] = ALL) -> dict[st
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_peft_computes_the_same(shape, tmp_path):
     seen = compare(shape, tmp_path / "peft")
-    assert max(seen.values()) <= LIMIT, seen
+    assert max(seen.values()) <= ROUNDED.get(shape, LIMIT), seen
 
 
 def test_adapters_of_some_of_the_experts_weights(tmp_path):

@@ -1,7 +1,8 @@
 """Translate adapters to the format of the library `peft`: `adapter_model.safetensors` and
 `adapter_config.json`, which `peft.PeftModel.from_pretrained` loads onto a model of transformers 5.
 
-An adapter of a linear layer is the same two matrices there. The weights of all experts are one
+An adapter of a linear layer is the same two matrices there; layers of ours that are one there, such
+as Qwen3-Next's queries and gates, have one adapter of so many times the rank. The weights of all experts are one
 parameter in transformers, and w1 and w3 are one with each other. `peft` adapts such a parameter by
 `target_parameters`: the adapters of w1 and w3 become one of twice the rank, whose B has the two as
 blocks, and alpha is doubled with the rank. It computes the same, but if it is trained further with
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from checkpoint import hf
 from configs.schema import InputError
-from models.formats.layouts import Interleaved
+from models.formats.layouts import Grouped, Interleaved
 from reliability import disk
 from tools.adapters import Adapter, by_parameter
 
@@ -43,9 +44,18 @@ class PeftTarget:
     turn: int = 0  # ours is this one of the n in it
     n: int = 1
     interleaved: bool = False  # the n take turns row by row; else one follows the other
+    grouped: Grouped | None = None  # the layout of parameters that take turns in groups of rows
 
-    def rows(self, outputs: int) -> slice:
-        """Return the rows of this parameter among the n * outputs of transformers' parameter."""
+    def total(self, outputs: int) -> int:
+        """Return how many rows transformers' parameter has; outputs: those of ours."""
+        if self.grouped is not None:
+            return self.grouped.groups * sum(self.grouped.rows)
+        return self.n * outputs
+
+    def rows(self, outputs: int) -> slice | Tensor:
+        """Return the rows of this parameter among those of transformers' parameter."""
+        if self.grouped is not None:
+            return self.grouped.places()
         if self.interleaved:
             return slice(self.turn, None, self.n)
         return slice(self.turn * outputs, (self.turn + 1) * outputs)
@@ -69,6 +79,8 @@ def places(family: Any, args: Any) -> dict[str, PeftTarget]:
         layout = layouts.get(ours)
         if isinstance(layout, Interleaved):
             found[ours] = PeftTarget(theirs, layout.turn, layout.n, interleaved=True)
+        elif isinstance(layout, Grouped):
+            found[ours] = PeftTarget(theirs, layout.turn, len(layout.rows), grouped=layout)
         elif hf.EXPERT in theirs:
             experts, _, word = theirs.removesuffix(".weight").partition(f".{hf.EXPERT}.")
             parameter, turn, n = STACKED[word]
@@ -88,10 +100,11 @@ def fuse(adapters: list[Adapter], its_places: list[PeftTarget]) -> Adapter:
     outputs, rank = adapters[0].b.shape[-2:]
     leading = adapters[0].b.shape[:-2]
     a = torch.cat([adapter.a for adapter in adapters], -2)  # [..., k r, I]
-    shape = (*leading, outputs * its_places[0].n, rank * len(adapters))
-    b = adapters[0].b.new_zeros(shape)  # [..., n O, k r]
+    shape = (*leading, its_places[0].total(outputs), rank * len(adapters))
+    b = adapters[0].b.new_zeros(shape)  # [..., rows of theirs, k r]
     for i, (adapter, place) in enumerate(zip(adapters, its_places, strict=True)):
-        b[..., place.rows(outputs), i * rank : (i + 1) * rank] = adapter.b
+        rows = place.rows(adapter.b.shape[-2])
+        b[..., rows, i * rank : (i + 1) * rank] = adapter.b
     return Adapter(a, b)
 
 
@@ -143,6 +156,9 @@ def translate(
         tensors[f"base_model.model.{key}.lora_B.weight"] = adapter.b.contiguous()
         if word == "weight" and not (has_experts and ".mlp." in theirs):
             modules.add(module.rpartition(".")[2])
+            if len(of_ours) > 1:
+                ranks[pattern(without_layer(module))] = rank * len(of_ours)
+                alphas[pattern(without_layer(module))] = whole(alpha * len(of_ours))
             continue
         # With experts, peft takes the words gate_proj, up_proj and down_proj of modules for those
         # of experts in the files of transformers 4. So other layers of that name are adapted as

@@ -71,6 +71,12 @@ class Grouped:
         middle = [1] if self.has_middle else []
         return {self.name: [self.groups * sum(self.rows), *middle, *shape[1:]]}
 
+    def places(self) -> Tensor:
+        """Return which rows of theirs are ours, in order: int64 [our rows]."""
+        numbers = torch.arange(self.groups * sum(self.rows)).view(self.groups, -1)
+        before = sum(self.rows[: self.turn])
+        return numbers[:, before : before + self.rows[self.turn]].flatten()
+
     def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
         """Read this box of our parameter, from the groups that have rows of it."""
         rows, *others = box

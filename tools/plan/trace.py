@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from configs.schema import Config, InputError
+from models.delta_net import GatedDeltaCore
 from models.kernels import (
     delta_rule,
     grouped_product,  # noqa: F401  registers the operators that are counted
@@ -238,11 +239,11 @@ GROUPED = {
 
 
 # Gated delta rule (models/kernels/delta_rule.py) -> position of the keys, its forwards in units of
-# matmuls, those that recompute. Backward computes a span again, and differentiates it.
+# matmuls, and of the recurrence. Backward computes a span again, and differentiates it.
 DELTA_RULE_FORWARD = torch.ops.plumbline.delta_rule.default
 DELTA_RULE = {
-    DELTA_RULE_FORWARD: (1, 1, 0),
-    torch.ops.plumbline.delta_rule_backward.default: (3, 3, 1),
+    DELTA_RULE_FORWARD: (1, 1, 1),
+    torch.ops.plumbline.delta_rule_backward.default: (3, 3, 2),
 }
 
 
@@ -558,13 +559,15 @@ class Trace(TorchDispatchMode):
             op.operands = sum(map(nbytes, [*inputs, *made]))
             op.matmul_flops = 2 * len(rows) * width
         elif func in DELTA_RULE:
-            place, forwards, recomputed = DELTA_RULE[func]
+            place, forwards, needed = DELTA_RULE[func]
             k, v = args[place : place + 2]
             one = delta_rule.chunked_flops(
                 v.shape[0] * v.shape[1], v.shape[2], k.shape[3], v.shape[3]
             )
             op.matmul_flops = forwards * one
-            op.recomputed = recomputed * one
+            # what chunks compute beyond the recurrence, too
+            of_recurrence = 2 * GatedDeltaCore.products * v.numel() * k.shape[3]
+            op.recomputed = max(0, forwards * one - needed * of_recurrence)
             op.operands = sum(map(nbytes, [*inputs, *made]))
         elif "empty" not in op.name:
             written = {id(t) for t in tensors_in(self.mutated(func, args, kwargs))}

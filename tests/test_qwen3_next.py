@@ -1,0 +1,198 @@
+"""Parts that only Qwen3-Next has: every mesh with its states, slices of tensors that join several of
+ours, the files that its format refuses, and the mistakes that a comparison must notice.
+
+tests/test_hf_parity.py compares the whole model with transformers', tests/test_convert.py its files.
+"""
+
+import json
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint import hf
+from configs.schema import InputError
+from models import FORMATS, qwen3_next
+from models.formats.layouts import Grouped
+from models.formats.qwen3_next import FORMATS as OURS
+from tests import parity
+from tests.parity import DOCUMENTS, LORA_NEXT, QWEN3_NEXT
+from tests.runs import ULYSSES
+from tests.shapes import QWEN3_NEXT as ARGS
+from tests.shapes import hugging_face, random_pair
+from training import init
+from training.optim import first_match
+
+# --------------------------------------------------------------------------------------------------
+# meshes
+
+EVEN = ["--model.expert_dim=12"]
+MESHES = {  # and further options
+    "tp2": [],
+    "ep2 of cp2": [],
+    "cp2": [ULYSSES],
+    "pp2": [],
+    "ep2": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_meshes_equal_the_plain_model() -> None:
+    """In float64, with documents of which some are shorter than the convolution. A pipeline's stages
+    are uneven: a gated delta net and attention, and a gated delta net."""
+    exactly = parity.combination_of(dtype="float64")
+    for mesh, more in MESHES.items():
+        parity.check(mesh, [exactly], [*QWEN3_NEXT, *EVEN, DOCUMENTS, *more])
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_adapters_on_a_mesh_equal_the_plain_model() -> None:
+    parity.check("tp2", [parity.combination_of(dtype="float64")], [*LORA_NEXT, *EVEN])
+
+
+# --------------------------------------------------------------------------------------------------
+# files
+
+
+@pytest.mark.parametrize("groups, has_middle", [(1, True), (4, False)])
+def test_slices_of_a_joined_tensor_are_those_of_the_parameter(groups, has_middle):
+    rows = 3, 1, 2
+    columns = 5
+    parts = [torch.randn(groups * n, columns) for n in rows]
+    layouts = [Grouped("x", groups, rows, turn, has_middle) for turn in range(3)]
+    theirs = layouts[0].join(parts)
+    assert theirs.shape == torch.Size(layouts[0].files(parts[0].shape)["x"])
+    in_groups = theirs.reshape(groups, sum(rows), columns)
+    for turn, (layout, ours) in enumerate(zip(layouts, parts, strict=True)):
+        before = sum(rows[:turn])
+        mine = in_groups[:, before : before + rows[turn]].reshape(-1, columns)
+        assert torch.equal(mine, ours)
+        for start, stop in combinations(range(len(ours) + 1), 2):
+            box = (slice(start, stop), slice(1, 4))
+            got = layout.read(box, lambda name, part: theirs[part])
+            assert torch.equal(got, ours[box]) and got.is_contiguous()
+
+
+def test_the_parameters_are_those_that_the_hub_counts():
+    """Of Qwen3-Coder-Next, whose files have no MTP: 79,674,391,296 numbers."""
+    args = qwen3_next.Args(**qwen3_next.NUMBERS.flavors["80B-A3B"])
+    assert qwen3_next.parameters(args) == 79_674_391_296
+
+
+def test_gains_decay_to_1_and_vectors_of_heads_do_not_decay():
+    model = qwen3_next.FAMILY.build(ARGS)
+    names = dict(model.named_parameters())
+    kept = {name for name in names if not first_match(qwen3_next.DECAY, name)}
+    words = {name.split(".attention.")[-1] for name in kept}
+    assert words == {"A_log", "dt_bias", "norm.weight"}
+    init.initialise(model, qwen3_next.initial_values(ARGS), 0)
+    for name, weight in names.items():
+        if name.endswith("norm.weight"):
+            assert (weight == (1 if name in kept else 0)).all(), name
+
+
+def test_mtp_is_ignored_and_anything_else_is_not(tmp_path: Path):
+    pytest.importorskip("transformers")
+    hugging_face(qwen3_next.FAMILY, ARGS).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    ours = qwen3_next.FAMILY.build(ARGS)
+    shapes = {name: list(p.shape) for name, p in ours.named_parameters()}
+    mtp = {"mtp.fc.weight": torch.zeros(2, 4), "mtp.layers.0.mlp.gate.weight": torch.zeros(3)}
+    save_file(tensors | mtp, path)
+    assert hf.weights(tmp_path, OURS, ARGS, shapes).keys() == shapes.keys()
+    save_file(tensors | {"model.layers.0.linear_attn.bias": torch.zeros(2)}, path)
+    with pytest.raises(InputError, match="linear_attn.bias is not a tensor of such a model"):
+        hf.weights(tmp_path, OURS, ARGS, shapes)
+
+
+KINDS = ["linear_attention", "full_attention"]
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"layer_types": [*KINDS, *KINDS, "full_attention"]}, "full_attention at equal intervals"),
+        ({"layer_types": KINDS}, "for each of the 5 layers"),
+        ({"layer_types": ["sliding_attention"] * 5}, "only linear_attention with full_attention"),
+        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is false"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers is .1."),
+        ({"attn_output_gate": False}, "attn_output_gate is false"),
+        ({"linear_num_key_heads": 4}, "each key head must serve an equal group of value heads"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor is 0.3: 3 of"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "only default"),
+        ({"rope_parameters": {"mrope_section": [11, 11, 10]}}, "mrope_section of the rotary"),
+    ],
+)
+def test_what_our_model_cannot_express_is_refused(change, words, tmp_path):
+    config = OURS.hf_config(ARGS) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=words):
+        hf.read_model(tmp_path, FORMATS)
+
+
+def test_the_order_of_layers_may_be_a_list_or_an_interval():
+    config = OURS.hf_config(ARGS)
+    assert OURS.args_from_hf(config) == ARGS
+    for key in "layer_types", "full_attention_interval":
+        assert OURS.args_from_hf({k: v for k, v in config.items() if k != key}) == ARGS
+    alone = OURS.args_from_hf(config | {"layer_types": ["linear_attention"] * 5})
+    assert qwen3_next.attention_layers(alone) == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# mistakes that are noticed
+
+
+def with_queries_for_gates(patch: pytest.MonkeyPatch) -> None:
+    """The two parts of a head in q_proj, and of in_proj_ba, are the other way round."""
+    real = Grouped.read
+
+    def read(self: Grouped, *given: Any) -> torch.Tensor:
+        other = replace(self, turn=1 - self.turn) if len(self.rows) == 2 else self
+        return real(other, *given)
+
+    patch.setattr(Grouped, "read", read)
+
+
+def with_the_end_of_a_head_rotated(patch: pytest.MonkeyPatch) -> None:
+    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        width = cos.shape[-1]
+        rotated = qwen3_next.apply_rope(x[..., -width:], cos, sin)
+        return torch.cat((x[..., :-width], rotated), -1)
+
+    patch.setattr(qwen3_next, "rotate_first", rotate)
+
+
+def with_gains_around_zero(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(qwen3_next.ZeroCentredRMSNorm, "forward", torch.nn.RMSNorm.forward)
+
+
+def without_the_gate_of_the_shared_expert(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(qwen3_next.GatedMixture, "shared", lambda self, x: self.shared_experts(x))
+
+
+MISTAKES = [
+    with_queries_for_gates,
+    with_the_end_of_a_head_rotated,
+    with_gains_around_zero,
+    without_the_gate_of_the_shared_expert,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_negative_control_transformers_differs(mistake, monkeypatch):
+    pytest.importorskip("transformers")
+    mistake(monkeypatch)
+    theirs, ours, _ = random_pair(qwen3_next.FAMILY, ARGS)
+    tokens = torch.arange(4 * 23).view(4, 23)
+    assert (ours(tokens, torch.arange(23)) - theirs(tokens).logits).abs().max() > 1e-3
