@@ -10,6 +10,7 @@ Shapes:  B batch   T sequence   D = dim   K key heads   H value heads, a multipl
          (under tensor parallelism K, H and C are this rank's share)
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,9 +36,19 @@ class GatedDeltaCore(StateCore):
     ) -> tuple[Tensor, Tensor]:
         return delta_rule.chunked(*inputs, first, state)
 
+    def begin(
+        self, *inputs: Tensor, first: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        A, b, reads, out = delta_rule.from_any_state(*inputs, first)
+        v = inputs[2]
+
+        def read(state: Tensor) -> Tensor:
+            return (torch.einsum("bthe,bhev->bthv", reads, state) + out).to(v.dtype)
+
+        return A, b, read
+
     def summary(self, *inputs: Tensor, first: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        _, k, v, g, beta = inputs
-        return delta_rule.summary(k, v, g, beta, first)
+        return self.begin(*inputs, first=first)[:2]
 
 
 class GatedDeltaNet(nn.Module):

@@ -9,6 +9,7 @@ Shapes:  B batch   T sequence   H heads   E rows of a state   V its columns   C 
          (under tensor parallelism H and C are this rank's share)
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -54,6 +55,17 @@ class StateCore(nn.Module):
             _, after = self.run(*inputs, first=first, state=padded)
             columns.append((after - b)[..., : some.shape[1]])
         return torch.cat(columns, -1), b
+
+    def begin(
+        self, *inputs: Tensor, first: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Return A and b of `summary`, and a function of the state before these tokens that returns what
+        they read. By default `run` computes everything again; a core may share work between both."""
+
+        def read(state: Tensor) -> Tensor:
+            return self.run(*inputs, first=first, state=state)[0]
+
+        return *self.summary(*inputs, first=first), read
 
     def forward(self, *inputs: Tensor, documents: Any = None) -> Tensor:
         """Return what the tokens of whole sequences read, [B, T, H, V]. documents: as a model's forward

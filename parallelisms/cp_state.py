@@ -87,17 +87,17 @@ class SharedState(PartsOfRanks):
         starts = []
         for positions in self.within(documents, parts[0][0].shape[1]):
             starts.append(None if positions is None else positions == 0)
-        maps, moves = [], []
+        maps, moves, reads = [], [], []
         for part, first in zip(parts, starts, strict=True):
-            a, b = self.core.summary(*part, first=first)
+            a, b, read = self.core.begin(*part, first=first)
+            reads.append(read)
             moves.append(a.unsqueeze(-1) if a.dim() == 3 else a)
             maps.append(torch.cat((moves[-1], b), -1))
         a, b = self.gather(maps).tensor_split((moves[0].shape[-1],), -1)
         before = states_before(a, b)
         outputs = []
-        for number, part, first in zip(self.numbers, parts, starts, strict=True):
-            out, _ = self.core.run(*part, first=first, state=before[number])
-            outputs.append(out)
+        for number, read in zip(self.numbers, reads, strict=True):
+            outputs.append(read(before[number]))
         return torch.cat(outputs, 1)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from models import delta_net
 from models.delta_net import GatedDeltaNet
 from models.kernels import delta_rule
-from parallelisms import blocks, tp
+from parallelisms import blocks, cp_state, tp
 from tests.ranks import run_ranks
 from training import init
 
@@ -97,24 +97,14 @@ def test_chunks_compute_the_recurrence(shape, has_documents, by_channel):
     wanted = results(delta_rule.recurrent, given, first, state)
     found = results(delta_rule.chunked, given, first, state, chunk=chunk)
     assert error(found, wanted) < 2e-15
-    A, b = delta_rule.summary(*given[1:], first, chunk)
-    assert error([A @ state + b], wanted[1:2]) < 2e-15
+    assert error(results(in_two_steps, given, first, state, chunk=chunk), wanted) < 5e-15
 
 
-def test_the_gradient_of_the_summary_is_that_of_the_recurrence():
-    given = inputs(37)[1:]
-    state = state_before()
-
-    def after(rule) -> Tensor:
-        if rule is delta_rule.summary:
-            A, b = rule(*given, first_tokens(37), 8)
-            return A @ state + b
-        return rule(given[0], *given, first_tokens(37), state)[1]
-
-    grads = []
-    for rule in (delta_rule.summary, delta_rule.recurrent):
-        grads.append(torch.autograd.grad(after(rule).square().sum(), [*given, state]))
-    assert error(*grads) < 1e-14
+def in_two_steps(*given: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Compute the rule as ranks that share a sequence do, to whom the state comes last."""
+    *tokens, state = given
+    A, b, reads, out = delta_rule.from_any_state(*tokens, chunk)
+    return torch.einsum("bthe,bhev->bthv", reads, state) + out, A @ state + b
 
 
 def test_two_parts_are_one_sequence():
@@ -183,11 +173,11 @@ def test_mistakes_are_sentences():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_queries", [True, False], ids=["rule", "summary"])
-def test_the_operator_is_a_good_one(with_queries):
+@pytest.mark.parametrize("more", [0, E], ids=["rule", "any state"])
+def test_the_operator_is_a_good_one(more):
     """PyTorch's own checks: shapes and gradients under autograd, fake tensors and torch.compile."""
-    q, *others = inputs(37)
-    arguments = (q if with_queries else None, *others, first_tokens(37), state_before(), 8)
+    state = F.pad(state_before(), (more, 0)).detach().requires_grad_()
+    arguments = (*inputs(37), first_tokens(37), state, 8)
     torch.library.opcheck(delta_rule.forward_operator, arguments)
 
 
@@ -326,6 +316,39 @@ def test_tensor_parallelism_splits_heads():
         assert error(list(found.values()), list(wanted.values())) < 1e-12
     alone = run_ranks(2, gradients, 2, "norm.weight")[0]
     assert error([alone["norm.weight"]], [plain["norm.weight"]]) > 0.1
+
+
+def shared(zigzag: bool, ranks: int) -> list[Tensor]:
+    """Return output and gradients of the tokens of this rank of so many, in the order of the sequence;
+    zigzag: a rank has two parts, as in `parallelisms/mesh.py::Mesh.token_ranges`."""
+    T = 24
+    given = inputs(T)
+    within = first_tokens(T).logical_not().long()
+    within[:, 0] = 0
+    documents = SimpleNamespace(within=within)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(B, T, H, V, generator=generator, dtype=torch.float64)
+    core = delta_net.GatedDeltaCore()
+    here = torch.arange(T)
+    if ranks > 1:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
+        rank = mesh.get_rank()
+        of_rank = SimpleNamespace(device_mesh=mesh, cp=ranks, cp_rank=rank, zigzag=zigzag)
+        core = cp_state.SharedState(core, of_rank)
+        parts = here.chunk(2 * ranks if zigzag else ranks)
+        here = torch.cat((parts[rank], parts[-1 - rank])) if zigzag else parts[rank]
+    out = core(*(x[:, here] for x in given), documents=documents)
+    grads = torch.autograd.grad(out, given, grad[:, here])
+    return [x.detach()[:, here] if x.shape[1] == T else x.detach() for x in (out, *grads)]
+
+
+@pytest.mark.parametrize("zigzag", [True, False], ids=["gather", "ulysses"])
+def test_ranks_that_share_a_sequence_compute_it(zigzag):
+    whole = shared(zigzag, 1)
+    for rank, found in enumerate(run_ranks(3, shared, zigzag, 3)):
+        parts = torch.arange(24).chunk(6 if zigzag else 3)
+        here = torch.cat((parts[rank], parts[-1 - rank])) if zigzag else parts[rank]
+        assert error(found, [x[:, here] for x in whole]) < 1e-13
 
 
 def test_a_decay_in_bfloat16_is_seen():

@@ -12,6 +12,7 @@ from configs.schema import InputError
 
 BENCHES = {
     "attention": "kernels of causal attention, by the shape of a model's heads",
+    "delta_net": "a layer of gated delta net against attention, by the length of a sequence",
     "device": "everything on the GPU at hand, the most valuable first, within a budget of minutes",
     "device.checks": "numbers on this device against a float64 model; also on ranks that share a GPU",
     "device.measure": "rates, steps of 8B's layers, steps compared with other trainers, saves",

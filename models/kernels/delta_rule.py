@@ -85,25 +85,29 @@ def chunked(
     return out, after
 
 
-def summary(
+def from_any_state(
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
     first: Tensor | None = None,
     chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
-    """Return what these tokens do to any state before them, S -> A S + b: A [B, H, E, E] and b [B, H,
-    E, V], in float32 or float64. The arguments are those of `chunked`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute `chunked` for a state S before these tokens that is not known yet: they leave A S + b, and
+    read `reads` S + out.
+
+    Returns A [B, H, E, E], b [B, H, E, V], reads [B, T, H, E] and out [B, T, H, V], all in float32 or
+    float64. It is `chunked` with E more columns of the state, those of I, for which values are 0.
+    """
     _check(k, v, g, chunk)
     E = k.shape[-1]
     nothing = state_before(k, v)
     identity = torch.eye(E, dtype=nothing.dtype, device=k.device).expand(*nothing.shape[:2], E, E)
-    # the columns of I have no values of their own: they become A
     both = torch.cat((identity, nothing), -1)  # [B, H, E, E + V]
-    _, after, _ = forward_operator(None, k, v, g, beta, first, both, chunk)
-    A, b = after.split((E, v.shape[-1]), -1)
-    return A, b
+    out, after, _ = forward_operator(q, k, v, g, beta, first, both, chunk)
+    widths = (E, v.shape[-1])
+    return *after.split(widths, -1), *out.split(widths, -1)
 
 
 def state_before(k: Tensor, v: Tensor) -> Tensor:
@@ -159,10 +163,9 @@ def _span(
     state: Tensor,
     first: Tensor | None,
     chunk: int,
-    has_output: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `chunked` for a few chunks: out [B, S, H, V] and the state after them. Without output
-    (q is then any tensor like k) the state may have more columns than v: v is 0 in the first ones."""
+    """Compute `chunked` for a few chunks: out [B, S, H, V] and the state after them. The state, and
+    with it out, may have more columns than v: v is 0 in the first ones."""
     S = k.shape[1]
     C = min(chunk, S)
     inputs = [_in_chunks(x, C) for x in _all_wide(q, k, v, g, beta, first)]
@@ -175,16 +178,15 @@ def _span(
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     # pseudo-values u = own - of_state S_0
     own, of_state = solved.split((v.shape[-1], k.shape[-1]), -1)
+    columns = (state.shape[-1] - v.shape[-1], 0)  # before those of v
     A = (since_start[..., -1, :, None] * _identity(k)) - k_new.mT @ of_state  # [.., E, E]
-    b = F.pad(k_new.mT @ own, (state.shape[-1] - v.shape[-1], 0))  # [.., E, V]
+    b = F.pad(k_new.mT @ own, columns)  # [.., E, V]
     before = []
     for n in range(k.shape[2]):
         before.append(state)
         state = A[:, :, n] @ state + b[:, :, n]
-    if not has_output:
-        return v.new_empty(0), state
     states = torch.stack(before, 2)  # before each chunk, [B, H, N, E, V]
-    u = own - of_state @ states
+    u = F.pad(own, columns) - of_state @ states
     out = (q * since_start) @ states + _decayed_products(q, k, g, 0) @ u  # [B, H, N, C, V]
     return out.flatten(2, 3).transpose(1, 2)[:, :S], state
 
@@ -240,6 +242,13 @@ def _decayed_products(a: Tensor, k: Tensor, g: Tensor, diagonal: int) -> Tensor:
     return torch.cat(rows, -2).tril(diagonal)
 
 
+def _new_out(v: Tensor, state: Tensor) -> Tensor:
+    columns = state.shape[-1]
+    return v.new_empty(
+        *v.shape[:3], columns, dtype=v.dtype if columns == v.shape[-1] else state.dtype
+    )
+
+
 def _spans(T: int, chunk: int) -> list[slice]:
     size = SPAN * chunk
     return [slice(start, start + size) for start in range(0, T, size)]
@@ -247,7 +256,7 @@ def _spans(T: int, chunk: int) -> list[slice]:
 
 # The operator -------------------------------------------------------------------------------------
 
-INPUTS = "Tensor? q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? first"
+INPUTS = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? first"
 
 
 @torch.library.custom_op(
@@ -256,7 +265,7 @@ INPUTS = "Tensor? q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? first"
     schema=f"({INPUTS}, Tensor state, SymInt chunk) -> (Tensor, Tensor, Tensor)",
 )
 def forward_operator(
-    q: Tensor | None,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
@@ -265,18 +274,16 @@ def forward_operator(
     state: Tensor,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out [B, T, H, V], the state after all tokens, and those before each span. Without q: out
-    is empty, and the state may have more columns than v (`summary`)."""
-    out = torch.empty_like(v) if q is not None else v.new_empty(0)
+    """Return out [B, T, H, V], the state after all tokens, and those before each span. Where the state
+    has more columns than v, so has out, in the type of the state (`from_any_state`)."""
+    out = _new_out(v, state)
     spans = _spans(k.shape[1], chunk)
     before = state.new_empty(len(spans), *state.shape)
     for n, span in enumerate(spans):
         before[n] = state
-        tokens = [x[:, span] for x in (k if q is None else q, k, v, g, beta)]
+        tokens = [x[:, span] for x in (q, k, v, g, beta)]
         of_documents = None if first is None else first[:, span]
-        part, state = _span(*tokens, state, of_documents, chunk, q is not None)
-        if q is not None:
-            out[:, span] = part
+        out[:, span], state = _span(*tokens, state, of_documents, chunk)
     return out, state.clone(), before
 
 
@@ -289,7 +296,7 @@ def forward_operator(
 def backward_operator(
     grad: Tensor,
     grad_state: Tensor,
-    q: Tensor | None,
+    q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
@@ -300,19 +307,18 @@ def backward_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, g, beta and the state. From the last span to the first each is
     computed again from the state before it, and differentiated by torch.func."""
-    inputs = [k if q is None else q, k, v, g, beta]
+    inputs = [q, k, v, g, beta]
     grads = [torch.empty_like(x) for x in inputs]
     spans = _spans(k.shape[1], chunk)
     for n, span in reversed(list(enumerate(spans))):
         of_documents = None if first is None else first[:, span]
 
         def again(*tensors: Tensor, of_documents: Tensor | None = of_documents) -> Any:
-            return _span(*tensors, of_documents, chunk, q is not None)
+            return _span(*tensors, of_documents, chunk)
 
         tokens = [x[:, span] for x in inputs]
-        (part, _), pull_back = torch.func.vjp(again, *tokens, states[n])
-        upstream = part if q is None else grad[:, span].to(part.dtype)
-        *of_tokens, grad_state = pull_back((upstream, grad_state))
+        _, pull_back = torch.func.vjp(again, *tokens, states[n])
+        *of_tokens, grad_state = pull_back((grad[:, span].to(states.dtype), grad_state))
         for whole, of_span in zip(grads, of_tokens):
             whole[:, span] = of_span
     return *grads, grad_state.clone()
@@ -320,15 +326,14 @@ def backward_operator(
 
 @forward_operator.register_fake
 def _(q, k, v, g, beta, first, state, chunk):
-    out = torch.empty_like(v) if q is not None else v.new_empty(0)
+    out = _new_out(v, state)
     spans = -(-k.shape[1] // (SPAN * chunk))
     return out, torch.empty_like(state), state.new_empty(spans, *state.shape)
 
 
 @backward_operator.register_fake
 def _(grad, grad_state, q, k, v, g, beta, first, states, chunk):
-    inputs = (k if q is None else q, k, v, g, beta, states[0])
-    return tuple(torch.empty_like(x) for x in inputs)
+    return tuple(torch.empty_like(x) for x in (q, k, v, g, beta, grad_state))
 
 
 def _keep_for_backward(ctx, inputs, output):
@@ -338,8 +343,8 @@ def _keep_for_backward(ctx, inputs, output):
 
 def _backward(ctx, grad, grad_state, _):
     *inputs, states = ctx.saved_tensors  # once: a checkpointed block gives them no second time
-    of_q, *others, of_state = backward_operator(grad, grad_state, *inputs, states, ctx.chunk)
-    return of_q if inputs[0] is not None else None, *others[:4], None, of_state, None
+    *of_inputs, of_state = backward_operator(grad, grad_state, *inputs, states, ctx.chunk)
+    return *of_inputs, None, of_state, None
 
 
 forward_operator.register_autograd(_backward, setup_context=_keep_for_backward)
