@@ -72,23 +72,28 @@ def read_model(
     path = folder / "config.json"
     if not path.is_file() and (other := others.named(folder)):
         raise InputError(other)
+    config = read_json(path)
     try:
-        name, args = described(read_json(path), families, unnamed)
+        name, args = described(config, families, unnamed)
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
-    if args.tied_embeddings and _has_own_head(folder, families[name].hf_tied):
+    if config.get("model_type") in families[name].hf_nested:
+        logging.getLogger("plumbline").warning(
+            f"{folder} has a model of more than text: its text model alone is read"
+        )
+    if args.tied_embeddings and _has_own_head(folder, families[name]):
         args = replace(args, tied_embeddings=False)
     return name, args
 
 
-def _has_own_head(folder: Path, tied: tuple[str, str]) -> bool:
+def _has_own_head(folder: Path, family: Any) -> bool:
     """Return whether a folder has two tensors that differ although its config.json ties them, as
     where a trainer has untied them. transformers 5 keeps both then, and so do we, with a
     warning."""
     if not (folder / ONE_FILE).is_file() and not (folder / INDEX).is_file():
         return False  # a configuration alone
-    there = inventory(folder)
-    embedding, head = tied
+    there = _of_text(inventory(folder), family)
+    embedding, head = family.hf_tied
     if embedding not in there or head not in there or _are_equal(there, embedding, head):
         return False
     logging.getLogger("plumbline").warning(
@@ -104,7 +109,7 @@ def _rows(there: dict[str, "Stored"], name: str) -> Iterator[Tensor]:
     rows, columns = stored.shape
     step = max(1, PIECE // max(1, columns))
     for start in range(0, rows, step):
-        yield _read_slice(stored, name, (slice(start, start + step),)).float()
+        yield _read_slice(stored, (slice(start, start + step),)).float()
 
 
 def _are_equal(there: dict[str, "Stored"], one: str, other: str) -> bool:
@@ -163,6 +168,7 @@ class Stored(NamedTuple):
     """One tensor of a folder, as the header of its file describes it."""
 
     file: Path
+    name: str  # in this file
     dtype: str
     shape: list[int]
 
@@ -178,7 +184,7 @@ def inventory(folder: Path) -> dict[str, Stored]:
                     if name in found:
                         raise InputError(f"{name} is in {found[name].file} and in {path}")
                     part = file.get_slice(name)
-                    found[name] = Stored(path, part.get_dtype(), part.get_shape())
+                    found[name] = Stored(path, name, part.get_dtype(), part.get_shape())
         except (SafetensorError, OSError) as error:
             if path.is_file() and others.is_pointer(path):
                 raise InputError(
@@ -186,6 +192,21 @@ def inventory(folder: Path) -> dict[str, Stored]:
                 ) from None
             raise InputError(f"{path} is not a whole safetensors file: {error}") from None
     return found
+
+
+def _of_text(there: dict[str, Stored], family: Any) -> dict[str, Stored]:
+    """Return the same tensors by the names of `hf_names`, where a larger model has other names for
+    those of its text model (`models/family.py::Formats.hf_stems`)."""
+    renamed: dict[str, Stored] = {}
+    for name, stored in there.items():
+        for theirs, ours in family.hf_stems:
+            if name.startswith(theirs):
+                name = ours + name.removeprefix(theirs)
+                break
+        if name in renamed:
+            raise InputError(f"{stored.file} has both {renamed[name].name} and {stored.name}")
+        renamed[name] = stored
+    return renamed
 
 
 def _files(folder: Path) -> list[Path]:
@@ -269,15 +290,15 @@ class WeightFiles:
             whole = tuple(slice(0, size) for size in self.shape)
             return self.layout.read(box or whole, self._read_part)
         if not self.stacked:
-            ((name, stored),) = self.parts.items()
-            return _read_slice(stored, name, box)
+            (stored,) = self.parts.values()
+            return _read_slice(stored, box)
         experts = box[0] if box else slice(None)
-        of_experts = list(self.parts.items())[experts]
-        weights = [_read_slice(stored, name, box[1:]) for name, stored in of_experts]
+        of_experts = list(self.parts.values())[experts]
+        weights = [_read_slice(stored, box[1:]) for stored in of_experts]
         return torch.stack(weights)
 
     def _read_part(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        return _read_slice(self.parts[name], name, box)
+        return _read_slice(self.parts[name], box)
 
 
 def weights(
@@ -288,7 +309,7 @@ def weights(
 
     Raises InputError.
     """
-    there = inventory(folder)
+    there = _of_text(inventory(folder), family)
     names = _names_in(folder, family, args, there)
     ignored = family.hf_ignored(args)
     found = {}
@@ -332,12 +353,12 @@ def _names_in(folder: Path, family: Any, args: Any, there: dict[str, Stored]) ->
     return names
 
 
-def _read_slice(stored: Stored, name: str, box: tuple[slice, ...]) -> Tensor:
+def _read_slice(stored: Stored, box: tuple[slice, ...]) -> Tensor:
     """Read this box of a tensor, or all of it. The file is mapped for this read alone, so that its
     pages are freed afterwards."""
     try:
         with safe_open(stored.file, "pt") as file:
-            return file.get_slice(name)[box] if box else file.get_tensor(name)
+            return file.get_slice(stored.name)[box] if box else file.get_tensor(stored.name)
     except (SafetensorError, IndexError) as error:
         raise InputError(f"{stored.file}: {error}") from None
 

@@ -32,6 +32,8 @@ def described(
         known = " and ".join(json.dumps(known) for known in by_type)
         raise ValueError(f"model_type is {json.dumps(kind)}, only {known} can be converted")
     family = families[name]
+    if kind in family.hf_nested:
+        config = _text_fields(config)
     for key, value in family.hf_fixed.items():
         stored = config.get(key)
         if stored is not None and stored != value:
@@ -46,6 +48,16 @@ def described(
         raise ValueError(
             f"it is not the configuration of a model of type {kinds}: {what}"
         ) from None
+
+
+def _text_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the text model in the config.json of a model that sees more than text.
+    Raises ValueError."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ValueError("text_config, the fields of the text model, is missing")
+    tied = {"tie_word_embeddings": config.get("tie_word_embeddings")}
+    return {key: value for key, value in tied.items() if value is not None} | text
 
 
 # Folders as flavors ----------------------------------------------------------------------------------

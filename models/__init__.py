@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from models.family import Family, Formats
     from models.options import Numbers
 
-FAMILIES = ("llama", "qwen3", "deepseek_v3", "olmo2", "gpt_oss", "qwen3_next")
+FAMILIES = ("llama", "qwen3", "deepseek_v3", "olmo2", "gpt_oss", "qwen3_next", "gemma3")
 
 
 class Registry(Mapping):

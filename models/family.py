@@ -144,9 +144,14 @@ class Formats:
     the same, but for a name of theirs with a `#`: there, the parameter is one tensor for each
     expert, and `#` is the expert's number."""
     hf_ignored: Callable[[Any], str]
-    """(args) -> a regular expression for the whole names of further tensors in such files, which
+    """(args) -> a regular expression for the whole names of further tensors in these files, which
     are ignored."""
 
+    hf_nested: tuple[str, ...] = ()
+    """The values of model_type whose config.json has the fields of the text model in text_config:
+    models that see more than text, of which the text model is read."""
+    hf_stems: tuple[tuple[str, str], ...] = ()
+    """Rows (beginning of a tensor's name in such files, what stands for it in `hf_names`)."""
     hf_tied: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
     """The tensors that are one in a model with tied embeddings: the embedding and the output
     projection."""

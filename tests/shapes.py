@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from models import FORMATS, deepseek_v3, gpt_oss, llama, olmo2, qwen3, qwen3_next
+from models import FORMATS, deepseek_v3, gemma3, gpt_oss, llama, olmo2, qwen3, qwen3_next
 from models.family import Family, Formats, TensorLayout
 
 # Of the seven wavelengths at a head of 14 and a base of 500,000, two are short for 512 tokens, one
@@ -151,6 +151,25 @@ QWEN3_NEXT = qwen3_next.Args(
     max_seq_len=64,
     tied_embeddings=False,
 )
+# The third layer attends to all tokens.
+GEMMA3 = gemma3.Args(
+    dim=42,
+    n_layers=5,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    hidden_dim=53,
+    vocab_size=97,
+    rope_theta=20000.0,
+    norm_eps=1e-5,
+    max_seq_len=64,
+    tied_embeddings=True,
+    window=7,
+    window_pattern=3,
+    local_rope_theta=100.0,
+    rope_factor=4.0,
+    query_scalar=17,
+)
 SHAPES = {  # name -> the family and its numbers
     "llama2": (llama.FAMILY, LLAMA),
     "llama3": (llama.FAMILY, LLAMA3),
@@ -191,6 +210,11 @@ SHAPES = {  # name -> the family and its numbers
     "qwen3_next tied": (
         qwen3_next.FAMILY,
         replace(QWEN3_NEXT, n_layers=4, attention_interval=3, tied_embeddings=True),
+    ),
+    "gemma3": (gemma3.FAMILY, GEMMA3),
+    "gemma3 untied": (
+        gemma3.FAMILY,
+        replace(GEMMA3, rope_factor=1.0, query_scalar=10, tied_embeddings=False),
     ),
 }
 

@@ -412,7 +412,7 @@ def renamed(source: Path, model_type: str, copy: Path) -> Path:
 
 def unreadable_on_one_rank(source: Path) -> str:
     if dist.get_rank() == 1:
-        hf._read_slice = lambda stored, theirs, box: (_ for _ in ()).throw(InputError("it is gone"))
+        hf._read_slice = lambda stored, box: (_ for _ in ()).throw(InputError("it is gone"))
     return refuse_to_load(source, [])
 
 

@@ -59,7 +59,6 @@ EXAMPLES = {
     ),
     "ema": Example(["--optimizer.kind=averaged", "--training.max_norm=0.1"]),
     "learning_rates": Example(),
-    "gemma": Example(["--model.family=gemma"], meshes=[TP2]),
     "convolution": Example(meshes=[CP2]),
     "recurrence": Example(["--data.mask_documents=true"], meshes=[CP2]),
     "schedule": Example(["--lr_schedule.kind=wsd_sqrt", "--lr_schedule.decay_fraction=0.6"]),

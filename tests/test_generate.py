@@ -157,7 +157,8 @@ def test_the_kernel_of_training_does_not_end_a_run_at_its_sample(kernel, family)
 @pytest.mark.parametrize("shape", [*MODELS, "qwen3 experts", "deepseek_v3 lite", "olmo3 long"])
 def test_every_family_can_be_sampled_with_the_cache(shape):
     """Families with experts can be sampled too, and beyond the context."""
-    family, args = SHAPES["llama2" if shape == "llama" else shape]
+    # logits of a tied model that scales its embedding are larger, so its samples vary less
+    family, args = SHAPES[{"llama": "llama2", "gemma3": "gemma3 untied"}.get(shape, shape)]
     model = restless(args, family)
     for context in 64, 18:
         cached = sample(model, PROMPTS[1], 15, context, CPU, temperature=1.5)

@@ -40,7 +40,7 @@ from tests.shapes import SHAPES
 from tools import convert, evaluate
 from tools.parity import in_memory
 
-ADAPTED = ["llama3", "qwen3 experts", "deepseek_v3", "olmo2", "gpt_oss"]
+ADAPTED = ["llama3", "qwen3 experts", "deepseek_v3", "olmo2", "gpt_oss", "gemma3"]
 
 
 def lora_of(family) -> Lora:

@@ -367,6 +367,60 @@ WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
         for flavor, layers_, experts in (("20B", 24, 32), ("120B", 36, 128))
     },
 }
+GEMMA3 = {  # flavor -> the config.json of google/gemma-3-...; of 4B and more, its text_config
+    "270M": {
+        "hidden_size": 640,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 18,
+    },
+    "1B": {
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+    },
+    "4B": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+    },
+    "12B": {
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 48,
+    },
+    "27B": {
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+    },
+}
+GEMMA3_OF_TEXT = {
+    "model_type": "gemma3_text",
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+GEMMA3_OF_IMAGES = {
+    "model_type": "gemma3_text",
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    "sliding_window": 1024,
+}
 COMMON = {
     "llama": {
         "num_key_value_heads": 8,
@@ -454,6 +508,9 @@ def published() -> list:
                 }
             )
         rows.append(pytest.param(name, flavor, config, id=repository))
+    for flavor, config in GEMMA3.items():
+        common = GEMMA3_OF_TEXT if flavor in ("270M", "1B") else GEMMA3_OF_IMAGES
+        rows.append(pytest.param("gemma3", flavor, common | config, id=f"google/gemma-3-{flavor}"))
     return rows
 
 
@@ -480,6 +537,7 @@ SHORTEST = {
     "deepseek_v3": ("deepseek_v3", {}),
     "gpt_oss": ("gpt_oss", {}),
     "qwen3_next": ("qwen3_next", {}),
+    "gemma3_text": ("gemma3", {}),
 }
 
 
@@ -542,7 +600,7 @@ def test_debug_flavors_are_small_and_otherwise_equal(name, flavor):
         "vocab_size": 4096,
         "rope_theta": 10000.0,
         "max_seq_len": 8192,
-        "tied_embeddings": False,
+        "tied_embeddings": all(row["tied_embeddings"] for row in large),
     }
     assert {key: numbers[key] for key in same} == same
     for key in "norm_eps", "balance_loss":
@@ -577,15 +635,15 @@ def compare_rotary_positions(name: str, args: object) -> None:
     transformers = pytest.importorskip("transformers")
     family = MODELS[name]
     config = transformers.AutoConfig.for_model(**FORMATS[name].hf_config(args))
-    module = importlib.import_module(
-        f"transformers.models.{config.model_type}.modeling_{config.model_type}"
-    )
+    kind = config.model_type.removesuffix("_text")
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     (rotary,) = (value for key, value in vars(module).items() if key.endswith("RotaryEmbedding"))
     with torch.device("meta"):
         model = family.build(args)
     positions = torch.tensor([0, 1, 2, 77, 1000])
-    # OLMo 3 has two tables, if its positions are scaled
-    kinds = ["sliding_attention", "full_attention"] if config.model_type == "olmo3" else [None]
+    # OLMo 3 has two tables, if its positions are scaled, and Gemma 3 always
+    has_kinds = kind in ("olmo3", "gemma3")
+    kinds = ["sliding_attention", "full_attention"] if has_kinds else [None]
     for number, kind in enumerate(kinds):
         theirs = rotary(config)(torch.zeros(1), positions[None], *([kind] if kind else []))
         for ours, want in zip(model.rope(positions), theirs, strict=True):

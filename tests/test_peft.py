@@ -28,7 +28,15 @@ ROUNDED = {
     "qwen3_next": 3e-4
 }  # large adapters before a norm of small states (tests/test_hf_parity.py)
 ALL = tuple("wq wk wv wo wg wz wa wb wq_a wq_b wkv_a wkv_b w1 w2 w3".split())
-FAMILIES = "llama3", "qwen3 experts", "deepseek_v3", "olmo2", "gpt_oss", "qwen3_next"
+FAMILIES = (
+    "llama3",
+    "qwen3 experts",
+    "deepseek_v3",
+    "olmo2",
+    "gpt_oss",
+    "qwen3_next",
+    "gemma3 untied",
+)
 
 
 def adapt(model: nn.Module, targets: tuple[str, ...] = ALL) -> dict[str, Tensor]:

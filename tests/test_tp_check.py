@@ -178,7 +178,9 @@ def shipped_plans() -> dict[str, str]:
     """Return the family and its flavor -> what is said of the plan."""
     said = {}
     for name, family in MODELS.items():
-        for flavor in family.numbers.flavors:
+        for flavor, numbers in family.numbers.flavors.items():
+            if numbers.get(family.numbers.kv_heads) == 1:
+                continue  # two ranks cannot share it, which a configuration is refused for
             said[f"{name} {flavor}"] = said_of(family, args_of(name, flavor), {})
         tied = replace(args_of(name, "debug"), tied_embeddings=True)
         said[f"{name} debug, tied"] = said_of(family, tied, {})

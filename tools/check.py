@@ -83,6 +83,8 @@ def without_files(cfg: Config, argv: list[str]) -> str:
         "--validation.interval=0",
         "--run.folder=runs/try",
     ]
+    of_tokenizers = ("end_token", "tokenizer_pattern")
+    words += [f"--data.{name}=" for name in of_tokenizers if getattr(cfg.data, name)]
     return shlex.join(["./run_train.sh", *argv, *words])
 
 

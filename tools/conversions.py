@@ -249,6 +249,8 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
     if places.is_hugging_face(folder):
         config, of_base = adapters.files_of_base(folder)
         config["tie_word_embeddings"] = run.args.tied_embeddings
+        if config.get("model_type") in run.formats.hf_nested:  # what is written is its text model
+            config = hf.config_of(run.formats, run.args)
         files = base_with_template(of_base, files, run.path)
     else:
         config = hf.config_of(run.formats, run.args)

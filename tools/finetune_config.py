@@ -57,7 +57,8 @@ def options(folder: Path, out: Path, family: str, args: Any) -> dict[str, dict[s
     """Return the options by table."""
     targets = [layer for layer in NUMBERS[family].layers if layer.startswith("w")]
     model = {"family": family, "flavor": str(folder)}
-    if hf.read_json(folder / "config.json").get("tie_word_embeddings") and not args.tied_embeddings:
+    _, said = hf.described(hf.read_json(folder / "config.json"), FORMATS)
+    if said.tied_embeddings and not args.tied_embeddings:
         model["tied_embeddings"] = False
     return {
         "run": {"folder": f"runs/{out.stem}"},
