@@ -78,7 +78,7 @@ class ConvolutionCore(nn.Module):
     """A causal convolution of each channel by itself over its last W tokens, this one included."""
 
     kind: ClassVar[str] = "convolution"
-    # A class that overrides `forward` or `run` computes something else, and sets it to False.
+    # A class that overrides `forward` sets it too (parallelisms/cores.py).
     supports_spec: ClassVar[bool] = True
 
     def run(

@@ -2,22 +2,27 @@
 document, and kept while sampling. Each mistake that would train in silence is put in once."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train
 from configs.load import load_config
-from configs.schema import Lora
+from configs.schema import InputError, Lora
 from models import llama
-from parallelisms import cp_state
+from models.recurrent import ConvolutionCore, StateCore
+from parallelisms import cores, cp_state
 from parallelisms.mesh import world
 from tests import hybrid, parity
 from tests.ranks import run_ranks
 from tests.runs import CONTEXT_MESHES, CP2, MESHES, ULYSSES
 from tools.parity import properties
-from tools.parity.tiny import copy_of
-from training.sample import Sampling, sample_stream
+from tools.parity.tiny import Tiny, copy_of
+from tools.plan import report
+from training.sample import KeyValueCache, Sampling, sample_stream
 
 HYBRID = [parity.FLOAT64, *parity.ADAMW, "--training.max_norm=0.1"]
 # sequences of two tokens for each part, with four parts: less than the convolution sees
@@ -178,14 +183,168 @@ def test_a_cache_keeps_states_on_a_mesh():
 ARGS = llama.Args(**llama.NUMBERS.flavors["debug"])
 
 
-def failures() -> dict[str, str]:
-    with hybrid.instead_of_llama():
-        tiny = copy_of(hybrid.FAMILY, ARGS, Lora())
-        verdicts = list(properties.tried(tiny))
-    assert [verdict.of.name for verdict in verdicts if verdict.left_out] in ([], ["files"])
+def copy_with(core: type[StateCore] = hybrid.DecayedSum) -> Tiny:
+    model = type("Fork", (hybrid.Hybrid,), {"core": core})
+    return copy_of(replace(hybrid.FAMILY, build=model), ARGS, Lora())
+
+
+def failures(tiny: Tiny, names: Sequence[str]) -> dict[str, str]:
+    table = [one for one in properties.TABLE if one.name in names]
+    with hybrid.instead_of_llama(tiny.family):
+        verdicts = list(properties.tried(tiny, table))
+    assert not any(verdict.left_out for verdict in verdicts)
     return {verdict.of.name: verdict.failure for verdict in verdicts if verdict.failure}
 
 
 def test_the_properties_of_a_hybrid_hold():
     """All but `files`: its weights are published nowhere."""
-    assert failures().keys() == {"files"}
+    names = {one.name for one in properties.TABLE} - {"files"}
+    assert failures(copy_with(), names) == {}
+
+
+class BeginsAnew(hybrid.DecayedSum):
+    def run(self, *inputs, first=None, state=None):
+        return super().run(*inputs, first=first)
+
+
+class Unreset(hybrid.DecayedSum):
+    def run(self, *inputs, first=None, state=None):
+        return super().run(*inputs, state=state)
+
+
+class WrongSummary(hybrid.DecayedSum):
+    def summary(self, q, k, v, decay, first=None):
+        a, b = super().summary(q, k, v, decay, first=first)
+        return 1.1 * a, b
+
+
+class Overwrites(hybrid.DecayedSum):
+    """Its map is not affine."""
+
+    def run(self, *inputs, first=None, state=None):
+        out, after = super().run(*inputs, first=first, state=state)
+        return out, after.tanh()
+
+
+@pytest.mark.parametrize(
+    "core, said",
+    [
+        (BeginsAnew, "two parts, joined by the state, are not the whole"),
+        (Unreset, "a document does not begin with a state of 0"),
+        (WrongSummary, "does not change a state by the map that `summary` says"),
+        (Overwrites, "two parts, joined by the state, are not the whole"),
+    ],
+)
+def test_a_state_that_cannot_be_cut_is_seen_by_its_property(core, said):
+    found = failures(copy_with(core), ["attention"])["attention"]
+    assert found.startswith("layers.0.attention.core (by ") and said in found
+
+
+def test_a_convolution_that_forgets_is_seen_by_its_property(monkeypatch):
+    real = ConvolutionCore.run
+    monkeypatch.setattr(
+        ConvolutionCore, "run", lambda self, x, weight, *_, **__: real(self, x, weight)
+    )
+    found = failures(copy_with(), ["attention"])["attention"]
+    assert found.startswith("layers.0.attention.convolution (by ")
+
+
+def test_a_state_at_a_document_is_seen_without_a_mesh():
+    assert failures(copy_with(Unreset), ["isolation"])["isolation"].startswith("layers.0.attention")
+
+
+class Silent(hybrid.DecayedSum):
+    def forward(self, *inputs, documents=None):
+        return super().forward(*inputs, documents=documents) / 2
+
+
+class Own(Silent):
+    supports_spec = False
+
+    def forward(self, *inputs, documents=None):
+        return super().forward(*inputs, documents=documents)
+
+
+class WithoutRun(StateCore):
+    supports_spec = True
+
+    def forward(self, *inputs, documents=None):
+        return inputs[2].cumsum(1)
+
+
+def refusal(core: type[StateCore], cp: int) -> str:
+    mesh = SimpleNamespace(cp=cp, tp=1, rank=0, device=torch.device("cpu"))
+    model = type("Fork", (hybrid.Hybrid,), {"core": core})
+    with torch.device("meta"):
+        built = model(ARGS)
+    try:
+        cores.check(built, mesh, load_config(["--data.mask_documents=true"]))
+        KeyValueCache(built, 8)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_what_a_state_lacks_is_refused_by_name():
+    assert refusal(hybrid.DecayedSum, 2) == ""
+    assert "the state core Silent has a forward of its own and does not say" in refusal(Silent, 1)
+    own = "the state core Own does not support what cores of this kind do"
+    assert (
+        refusal(Own, 2)
+        == f"parallelism.context_parallel = 2 replaces attention, and {own}: set it to 1"
+    )
+    assert refusal(Own, 1) == f"keys and values cannot be kept while sampling, since {own}"
+    assert "the state core WithoutRun has no `run`" in refusal(WithoutRun, 2)
+
+
+@pytest.mark.parametrize("method", [[], [ULYSSES]])
+def test_its_types_fit(method):
+    types = pytest.importorskip("tools.prove.types", reason="spmd_types is not installed")
+    options = ["configs/llama_debug.toml", CP2, *method, "--parallelism.tensor_parallel=2"]
+    with hybrid.instead_of_llama():
+        cfg = load_config([*options, "--training.seq_len=32"], 8, 8)
+        assert types.first_mistake(cfg, 8, 8) == ""
+
+
+def test_a_plan_counts_its_cores():
+    with hybrid.instead_of_llama():
+        said = report.mixers(SimpleNamespace(cfg=load_config(["configs/llama_debug.toml"])))
+    assert said == ["mixers: cores 4 of convolution, 4 of state, 2 of attention"]
+    assert report.mixers(SimpleNamespace(cfg=load_config(["configs/llama_debug.toml"]))) == []
+
+
+# The functions themselves --------------------------------------------------------------------------------
+
+
+def test_a_map_is_that_of_the_tokens_for_any_shape_of_a_state():
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    core = hybrid.DecayedSum()
+    first = torch.zeros(2, 7, dtype=torch.bool)
+    first[0, 4] = True
+    for E, V in (5, 2), (2, 5), (3, 3), (1, 4):
+        tokens = [some(2, 7, 3, E), some(2, 7, 3, E), some(2, 7, 3, V), -some(2, 7, 3, E).abs()]
+        state = some(2, 3, E, V)
+        for starts in None, first:
+            a, b = core.summary(*tokens, first=starts)
+            _, after = core.run(*tokens, first=starts, state=state)
+            torch.testing.assert_close(a @ state + b, after, rtol=1e-13, atol=1e-13)
+            diagonal = a.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+            [_, whole] = cp_state.states_before(torch.stack([a, a]), torch.stack([b, b]))
+            [_, short] = cp_state.states_before(torch.stack([diagonal] * 2), torch.stack([b, b]))
+            torch.testing.assert_close(whole, short, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_convolution_is_pytorchs_and_any_cut_gives_the_same_bits(width):
+    x, weight = torch.randn(2, 9, 5), torch.randn(5, width)
+    padded = F.pad(x.transpose(1, 2), (width - 1, 0))
+    expected = F.conv1d(padded, weight[:, None], groups=5).transpose(1, 2)
+    core = ConvolutionCore()
+    whole = core(x, weight)
+    torch.testing.assert_close(whole, expected)
+    before = x[:, 4 - (width - 1) : 4]
+    assert torch.equal(whole[:, 4:], core.run(x[:, 4:], weight, before=before))

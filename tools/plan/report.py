@@ -1,6 +1,7 @@
 """Format a plan as text."""
 
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from checkpoint.state import pinned_size
 from configs import check
 from configs.schema import SCHEDULES, Config
 from configs.words import number_of, plural
-from models.cores import attention_in
+from models.cores import ATTENTION, cores_in, kind_of, of_kind
 from models.kernels.ruled_attention import PLAIN, why_slow
 from parallelisms import ep_hosts
 from parallelisms.cores import supports_spec
@@ -143,6 +144,7 @@ def heading(plan: Plan) -> list[str]:
         f"{cfg.activation_checkpoint.mode}; "
         f"compile {'on' if cfg.compile.enabled else 'off'}",
         *adapters(plan),
+        *mixers(plan),
         *attention(plan),
         *context(plan),
         *experts(plan),
@@ -165,13 +167,27 @@ def adapters(plan: Plan) -> list[str]:
     ]
 
 
+def cores_of(plan: Plan) -> list[Any]:
+    """Return the cores of the whole model, of which no rank has a part yet."""
+    family, args = train.architecture(plan.cfg)
+    with torch.device("meta"):
+        return cores_in(family.build(args))
+
+
+def mixers(plan: Plan) -> list[str]:
+    """Count the cores of a hybrid by their kind; none of a model that has attention alone."""
+    counts = Counter(map(kind_of, cores_of(plan)))
+    if set(counts) <= {ATTENTION}:
+        return []
+    described = [f"{count} of {kind}" for kind, count in counts.items()]
+    return [f"mixers: cores {', '.join(described)}"]
+
+
 def attention(plan: Plan) -> list[str]:
     """Describe attention's masks and biases (models/layers.py::AttentionCore), if any are not
     plain."""
-    family, args = train.architecture(plan.cfg)
-    with torch.device("meta"):
-        cores = attention_in(family.build(args))
-    counts = Counter(core.spec for core in cores if supports_spec(core))
+    attention_cores = of_kind(cores_of(plan), ATTENTION)
+    counts = Counter(core.spec for core in attention_cores if supports_spec(core))
     if set(counts) <= {PLAIN}:
         return []
     device = torch.device("cuda" if plan.inputs.on_gpu else "cpu")
