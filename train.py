@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,6 +129,7 @@ class Flags(NamedTuple):
     saving: bool = False  # it has not finished its part of the checkpoint that is being written
     # its stream of text has ended, so its batch is empty and the step must not count
     no_data: bool = False
+    removed: bool = False  # the run's folder is not there any more
 
 
 NO_DATA = Flags._fields.index("no_data")
@@ -324,10 +326,12 @@ class Session:
         self.corpora = corpora
         self.stop = stop
         self.watchdog = watchdog
+        self.is_gone = this_start.is_gone
         self.clock = this_start.clock
         self.checkpoints, progress, self.order = resume(
             job, FORMATS, corpora, dump(cfg), watchdog, place
         )
+        self.describe = partial(describe, Path(cfg.run.folder), dump(cfg), corpora, self.order)
         self.start: int = progress.get("step", 0)  # steps that are done already
         self.held_out = corpora.held_out(job.mesh, job.args.vocab_size)
         self.tasks = open_tasks(cfg, corpora.tokenizer)
@@ -352,9 +356,10 @@ class Session:
     def flags(self) -> Flags:
         """Return this rank's control bits for this step."""
         return Flags(
-            self.stop.asked() or self.metrics.lost,
+            self.stop.asked(),
             self.checkpoints.writing(),
             self.batches.problem is not None,
+            self.is_gone(),
         )
 
     def end_first_step(self) -> None:
@@ -363,19 +368,20 @@ class Session:
         self.patience = cfg.run.step_timeout_seconds
         self.job.mesh.set_timeout(self.patience)
         self.stop.at_once = False  # from now on there is something to save
-        describe(Path(cfg.run.folder), dump(cfg), self.corpora, self.order)
+        self.describe()
 
-    def save(self, step: int) -> None:
-        """Save the state after `step`. One that is not finite is not published
-        (checkpoint/storage.py::NotFinite)."""
+    def save(self, step: int, last: bool) -> None:
+        """Save the state after `step`, the `last` one of this start or not. One that is not finite
+        is not published (checkpoint/storage.py::NotFinite)."""
         self.watchdog.arm(self.watchdog.STORAGE, "save")
+        self.describe(missing=True)
         progress = {
             "step": step,
             "samples": self.order.samples(step),
             "data": self.batches.state(),
             "spikes": self.guard.state(),
         }
-        self.checkpoints.save(step, self.job.model, self.job.optimizer, progress)
+        self.checkpoints.save(step, self.job.model, self.job.optimizer, progress, last)
 
     def validate(self, step: int) -> bool:
         """Score the held-out sets. Returns True if a stop was requested meanwhile."""
@@ -432,6 +438,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             replay = every(step + 1, cfg.debug.replay_interval)
             digest = every(step + 1, cfg.metrics.gradient_interval)
             result = train_step(job, batch, guard.skip_above(), replay, run.flags, digest)
+            this_start.end_if(result.flags.removed)
             if result.flags.no_data:  # the stream of some rank has ended: no weight has changed
                 batches.end()
                 break
@@ -462,16 +469,18 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 stopping |= run.validate(step)
             if every(step, cfg.evaluation.interval) or step == steps:
                 stopping |= run.evaluate(step)
-            if every(step, cfg.checkpoint.interval) or step == steps or stopping:
-                run.save(step)
+            stopping |= step == steps
+            if every(step, cfg.checkpoint.interval) or stopping:
+                run.save(step, last=stopping)
                 clock.record("save")
                 clock.saved()
             if every(step, GC_STEPS):
                 gc.collect()
         batches.close()
         if batches.problem and step > run.start:
-            run.save(step)
+            run.save(step, last=True)
         clock.record("other")
+    stop.saved = step
     clock.record("save")  # the one in flight
     watchdog.rest()
     batches.check(step)

@@ -133,10 +133,16 @@ class CheckpointManager:
     # Saving
 
     def save(
-        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: dict,
+        last: bool = False,
     ) -> None:
         """Save the state as it is at this call. Returns at once, unless the previous save is still
         being written or cfg.async_save is off. A step that is saved already is not saved again.
+        The `last` save of a run is waited for by `close`.
 
         After this call `optimizer.step()` waits for the copy of the state by itself. Code that
         changes the state in any other way must call `wait_for_copy` first. `poll` reports failures.
@@ -161,7 +167,7 @@ class CheckpointManager:
             computed = torch.cuda.current_stream().record_event()
         head = self._manifest_head(step, optimizer, progress)
         self.in_flight = step, self.thread.submit(self._write, step, live, computed, head)
-        if not self.cfg.async_save or (self.plan and not self.staged):
+        if not last and (not self.cfg.async_save or (self.plan and not self.staged)):
             self._finish()
 
     def _before_optimizer_step(self, *_: object) -> None:
@@ -346,8 +352,9 @@ class CheckpointManager:
         if not any_rank_writing:
             self._finish()
 
-    def _finish(self) -> None:
-        """Wait for the save in flight, and report it. All ranks call it."""
+    def _finish(self, last: bool = False) -> None:
+        """Wait for the save in flight, and report it. All ranks call it. Raises InputError if it
+        failed and was the `last`, which nothing comes after."""
         if self.in_flight is None:
             return
         step, future = self.in_flight
@@ -372,6 +379,8 @@ class CheckpointManager:
         reason = f"the checkpoint of step {step} could not be written to {self.folder}: {cause}"
         if isinstance(error, Lost):
             raise common(InputError(reason))
+        if last:
+            raise common(InputError(f"{reason}. {self._after_the_last()}"))
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
             reason += (
                 f" ({self.failures} in a row: checkpoint.max_failures); the others are untouched"
@@ -381,6 +390,11 @@ class CheckpointManager:
             logging.ERROR,
             f"{reason}. Training goes on, and the next checkpoint is tried when it is due",
         )
+
+    def _after_the_last(self) -> str:
+        """Say what to do when the last save of a run has failed."""
+        where = f"goes on from step {self.last_step}" if self.last_step >= 0 else "begins anew"
+        return f"It was the run's last: mend that, and the same command {where}"
 
     def wait(self, seconds: float) -> None:
         """Wait for the save in flight, on the way out after an error. Calls no other rank, and
@@ -392,7 +406,7 @@ class CheckpointManager:
         """Wait for the save in flight, and release the folder. Raises InputError if the last save
         failed."""
         try:
-            self._finish()
+            self._finish(last=True)
         finally:
             self.thread.shutdown()
             if self.gives_back:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from checkpoint import storage, verify
 from checkpoint.agreement import on_rank_0
+from checkpoint.ended import refuse_done
 from checkpoint.lease import Lease, Lost, removed
 from checkpoint.retention import Retention
 from checkpoint.storage import OneByOne, SavePlan, Staged
@@ -39,10 +40,10 @@ def open_place(cfg: Checkpoint, folder: Path) -> "CheckpointFolder | Bucket":
 @contextlib.contextmanager
 def claimed(cfg: Config) -> "Iterator[CheckpointFolder | Bucket]":
     """Claim the run's folder for this start alone while the context lasts. Called by all ranks
-    before anything is written there: a start that is refused leaves the folder as it was. Raises
-    InputError on every rank."""
+    before anything is written there: a start that is refused, or has nothing to do, leaves the
+    folder as it was. Raises InputError on every rank."""
     place = open_place(cfg.checkpoint, Path(cfg.run.folder) / "checkpoints")
-    on_rank_0(None, _claim, place, cfg.run.folder)
+    on_rank_0(None, _claim, place, cfg)
     try:
         yield place
     except Unreachable:  # a store that does not answer would not hear of it either
@@ -53,14 +54,19 @@ def claimed(cfg: Config) -> "Iterator[CheckpointFolder | Bucket]":
     place.release()
 
 
-def _claim(place: "CheckpointFolder | Bucket", folder: str) -> None:
+def _claim(place: "CheckpointFolder | Bucket", cfg: Config) -> None:
     try:
         place.claim()
     except OSError as error:
         raise InputError(
-            f"run.folder = {folder!r} cannot be written ({error.filename or place.path}: "
+            f"run.folder = {cfg.run.folder!r} cannot be written ({error.filename or place.path}: "
             f"{error.strerror}): choose another"
         ) from None
+    try:
+        refuse_done(cfg, place)
+    except InputError:
+        place.release()
+        raise
 
 
 class CheckpointFolder:
@@ -77,9 +83,13 @@ class CheckpointFolder:
         return self.path / f".tmp-{run}-{number}-{name}"
 
     def write(self, draft: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
-        """Write this rank's file, and sync it. Returns its row in the manifest's `files`. Raises Lost
-        if the folder is gone."""
+        """Write this rank's file, and sync it. Returns its row in the manifest's `files`. Makes a
+        folder of checkpoints again that was removed; raises Lost if the run's folder was."""
         try:
+            # another rank may be the first to make the folder
+            if self.lease and not self.lease.path.exists():
+                logger.warning(f"{self.path} was removed: it is made again, for a new checkpoint")
+            self.path.mkdir(exist_ok=True)
             draft.mkdir(exist_ok=True)
         except FileNotFoundError:
             raise Lost(removed(self.path)) from None

@@ -13,6 +13,7 @@ from checkpoint.manager import CheckpointManager
 from parallelisms.mesh import world
 from reliability import disk
 
+DESCRIPTION = ("config.toml", "data.json", "tokenizer.json")
 logger = logging.getLogger("plumbline")
 
 
@@ -77,11 +78,19 @@ def say_unused(branch_from: str, folder: Path, checkpoints: CheckpointManager) -
         )
 
 
-def describe(folder: Path, options: str, corpora: Any, order: Any) -> None:
+def describe(folder: Path, options: str, corpora: Any, order: Any, missing: bool = False) -> None:
     """Write what a reader of the run needs, its configuration, tokenizer and data, on rank 0. A run
-    that goes on does it after its first step: a start that trains nothing changes nothing."""
+    that goes on does it after its first step: a start that trains nothing changes nothing.
+
+    missing: only where some of it was removed, as a checkpoint is of little use without it.
+    """
     if world().rank != 0:
         return
+    if missing:
+        lost = [name for name in DESCRIPTION if not (folder / name).exists()]
+        if not lost:
+            return
+        logger.warning(f"{folder}: {' and '.join(lost)} removed during the run; written again")
     files = {
         "config.toml": options,
         "data.json": json.dumps(corpora.record(order), indent=1),

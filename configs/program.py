@@ -135,6 +135,12 @@ class Program:
 _this: Program | None = None
 
 
+def decided(code: int) -> None:
+    """Note how a run has ended: from now on a signal ends the process with that code."""
+    if _this:
+        _this.ended = code
+
+
 def begin() -> None:
     """Answer signals if this process was started as a program of ours: `python -m MODULE`, or
     train.py. Not where one imports us."""

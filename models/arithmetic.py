@@ -50,9 +50,14 @@ def flops_per_token(
     return 6.0 * multiplied(args, feed_forward) + 12.0 * args.n_heads * args.head_dim * keys
 
 
+def layers(number: int) -> str:
+    """Return a number of layers as a message says it: 1 layer, 6 layers."""
+    return "1 layer" if number == 1 else f"{number} layers"
+
+
 def describe(args: Args) -> str:
     return (
-        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads on {args.n_kv_heads} "
+        f"{layers(args.n_layers)} of width {args.dim}, {args.n_heads} heads on {args.n_kv_heads} "
         "key/value heads, "
         f"vocabulary {args.vocab_size:,}{' (tied)' if args.tied_embeddings else ''}"
     )

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import layers, moe
+from models import arithmetic, layers, moe
 from models.family import Family
 from models.flavors.deepseek_v3 import NUMBERS
 from models.layers import Documents
@@ -263,7 +263,7 @@ def flops_per_token(args: Args, seq_len: int) -> float:
 
 def describe(args: Args) -> str:
     return (
-        f"{args.n_layers} layers of width {args.dim}, {args.n_heads} heads, vocabulary "
+        f"{arithmetic.layers(args.n_layers)} of width {args.dim}, {args.n_heads} heads, vocabulary "
         f"{args.vocab_size:,}"
         f"{' (tied)' if args.tied_embeddings else ''}; {moe.describe(args, active_parameters(args))} "
         f"and {args.n_shared_experts} shared"

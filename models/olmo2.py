@@ -134,7 +134,7 @@ def describe(args: Args) -> str:
     if not args.window:
         return arithmetic.describe(args)
     windows = sum(has_window(args, number) for number in range(args.n_layers))
-    return f"{arithmetic.describe(args)}; {windows} layers see {args.window:,} tokens"
+    return f"{arithmetic.describe(args)}; {arithmetic.layers(windows)} with windows of {args.window:,} tokens"
 
 
 FAMILY = Family(

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import sys
 
+from configs.done import NothingToDo
 from configs.program import STOPPED as STOPPED
 from configs.schema import InputError
 from parallelisms import mesh as meshes
@@ -29,6 +30,11 @@ def refuse(error: Exception) -> int:
     Raises `error` if it is an OSError of a different kind than a disk that cannot be written: only
     its traceback says where it came from.
     """
+    if isinstance(error, NothingToDo):
+        if meshes.world().rank == 0:
+            print(error)
+        meshes.abort_mesh()
+        return DONE
     sentence = str(error)
     if isinstance(error, OSError):
         if error.errno not in CANNOT_WRITE:

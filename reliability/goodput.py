@@ -53,8 +53,9 @@ class Clock:
         # seconds of earlier starts, as they count since this one resumed
         self.before = dict.fromkeys(KINDS, 0.0)
         self.file, self.place = None, 0
-        if path:
-            self.file = os.open(path / "time.jsonl", os.O_WRONLY | os.O_CREAT, 0o644)
+        self.path = path and path / "time.jsonl"
+        if self.path:
+            self.file = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
             self.write(stays=True, ago=age)
 
     def record(self, kind: str) -> float:
@@ -113,6 +114,15 @@ class Clock:
                 self.file, json.dumps(line).ljust(LINE_BYTES - 1).encode() + b"\n", self.place
             )
         self.place += LINE_BYTES * stays
+
+    def is_gone(self) -> bool:
+        """Return whether the file was removed. A disk that does not answer says nothing of it."""
+        try:
+            return self.file is not None and not self.path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
 
     def close(self) -> None:
         if self.file is not None:

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from configs import program
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from reliability import causes
@@ -114,6 +115,7 @@ class Start:
         self.secrets = sorted(
             secrets | {json.dumps(value)[1:-1] for value in secrets}, key=len, reverse=True
         )
+        self.writes = rank == 0
         self.path: Path | None = None
         if rank == 0:
             self.path, before = _new_folder(folder)
@@ -257,6 +259,7 @@ class Start:
     def end(self, code: int, reason: str) -> None:
         """Write end.json and close the clock. `with` calls it; call it by hand before an exit that
         unwinds no stack."""
+        program.decided(code)
         if self.path:
             with contextlib.suppress(OSError):  # a full disk has been reported already
                 # After a failure the seconds since the last step count as detecting: the run waited
@@ -290,21 +293,42 @@ class Start:
             self.end(error.code if isinstance(error.code, int) else 1, self.reason)
         else:
             refused = isinstance(error, InputError) and not self.clock.started
-            is_gone = self._is_gone(error)
+            refused &= not isinstance(error, RunFailed)
+            removed = self._removed()
+            is_cause = removed and isinstance(error, (InputError, OSError))
             self.end(2 if refused else 1, f"{kind.__name__}: {str(error)[:2000]}")
-            if is_gone:
-                raise RunFailed(
-                    f"{self.folder} was removed during the run: start it again"
-                ) from error
+            if isinstance(error, RunFailed):
+                return
+            if is_cause and (self.writes or isinstance(error, FileNotFoundError)):
+                raise RunFailed(removed) from error
             if isinstance(error, InputError) and not refused:
                 raise RunFailed(str(error)) from error
 
-    def _is_gone(self, error: BaseException | None) -> bool:
-        """Return whether the error came because the run's folder was removed. Ranks other than 0
-        may not have one."""
-        if isinstance(error, (InputError, OSError)) and not self.folder.is_dir():
-            return self.path is not None or isinstance(error, FileNotFoundError)
-        return False
+    def is_gone(self) -> bool:
+        """Return whether the run's folder was removed, or this start's record in it, without which
+        it is no run. Always False on ranks other than 0, which may not see it."""
+        return self.clock.is_gone()
+
+    def end_if(self, removed: bool) -> None:
+        """End the run if its folder was removed. Called by all ranks after the same step, before
+        it is logged: nothing is written where someone removes everything."""
+        if not removed:
+            return
+        error = RunFailed(self._removed() or self._sentence(self.folder))
+        error.is_common = True  # type: ignore[attr-defined]
+        raise error
+
+    def _removed(self) -> str:
+        """Return a sentence if the run's folder was removed, or this start's record; "" if not."""
+        if not self.folder.is_dir():
+            return self._sentence(self.folder)
+        return self._sentence(self.clock.path.parent) if self.is_gone() else ""
+
+    def _sentence(self, place: Path) -> str:
+        return (
+            f"{place} was removed during the run, which ends here: the same command goes on from "
+            "the newest checkpoint, if one is left"
+        )
 
 
 # What is known about this process -----------------------------------------------------------------

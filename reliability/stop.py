@@ -2,7 +2,7 @@
 
 Before the first step is done there is nothing new to save, so the process ends at once. After it
 the training loop is notified, and all ranks stop at the end of the same step with a checkpoint. If
-the same signal comes again, the process ends at once.
+the same signal comes again, or all is saved already, the process ends at once.
 
 Python runs signal handlers on the main thread, and only between two Python instructions: a main
 thread that waits for another rank would never run one. So a second thread listens too, on the pipe
@@ -30,8 +30,10 @@ class Stop:
     """A context manager around a run, on the main thread.
 
     at_once: whether to end at once because there is nothing to save. The loop sets it to False
-    after its first step.
+    after its first step. saved: the last step, once the loop is over and all is saved.
     """
+
+    saved: int | None = None
 
     def __init__(self, born: float, max_minutes: float, end: Callable[[int, str], object]) -> None:
         """born: when the process was born, on the monotonic clock; max_minutes: its time limit
@@ -87,10 +89,7 @@ class Stop:
                     name = signal.Signals(number).name
                     now = time.monotonic()
                     if now - first_heard.setdefault(number, now) > ECHO:
-                        self._leave(
-                            128 + number,
-                            f"{name} a second time: ended without waiting for a checkpoint",
-                        )
+                        self._again(number)
                     self._heard(name)
             else:
                 limited = False
@@ -102,10 +101,24 @@ class Stop:
                 STOPPED, f"stopped by {request} before the first step was done: nothing to save"
             )
         self.heard = True
-        if not self.said:
-            self.said = True
-            again = "; Ctrl-C again ends without saving" if request == "SIGINT" else ""
-            logger.warning(f"{request}: stopping after this step and saving{again}")
+        if self.said:
+            return
+        self.said = True
+        if self.saved is not None:
+            self._leave_saved(request)
+        again = "; Ctrl-C again ends without saving" if request == "SIGINT" else ""
+        logger.warning(f"{request}: stopping after this step and saving{again}")
+
+    def _again(self, number: int) -> None:
+        """End the process, and say what is saved, when the same signal comes again."""
+        again = f"{signal.Signals(number).name} a second time"
+        if self.saved is not None:
+            self._leave_saved(again)
+        self._leave(128 + number, f"{again}: ended without waiting for a checkpoint")
+
+    def _leave_saved(self, request: str) -> None:
+        """End a run that only has its last words left, or an export, which a next start does."""
+        self._leave(STOPPED, f"{request}: step {self.saved} is saved, and the run ends here")
 
     def _leave(self, code: int, reason: str) -> None:
         """End the process at once, even if the main thread is busy or waits."""

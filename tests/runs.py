@@ -166,6 +166,14 @@ def run(options: list[str], folder: Path) -> tuple[int, str]:
     return code, errors.getvalue()
 
 
+def printed(options: list[str], folder: Path) -> tuple[int, str]:
+    """Run train.main on this rank; return its exit code, and all that it printed."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        code = train.main([f"--run.folder={folder}", *options])
+    return code, said.getvalue()
+
+
 def series(folder: Path, key: str = "loss") -> dict[int, float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
@@ -213,6 +221,12 @@ def _on_one_thread(options: list[str], folder: Path) -> None:
 
 def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int = 0) -> int:
     """Run with one rank that gets SIGTERM during `step`; returns the exit code."""
+    signal_at(step, signalled_rank)
+    return run(options, folder)[0]
+
+
+def signal_at(step: int, signalled_rank: int = 0) -> None:
+    """Let one rank get SIGTERM during `step` of the run that follows."""
     real, steps = train.train_step, []
 
     def with_signal(job, batch, *options):
@@ -222,7 +236,6 @@ def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int 
         return real(job, batch, *options)
 
     train.train_step = with_signal
-    return run(options, folder)[0]
 
 
 def killed(options: list[str], folder: Path, calls: int) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from checkpoint import changes, verify
 from configs.load import dump, load_config
 from configs.schema import InputError
 from tests.ranks import run_ranks
-from tests.runs import MESHES, ROOT, run, series, tiny_run
+from tests.runs import MESHES, ROOT, printed, run, series, signal_at, tiny_run
 from tools.replay import __main__ as tool
 
 WSD = ["--lr_schedule.kind=wsd", "--lr_schedule.decay_fraction=0.25"]
@@ -63,10 +63,9 @@ def test_a_branch_is_bitwise_the_parents_next_steps(parent, tmp_path):
     assert manifest["parent"] == origin and manifest["ancestors"] == []
     assert f"a branch of {origin}" in said(tmp_path) and "changed since" not in said(tmp_path)
     # started again it goes on with its own checkpoints
-    assert run_ranks(2, run, branch, tmp_path) == [(0, "")] * 2 and "nothing to do" in said(
-        tmp_path
-    )
-    assert "branch_from is not used" not in said(tmp_path)
+    again = run_ranks(2, printed, branch, tmp_path)
+    assert [code for code, _ in again] == [0, 0] and again[0][1].startswith("nothing to do")
+    assert "branch_from is not used" not in again[0][1]
     other = [*options, f"--checkpoint.branch_from={folder}@10"]  # and says so of another parent
     assert run_ranks(2, run, other, tmp_path) == [(0, "")] * 2
     unused = f"checkpoint.branch_from is not used: {tmp_path / 'checkpoints'} has checkpoints of"
@@ -157,8 +156,9 @@ def test_a_run_ends_early_on_its_schedule_and_goes_on(parent, tmp_path):
     assert run_ranks(2, run, [*options, "--training.stop_after=7"], tmp_path) == [(0, "")] * 2
     assert list(series(tmp_path)) == list(range(1, 8))
     assert (tmp_path / "checkpoints" / "step-00000007").is_dir()
-    assert run_ranks(2, run, [*options, "--training.stop_after=7"], tmp_path) == [(0, "")] * 2
-    assert "raise or leave out training.stop_after to go on" in said(tmp_path)
+    again = run_ranks(2, printed, [*options, "--training.stop_after=7"], tmp_path)
+    assert again[0][0] == 0 and again[1] == (0, "")
+    assert again[0][1].endswith("raise or leave out training.stop_after to go on\n")
     assert run_ranks(2, run, options, tmp_path) == [(0, "")] * 2
     assert series(tmp_path) == series(folder)
     bent = tmp_path / "bent"
@@ -170,36 +170,41 @@ def test_a_run_ends_early_on_its_schedule_and_goes_on(parent, tmp_path):
 def test_fewer_steps_than_are_done_is_nothing_to_do(parent):
     options, folder = parent
     before = series(folder)
-    assert run_ranks(2, run, [*options, "--training.steps=9"], folder) == [(0, "")] * 2
-    assert series(folder) == before
-    assert "has trained 12 steps, and training.steps asks for 9; raise training.steps to" in said(
-        folder
-    )
-    assert "resumed after step 12\n" in said(folder)
+    first, second = run_ranks(2, printed, [*options, "--training.steps=9"], folder)
+    assert series(folder) == before and second == (0, "")
+    state = "has trained 12 steps, and training.steps asks for 9; raise training.steps to go on"
+    assert first == (0, f"nothing to do: {folder} {state}\n")
 
 
-def _last_save_fails(options: list[str], folder: Path) -> tuple[int, str]:
-    """The disk fills up after the first step."""
+def _last_save_fails(options: list[str], folder: Path, stopped: bool) -> tuple[int, str]:
+    """The disk fills up after the first step. stopped: so is the run, by a signal in its second."""
     from checkpoint import storage
 
     def full(*_: object) -> list:
         raise OSError(28, "No space left on device")
 
     storage.write = full
+    if stopped:
+        signal_at(2)
     return run(options, folder)
 
 
 @pytest.mark.slow
-def test_no_room_for_the_last_checkpoint_is_1(parent, tmp_path):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_room_for_the_last_checkpoint_is_1(stopped, parent, tmp_path):
     """A launcher starts nothing again after 2, which means that nothing was started; a second try
-    finds the room that was made meanwhile."""
+    finds the room that was made meanwhile. Training does not go on, and no sentence says so."""
     options, _ = parent
-    few = [*options, "--training.steps=4", "--checkpoint.interval=0", "--checkpoint.max_failures=1"]
-    (code, words), second = run_ranks(2, _last_save_fails, few, tmp_path)
+    few = [*options, "--training.steps=4", "--checkpoint.interval=3"]
+    few += ["--checkpoint.async_save=false"] * stopped
+    (code, words), second = run_ranks(2, _last_save_fails, few, tmp_path, stopped)
     assert code == 1 and "No space left" in words and "Traceback" not in words
+    assert words.endswith("It was the run's last: mend that, and the same command begins anew\n")
     assert second == (1, ""), "one rank says what all of them raise"
+    failed = [line for line in said(tmp_path).splitlines() if "could not be written" in line]
+    assert len(failed) == (not stopped) and all("Training goes on" in line for line in failed)
     ended = json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())
-    assert (ended["exit_code"], ended["step"]) == (1, 4)
+    assert (ended["exit_code"], ended["step"]) == (1, 2 if stopped else 4)
     assert run_ranks(2, run, few, tmp_path) == [(0, "")] * 2
 
 

@@ -468,7 +468,7 @@ def test_generate_reads_what_was_converted(hf_folder, tmp_path):
     from tools.sampling import generate
 
     assert run("from-hf", hf_folder, tmp_path / "run") == 0
-    with pytest.raises(InputError, match="not a saved tokenizer"):
+    with pytest.raises(InputError, match="run has no tokenizer.json next to its checkpoints: name"):
         generate(tmp_path / "run", "a", 3, 0, 1, 0)
     byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
     text = generate(tmp_path / "run", "a", 3, 0, 1, 0)

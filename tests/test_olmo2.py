@@ -176,7 +176,7 @@ def test_flops_count_the_keys_inside_a_window():
 
 def test_the_line_of_the_log_says_how_many_layers_have_a_window():
     args = OLMO.Args(**FLAVORS["3-32B"])
-    assert OLMO.describe(args).endswith("; 48 layers see 4,096 tokens")
+    assert OLMO.describe(args).endswith("; 48 layers with windows of 4,096 tokens")
     assert "see" not in OLMO.describe(OLMO.Args(**FLAVORS["32B"]))
 
 

@@ -298,6 +298,29 @@ def test_another_signal_during_a_stop_is_no_repeat(monkeypatch):
         assert left.get(timeout=10) == 128 + signal.SIGUSR1 and left.empty()
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_signal_after_the_last_save_says_what_is_saved(times, monkeypatch):
+    """The first one in a long export, or the second while a stopped run ends: 75 either way."""
+    monkeypatch.setattr(stop, "ECHO", 0.2)
+    left = queue.SimpleQueue()
+
+    class Watched(stop.Stop):
+        def _leave(self, code: int, reason: str) -> None:
+            left.put((code, reason))
+
+    with Watched(time.monotonic(), 0, print) as asked:
+        asked.at_once = False
+        if times == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+            assert left.empty()
+        asked.saved = 20
+        os.kill(os.getpid(), signal.SIGINT)
+        code, reason = left.get(timeout=10)
+    request = "SIGINT" if times == 1 else "SIGINT a second time"
+    assert (code, reason) == (75, f"{request}: step 20 is saved, and the run ends here")
+
+
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:
     """Do a run whose third step takes `pause` seconds more than the others, with a limit of so many
     seconds from now."""

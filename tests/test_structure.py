@@ -65,6 +65,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     },
     "training": {
         "configs",
+        "configs.done",
         "configs.words",
         "configs.cpu",  # whether bfloat16 is fast there
         "configs.schema",
@@ -87,6 +88,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     },
     "reliability": {
         "configs",
+        "configs.done",
         "configs.words",
         "configs.program",
         "configs.schema",
@@ -97,6 +99,8 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     "checkpoint": {
         "configs.cpu",
         "configs",
+        "configs.done",
+        "configs.load",  # the options of this start, as a checkpoint has them
         "configs.program",
         "configs.words",
         "configs.schema",

@@ -146,12 +146,14 @@ def _temporary() -> tempfile.TemporaryDirectory:
 
 
 def tokenizer_of(checkpoint: Path | Key) -> str:
-    """Return the path of the tokenizer of a checkpoint's run, whether or not a folder has one.
-    Raises InputError if a store has none."""
+    """Return the path of the tokenizer of a checkpoint's run. Raises InputError if there is none."""
     path = run_of(checkpoint) / "tokenizer.json"
-    if isinstance(checkpoint, Key) and not path.is_file():
+    if not path.is_file():
+        place = path.parent
+        if isinstance(checkpoint, Key):
+            place = checkpoint.parent
         raise InputError(
-            f"{checkpoint.parent} has no tokenizer.json next to its checkpoints: name the one in the "
-            "run's folder with --tokenizer, or copy it there"
+            f"{place} has no tokenizer.json next to its checkpoints: name one with --tokenizer, or "
+            "copy the run's there"
         )
     return str(path)

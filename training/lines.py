@@ -59,7 +59,7 @@ class Lines:
     def close(self) -> None:
         if self.pending:
             self._try(self._write)
-        if self.pending:
+        if self.pending and self.path.parent.is_dir():
             logger.error(f"{self.path}: not in it: the last {number_of(len(self.pending), 'line')}")
         if self.file:
             self.file.close()
@@ -70,7 +70,8 @@ class Lines:
         except WRONG_PLACE:
             raise
         except OSError as error:
-            if not self.failed:
+            # where the run's folder was removed the run ends, and says so
+            if not self.failed and self.path.parent.is_dir():
                 logger.warning(
                     f"{self.path} cannot be written ({error.strerror}): training goes on, and its "
                     "lines are written when there is room"
@@ -89,6 +90,11 @@ class Lines:
         """Add all that is pending, or nothing."""
         if not self.is_clean:
             self._clean()
+        if self.file and not self.path.exists():
+            self.file.close()
+            self.file = None
+            first = json.loads(self.pending[0])["step"]
+            logger.warning(f"{self.path} was removed: it begins anew with step {first}")
         if self.file is None:
             self.file = FileIO(self.path, "a")
         end = os.fstat(self.file.fileno()).st_size

@@ -41,15 +41,33 @@ MANY_RANKS = 1024
 
 class _ToFile(logging.FileHandler):
     """Writes to a file until that fails (a full disk), and says so once: a log ends no run. Lines
-    that could not be written stay in the buffer, and come when there is room."""
+    that could not be written stay in the buffer, and come when there is room. A file that was
+    removed begins anew."""
 
     failed = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        path = Path(self.baseFilename)
+        try:
+            if self.stream and not path.exists():
+                self._begin_anew(path)
+            super().emit(record)
+        except OSError:  # the run's folder is gone, too
+            self.handleError(record)
+
+    def _begin_anew(self, path: Path) -> None:
+        path.parent.mkdir(exist_ok=True)
+        opened = self._open()
+        with contextlib.suppress(OSError):
+            self.stream.close()
+        self.stream = opened
+        logging.getLogger("plumbline").warning(f"{path} was removed: it begins anew here")
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif not self.failed:
+        elif not self.failed and Path(self.baseFilename).parent.parent.is_dir():
             self.failed = True
             print(
                 f"{self.baseFilename} cannot be written ({error.strerror}): the run goes on",

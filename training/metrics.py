@@ -263,7 +263,6 @@ class MetricsWriter:
         self.bar = self.tensorboard = self.wandb = None
         self.draws = cfg.tensorboard
         self.records: dict[str, Lines] = {}  # by the name of the file
-        self.lost = False  # whether the run's folder was removed
         if not rank0:
             return
         if cfg.wandb_project:
@@ -289,12 +288,6 @@ class MetricsWriter:
             self.bar.refresh()
         numbers = {key: json_number(value) for key, value in values.items()}
         self._record(FILE, {"step": step} | numbers)
-        try:
-            self.folder.stat()
-        except FileNotFoundError:
-            self.lost = True
-        except OSError:  # the disk does not answer: that is not said of the folder
-            pass
         if self.draws:
             with self._curves_may_fail():
                 self._draw(step, values)
@@ -302,8 +295,16 @@ class MetricsWriter:
             self.wandb.log(values, step=step)
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
+        curves = self.folder / "tensorboard"
+        if self.tensorboard and self.folder.is_dir() and not curves.is_dir():
+            logging.getLogger("plumbline").warning(
+                f"{curves} was removed: the curves in it begin anew with step {step}"
+            )
+            with contextlib.suppress(OSError):  # of points that it could not write any more
+                self.tensorboard.close()
+            self.tensorboard = None
         if self.tensorboard is None:
-            self.tensorboard = _open_tensorboard(self.folder / "tensorboard", self.start)
+            self.tensorboard = _open_tensorboard(curves, self.start)
         for key, value in values.items():
             self.tensorboard.add_scalar(tag(key), value, step)
 
@@ -317,7 +318,6 @@ class MetricsWriter:
             self.draws = False
             self.tensorboard = None
             if not self.folder.exists():  # the run ends for that, and says it
-                self.lost = True
                 return
             logging.getLogger("plumbline").warning(
                 f"{self.folder / 'tensorboard'} cannot be written ({error.strerror}): TensorBoard's "

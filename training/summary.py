@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from configs.schema import Training
-from configs.words import number_of
+from configs import done
 from training.meter import Meter
 from training.metrics import MetricsWriter
 from training.sample import sample
@@ -21,7 +20,7 @@ def summarise(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: Metric
     steps = cfg.training.last_step
     lines = []
     if meter.last_loss is None and step >= steps:
-        lines.append(nothing_to_do(folder, step, cfg.training))
+        lines.append(done.sentence(folder, step, cfg.training))
     elif meter.last_loss is not None:
         lines.append(
             f"loss {meter.first_loss:.3f} -> {meter.last_loss:.3f} nats per token; "
@@ -47,22 +46,6 @@ def summarise(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: Metric
             f"stopped on request after step {step} of {steps}; run the same command again to go on"
         )
     return "\n".join(lines)
-
-
-def nothing_to_do(folder: Path, step: int, training: Training) -> str:
-    """Return the line of a start whose run is done, with the option that lets it go on. step: of
-    the checkpoint that it has loaded."""
-    by = "training.stop_after" if training.stop_after else "training.steps"
-    if step > training.last_step:
-        state = f"has trained {number_of(step, 'step')}, and {by} asks for {training.last_step}"
-    else:
-        state = f"has already trained {step} of {training.steps} steps"
-    advice = "raise training.steps"
-    if training.stop_after and step < training.steps:
-        advice = "raise or leave out training.stop_after"
-    elif training.stop_after:
-        advice = "raise training.steps, and raise or leave out training.stop_after,"
-    return f"nothing to do: {folder} {state}; {advice} to go on"
 
 
 def sample_text(job: Any, tokenizer: Any) -> str:

@@ -58,13 +58,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from configs.load import load_config
-from configs.program import STOPPED
+from configs.program import INTERRUPTED, STOPPED
 from configs.schema import Config, InputError
 
 # the ranks have --shutdown-timeout seconds to end
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (*STOP, signal.SIGUSR1, signal.SIGUSR2)
-QUIET_CODES = (2, 75, 76)  # exit codes for which the ranks have already said why
+# exit codes for which the ranks have already said why; 130: Ctrl-C again
+QUIET_CODES = (2, 75, 76, INTERRUPTED)
 # Exit codes of ranks to which the launcher has passed on a signal, or which it has ended after
 # others had failed. They come last in the order of blame.
 TOLD_TO_END = (STOPPED, -signal.SIGTERM)
@@ -74,7 +75,10 @@ LINGER = 1.0
 # seconds in which the ranks of a node may end by themselves when those of another ended on request
 GRACE_SECONDS = 10.0
 COMPARED = 3.0  # seconds in which the launchers tell each other how far their ranks had come
-ECHO = 2.0  # seconds in which Ctrl-C again is the same request, as in reliability/stop.py
+# Seconds in which Ctrl-C again is the same request: a little more than in reliability/stop.py, as
+# a rank hears of the first later than the launcher.
+ECHO = 2.2
+INSISTS = 3  # seconds that ranks may take to end after Ctrl-C again
 SILENT = 5.0  # seconds that a node searches for node 0 before it says so
 LAST_LINES = 20  # of a rank's log, shown when it died without a Python traceback
 
@@ -278,6 +282,7 @@ class Agent(LocalElasticAgent):
     grace_seconds: int
     rendezvous: Rendezvous
     asked: set[int]  # the signals that were passed on
+    interrupted = 0.0  # when Ctrl-C was pressed
     left = 0  # the quiet code with which a rank ended before this launcher had told any to end
     told: int | None = None  # the exit code with which another node's ranks ended
     heard = 0.0  # when that was
@@ -288,29 +293,31 @@ class Agent(LocalElasticAgent):
         # nohup ignores SIGHUP
         ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
         ranks = super()._start_workers(worker_group)
-        interrupted = 0.0  # when Ctrl-C was pressed
 
         def pass_on(number: int, frame: object) -> None:
-            nonlocal interrupted
-            self.asked.add(number)
-            if number == signal.SIGINT:
-                if interrupted and time.monotonic() < interrupted + ECHO:
-                    return
-                if interrupted:
-                    log("Ctrl-C again: the ranks are killed without saving")
-                    number = signal.SIGKILL
-                interrupted = time.monotonic()
-            if number == signal.SIGALRM:
-                log(f"not stopped after {self.grace_seconds} s: the ranks are killed")
-                number = signal.SIGKILL
-            elif number in STOP:
-                signal.alarm(self.grace_seconds)
-            self._send(number)
+            self._pass_on(number)
 
         # torch has set its own handlers, also for signals that were ignored
         for number in (*PASSED_ON, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN if number in ignored else pass_on)
         return ranks
+
+    def _pass_on(self, number: int) -> None:
+        """Pass a signal on to the ranks, which say what they make of it. Those that have not ended
+        in time are killed."""
+        self.asked.add(number)
+        if number == signal.SIGINT and self.interrupted:
+            if time.monotonic() < self.interrupted + ECHO:
+                return
+            self.grace_seconds = INSISTS
+        if number == signal.SIGINT:
+            self.interrupted = time.monotonic()
+        if number == signal.SIGALRM:
+            log(f"not stopped after {self.grace_seconds} s: the ranks are killed")
+            number = signal.SIGKILL
+        elif number in STOP:
+            signal.alarm(self.grace_seconds)
+        self._send(number)
 
     def _send(self, number: int) -> None:
         for pid in self._pcontext.pids().values():  # each one leads its process group
