@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from torch.profiler import record_function
 
 from checkpoint import hf
 from checkpoint.place import claimed
-from checkpoint.resume import describe, resume
+from checkpoint.resume import resume
 from configs import check, program
 from configs.load import as_given, dump, help_asked_for, ignored, load_config
 from configs.schema import Config, InputError
@@ -326,12 +325,10 @@ class Session:
         self.corpora = corpora
         self.stop = stop
         self.watchdog = watchdog
-        self.is_gone = this_start.is_gone
         self.clock = this_start.clock
-        self.checkpoints, progress, self.order = resume(
+        self.checkpoints, progress, self.order, self.describe = resume(
             job, FORMATS, corpora, dump(cfg), watchdog, place
         )
-        self.describe = partial(describe, Path(cfg.run.folder), dump(cfg), corpora, self.order)
         self.start: int = progress.get("step", 0)  # steps that are done already
         self.held_out = corpora.held_out(job.mesh, job.args.vocab_size)
         self.tasks = open_tasks(cfg, corpora.tokenizer)
@@ -359,7 +356,7 @@ class Session:
             self.stop.asked(),
             self.checkpoints.writing(),
             self.batches.problem is not None,
-            self.is_gone(),
+            self.clock.is_gone(),
         )
 
     def end_first_step(self) -> None:
@@ -416,7 +413,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
     run = Session(job, corpora, place, this_start, stop, watchdog)
     checkpoints, guard, meter, metrics = run.checkpoints, run.guard, run.meter, run.metrics
     step = run.start
-    stopping = False
+    stopping = step >= steps
     gc.disable()  # a collection at a random moment on one rank makes all ranks wait
     with (
         profiler(cfg.profiler, Path(cfg.run.folder), job.mesh.rank) as profile,
@@ -426,7 +423,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
         health.FailureTime(watchdog.position),
     ):
         batches = run.open_batches()
-        while step < steps and not stopping:
+        while not stopping:
             clock.record("other")
             watchdog.arm(run.patience + cfg.data.timeout_seconds, "data")
             batch = next(batches)
@@ -471,14 +468,14 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 stopping |= run.evaluate(step)
             stopping |= step == steps
             if every(step, cfg.checkpoint.interval) or stopping:
-                run.save(step, last=stopping)
+                run.save(step, stopping)
                 clock.record("save")
                 clock.saved()
             if every(step, GC_STEPS):
                 gc.collect()
         batches.close()
         if batches.problem and step > run.start:
-            run.save(step, last=True)
+            run.save(step, True)
         clock.record("other")
     stop.saved = step
     clock.record("save")  # the one in flight

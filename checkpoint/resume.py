@@ -3,8 +3,9 @@ load the newest one."""
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ def resume(
     options: str,
     watchdog: Any,
     place: Any,
-) -> tuple[CheckpointManager, dict, Any]:
+) -> tuple[CheckpointManager, dict, Any, Callable]:
     """Return the checkpoints of this run, the progress of the one that was loaded ({} for a new
-    run), and the order of the batches that goes on from there. Called by all ranks.
+    run), the order of the batches that goes on from there, and `describe` for this run. Called by
+    all ranks.
 
     job: a train.Job; families: what Hugging Face's files are of each family, by name; corpora: a
     data/loader.py::Corpora; options: the resolved configuration, as TOML; watchdog: a
@@ -63,9 +65,10 @@ def resume(
     if cfg.checkpoint.branch_from and checkpoints.last_step >= 0:
         say_unused(cfg.checkpoint.branch_from, folder, checkpoints)
     order = corpora.order(progress)
+    describe_run = partial(describe, folder, options, corpora, order)
     if not (folder / "config.toml").exists():
-        describe(folder, options, corpora, order)
-    return checkpoints, progress, order
+        describe_run()
+    return checkpoints, progress, order, describe_run
 
 
 def say_unused(branch_from: str, folder: Path, checkpoints: CheckpointManager) -> None:

@@ -116,7 +116,8 @@ class Clock:
         self.place += LINE_BYTES * stays
 
     def is_gone(self) -> bool:
-        """Return whether the file was removed. A disk that does not answer says nothing of it."""
+        """Return whether the file was removed, most likely with all of the run's folder. Always
+        False on ranks other than 0. A disk that does not answer says nothing of it."""
         try:
             return self.file is not None and not self.path.stat()
         except (FileNotFoundError, NotADirectoryError):

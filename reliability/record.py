@@ -304,11 +304,6 @@ class Start:
             if isinstance(error, InputError) and not refused:
                 raise RunFailed(str(error)) from error
 
-    def is_gone(self) -> bool:
-        """Return whether the run's folder was removed, or this start's record in it, without which
-        it is no run. Always False on ranks other than 0, which may not see it."""
-        return self.clock.is_gone()
-
     def end_if(self, removed: bool) -> None:
         """End the run if its folder was removed. Called by all ranks after the same step, before
         it is logged: nothing is written where someone removes everything."""
@@ -322,7 +317,7 @@ class Start:
         """Return a sentence if the run's folder was removed, or this start's record; "" if not."""
         if not self.folder.is_dir():
             return self._sentence(self.folder)
-        return self._sentence(self.clock.path.parent) if self.is_gone() else ""
+        return self._sentence(self.clock.path.parent) if self.clock.is_gone() else ""
 
     def _sentence(self, place: Path) -> str:
         return (

@@ -117,14 +117,14 @@ def start(
 
     def resume(job: train.Job, *rest: Any) -> tuple:
         jobs.append(job)
-        checkpoints, progress, order = real_resume(job, *rest)
+        checkpoints, progress, *others = real_resume(job, *rest)
         if source is not None:
             seen = other_names(job, noted_in(source), same_mesh)
             for names, more in zip(found, seen, strict=True):
                 names += more
             save_again(folder, job, checkpoints.facts, progress)
         steps.append(progress.get("step", 0))
-        return checkpoints, progress, order
+        return checkpoints, progress, *others
 
     steps = []
 
