@@ -380,7 +380,7 @@ class CheckpointManager:
         if isinstance(error, Lost):
             raise common(InputError(reason))
         if last:
-            raise common(InputError(f"{reason}. {self._after_the_last()}"))
+            raise common(InputError(f"{reason}; {self._after_the_last()}"))
         if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
             reason += (
                 f" ({self.failures} in a row: checkpoint.max_failures); the others are untouched"
@@ -394,7 +394,7 @@ class CheckpointManager:
     def _after_the_last(self) -> str:
         """Say what to do when the last save of a run has failed."""
         where = f"goes on from step {self.last_step}" if self.last_step >= 0 else "begins anew"
-        return f"It was the run's last: mend that, and the same command {where}"
+        return f"the run has ended without it: mend that, and the same command {where}"
 
     def wait(self, seconds: float) -> None:
         """Wait for the save in flight, on the way out after an error. Calls no other rank, and

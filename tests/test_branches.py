@@ -199,7 +199,9 @@ def test_no_room_for_the_last_checkpoint_is_1(stopped, parent, tmp_path):
     few += ["--checkpoint.async_save=false"] * stopped
     (code, words), second = run_ranks(2, _last_save_fails, few, tmp_path, stopped)
     assert code == 1 and "No space left" in words and "Traceback" not in words
-    assert words.endswith("It was the run's last: mend that, and the same command begins anew\n")
+    assert words.endswith(
+        "the run has ended without it: mend that, and the same command begins anew\n"
+    )
     assert second == (1, ""), "one rank says what all of them raise"
     failed = [line for line in said(tmp_path).splitlines() if "could not be written" in line]
     assert len(failed) == (not stopped) and all("Training goes on" in line for line in failed)
