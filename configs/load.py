@@ -442,7 +442,9 @@ def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
 
 
 def _either(names: Iterable[str]) -> str:
-    return " or ".join(names)
+    *others, last = names
+    between = " or " if len(others) < 6 else ", "  # more would be wider than a line of --help
+    return f"{between.join(others)} or {last}" if others else last
 
 
 def _printable(text: str) -> str:

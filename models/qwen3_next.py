@@ -19,7 +19,7 @@ from models import arithmetic, delta_net, layers, moe
 from models.delta_net import GatedDeltaNet
 from models.family import Family
 from models.flavors.qwen3_next import NUMBERS
-from models.layers import Documents, apply_rope
+from models.layers import Documents
 from models.norms import ZeroCentredRMSNorm
 
 
@@ -71,7 +71,7 @@ def attention_layers(args: Args) -> int:
 def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first numbers of each head of x [B, T, heads, E], as many as cos has."""
     width = cos.shape[-1]
-    rotated = apply_rope(x[..., :width], cos, sin)
+    rotated = layers.apply_rope(x[..., :width], cos, sin)
     return torch.cat((rotated, x[..., width:]), -1)
 
 

@@ -61,12 +61,17 @@ ROTATED = (
     "--model.n_layers=2 --model.vocab_size=263 --data.tokenizer=bytes --training.seq_len=300 "
     "--training.global_batch_size=2 --training.local_batch_size=1 --training.param_dtype=bfloat16"
 ).split()
+ROTATED_ALIKE = {  # options that give every layer attention, and the same frequencies
+    "qwen3_next": ["--model.attention_interval=1"],
+    "gemma3": ["--model.window=0", "--model.rope_factor=1"],
+}
 
 
 def errors_of_rotations(family: str) -> list[float]:
     """Return the largest error of each call of `apply_rope` in a step of two ranks in bfloat16, of
     which one rounding of the exact result has at most 1."""
-    job = train.build(load_config([*ROTATED, f"--model.family={family}"], 2, 2))
+    more = ROTATED_ALIKE.get(family, [])
+    job = train.build(load_config([*ROTATED, f"--model.family={family}", *more], 2, 2))
     theta, seen, real = job.args.rope_theta, [], layers.apply_rope
 
     def compared(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
