@@ -50,6 +50,7 @@ from tools.parity import proved
 from training import attention, digests, graphs, init, log
 from training.balance import move_biases, sum_counts
 from training.evaluate import open_tasks, run_evaluation
+from training.further import open_further
 from training.loss import IGNORE, linear_cross_entropy
 from training.loss_passes import compiled_loss
 from training.meter import open_metrics
@@ -262,6 +263,7 @@ def gradients(
     scale_of_terms = ranks / tokens.to(dtype)
     microbatches.terms = terms = AuxiliaryTerms(scale_of_terms, tokens, counted, mesh.tp)
     microbatches.z_loss = open_z_loss(cfg.training.z_loss, terms)
+    microbatches.further = open_further(batch, mesh.device, loss_of, cfg.training)
 
     # the loss and the flags travel in one all-reduce
     sums = torch.zeros(1 + len(Flags._fields), dtype=torch.float64, device=mesh.device)

@@ -83,7 +83,19 @@ def read_model(
         )
     if args.tied_embeddings and _has_own_head(folder, families[name]):
         args = replace(args, tied_embeddings=False)
+    if getattr(args, "mtp_depth", 0) and not _has_predictions(folder, families[name], args):
+        args = replace(args, mtp_depth=0)
     return name, args
+
+
+def _has_predictions(folder: Path, family: Any, args: Any) -> bool:
+    """Return whether a folder has the layers that predict further tokens (models/mtp.py), which
+    transformers drops and still counts in config.json."""
+    if not (folder / ONE_FILE).is_file() and not (folder / INDEX).is_file():
+        return True  # a configuration alone
+    names = family.hf_names(args).items()
+    wanted = {theirs for ours, theirs in names if ours.startswith(f"layers.{args.n_layers}.")}
+    return not wanted.isdisjoint(inventory(folder))
 
 
 def _has_own_head(folder: Path, family: Any) -> bool:
@@ -137,6 +149,8 @@ def check_model(
         )
     stored = asdict(args)
     stored.pop("max_seq_len")
+    if numbers.get("mtp_depth", 0) < stored.get("mtp_depth", 0):
+        stored["mtp_depth"] = numbers["mtp_depth"]  # fewer are trained than there are
     lines = state.mismatches(stored, numbers, "model")
     if lines:
         raise InputError(

@@ -72,6 +72,11 @@ def architecture(model: Model) -> dict:
     return numbers
 
 
+def tokens_ahead(model: Model) -> int:
+    """Return how many tokens after the next one training predicts (models/mtp.py)."""
+    return architecture(model).get("mtp_depth", 0)
+
+
 def query_width(model: Model) -> int:
     """Return the head dimension of queries. Raises InputError where `architecture` does."""
     numbers = architecture(model)

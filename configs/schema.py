@@ -463,6 +463,8 @@ class Training(Table):
     z_loss: float = Field(0.0, ge=0)
     """Factor of the z-loss, log^2 of the softmax's denominator (PaLM: 1e-4); logged in addition to
     the loss."""
+    mtp_weight: float = Field(0.3, ge=0)
+    """Weight in the loss of layers that predict further tokens (model.mtp_depth), of their mean."""
     max_skipped_steps: int = Field(3, ge=0)
     """Steps in a row that may be skipped (a non-finite loss or gradient, a spike) before the run
     fails."""

@@ -22,9 +22,10 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from configs.check import tokens_ahead
 from configs.schema import Config, Data, InputError
-from data import inputs, packing, splice, too_long
-from data.masking import document_begins, positions_in_documents
+from data import further, inputs, packing, splice, too_long
+from data.masking import at, document_begins, positions_in_documents
 from data.order import Order
 from data.stores import ahead
 from data.tokenizer import Tokenizer
@@ -133,7 +134,9 @@ class Corpora:
     def training_batches(self, order: Order, ranks: Ranks, vocab_size: int) -> Batches:
         """Return this rank's training batches: item i is the batch of step i."""
         tokens = [corpus.train for corpus in self.sources.values()]
-        return rank_batches(self.cfg, tokens, order, ranks, vocab_size)
+        batches = rank_batches(self.cfg, tokens, order, ranks, vocab_size)
+        batches.depth = tokens_ahead(self.cfg.model)
+        return batches
 
     def held_out(self, ranks: Ranks, vocab_size: int) -> dict[str, Batches]:
         """Return this rank's batches of each set; {} without validation. Their order is always that
@@ -210,6 +213,7 @@ class Batches:
         self.mask_documents = mask_documents
         self.vocab_size = vocab_size
         self.token_ranges = token_ranges or [range(self.seq_len)]
+        self.depth = 0  # further tokens that are predicted (data/further.py)
         self.located: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __getitem__(self, step: int) -> Batch:
@@ -219,7 +223,7 @@ class Batches:
         window if the document began before. A label that is the first token of a document is then
         IGNORE. Where only answers are labels (data/packing.py), any other label is IGNORE too, and
         a window may end in padding: then also length [A*b], how many of each row's tokens are
-        none."""
+        none. With `depth` also what data/further.py adds."""
         if self.is_stored:
             ahead.ask(self, step)  # for all rows at the same time
         source, window = self.locate(step)
@@ -244,10 +248,12 @@ class Batches:
         if is_packed:
             more["length"] = stop - start
         batch = as_batch(tokens, begins, more, self.local_batch_size, self.token_ranges)
+        if self.depth:
+            further.add(batch, tokens, begins, self.token_ranges, self.depth, IGNORE)
         if is_packed:
-            labels = batch["labels"].numpy()
-            where = (self.token_ranges, self.sources, source, start, stop)
-            packing.mask_non_answers(labels, IGNORE, *where)
+            where = (IGNORE, self.token_ranges, self.sources, source, start, stop)
+            packing.mask_non_answers(batch["labels"].numpy(), *where)
+            further.mask_non_answers(batch, *where)
         return batch
 
     def reads(self, start: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
@@ -256,7 +262,7 @@ class Batches:
         for row in range(self.row_count):
             for part in self.token_ranges:
                 first = int(start[row]) + part.start
-                last = min(first + len(part) + 1, int(stop[row]))
+                last = min(first + len(part) + 1 + self.depth, int(stop[row]))
                 yield row, part.start, first, last
 
     @property
@@ -296,12 +302,6 @@ def as_batch(
     for name, array in arrays.items():
         batch[name] = torch.from_numpy(array).view(-1, local_batch_size, array.shape[1])
     return batch
-
-
-def at(token_ranges: Sequence[range], array: np.ndarray, shift: int = 0) -> np.ndarray:
-    """Select the columns of these positions, moved by `shift`: [rows, T + 1] -> [rows, t]."""
-    parts = [array[:, part.start + shift : part.stop + shift] for part in token_ranges]
-    return np.concatenate(parts, axis=1)
 
 
 def loader(

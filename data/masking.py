@@ -1,5 +1,5 @@
 """Finds the beginnings of documents inside windows, for attention that stays inside a document
-(`data.mask_documents`)."""
+(`data.mask_documents`), and selects the part of windows that a rank reads."""
 
 from __future__ import annotations
 
@@ -42,3 +42,9 @@ def positions_in_documents(begins: np.ndarray) -> np.ndarray:
     lengths = np.diff(first, append=begins.size)
     place = np.arange(begins.size)
     return (place - np.repeat(first, lengths)).reshape(begins.shape)
+
+
+def at(token_ranges: Sequence[range], array: np.ndarray, shift: int = 0) -> np.ndarray:
+    """Select the columns of these positions, moved by `shift`: [rows, T + 1] -> [rows, t]."""
+    parts = [array[:, part.start + shift : part.stop + shift] for part in token_ranges]
+    return np.concatenate(parts, axis=1)

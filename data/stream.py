@@ -42,9 +42,10 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from configs.check import tokens_ahead
 from configs.schema import Config, Data, InputError
 from configs.words import number_of
-from data import sources
+from data import further, sources
 from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
 from data.open_tokenizer import open_named
 from data.prepare import is_tokenised
@@ -440,10 +441,12 @@ class StreamedBatches:
         vocab_size: int = 2**32,
         pin_memory: bool = False,
         token_ranges: Sequence[range] = (),
+        depth: int = 0,
     ) -> None:
         """gather: returns the objects of all ranks, as a list; all ranks call it at the same step.
-        token_ranges: the positions of a window whose tokens this rank has; none given: all. Raises
-        InputError if the ranks do not divide streams and rows."""
+        token_ranges: the positions of a window whose tokens this rank has; none given: all.
+        depth: further tokens that are predicted (data/further.py). Raises InputError if the ranks
+        do not divide streams and rows."""
         if order.groups % dp_size:
             raise InputError(
                 f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
@@ -462,6 +465,7 @@ class StreamedBatches:
         self.rows = range(dp_rank * rows, (dp_rank + 1) * rows)
         self.mine = range(dp_rank * streams, (dp_rank + 1) * streams)
         self.token_ranges = token_ranges or [range(order.seq_len)]
+        self.depth = depth
         self.problem: Exception | None = None
         # after the batch that was given last
         self.places = order.places[self.mine.start : self.mine.stop]
@@ -490,7 +494,8 @@ class StreamedBatches:
         tokens = np.zeros((len(self.rows), self.order.seq_len + 1), np.int64)
         number = np.zeros(len(self.rows), np.int64)
         batch = self._as_batch(tokens, np.zeros(tokens.shape, bool), number)
-        batch["labels"].fill_(IGNORE)
+        for labels in batch.keys() & {"labels", "labels_ahead"}:
+            batch[labels].fill_(IGNORE)
         return batch
 
     def end(self) -> None:
@@ -575,7 +580,10 @@ class StreamedBatches:
     def _as_batch(self, tokens: np.ndarray, begins: np.ndarray, number: np.ndarray) -> Batch:
         masked = begins if self.cfg.mask_documents else None
         more = {"window": number, "source": np.zeros_like(number)}
-        return as_batch(tokens, masked, more, self.local_batch_size, self.token_ranges)
+        batch = as_batch(tokens, masked, more, self.local_batch_size, self.token_ranges)
+        if self.depth:
+            further.add(batch, tokens, masked, self.token_ranges, self.depth, IGNORE)
+        return batch
 
     def _put(self, item: tuple[Batch, list[Place]] | Exception) -> bool:
         while not self.stop.is_set():
@@ -622,6 +630,7 @@ class StreamedCorpora(Corpora):
             vocab_size,
             pin_memory,
             ranks.token_ranges(self.cfg.training.seq_len),
+            tokens_ahead(self.cfg.model),
         )
 
     def audit_hint(self, step: int, windows: list[list[int]]) -> str:

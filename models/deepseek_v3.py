@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import arithmetic, layers, moe
+from models import arithmetic, layers, moe, mtp
 from models.family import Family
 from models.flavors.deepseek_v3 import NUMBERS
 from models.layers import Documents
@@ -55,6 +55,7 @@ class Args:
     norm_eps: float
     max_seq_len: int
     tied_embeddings: bool
+    mtp_depth: int = 0  # layers that predict further tokens (models/mtp.py)
 
     router_score: ClassVar[str] = "sigmoid"
     normalised_weights: ClassVar[bool] = True
@@ -153,7 +154,7 @@ def score_scale(args: Args) -> float:
     return mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if scaling else 1.0
 
 
-class DeepSeekV3(moe.SparseDecoder):
+class DeepSeekV3(mtp.MultiTokenDecoder):
     def latents(self) -> list[nn.Module]:
         return [layer.attention.latents for layer in self.layers.values()]
 
@@ -163,6 +164,9 @@ class DeepSeekV3(moe.SparseDecoder):
                 args, Attention(args), layers.FeedForward(args.dim, args.hidden_dim)
             )
         return moe.MixtureBlock(args, Attention(args), moe.MixtureOfExperts(args))
+
+    def prediction(self, args: Args, number: int) -> nn.Module:
+        return mtp.PredictionMixture(args, Attention(args), moe.MixtureOfExperts(args))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         args = self.args
@@ -175,6 +179,10 @@ class DeepSeekV3(moe.SparseDecoder):
             scaling["factor"], scaling["mscale_all_dim"]
         )
         return cos * length, sin * length
+
+
+def has_mixtures(args: Args) -> bool:
+    return args.n_dense_layers < args.n_layers or args.mtp_depth > 0
 
 
 def tp_plan(args: Args) -> dict[str, str]:
@@ -201,7 +209,8 @@ def tp_plan(args: Args) -> dict[str, str]:
         layers.TP_PLAN
         | attention
         | first
-        | (moe.tp_plan(args) if args.n_dense_layers < args.n_layers else {})
+        | (moe.tp_plan(args) if has_mixtures(args) else {})
+        | mtp.tp_plan(args)
     )
 
 
@@ -221,13 +230,9 @@ def multiplied(args: Args, experts: int) -> int:
     """Count the weights that are multiplied, where so many of the experts that are not shared
     count."""
     feed_forward = args.n_dense_layers * 3 * args.dim * args.hidden_dim
-    mixtures = (args.n_layers - args.n_dense_layers) * moe.weights(args, experts)
-    return (
-        args.n_layers * attention_weights(args)
-        + feed_forward
-        + mixtures
-        + args.dim * args.vocab_size
-    )
+    layers = args.n_layers + args.mtp_depth
+    mixtures = (layers - args.n_dense_layers) * moe.weights(args, experts)
+    return layers * attention_weights(args) + feed_forward + mixtures + args.dim * args.vocab_size
 
 
 def _not_multiplied(args: Args) -> int:
@@ -235,7 +240,8 @@ def _not_multiplied(args: Args) -> int:
     the biases of the routers."""
     embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
     norms = 2 * args.dim + args.q_rank + args.kv_rank
-    return embedding + args.n_layers * norms + args.dim
+    layers = args.n_layers + args.mtp_depth
+    return embedding + layers * norms + args.dim + args.mtp_depth * mtp.parameters(args)
 
 
 def parameters(args: Args) -> int:
@@ -253,12 +259,13 @@ def flops_per_token(args: Args, seq_len: int) -> float:
     V in each value."""
     attention = (
         6.0
-        * args.n_layers
+        * (args.n_layers + args.mtp_depth)
         * args.n_heads
         * (args.nope_dim + args.rope_dim + args.value_dim)
         * seq_len
     )
-    return 6.0 * multiplied(args, args.experts_per_token) + attention
+    weights = multiplied(args, args.experts_per_token) + args.mtp_depth * mtp.multiplied(args)
+    return 6.0 * weights + attention
 
 
 def describe(args: Args) -> str:
@@ -267,6 +274,7 @@ def describe(args: Args) -> str:
         f"{args.vocab_size:,}"
         f"{' (tied)' if args.tied_embeddings else ''}; {moe.describe(args, active_parameters(args))} "
         f"and {args.n_shared_experts} shared"
+        f"{f'; {args.mtp_depth} more predict further tokens' if args.mtp_depth else ''}"
     )
 
 

@@ -12,7 +12,7 @@ Hugging Face renames tensors and permutes nothing.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -190,7 +190,7 @@ class Decoder(nn.Module):
         self.args = args
         self.first = layers.start == 0
         self.last = layers.stop == args.n_layers
-        if self.first or (self.last and args.tied_embeddings):
+        if self.first or (self.last and self.copies_embedding()):
             self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleDict({str(i): self.block(args, i) for i in layers})
         if self.last:
@@ -202,6 +202,14 @@ class Decoder(nn.Module):
         """A new block for this layer; its `forward` takes (h [B, T, D], cos, sin, documents) and
         returns [B, T, D], or that and {name: models/terms.py::Term}."""
         return Block(args, Attention(args), FeedForward(args.dim, args.hidden_dim))
+
+    def copies_embedding(self) -> bool:
+        """Return whether the last stage of a pipeline has a copy of the embedding."""
+        return self.args.tied_embeddings
+
+    def blocks(self) -> Iterable[tuple[str, nn.Module]]:
+        """The blocks through which every token goes, by number."""
+        return self.layers.items()
 
     def cores(self) -> list[Any]:
         """All cores (models/cores.py), in order; parallelisms/cores.py puts others in their place."""
@@ -251,7 +259,7 @@ class Decoder(nn.Module):
         mixtures = {} if real is None else self.mixtures()
         cos, sin = self.rope(positions)  # [T, E], or [B, T, E]
         h = self.embed(x) if self.first else x  # [B, T, D]
-        for number, block in self.layers.items():
+        for number, block in self.blocks():
             more = (real,) if int(number) in mixtures else ()
             h = block(h, cos, sin, documents, *more)
             if isinstance(h, tuple):

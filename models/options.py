@@ -145,3 +145,14 @@ RULES_OF_EXPERTS = {
         "experts than there are",
     ),
 }
+
+
+# Layers that predict further tokens (models/mtp.py) -------------------------------------------------
+
+OPTIONS_OF_MTP = {
+    "mtp_depth": (
+        int,
+        {"ge": 0},
+        "Layers behind the last one that each predict a token further on (multi-token prediction).",
+    ),
+}

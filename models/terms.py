@@ -82,6 +82,14 @@ class AuxiliaryTerms:
                 h = InjectGradient.apply(h, value, self.scale, term.weight)
         return h
 
+    def add_loss(self, loss: Tensor, name: str, value: Tensor, weight: float) -> Tensor:
+        """Report a further loss of one microbatch, and train on it. value: the sum over this rank's
+        labels, equal on the ranks of tensor parallelism; it is divided by the labels that count, as
+        the loss is. Returns `loss`, whose backward also adds the gradient."""
+        self.report(name, value / self.tp)
+        scale = self.scale * self.tokens / self.labels
+        return InjectGradient.apply(loss, value, scale, weight)
+
     def report(
         self, name: str, value: Tensor, layer: int | None = None, divisor: Tensor | None = None
     ) -> None:

@@ -69,7 +69,7 @@ def check(model: nn.Module, patterns: Sequence[str], stages: Sequence[range]) ->
             )
     left = set(names).difference(frozen(model, patterns))
     for stage, layers in enumerate(stages):
-        if not any(_is_in(name, layers, len(model.layers)) for name in left):
+        if not any(_is_in(name, layers, model.args.n_layers) for name in left):
             where = f"stage {stage} of the pipeline" if len(stages) > 1 else "the model"
             raise InputError(
                 f"training.freeze leaves {where} nothing to train: freeze less, or use fewer stages"
@@ -80,7 +80,8 @@ def _is_in(name: str, layers: range, n_layers: int) -> bool:
     """Return whether a parameter of the whole model is in a stage."""
     part, _, rest = name.partition(".")
     if part == "layers":
-        return int(rest.partition(".")[0]) in layers
+        number = int(rest.partition(".")[0])
+        return min(number, n_layers - 1) in layers  # those behind the last one are with it
     if part == "tok_embeddings":
         return layers.start == 0
     return layers.stop == n_layers

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from configs.schema import Config, Parallelism
+from models import mtp
 from models.cores import documents_of
 from parallelisms import dp, fsdp_details, schedules
 from parallelisms.mesh import Mesh
@@ -61,13 +62,14 @@ def layers_of_stages(cfg: Config, family: Any, args: Any) -> list[range]:
     stages = len(
         schedules.placement(p.pipeline_schedule, p.pipeline_parallel, p.pipeline_stages_per_rank)
     )
-    weights = schedules.end_weights(
-        args,
-        replace(args, n_layers=args.n_layers + 1),
-        family.parameters,
-        lambda args: family.flops_per_token(args, cfg.training.seq_len),
-    )
-    return schedules.stage_layers(args.n_layers, stages, *weights)
+
+    def flops(args: Any) -> float:
+        return family.flops_per_token(args, cfg.training.seq_len)
+
+    more = replace(args, n_layers=args.n_layers + 1)
+    embedding, head = schedules.end_weights(args, more, family.parameters, flops)
+    head += mtp.layers_worth(args, flops)
+    return schedules.stage_layers(args.n_layers, stages, embedding, head)
 
 
 def own_stages(p: Parallelism, rank: int) -> list[int]:
@@ -120,7 +122,7 @@ class PipelineStages(nn.Module):
         self.args = any_stage.args
         # the tied weight and its copy, if they are here
         self.tied: tuple[Tensor | None, Tensor | None] = (None, None)
-        if self.args.tied_embeddings:
+        if any_stage.copies_embedding():
             first = stages.get(0)
             last = stages.get(len(self.placement) - 1)
             self.tied = (

@@ -41,7 +41,7 @@ from tests.runs import EP2
 from training.loss import plain_cross_entropy
 
 FACTORS = (
-    {"experts": EXPERTS}
+    {"experts": EXPERTS | {"deepseek_v3": [*EXPERTS["deepseek_v3"], "--model.mtp_depth=1"]}}
     | {factor: NUMBERS[factor] for factor in ("optimizer", "clipping", "dtype")}
     | {
         factor: {
@@ -120,12 +120,20 @@ def test_documents_and_uneven_labels_equal_the_plain_model():
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
+def test_further_tokens_on_split_sequences_equal_the_plain_model():
+    chosen = settings(experts="deepseek_v3", documents="masked", accumulation="reduced once")
+    more = ["--model.expert_dim=12", "--model.mtp_depth=2"]
+    check("experts on ep2xtp2", [chosen], more, factors=FACTORS | CONTEXT)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
 def test_a_split_backward_equals_the_plain_model():
     """Between ranks that share experts, with a tied weight, and blocks that are recomputed. The
     other schedule that splits it is in tests/test_ep_hosts.py, with an exchange in chunks."""
     more = "--parallelism.pipeline_schedule=zbv --model.n_layers=4 --model.tied_embeddings=true"
     chosen = settings(
-        experts="qwen3 experts",
+        experts="deepseek_v3",
         optimizer="sgd",
         accumulation="reduced each time",
         checkpointing="full",

@@ -51,7 +51,7 @@ EXAMPLES = {
     "family": Example(["--model.family=parallel"], meshes=[TP2, PP2]),
     "term": Example(meshes=[PP2]),
     # no export for Hugging Face: models/formats/llama.py does not know its layer
-    "multi_token": Example(meshes=[FSDP2, TP2]),
+    "multi_token": Example(meshes=[TP2, CP2, PP2]),
     "optimizer": Example(["--optimizer.kind=lion", "--optimizer.lr=1e-3"], meshes=[TP2]),
     # of an eigenbasis float32 leaves too little, where a gradient has no full rank
     "soap": Example(

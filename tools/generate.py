@@ -69,12 +69,15 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise InputError(f"--top-k={args.top_k}: must be 1 or more")
     if not 0 <= args.temperature < math.inf:
         raise InputError(f"--temperature={args.temperature:g}: must be 0 or a positive number")
+    if args.speculative and args.temperature:
+        raise InputError("--speculative takes the likeliest tokens: give --temperature=0 too")
 
 
 def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
     """Return the number of texts that the command line asks for, and an iterator over them. Raises
     InputError."""
     options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
+    options["speculative"] = args.speculative
     check_numbers(args)
     if args.chat and args.prompt:
         raise InputError("--chat asks and --prompt continues a text: give one of them")
@@ -128,6 +131,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="another seed, another text [%(default)s]"
+    )
+    parser.add_argument(
+        "--speculative",
+        action="store_true",
+        help="let the layers of model.mtp_depth draft tokens, and say how many were right; with "
+        "--temperature=0",
     )
     parser.add_argument(
         "--tokenizer",

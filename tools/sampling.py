@@ -11,6 +11,7 @@ from torch import nn
 
 from checkpoint import hf, state, verify
 from configs.schema import InputError
+from configs.words import number_of
 from data import turns
 from data.answers import InvalidExample
 from data.chat import Chat
@@ -21,6 +22,7 @@ from models import FORMATS, MODELS
 from reliability.objects import Key, location
 from tools import adapters, places, positions
 from training.sample import Sampling, sample_stream
+from training.speculative import Speculation
 
 
 class Loaded(NamedTuple):
@@ -122,7 +124,12 @@ def answers_as_they_come(
 
 
 def decoded(
-    loaded: Loaded, ids: list[list[int]], shown: list[int], new_tokens: int, **options: Any
+    loaded: Loaded,
+    ids: list[list[int]],
+    shown: list[int],
+    new_tokens: int,
+    speculative: bool = False,
+    **options: Any,
 ) -> Iterator[list[str]]:
     """Go on with these ids, in place, and yield the text of each after every token, from its token
     number `shown` on. The bytes of a character may be spread over several tokens: one that is not
@@ -132,12 +139,48 @@ def decoded(
     warn_of_length(loaded, ids, new_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     texts = list(zip(ids, shown, strict=True))
+    if speculative:
+        for _ in speculate(model.to(device), ids, context, device, new_tokens, options["stops"]):
+            yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]
+        yield [words.decode(text[first:]) for text, first in texts]
+        return
     how = Sampling(new_tokens, context, **options)
     for drawn in sample_stream(model.to(device), ids, device, how):
         for text, token in zip(ids, drawn, strict=True):
             text.extend([] if token is None else [token])
         yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]
     yield [words.decode(text[first:]) for text, first in texts]
+
+
+def speculate(
+    model: nn.Module,
+    ids: list[list[int]],
+    context: int,
+    device: torch.device,
+    new_tokens: int,
+    stops: Sequence[int],
+) -> Iterator[None]:
+    """Go on with one of these texts after the other, in place, and print how many drafts were right.
+    Raises InputError for a model that drafts none."""
+    if not getattr(getattr(model, "args", None), "mtp_depth", 0):
+        raise InputError(
+            "--speculative drafts by layers that predict further tokens, and this model has none: train "
+            "one with model.mtp_depth, or leave the option out"
+        )
+    forwards = offered = right = added = 0
+    for text in ids:
+        one = Speculation(model, list(text), context, device, stops)
+        for tokens in one.tokens(new_tokens):
+            text += tokens
+            added += len(tokens)
+            yield
+        forwards, offered, right = forwards + one.forwards, offered + one.offered, right + one.right
+    share = f" ({right / offered:.0%})" if offered else ""
+    print(
+        f"speculative: {right} of {number_of(offered, 'draft')} right{share}; "
+        f"{number_of(added, 'token')} in {number_of(forwards, 'forward')}",
+        file=sys.stderr,
+    )
 
 
 def warn_of_length(loaded: Loaded, ids: list[list[int]], new_tokens: int) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from configs.schema import InputError
 from configs.words import plural
+from models.mtp import layers_in_all
 from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
 from training.balance import sum_over_routed
@@ -55,7 +56,7 @@ class ExpertLoad:
         """Return the metrics of the steps since the last report, and their line of `experts.jsonl`,
         and reset the counts. Warns where routing collapses. Called by all ranks, and all get the
         same."""
-        X, layers = self.args.n_experts, self.args.n_layers
+        X, layers = self.args.n_experts, layers_in_all(self.args)
         # counts, two sums, range of the biases
         table = torch.zeros(layers, X + 3, dtype=torch.float64, device=self.mesh.device)
         counts = self.sums["expert_counts"]

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from configs.schema import Config, InputError
 from parallelisms import dp
+from training.further import AHEAD
 from training.microbatches import raise_flags
 
-READ = ("tokens", "labels", "length")  # what a step reads of a batch (training/microbatches.py)
+# what a step reads of a batch (training/microbatches.py)
+READ = ("tokens", "labels", "length", *AHEAD)
 Compute = Callable[[Callable, Any, dict[str, Tensor], Callable], Any]
 
 

@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
+from training.further import Further
 from training.z_loss import ZLoss
 
 
@@ -68,6 +69,7 @@ class Microbatches:
         self.slice = mesh.device_mesh.get_local_rank("tp") if mesh.tp > 1 else 0
         self.terms: AuxiliaryTerms | None = None
         self.z_loss: ZLoss | None = None
+        self.further: Further | None = None  # of multi-token prediction
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -92,6 +94,7 @@ class Microbatches:
                     z_loss=self.z_loss,
                 )
 
+        head = loss_head if self.further is None else self.further.head(a, loss_head)
         positions = self.positions
         documents = None
         real = None
@@ -100,7 +103,7 @@ class Microbatches:
         if self.within_documents is not None:
             positions = positions[a]
             documents = self.model.documents(self.within_documents[a], self.device)
-        return Inputs(self.tokens[a], positions, loss_head, documents, self.terms, real)
+        return Inputs(self.tokens[a], positions, head, documents, self.terms, real)
 
 
 def real_tokens(batch: dict[str, Tensor], mesh: Mesh) -> Tensor | None:

@@ -4,7 +4,7 @@ imports this file."""
 from typing import Any
 
 from models import options
-from models.options import OPTIONS_OF_EXPERTS, RULES_OF_EXPERTS, Numbers
+from models.options import OPTIONS_OF_EXPERTS, OPTIONS_OF_MTP, RULES_OF_EXPERTS, Numbers
 
 # Sources: arXiv:2412.19437, section 4.2, and the config.json of deepseek-ai/DeepSeek-V3 on the
 # Hugging Face hub. The balance loss's factor is that of section 4.2. 16B-A3B is Moonlight
@@ -36,6 +36,7 @@ FLAVORS: dict[str, dict] = {
         "norm_eps": 1e-6,
         "max_seq_len": 8192,
         "tied_embeddings": False,
+        "mtp_depth": 0,
     },
     "16B-A3B": {
         "dim": 2048,
@@ -62,6 +63,7 @@ FLAVORS: dict[str, dict] = {
         "norm_eps": 1e-5,
         "max_seq_len": 8192,
         "tied_embeddings": False,
+        "mtp_depth": 0,
     },
     "671B": {
         "dim": 7168,
@@ -95,12 +97,14 @@ FLAVORS: dict[str, dict] = {
         "norm_eps": 1e-6,
         "max_seq_len": 163840,
         "tied_embeddings": False,
+        "mtp_depth": 0,
     },
 }
 
 OPTIONS = (
     {key: row for key, row in options.OPTIONS.items() if key not in ("n_kv_heads", "head_dim")}
     | OPTIONS_OF_EXPERTS
+    | OPTIONS_OF_MTP
     | {
         "n_dense_layers": (
             int,

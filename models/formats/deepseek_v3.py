@@ -1,11 +1,14 @@
 """Hugging Face's files of DeepSeek-V3: DeepseekV3ForCausalLM."""
 
+from dataclasses import replace
 from typing import Any
 
+from models import mtp
 from models.deepseek_v3 import Args
 from models.family import Formats
 from models.formats import dense
 
+MOST_PREDICTIONS = 8  # layers that predict further tokens
 HF_FIXED = dense.HF_FIXED | {
     "scoring_func": "sigmoid",
     "topk_method": "noaux_tc",
@@ -39,9 +42,21 @@ HF_NAMES = (
 )
 
 
+HF_NAMES_OF_PREDICTIONS = {  # of a layer that predicts a further token
+    "token_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "w_pair.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+}
+
+
 def hf_names(args: Args) -> dict[str, str]:
     names = {}
-    for ours, theirs in dense.hf_names(args, HF_NAMES).items():
+    for number in mtp.layers_ahead(args):
+        for ours, theirs in HF_NAMES_OF_PREDICTIONS.items():
+            names[f"layers.{number}.{ours}"] = f"model.layers.{number}.{theirs}"
+    every_layer = replace(args, n_layers=args.n_layers + args.mtp_depth)
+    for ours, theirs in dense.hf_names(every_layer, HF_NAMES).items():
         layer = int(ours.split(".")[1]) if ours.startswith("layers.") else None
         is_dense = layer is not None and layer < args.n_dense_layers
         if ".feed_forward." in ours and (ours.split(".")[3] in ("w1", "w2", "w3")) != is_dense:
@@ -53,9 +68,12 @@ def hf_names(args: Args) -> dict[str, str]:
 
 
 def hf_ignored(args: Args) -> str:
-    """Return a pattern of the names of the layers behind the last one. They predict further tokens
-    (MTP), which our model does not have."""
-    return rf"model\.layers\.{args.n_layers}\..*|" + dense.hf_ignored(args)
+    """Return a pattern of the layers that predict further tokens than the model does, and of the
+    copies of embedding and output projection in those that it has."""
+    behind = args.n_layers + args.mtp_depth
+    further = "|".join(map(str, range(behind, behind + MOST_PREDICTIONS)))
+    copies = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight"
+    return rf"model\.layers\.({further})\..*|{copies}|" + dense.hf_ignored(args)
 
 
 def hf_config(args: Args) -> dict[str, Any]:
@@ -96,7 +114,7 @@ def hf_config(args: Args) -> dict[str, Any]:
         "norm_topk_prob": True,
         "moe_layer_freq": 1,
         "rope_interleave": True,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": args.mtp_depth,
         "vocab_size": args.vocab_size,
         "max_position_embeddings": args.max_seq_len,
         "rms_norm_eps": args.norm_eps,
@@ -168,6 +186,7 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
         max_seq_len=whole(config, "max_position_embeddings", 4096),
         tied_embeddings=dense.is_tied(config),
+        mtp_depth=int(config.get("num_nextn_predict_layers") or 0),
     )
 
 

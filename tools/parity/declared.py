@@ -18,7 +18,7 @@ from models import FORMATS, MODELS
 from models.cores import STATE, attention_in, cores_in, of_kind
 from parallelisms import cores, tp_check
 from tools.parity.forwards import NotAsked
-from tools.parity.gradients import ROWS, batch, loss_head, new_terms
+from tools.parity.gradients import ROWS, batch, head_of, loss_head, new_terms
 from tools.parity.tiny import LENGTH, Tiny, built
 from training import init
 from training.optim import first_match
@@ -153,8 +153,9 @@ def counts_flops(tiny: Tiny) -> str | None:
 
 def in_training(model: Any, tiny: Tiny) -> None:
     """Run one row forward, as a step does: what only terms need is computed too."""
-    head = partial(loss_head, tiny.tokens(1, seed=1))
-    model(tiny.tokens(1), torch.arange(LENGTH), head, terms=new_terms())
+    tokens = tiny.tokens(1)
+    head = head_of(tiny, tokens, tiny.tokens(1, seed=1))
+    model(tokens, torch.arange(LENGTH), head, terms=new_terms())
 
 
 def flops_of_attention(model: Any, tiny: Tiny, attention: list[Any]) -> float:

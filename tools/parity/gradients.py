@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import ActivationCheckpoint, Compile
+from models.mtp import LossAhead
 from models.terms import AuxiliaryTerms
 from parallelisms import blocks
 from tools.parity.forwards import NotAsked
@@ -29,6 +30,18 @@ def loss_head(labels: Tensor, h: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
+def head_of(tiny: Tiny, tokens: Tensor, labels: Tensor) -> Any:
+    """Return a loss head for these tokens and labels, int64 [B, T]. Tokens further on come from the
+    beginning of the row where it ends."""
+    plain = partial(loss_head, labels)
+    depths = range(1, 1 + getattr(tiny.args, "mtp_depth", 0))
+    if not depths:
+        return plain
+    further = [partial(loss_head, labels.roll(-k, 1)) for k in depths]
+    ahead = torch.stack([tokens.roll(-k, 1) for k in depths], 1)
+    return LossAhead(plain, further, ahead, weight=1.0)
+
+
 def batch(tiny: Tiny) -> tuple[Tensor, Tensor]:
     """Return tokens and labels, int64 [ROWS, T]."""
     return tiny.tokens(ROWS), tiny.tokens(ROWS, seed=1)
@@ -36,7 +49,7 @@ def batch(tiny: Tiny) -> tuple[Tensor, Tensor]:
 
 def mean_loss(tiny: Tiny, tokens: Tensor, labels: Tensor, terms: Any = None) -> Tensor:
     """Return the part of these rows in the mean loss of the whole batch."""
-    head = partial(loss_head, labels)
+    head = head_of(tiny, tokens, labels)
     summed = tiny.model(tokens, torch.arange(tokens.shape[1]), head, terms=terms)
     return summed / (ROWS * LENGTH)
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from configs.check import tokens_ahead
 from configs.schema import Config
 from data import splice
 from data.loader import Batches
@@ -34,7 +35,7 @@ def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
             [("", "", tokens, [[0, 1.0]])], cfg.run.seed, t.seq_len, t.global_batch_size
         )
     )
-    return Batches(
+    made = Batches(
         [tokens],
         order,
         t.local_batch_size,
@@ -42,3 +43,5 @@ def batches(cfg: Config, mesh: Mesh, ids: np.ndarray) -> Batches:
         mesh.dp_size,
         token_ranges=mesh.token_ranges(t.seq_len),
     )
+    made.depth = tokens_ahead(cfg.model)
+    return made

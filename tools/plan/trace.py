@@ -36,6 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from configs.check import tokens_ahead
 from configs.schema import Config, InputError
 from models.delta_net import GatedDeltaCore
 from models.kernels import (
@@ -63,6 +64,7 @@ from tools.plan.step import (
     keep_what_backward_reads,
 )
 from training import init
+from training.further import AHEAD
 from training.optimizers import materialise
 
 # labels in train.train_step; the loss is inside forward
@@ -955,7 +957,12 @@ def batch_of(job: train.Job, microbatches: int) -> dict[str, torch.Tensor]:
     sequence]."""
     t = job.cfg.training
     shape = (microbatches, t.local_batch_size, t.seq_len // job.mesh.cp)
-    return {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
+    batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels")}
+    depth = tokens_ahead(job.cfg.model)
+    if depth:
+        ahead = (*shape[:2], depth, shape[2])
+        batch |= {name: torch.zeros(ahead, dtype=torch.int64) for name in AHEAD}
+    return batch
 
 
 def prepare(job: train.Job) -> None:

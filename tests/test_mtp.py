@@ -1,0 +1,317 @@
+"""Multi-token prediction: the tokens and labels further on, the loss that is trained on, and drafts.
+
+Meshes of models with it are compared with the plain model by tests/test_experts.py (`deepseek_v3`)."""
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train
+from checkpoint import changes
+from configs.load import load_config
+from data import further
+from models import mtp
+from models.deepseek_v3 import DeepSeekV3
+from models.terms import AuxiliaryTerms
+from parallelisms import pp
+from tests import parity
+from tests.ranks import run_ranks
+from tests.shapes import DEEPSEEK
+from tools import generate, sampling
+from tools.parity import in_memory
+from training.speculative import Speculation
+
+IGNORE = -100
+T = 12
+TINY = [
+    "--model.family=deepseek_v3",
+    "--model.dim=32",
+    "--model.n_layers=2",
+    "--model.hidden_dim=48",
+    "--model.expert_dim=16",
+    "--model.vocab_size=300",
+    "--data.tokenizer=bytes",
+    f"--training.seq_len={T}",
+    "--training.local_batch_size=2",
+    "--training.global_batch_size=4",
+    "--training.param_dtype=float64",
+    "--training.mtp_weight=0.3",
+    "--training.max_norm=0",
+    "--run.device=cpu",
+    "--model.mtp_depth=2",
+    "--model.balance_loss=0",
+]
+
+
+# Tokens and labels --------------------------------------------------------------------------------
+
+
+def cut(begins: np.ndarray | None, ranges: list[range], depth: int) -> tuple[np.ndarray, Any]:
+    tokens = np.arange(2 * (T + 1)).reshape(2, T + 1) + 1
+    batch = {"labels": torch.zeros(1, 2, sum(map(len, ranges)), dtype=torch.int64)}
+    further.add(batch, tokens, begins, ranges, depth, IGNORE)
+    return tokens, batch
+
+
+def by_hand(tokens: np.ndarray, begins: np.ndarray, row: int, i: int, k: int) -> tuple[int, int]:
+    """The token k places after i, and the label that it is trained to predict."""
+    token = tokens[row, i + k] if i + k <= T else 0
+    on_the_way = range(i + 1, i + k + 2)
+    if on_the_way[-1] > T or any(begins[row, place] for place in on_the_way):
+        return token, IGNORE
+    return token, tokens[row, i + k + 1]
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize(
+    "ranges", [[range(T)], [range(3), range(9, 12)], [range(3, 6), range(6, 9)], [range(6, 12)]]
+)
+def test_every_rank_gets_the_tokens_and_labels_further_on_of_the_whole_window(
+    ranges, has_documents
+):
+    begins = np.zeros((2, T + 1), bool)
+    if has_documents:
+        begins[0, [0, 1, 5, 9, 10]] = True
+        begins[1, [2, 12]] = True
+    tokens, batch = cut(begins if has_documents else None, ranges, depth=3)
+    places = [place for part in ranges for place in part]
+    assert batch["tokens_ahead"].shape == batch["labels_ahead"].shape == (1, 2, 3, len(places))
+    for row in range(2):
+        for k in (1, 2, 3):
+            for column, i in enumerate(places):
+                found = tuple(
+                    int(batch[name][0, row, k - 1, column])
+                    for name in ("tokens_ahead", "labels_ahead")
+                )
+                assert found == by_hand(tokens, begins, row, i, k), (row, k, i)
+
+
+# The loss -----------------------------------------------------------------------------------------
+
+
+def gradients_of_a_step() -> dict:
+    job = train.build(load_config(TINY, 1, 1))
+    ids = np.random.default_rng(0).integers(0, 300, 500).astype(np.uint16)
+    batch = in_memory.batches(job.cfg, job.mesh, ids)[0]
+    batch["labels"][..., 3] = IGNORE
+    step = train.gradients(job, batch)
+    got = {name: p.grad.clone() for name, p in job.model.named_parameters() if p.requires_grad}
+    job.model.zero_grad(set_to_none=True)
+    reported = {name: float(step.terms.sums[name][None]) for name in ("mtp_loss_1", "mtp_loss_2")}
+    expected = plainly(job.model, batch)
+    expected["loss"].backward()
+    want = {name: p.grad for name, p in job.model.named_parameters() if p.requires_grad}
+    return {
+        "off": max(float((got[name] - want[name]).abs().max()) for name in want),
+        "size": max(float(grad.abs().max()) for grad in want.values()),
+        "loss": (float(step.loss), float(expected["first"])),
+        "further": (list(reported.values()), expected["further"]),
+        "names": sorted(want),
+    }
+
+
+def plainly(model: Any, batch: dict) -> dict:
+    """Equations 21 to 25 of DeepSeek-V3's report, window by window, over the labels of the batch."""
+    count = int((batch["labels"] != IGNORE).sum())
+    first = 0.0
+    sums = [0.0, 0.0]
+    for window, labels, ahead, labels_ahead in zip(
+        *(
+            batch[name].flatten(0, 1)
+            for name in ("tokens", "labels", "tokens_ahead", "labels_ahead")
+        ),
+        strict=True,
+    ):
+        positions = torch.arange(T)
+        rope = model.rope(positions)
+        h = model.embed(window[None])
+        for number in ("0", "1"):
+            h = model.layers[number](h, *rope)
+            h = h[0] if isinstance(h, tuple) else h
+        h = model.norm(h)
+        first = first + nats(model, h, labels)
+        for k in range(2):
+            layer = model.layers[str(2 + k)]
+            pair = torch.cat(
+                (layer.token_norm(model.embed(ahead[None, k])), layer.hidden_norm(h)), -1
+            )
+            x = layer.w_pair(pair)
+            x = x + layer.attention(layer.attention_norm(x), *rope)
+            h = layer.norm(x + layer.feed_forward(layer.ffn_norm(x))[0])
+            sums[k] = sums[k] + nats(model, h, labels_ahead[k])
+    loss = (first + 0.3 / 2 * (sums[0] + sums[1])) / count
+    return {"loss": loss, "first": first / count, "further": [float(one) for one in sums]}
+
+
+def nats(model: Any, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = h[0] @ model.output.weight.t()
+    return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+
+
+def test_a_step_has_the_gradient_of_the_published_equations():
+    seen = run_ranks(1, gradients_of_a_step)[0]
+    assert seen["off"] <= 1e-13 * seen["size"], seen
+    assert seen["loss"][0] == pytest.approx(seen["loss"][1], rel=1e-14)
+    assert seen["further"][0] == pytest.approx(seen["further"][1], rel=1e-13)
+    assert {"layers.2.w_pair.weight", "layers.3.norm.weight"} <= set(seen["names"])
+
+
+# Mistakes -----------------------------------------------------------------------------------------
+
+
+def labels_of_the_own_part(patch: pytest.MonkeyPatch) -> None:
+    """A rank cuts the labels further on out of its own part of a window."""
+    real = further.add
+
+    def add(batch: dict, tokens: np.ndarray, begins: Any, ranges: list[range], *rest: Any) -> None:
+        real(batch, tokens, begins, ranges, *rest)
+        batch["labels_ahead"][..., np.cumsum([len(part) for part in ranges]) - 1] = IGNORE
+
+    patch.setattr(further, "add", add)
+
+
+def gradient_of_every_rank(patch: pytest.MonkeyPatch) -> None:
+    """Each rank of tensor parallelism adds the whole gradient of a further loss."""
+    real = AuxiliaryTerms.add_loss
+
+    def add_loss(self: Any, loss: Any, name: str, value: Any, weight: float) -> Any:
+        return real(self, loss, name, value, weight * self.tp)
+
+    patch.setattr(AuxiliaryTerms, "add_loss", add_loss)
+
+
+def copy_without_gradient(patch: pytest.MonkeyPatch) -> None:
+    """What the last stage's copy of the embedding gets is lost."""
+
+    def forget(self: Any) -> None:
+        if self.tied[1] is not None:
+            self.tied[1].grad = None
+
+    patch.setattr(pp.PipelineStages, "_add_tied_gradient", forget)
+
+
+def wrong(bug: Any, options: list[str]) -> dict:
+    with pytest.MonkeyPatch.context() as patch:
+        bug(patch)
+        return parity.trajectory(options, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "bug, mesh",
+    [
+        (labels_of_the_own_part, "context_parallel"),
+        (gradient_of_every_rank, "tensor_parallel"),
+        (copy_without_gradient, "pipeline_parallel"),
+    ],
+)
+def test_a_mistake_is_seen(bug, mesh):
+    more = [*parity.DEEPSEEK, "--model.expert_dim=12", "--model.mtp_depth=1"]
+    more.append(parity.TWO_MICROBATCHES)
+    oracle = parity.plain(*more, optimizer="sgd")
+    options = [*parity.SGD, *more, f"--parallelism.{mesh}=2", parity.seed_of(oracle)]
+    seen = parity.whole_model(run_ranks(2, wrong, bug, options))
+    assert parity.compare(bug.__name__, seen, oracle)
+
+
+# Drafts -------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def counting_model(depth: int = 2) -> DeepSeekV3:
+    """A model that has learnt to count: after n comes n + 1."""
+    torch.manual_seed(0)
+    numbers = vars(DEEPSEEK) | {"mtp_depth": depth, "vocab_size": 16, "n_layers": 2}
+    model = DeepSeekV3(type(DEEPSEEK)(**numbers))
+    for name, weight in model.named_parameters():
+        if name.endswith("norm.weight"):
+            torch.nn.init.ones_(weight)
+        else:
+            torch.nn.init.normal_(weight, std=0.1)
+    with torch.no_grad():
+        for block in model.layers.values():
+            block.attention.wo.weight.zero_()
+    optimizer = torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=0.01)
+    window = (torch.arange(18) % 16)[None]
+    tokens, positions = window[:, :14], torch.arange(14)
+
+    def loss_of(shift: int) -> Any:
+        return lambda h, weight: F.cross_entropy(
+            (h @ weight.t()).flatten(0, 1), window[:, shift : shift + 14].flatten()
+        )
+
+    for _ in range(60):
+        one = torch.ones(())
+        terms = AuxiliaryTerms(one, one)
+        ahead = torch.stack([window[:, k : k + 14] for k in range(1, depth + 1)], 1)
+        head = mtp.LossAhead(
+            loss_of(1), [loss_of(k + 2) for k in range(depth)], ahead, weight=float(depth)
+        )
+        optimizer.zero_grad()
+        model(tokens, positions, head, terms=terms).backward()
+        optimizer.step()
+    return model
+
+
+def greedy(model: Any, text: list[int], count: int, context: int) -> list[int]:
+    text = list(text)
+    with torch.no_grad():
+        for _ in range(count):
+            window = torch.tensor([text[-context:]])
+            text.append(int(model(window, torch.arange(window.shape[1]))[0, -1].argmax()))
+    return text
+
+
+@pytest.mark.slow
+def test_drafts_give_the_text_of_plain_sampling_in_fewer_forwards():
+    model = counting_model()
+    one = Speculation(model, [3, 4, 5], 40, torch.device("cpu"))
+    new = [token for some in one.tokens(8) for token in some]
+    assert one.text[:11] == greedy(model, [3, 4, 5], 8, 40) == [3, 4, 5, *new]
+    assert new == list(range(6, 14))
+    assert one.right == one.offered > 0 and one.forwards <= 4
+
+
+@pytest.mark.parametrize("context", [5, 9])
+def test_wrong_drafts_and_the_end_of_the_context_change_no_token(context):
+    """An untrained model drafts what is wrong; behind the context nothing is drafted."""
+    torch.manual_seed(1)
+    numbers = vars(DEEPSEEK) | {"mtp_depth": 1, "vocab_size": 16}
+    model = DeepSeekV3(type(DEEPSEEK)(**numbers))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    one = Speculation(model, [1, 2, 3], context, torch.device("cpu"))
+    list(one.tokens(10))
+    assert one.text[:13] == greedy(model, [1, 2, 3], 10, context)
+    assert one.right < one.offered <= context
+
+
+@pytest.mark.slow
+def test_a_text_ends_before_a_stop():
+    one = Speculation(counting_model(), [3], 40, torch.device("cpu"), stops=(9,))
+    assert [token for some in one.tokens(30) for token in some] == [4, 5, 6, 7, 8]
+
+
+def test_a_model_that_drafts_nothing_is_refused(capsys):
+    model = DeepSeekV3(DEEPSEEK)
+    with pytest.raises(Exception, match="model.mtp_depth"):
+        list(sampling.speculate(model, [[1]], 8, torch.device("cpu"), 3, ()))
+    assert generate.main(["runs/none", "--speculative"]) == 2
+    assert "--temperature=0" in capsys.readouterr().err
+
+
+# Checkpoints --------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_from_before_there_was_a_depth_is_of_a_model_without():
+    new = {"must_match": {"model": {"dim": 4, "mtp_depth": 0}}}
+    old = {"must_match": {"model": {"dim": 4}}}
+    assert changes.refused(old, new) == []
+    deeper = {"must_match": {"model": {"dim": 4, "mtp_depth": 1}}}
+    for before, now in pairwise([old, deeper, new]):
+        assert "mtp_depth" in " ".join(changes.refused(before, now))
