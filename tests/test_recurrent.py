@@ -218,6 +218,12 @@ class WrongSummary(hybrid.DecayedSum):
         return 1.1 * a, b
 
 
+class WrongRead(hybrid.DecayedSum):
+    def begin(self, *inputs, first=None):
+        a, b, read = super().begin(*inputs, first=first)
+        return a, b, lambda state: read(0 * state)
+
+
 class Overwrites(hybrid.DecayedSum):
     """Its map is not affine."""
 
@@ -232,6 +238,7 @@ class Overwrites(hybrid.DecayedSum):
         (BeginsAnew, "two parts, joined by the state, are not the whole"),
         (Unreset, "a document does not begin with a state of 0"),
         (WrongSummary, "does not change a state by the map that `summary` says"),
+        (WrongRead, "`begin` reads something else than `run`"),
         (Overwrites, "two parts, joined by the state, are not the whole"),
     ],
 )

@@ -40,9 +40,9 @@ def of_state(core: Any, inputs: tuple[Tensor, ...], output: Tensor) -> list[tupl
     some = torch.randn(end.shape, generator=torch.Generator().manual_seed(0), dtype=end.dtype)
     early, between = core.run(*start)
     late, joined = core.run(*rest, state=between)
-    moves, adds = core.summary(*rest)
+    moves, adds, read = core.begin(*rest)
     moved = moves[..., None] * some if moves.dim() == 3 else moves @ some
-    _, after = core.run(*rest, state=some)
+    from_some, after = core.run(*rest, state=some)
     first = torch.zeros(inputs[0].shape[:2], dtype=torch.bool)
     first[:, cut] = True
     alone, of_alone = core.run(*rest)
@@ -57,6 +57,7 @@ def of_state(core: Any, inputs: tuple[Tensor, ...], output: Tensor) -> list[tupl
             "`run` does not change a state by the map that `summary` says",
             distance(after, moved + adds),
         ),
+        ("`begin` reads something else than `run`", distance(from_some, read(some))),
         (
             "a document does not begin with a state of 0, by `first`",
             max(distance(of_alone, of_masked), distance(alone, masked[:, cut:])),
