@@ -87,6 +87,7 @@ fi
 # All mistakes in the configuration are reported here, together and before anything starts, and for a run so is everything that
 # it names and that this node lacks: text, tokenizer, packages, GPUs.
 checks=(tools.check)
+((MOST > 1)) || checks+=(--one-node) # a node that comes late finds its own run alive
 [[ ${program[0]} == train.py ]] || checks=(configs.load --quiet)
 for nodes in $(printf '%s\n' "$FEWEST" "$MOST" | uniq); do
     "$PYTHON" -m "${checks[@]}" ${config[@]+"${config[@]}"} --world-size=$((NGPU * nodes)) --local-world-size="$NGPU" || exit $?

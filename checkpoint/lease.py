@@ -17,6 +17,8 @@ import json
 import logging
 import os
 import socket
+import struct
+import sys
 import threading
 import time
 import uuid
@@ -54,7 +56,7 @@ class Lease:
             if is_free:
                 owner = None
             local = locked and owner and owner["host"] == socket.gethostname()
-            holder = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
+            holder = _named(owner)
             # the lock does not tell whether that run is alive
             if locked is not False and not is_free and not local:
                 found = f"was left by {holder}" if owner else "has a damaged .lease"
@@ -64,10 +66,7 @@ class Lease:
                 )
                 locked = not _counts_on(path) and _lock(self.fd)
             if locked is False:
-                raise InputError(
-                    f"{path.parent} is being written by another run ({holder}): stop it, or set "
-                    "another run.folder"
-                )
+                raise _refused(path.parent, holder)
             self._beat()
         except BaseException:
             os.close(self.fd)
@@ -147,6 +146,43 @@ class Lease:
         with self.changing:
             os.close(self.fd)
             self.fd = -1
+
+
+def check_free(folder: Path) -> None:
+    """Raise InputError if a process of this host holds the lease of a folder. Takes nothing, so that
+    no start meanwhile is refused. The process must hold no lease: to close a file gives up locks."""
+    try:
+        fd = os.open(folder / ".lease", os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:  # no run was here, or taking the lease will say why not
+        return
+    try:
+        if _is_locked(fd):
+            raise _refused(folder, _named(_read(fd)[0]))
+    finally:
+        os.close(fd)
+
+
+def _is_locked(fd: int) -> bool:
+    """Return whether another process has the lock (fcntl(2), struct flock of Linux)."""
+    if sys.platform != "linux":
+        return False
+    asked = struct.pack("hhlli", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        answer = fcntl.fcntl(fd, fcntl.F_GETLK, asked)
+    except OSError:  # the file system has no locks
+        return False
+    return struct.unpack("hhlli", answer)[0] != fcntl.F_UNLCK
+
+
+def _named(owner: dict | None) -> str:
+    known = owner and "pid" in owner  # it may have the lock and not have written yet
+    return f"process {owner['pid']} on {owner['host']}" if known else "another process"
+
+
+def _refused(folder: Path, holder: str) -> InputError:
+    return InputError(
+        f"{folder} is being written by another run ({holder}): stop it, or set another run.folder"
+    )
 
 
 def removed(folder: Path) -> str:

@@ -163,26 +163,28 @@ def test_a_new_machine_goes_on_with_what_the_store_has(store, tmp_path):
     assert not (first / "checkpoints" / "metrics.jsonl").exists()
 
 
-def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, monkeypatch, capsys):
-    """The replacement starts before the first is told to stop, as where a machine is taken away. If
-    it fetched at once, it would put an older log over the first one's."""
+def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, monkeypatch):
+    """The replacement starts on another machine before the first is told to stop, as where that is
+    taken away. If it fetched at once, it would put an older log over the first one's."""
     first, second = tmp_path / "first", tmp_path / "second"
     running = started(first)
     until(lambda: AT + "logs/rank-00000.log" in store.keys())
-    log_to_stderr = mirror.log
+    said = []
 
     def stop_the_first_when_it_is_waited_for(sentence):
-        log_to_stderr(sentence)
-        if "waiting for its end" in sentence:
+        said.append(sentence)
+        if "for its end" in sentence:
             running.terminate()
 
-    monkeypatch.setattr(mirror, "log", stop_the_first_when_it_is_waited_for)
+    monkeypatch.setattr(lease, "_where", lambda: "another machine")
+    monkeypatch.setattr(lease.logger, "warning", stop_the_first_when_it_is_waited_for)
     assert mirror.main([URL, str(second), *command(second, 0.1)]) == 0
     assert running.wait(30 * WORKERS) == 75
     log = "logs/rank-00000.log"
     last = (first / log).read_bytes()
     assert copies(store)[log].startswith(last) and (second / log).read_bytes().startswith(last)
-    assert "another run still writes there: waiting" in capsys.readouterr().err
+    states = "watching for up to 30 s whether", "waiting for up to 180 s for its end"
+    assert len(said) == 2 and all(map(str.__contains__, said, states)), "each is said once"
 
 
 TERMINATED_AGAIN = """
@@ -206,15 +208,16 @@ def test_a_second_signal_does_not_end_the_last_round(store, tmp_path):
     assert copies(store)["config.toml"] == b"done"
 
 
-def test_a_run_that_goes_on_is_not_taken_over(store, tmp_path, monkeypatch, capsys):
-    """Nodes of one run do not wait for each other."""
-    monkeypatch.setattr(mirror, "HANDOVER", 0.0)
+def test_a_run_that_goes_on_is_not_taken_over(store, tmp_path, capsys):
+    """It is refused at once on the same machine. Nodes of one run do not wait for each other."""
     running = started(tmp_path / "first")
     try:
         until(lambda: AT + "logs/rank-00000.log" in store.keys())
         second = tmp_path / "second"
         assert mirror.main([URL, str(second), *command(second, 0.1)]) == 2
-        assert "is being written by another run: stop it" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert said.count("\n") == 1 and said.startswith(f"{URL} is being written by another run")
+        assert f"(process {running.pid} on" in said and "set another run.folder" in said
         assert not second.exists()
         assert mirror.main(["--node=1", URL, str(second), *command(second, 0.1)]) == 0
     finally:

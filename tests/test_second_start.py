@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,8 @@ from configs.schema import InputError
 from reliability.position import Position
 from tests import fork_server, ranks
 from tests.ranks import run_ranks
-from tests.runs import printed, series, tiny_run
+from tests.runs import ROOT, environment, printed, series, tiny_run
+from tools import check
 
 OTHER = ["--optimizer.lr=0.5", "--training.steps=20"]
 
@@ -336,6 +338,25 @@ def refusal(path: Path) -> str:
     with pytest.raises(InputError) as error:
         lease.Lease(path)
     return str(error.value)
+
+
+def test_the_script_refuses_a_second_start_before_it_imports_anything_large(tmp_path):
+    """A node that comes late to a run of several finds that run alive, so there no check is made."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    mine = lease.Lease(folder / "checkpoints" / ".lease")
+    before = contents(folder)
+    options = [f"--run.folder={folder}", "--data.tokenizer=bytes"]
+    command = [ROOT / "run_train.sh", *options]
+    done = subprocess.run(command, env=environment(), text=True, capture_output=True)
+    assert done.returncode == 2 and done.stdout == "", done
+    sentence = f"is being written by another run (process {os.getpid()} on {socket.gethostname()})"
+    assert sentence in done.stderr and done.stderr.count("\n") == 1
+    assert contents(folder) == before
+    assert fork_server.call(check.main, options) == 0
+    mine.check()  # a look at the lock has not taken it
+    mine.release()
+    assert fork_server.call(check.main, [*options, "--one-node"]) == 0
 
 
 def test_a_run_that_slept_through_another_one_sees_it(tmp_path, monkeypatch):

@@ -304,14 +304,44 @@ def test_a_second_run_is_refused_and_a_released_prefix_is_not(store, tmp_path):
     assert run_ranks(1, there, resume, tmp_path)[0][:2] == (1, [1.0])
 
 
+def test_a_living_run_of_this_machine_is_refused_without_a_beat(store, tmp_path, monkeypatch):
+    """By a start, and by the check before it. Negative control: where a number of a process says
+    nothing, only a beat does, and the silent one is taken over."""
+    monkeypatch.setattr(lease, "BEAT", 1000)
+    mine = lease.StoreLease(location(URL) / ".lease")
+    here = f"being written by another run (process {os.getpid()} on"
+    assert here in fork_server.call(_refusal, lease._where(), 1000.0)
+    fork_server.call(
+        check.check_free, load_config([f"--checkpoint.store={URL}", "--run.mirror=s3://b"])
+    )
+    with pytest.raises(InputError, match="another run"):
+        fork_server.call(check.check_free, load_config([f"--checkpoint.store={URL}"]))
+    assert fork_server.call(_refusal, "another machine", 0.3) == ""
+    assert not mine.held()
+    mine.release()
+
+
+def _refusal(where: str, patience: float) -> str:
+    lease.PATIENCE = patience
+    lease._where = lambda: where
+    try:
+        lease.StoreLease(location(URL) / ".lease").release()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def test_a_killed_process_whose_parent_has_not_asked_yet_is_dead():
     """Its number is still taken. Negative control: before it is killed it lives."""
     with subprocess.Popen(["sleep", "60"]) as process:
         owner = {"where": lease._where(), "pid": process.pid}
-        assert not lease._is_dead(owner)
+        assert lease._is_alive(owner) is None, "an earlier version wrote no start"
+        assert lease._is_alive(owner | {"started": 1}) is False, "the number is another's by now"
+        owner["started"] = lease._started(process.pid)
+        assert lease._is_alive(owner)
         process.kill()
         deadline = time.monotonic() + 30 * ranks.WORKERS
-        while not lease._is_dead(owner):
+        while lease._is_alive(owner):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         os.kill(process.pid, 0)  # it can still be asked for

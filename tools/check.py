@@ -14,17 +14,21 @@ import argparse
 import importlib.util
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
-from checkpoint import branches
+from checkpoint import branches, lease
+from checkpoint.stores import lease as store_lease
 from configs import check, program
 from configs.load import ConfigError, as_given, help_asked_for, load_config
 from configs.schema import Config, InputError
 from data import inputs
-from reliability.objects import Key, location, missing_package
+from reliability.objects import Key, Unreachable, location, missing_package
+
+ENDING = 2.0  # seconds
 
 
 def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
@@ -60,6 +64,25 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         yield from export_problems(cfg)
     yield from gpu_problems(cfg, local_world_size)
     yield from torch_problems(cfg)
+
+
+def check_free(cfg: Config) -> None:
+    """Raise InputError if another run of this machine writes where this one would: seconds before a
+    rank finds out. One that has just been killed gets ENDING seconds to be gone. A mirror asks for
+    itself, and a run on another machine is known by its beats, for which a rank watches."""
+    place = location(cfg.checkpoint.store or Path(cfg.run.folder, "checkpoints"))
+    if isinstance(place, Key) and cfg.run.mirror:
+        return
+    check = store_lease.check_free if isinstance(place, Key) else lease.check_free
+    deadline = time.monotonic() + ENDING
+    while time.monotonic() < deadline:
+        try:
+            return check(place)
+        except Unreachable:
+            raise
+        except InputError:
+            time.sleep(0.1)
+    check(place)
 
 
 def without_files(cfg: Config, argv: list[str]) -> str:
@@ -206,6 +229,16 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
             yield str(error)
 
 
+def held(cfg: Config) -> int:
+    """Say who writes where this run would. Returns the exit code."""
+    try:
+        check_free(cfg)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
 def main(argv: list[str]) -> int:
     if text := help_asked_for(argv):
         print(text)
@@ -215,6 +248,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--world-size", type=int)
     parser.add_argument("--local-world-size", type=int, default=1)
+    parser.add_argument("--one-node", action="store_true")
     sizes, arguments = parser.parse_known_args(argv)
     try:
         typed = argv == sys.argv[1:]
@@ -224,7 +258,7 @@ def main(argv: list[str]) -> int:
         return 2
     found = list(dict.fromkeys(problems(cfg, sizes.local_world_size)))
     if not found:
-        return 0
+        return held(cfg) if sizes.one_node else 0
     print(ConfigError(found), file=sys.stderr)
     command = without_files(cfg, arguments)
     if command:

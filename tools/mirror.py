@@ -14,9 +14,10 @@ ETag of its object when both were equal. An object with another ETag was written
 machine.
 
 Several nodes run the same command: each uploads the files that change on it, and a rank's files
-have its number. A second start with the same --node waits until the first has uploaded its last
-lines, and gives up after HANDOVER seconds. The exit code is the command's, whether or not the
-copies succeed; a failed copy is reported and tried again. If this process is killed, the command
+have its number. A second start with the same --node is refused while the first one runs on this
+machine. For one on another machine, which may be about to be taken away, it waits until that has
+uploaded its last lines, for at most HANDOVER seconds. The exit code is the command's, whether or not
+the copies succeed; a failed copy is reported and tried again. If this process is killed, the command
 gets SIGTERM.
 """
 
@@ -52,7 +53,7 @@ SENT, ASKING = ".mirror-sent-", ".mirror-asked-"
 WATCH = 0.5  # seconds between looks whether the command has published a checkpoint
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LIBC = ctypes.CDLL(None)
-HANDOVER = 180.0  # seconds that an earlier start may take to save, end and send
+HANDOVER = 180.0  # seconds that another machine may take to save, end and send
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -252,24 +253,6 @@ def log(sentence: str) -> None:
     print(f"mirror: {sentence}", file=sys.stderr, flush=True)
 
 
-def take_over(key: Key, node: int) -> StoreLease:
-    """Wait until no other process uploads for this node. Raises InputError where one still does
-    after HANDOVER seconds."""
-    deadline = time.monotonic() + HANDOVER
-    while True:
-        try:
-            return StoreLease(key / f"{LEASE}{node}")
-        except Unreachable:
-            raise
-        except InputError:
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"{key} is being written by another run: stop it, or give another run.folder"
-                ) from None
-            log("another run still writes there: waiting for its end")
-            time.sleep(1)
-
-
 def still_ours(lease: StoreLease) -> bool:
     """False if another start took this one for dead: its files are newer."""
     try:
@@ -367,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
         if not args.command:
             raise InputError("there is no command to run after the folder")
         mirror = Mirror(args.folder, key, args.node)
-        lease = take_over(key, args.node)
+        lease = StoreLease(key / f"{LEASE}{args.node}", "run.folder", HANDOVER)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,9 +1,10 @@
 """Keep a prefix of a store to one run, without a lock: the lease is the object `.lease`, and the
 run that replaces the version that it has read owns it.  The owner replaces it every BEAT seconds
-with a higher count. A run that finds another's lease watches for PATIENCE seconds whether it
-changes, unless it knows that the owner is dead: a process of this machine that has ended. Of two
-runs that take over a dead one's lease, one gets it, because both name the version that they have
-seen. A run that lost its lease is stopped before it publishes anything.
+with a higher count. A process of this machine lives or has ended, and so its lease is refused or
+taken at once. For another machine's the lease is watched: it is refused at its next beat, and taken
+after PATIENCE seconds without one. Of two runs that take over a dead one's lease, one gets it,
+because both name the version that they have seen. A run that lost its lease is stopped before it
+publishes anything.
 
 The lease also names the newest checkpoint: a listing may lag behind, a read of one object does not.
 """
@@ -34,24 +35,19 @@ logger = logging.getLogger("plumbline")
 
 
 class StoreLease:
-    """A lease, held from construction to `release`, as checkpoint/lease.py::Lease is. Raises
-    InputError if another run holds it."""
+    """A lease, held from construction to `release`, as checkpoint/lease.py::Lease is.
 
-    def __init__(self, key: Key):
-        self.key = key
+    option: what another run sets, for the refusal. handover: seconds for which a run on another
+    machine may still go on, before this one is refused. Raises InputError if another run holds it.
+    """
+
+    def __init__(self, key: Key, option: str = "checkpoint.store", handover: float = 0.0):
+        self.key, self.option = key, option
         self.id = uuid.uuid4().hex[:8]
         self.count = 0
         self.changing = threading.Lock()
-        owner, version = _read(key)
+        owner, version = self._await_end(handover)
         self.newest = owner.get("newest", "")  # name of a checkpoint
-        if owner.get("id") and not _is_dead(owner):
-            holder = f"process {owner['pid']} on {owner['host']}"
-            logger.warning(
-                f"{key.parent} was left by {holder}: watching for {PATIENCE:.0f} s whether it is "
-                "alive"
-            )
-            if _changes(key, version):
-                raise self._refused(holder)
         text = self._text(self.id)
         taken = key.replace(text, version) if version else key.create(text)
         if taken is None:
@@ -62,11 +58,35 @@ class StoreLease:
         self.thread = threading.Thread(target=self._keep_beating, daemon=True)
         self.thread.start()
 
+    def _await_end(self, handover: float) -> tuple[dict, Version | None]:
+        """Wait until no living run holds the lease. Returns what it says then, and its version."""
+        owner, version = _read(self.key)
+        began = beaten = time.monotonic()
+        told = ""
+        while owner.get("id"):
+            alive = _is_alive(owner)
+            if alive:
+                raise self._refused(_named(owner))
+            silence = time.monotonic() - beaten
+            if alive is False or silence > PATIENCE:
+                break
+            state = f"watching for up to {PATIENCE:.0f} s whether it is alive"
+            if beaten > began:
+                state = f"waiting for up to {handover:.0f} s for its end"
+            if state != told:
+                logger.warning(f"{self.key.parent} is held by {_named(owner)}: {state}")
+                told = state
+            time.sleep(min(0.5, PATIENCE / 4))
+            owner, seen = _read(self.key)
+            if seen != version and owner.get("id"):
+                version, beaten = seen, time.monotonic()
+                if beaten >= began + handover:
+                    raise self._refused(_named(owner))
+            version = seen
+        return owner, version
+
     def _refused(self, holder: str) -> InputError:
-        return InputError(
-            f"{self.key.parent} is being written by another run ({holder}): stop it, or set "
-            "another checkpoint.store"
-        )
+        return refused(self.key.parent, holder, self.option)
 
     def _check_store(self, content: bytes) -> None:
         """Raise InputError if the store does not keep what a lease and a publication rest on: the
@@ -92,6 +112,7 @@ class StoreLease:
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "where": _where(),
+            "started": _started(os.getpid()),
             "id": run,
             "count": self.count,
             "newest": self.newest,
@@ -187,14 +208,23 @@ def _hash(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def _changes(key: Key, version: Version | None) -> bool:
-    """Return whether another run replaces the lease within PATIENCE seconds."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        time.sleep(min(0.5, PATIENCE / 4))
-        if _read(key)[1] != version:
-            return True
-    return False
+def _named(owner: dict) -> str:
+    return f"process {owner['pid']} on {owner['host']}"
+
+
+def refused(place: Key, holder: str, option: str) -> InputError:
+    """Return the refusal of a start where another run writes."""
+    return InputError(
+        f"{place} is being written by another run ({holder}): stop it, or set another {option}"
+    )
+
+
+def check_free(place: Key) -> None:
+    """Raise InputError if a living process of this machine holds the lease of this prefix. Takes
+    nothing, and waits for no other machine."""
+    owner, _ = _read(place / ".lease")
+    if owner.get("id") and _is_alive(owner):
+        raise refused(place, _named(owner), "checkpoint.store")
 
 
 def _where() -> str:
@@ -207,23 +237,42 @@ def _where() -> str:
         return ""
 
 
-def _is_dead(owner: dict) -> bool:
-    """Return whether the owner was a process of this machine that has ended."""
-    if not owner["where"] or owner["where"] != _where():
-        return False
+def _is_alive(owner: dict) -> bool | None:
+    """Return whether the owner, a process of this machine, still runs; None where that is not
+    known: it is of another machine, or this process, which may have left a lease that it could not
+    give back."""
+    if not owner["where"] or owner["where"] != _where() or owner["pid"] == os.getpid():
+        return None
     try:
         pid = int(owner["pid"])
         os.kill(pid, 0)
-        return _is_zombie(pid)
+        if _is_zombie(pid):
+            return False
     except ProcessLookupError:
-        return True
-    except (OSError, ValueError, OverflowError):
         return False
+    except (OSError, ValueError, OverflowError):
+        return None
+    if "started" not in owner:  # written by an earlier version
+        return None
+    return owner["started"] == _started(pid)
+
+
+def _started(pid: int) -> int | None:
+    """Return when a process began, in ticks after its machine: its number may be another's by now.
+    None where Linux does not say."""
+    try:
+        return int(_stat(pid)[19])
+    except OSError:
+        return None
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what Linux says of a process after its name, from its state on (proc(5))."""
+    text = Path("/proc", str(pid), "stat").read_text(encoding="utf-8", errors="replace")
+    return text.rpartition(")")[2].split()
 
 
 def _is_zombie(pid: int) -> bool:
     """Return whether nothing is left of a process but its exit code, which its parent has not read
     yet. It has one thread then, in state Z (proc(5))."""
-    process = Path("/proc", str(pid))
-    state = process.joinpath("stat").read_text(encoding="utf-8", errors="replace")
-    return state.rpartition(")")[2].split()[0] == "Z" and len(os.listdir(process / "task")) == 1
+    return _stat(pid)[0] == "Z" and len(os.listdir(f"/proc/{pid}/task")) == 1
