@@ -16,7 +16,6 @@ import errno
 import functools
 import importlib.util
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -25,7 +24,8 @@ from typing import Any, NamedTuple
 import tomli
 
 from configs.schema import STORE_URL, InputError, dots_in, redact
-from reliability import signed_list
+from reliability import answers, signed_list
+from reliability.answers import cause
 
 # Of one request, in seconds: 16 MiB at 0.3 MB/s. A request that takes longer counts as failed.
 REQUEST_SECONDS = 60.0
@@ -34,6 +34,7 @@ RETRIES = 6  # of a request, by obstore
 BACKOFF = 0.2  # seconds before the first of these; before each later one twice as long, at most 5
 TRIES = 5  # of an operation, each with so many retries
 PAUSE = 2.0  # seconds between two of these
+FIRST_SECONDS = 60.0  # after which a bucket that has never answered is not asked again
 # What a training step waits for is small, and asked for again sooner: a request may take so long,
 # and an operation is tried so often.
 SOON_SECONDS = 10.0
@@ -57,10 +58,6 @@ CLIENT = (
 MIRRORED = "PLUMBLINE_MIRROR"
 # And in this one a file on this machine that grows when the copy shall be brought up to date.
 ASKED = "PLUMBLINE_MIRROR_ASKED"
-# Where the machines of a cloud find their credentials: of AWS, of its containers, of Google.
-CREDENTIALS = re.compile(
-    r"https?://(169\.254\.169\.254|169\.254\.170\.2|\[fd00:ec2::254\]|metadata(\.google\.internal)?)[:/]"
-)
 CONFLICT = 409  # HTTP: S3 could not decide between two requests; Azure: it is there already
 PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
 
@@ -196,31 +193,6 @@ def _process() -> int:
     return os.getpid()
 
 
-def cause(error: Exception) -> str:
-    """Summarise an error of obstore in a few words. Its text quotes requests, and so might hold a
-    signature."""
-    text = str(error).partition("\n\nDebug source")[0]
-    if CREDENTIALS.search(text):
-        return "there are no credentials in the environment"
-    if "ETag" in text and "missing" in text:
-        return "the store gives no ETag, without which a lease cannot be kept"
-    if "builder error" in text:
-        return "an endpoint of http:// needs AWS_ALLOW_HTTP=true in the environment"
-    if status := status_of(text):
-        code = re.search(r"<Code>(\w+)</Code>", text)
-        return f"HTTP {status} {code[1]}" if code else f"HTTP {status}"
-    if "error sending request" in text or "timed out" in text or "error decoding" in text:
-        return "no connection, or no answer"
-    line = re.sub(r"\?[^\s\"']*", "", " ".join(text.split()))
-    return redact(line)[:300]
-
-
-def status_of(text: str) -> int:
-    """Find the HTTP status in the text of obstore's error; 0 if there is none."""
-    status = re.search(r"status code: (\d+)", text)
-    return int(status[1]) if status else 0
-
-
 class Key:
     """A name in a bucket: an object, or a prefix of objects up to a slash."""
 
@@ -237,6 +209,10 @@ class Key:
     @property
     def parent(self) -> "Key":
         return Key(self.scheme, self.bucket, self.path.rpartition("/")[0], self.soon)
+
+    @property
+    def root(self) -> str:
+        return f"{self.scheme}://{self.bucket}"
 
     @property
     def store(self) -> Any:
@@ -260,6 +236,16 @@ class Key:
         """Call operation(store, path, ...), and try again after a failure. Raises
         FileNotFoundError, the exceptions of a condition (`conflicts`), or Unreachable."""
         store = self.store
+        if _process() != os.getpid():
+            raise Unreachable(
+                f"{self}: this process was forked from one that uses stores, and has none of the "
+                "threads that do: start it with spawn"
+            )
+        tries = tries or (SOON_TRIES if self.soon else TRIES)
+        with answers.awaited(self.root):
+            return self._tries(tries, functools.partial(operation, store, self.path, *args, **how))
+
+    def _tries(self, tries: int, request: functools.partial) -> Any:
         from obstore.exceptions import (
             BaseError,
             InvalidPathError,
@@ -267,36 +253,48 @@ class Key:
             UnauthenticatedError,
         )
 
-        if _process() != os.getpid():
-            raise Unreachable(
-                f"{self}: this process was forked from one that uses stores, and has none of the "
-                "threads that do: start it with spawn"
-            )
         began = time.monotonic()
-        failure: Exception | None = None
-        tries = tries or (SOON_TRIES if self.soon else TRIES)
         for i in range(tries):
-            if i:
-                time.sleep(PAUSE)
             try:
-                return operation(store, self.path, *args, **how)
-            except FileNotFoundError:
-                raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
+                done = request()
+                answers.heard(self.root)
+                return done
             except conflicts() as error:
-                if "mode" in how:
+                if "mode" in request.keywords:
+                    answers.heard(self.root)
                     raise
-                failure = error
-            except (PermissionDeniedError, UnauthenticatedError) as error:
-                raise Unreachable(f"{self}: {cause(error)}: the store refuses it") from None
+                failure: Exception = error
             except (ValueError, InvalidPathError) as error:
                 raise InputError(f"{self}: {cause(error)}") from None
+            except (PermissionDeniedError, UnauthenticatedError) as error:
+                raise self._refused(error) from None
             except (BaseError, OSError) as error:
+                self._raise_final(error)
                 failure = error
+            late = time.monotonic() > began + FIRST_SECONDS
+            if i + 1 == tries or (late and not answers.is_heard(self.root)):
+                break
+            time.sleep(PAUSE)
         seconds = time.monotonic() - began
-        raise Unreachable(
-            f"{self}: {cause(failure)} ({tries} tries with up to {RETRIES} retries each, in "
-            f"{seconds:.0f} s)"
+        raise self._unreachable(
+            f"{cause(failure)} ({i + 1} tries with up to {RETRIES} retries each, in {seconds:.0f} s)"
         ) from None
+
+    def _raise_final(self, error: Exception) -> None:
+        """Raise what to ask again would not change."""
+        if answers.no_bucket(error):
+            raise self._no_bucket() from None
+        if isinstance(error, FileNotFoundError):
+            answers.heard(self.root)
+            raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
+        if answers.is_final(error):
+            raise self._refused(error) from None
+
+    def _refused(self, error: Exception) -> Unreachable:
+        return self._unreachable(f"{cause(error)}: the store refuses it")
+
+    def _unreachable(self, why: str) -> Unreachable:
+        return Unreachable(f"{self}: {why}; the endpoint is {answers.endpoint(self.scheme)}")
 
     # Reading
 
@@ -405,7 +403,7 @@ class Key:
             held, version = self._held(content)
             if held == content:
                 return version
-            if status_of(str(refusal)) != CONFLICT or not _holds(mode, version):
+            if answers.status_of(str(refusal)) != CONFLICT or not _holds(mode, version):
                 return None
         raise Unreachable(f"{self}: {cause(refusal)} ({TRIES} tries)")
 
@@ -434,7 +432,7 @@ class Key:
         return False
 
     def _no_bucket(self) -> Unreachable:
-        return Unreachable(f"{self}: there is no bucket or container {self.bucket!r}")
+        return self._unreachable(f"there is no bucket or container {self.bucket!r}")
 
     def upload(self, chunks: Callable[[], Iterable[memoryview]], size: int) -> "Stat":
         """Put an object of `size` bytes in parts. chunks: yields its bytes, again for each try."""

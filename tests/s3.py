@@ -29,7 +29,18 @@ from urllib.parse import parse_qs, quote, quote_plus, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
 
 BUCKET = "bucket"
-KINDS = ("500", "slow", "reset", "truncated", "flipped", "stale", "stall", "lost", "gone", "denied")
+# answers in the place of the right one: status, code, headers
+ANSWERS: dict[str, tuple[int, str, dict]] = {
+    "500": (500, "InternalError", {}),
+    "slow": (503, "SlowDown", {}),
+    "denied": (403, "AccessDenied", {}),
+    "clock": (403, "RequestTimeTooSkewed", {}),
+    "signature": (403, "SignatureDoesNotMatch", {}),
+    "no bucket": (404, "NoSuchBucket", {}),
+    "region": (301, "PermanentRedirect", {"x-amz-bucket-region": "eu-central-1"}),
+    "busy": (429, "TooManyRequests", {"Retry-After": "1"}),
+}
+KINDS = (*ANSWERS, "reset", "truncated", "flipped", "stale", "stall", "lost", "gone")
 # what some stores do at every request: 409 where two requests meet, no ETag, no conditional puts
 QUIRKS = ("conflict", "no etag", "no If-None-Match", "no If-Match")
 STALE = 3.0  # seconds that a stale listing lags behind
@@ -117,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         length = int(self.headers.get("Content-Length") or 0)
         if url.path.startswith("/-/"):
             return self.for_the_test(url.path[3:], self.rfile.read(length))
-        possible = ["500", "slow", "reset", "stall", "gone", "denied"]
+        possible = [*ANSWERS, "reset", "stall", "gone"]
         if self.command in ("PUT", "POST", "DELETE"):
             possible += ["lost", "conflict"]
         if self.command in ("PUT", "GET"):
@@ -132,14 +143,10 @@ class Handler(BaseHTTPRequestHandler):
             self.rfile.read(length // 2)
             return self.cut()
         body = self.rfile.read(length)
-        if fault == "500":
-            return self.refuse(500, "InternalError")
-        if fault == "denied":
-            return self.refuse(403, "AccessDenied")
+        if fault in ANSWERS:
+            return self.refuse(*ANSWERS[fault])
         if fault == "conflict":
-            return self.refuse(409, "ConditionalRequestConflict")
-        if fault == "slow":
-            return self.refuse(503, "SlowDown")
+            return self.refuse(409, "ConditionalRequestConflict", {})
         if fault == "stall":
             time.sleep(next(r["seconds"] for r in self.objects.rules if r["kind"] == "stall"))
         if fault == "flipped" and self.command == "PUT":
@@ -178,8 +185,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.cut(reset=fault == "reset")
         self.wfile.write(body)
 
-    def refuse(self, status: int, code: str) -> None:
-        self.answer(status, {}, f"<Error><Code>{code}</Code></Error>".encode())
+    def refuse(self, status: int, code: str, headers: dict) -> None:
+        self.answer(status, dict(headers), f"<Error><Code>{code}</Code></Error>".encode())
 
     def cut(self, reset: bool = True) -> None:
         """End the connection, as a dead peer does or as a proxy does."""

@@ -27,7 +27,7 @@ from checkpoint.lease import Lost
 from checkpoint.stores import bucket, lease
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
-from reliability import objects
+from reliability import answers, objects
 from reliability.objects import Key, Unreachable, Version, location
 from tests import checkpoints as helpers
 from tests import fork_server, ranks
@@ -68,6 +68,7 @@ HURRY = (  # no test waits as long as a run does
     (objects, "REQUEST_SECONDS", 2.0 * ranks.WORKERS),
     (lease, "BEAT", 0.3),
     (lease, "PATIENCE", 1.5),
+    (answers, "SILENT", 1000.0),
 )
 
 
@@ -885,11 +886,76 @@ def test_a_file_url_is_a_folder(tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_wrong_credentials_end_at_once(store, monkeypatch):
-    store.rules({"kind": "denied"})
-    with pytest.raises(Unreachable, match="HTTP 403 AccessDenied: the store refuses it"):
-        (location(URL) / ".lease").read()
-    assert len(store.status()["log"]) == 1
+OPERATIONS: dict[str, Callable[[Key], object]] = {
+    "read": Key.read,
+    "range": lambda key: key.read_range(0, 1),
+    "list": Key.below,
+    "folders": Key.folders,
+    "upload": lambda key: key.upload(lambda: [memoryview(b"x")], 1),
+    "lease": lambda key: lease.StoreLease(key),
+}
+REFUSALS = {  # what the store answers -> what is said
+    "denied": "HTTP 403 AccessDenied: the store refuses it",
+    "clock": "RequestTimeTooSkewed: the clock of this machine is wrong",
+    "signature": "the secret key in the environment is another's",
+    "region": "the bucket is in another region than AWS_REGION says (us-east-1)",
+    "no bucket": "there is no bucket or container 'bucket'",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSALS)
+def test_a_refusal_is_asked_for_once_and_names_its_cause_and_the_endpoint(kind, store):
+    store.rules({"kind": kind})
+    for name, operation in OPERATIONS.items():
+        store.ask("clear", b"")
+        with pytest.raises(Unreachable) as refusal:
+            operation(location(f"{URL}/x"))
+        said = str(refusal.value)
+        assert said.startswith(f"{URL}/x: ") and REFUSALS[kind] in said, (name, said)
+        assert said.endswith(f"endpoint is http://127.0.0.1:{store.port} (AWS_ENDPOINT_URL)")
+        assert len(store.status()["log"]) == 1, name
+
+
+def test_a_store_that_is_busy_is_asked_again(store):
+    key = location(f"{URL}/x")
+    store.rules({"kind": "busy", "count": 3})
+    key.upload(lambda: [memoryview(b"x")], 1)
+    assert store.status()["counts"] == {"busy": 3} and key.read() == b"x"
+
+
+def test_what_a_silent_store_is_waited_for_is_said_once(store, monkeypatch):
+    """Until it has answered. Negative control: then a slow answer is no news."""
+    monkeypatch.setattr(answers, "SILENT", 0.05)
+    monkeypatch.setattr(answers, "_heard", set())
+    answers._say_awaited.cache_clear()
+    key = location(f"{URL}/x")
+    slow = {"kind": "stall", "seconds": 0.5}
+    with heard() as words:
+        for rules in ({"kind": "gone"}, slow, slow):
+            store.rules(rules)
+            with suppress(Unreachable, FileNotFoundError):
+                key.read()
+    where = f"http://127.0.0.1:{store.port} (AWS_ENDPOINT_URL)"
+    assert words == [f"s3://bucket has not answered yet; the endpoint is {where}"]
+    answers._say_awaited.cache_clear()
+    with heard() as words, suppress(FileNotFoundError):
+        key.read()
+    assert words == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "Amazon's, as AWS_ENDPOINT_URL is not set"),
+        ({"AWS_ENDPOINT": "https://me:SECRET@s:9/x"}, "https://s:9 (AWS_ENDPOINT)"),
+    ],
+)
+def test_an_endpoint_is_named_without_a_password(settings, said, monkeypatch):
+    for name in answers.ENDPOINTS["s3"][0]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert answers.endpoint("s3") == said
 
 
 def test_an_endpoint_without_tls_must_be_allowed(store, monkeypatch):
@@ -914,7 +980,7 @@ def test_an_endpoint_without_tls_must_be_allowed(store, monkeypatch):
     ],
 )
 def test_what_is_said_of_an_error_has_no_signature(text, said):
-    words = objects.cause(Exception(text))
+    words = answers.cause(Exception(text))
     assert said in words and "SECRET" not in words
 
 

@@ -178,7 +178,7 @@ class StoreLease:
         self.released.set()
         self.thread.join()
         try:
-            self._replace("")
+            self._replace("", tries=1)
         except Unreachable as error:
             logger.warning(f"the lease could not be given back: {error}")
 
