@@ -5,6 +5,8 @@ import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
+from configs import elsewhere
+
 # a value's name in other programs -> the one here
 ALIASES = {
     "gpu": "cuda",
@@ -66,6 +68,38 @@ def option(argument: str, names: Collection[str]) -> str:
     name = argument.lstrip(DASHES).partition("=")[0]
     two_dashes = argument.startswith("--") and argument[2:3] not in DASHES
     return name if name in names and not two_dashes else ""
+
+
+def elsewhere_named(name: str) -> str:
+    """Find the option that other programs give this name, with or without a table; "" where none
+    is."""
+    name = name.lstrip(DASHES).lower().replace("-", "_")
+    known = elsewhere.OPTIONS
+    return known.get(name) or known.get(name.rpartition(".")[2], "")
+
+
+def of_table(table: str, keys: Iterable[str]) -> str:
+    """Say which options are meant by the keys of a table that other programs have; "" where none
+    is known."""
+    pairs = [(key, elsewhere_named(f"{table}.{key}")) for key in keys]
+    return ", ".join(f"write {option} for {key}" for key, option in pairs if option)
+
+
+def written(kind: str, value: object) -> str:
+    """Say how a value of another type is written for an option of this kind, a type of JSON's
+    schema; "" where that is not known."""
+    if kind == "integer" and isinstance(value, float) and value.is_integer():
+        return f"; write {value:.0f}"
+    if kind == "boolean" and str(value).lower() in ("true", "false"):
+        return f"; write {str(value).lower()}"
+    return ""
+
+
+def quoted(name: str, text: str) -> str:
+    """Say what helps where the value of an option is in typographic quotes; "" where it is not."""
+    if text[:1] not in tuple(QUOTES):
+        return ""
+    return f"these are typographic quotes: write --{name}={text.strip(QUOTES)}"
 
 
 def file_option(argument: str) -> bool:

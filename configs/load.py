@@ -234,6 +234,7 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
     problems: list[str] = []
     doubtful: set[str] = set()
     remaining = list(argv)
+    by_option = False  # whether a file was named as in other programs, which is a mistake already
     while remaining:
         argument = remaining.pop(0)
         if meant := hints.option(argument, OPTIONS):
@@ -253,6 +254,7 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
                 f"option: ./run_train.sh {_printable(file) or 'CONFIG.toml'}"
             )
             files += [file] if file else []
+            by_option = True
             continue
         if not argument.startswith("-"):
             files.append(argument)
@@ -270,7 +272,10 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
             elif option:
                 problems.append(f"{COMMAND_LINE}: --{name} needs a value: {allowed(option)}")
                 continue
-        if name in dropped.DROPPED:
+        if hint := hints.quoted(name, text):
+            problems.append(f"{COMMAND_LINE}: {_printable(argument)}: {_printable(hint)}")
+            doubtful.add(name)
+        elif name in dropped.DROPPED:
             overrides[name] = _toml_or_text(text or "true")
         elif option:
             overrides[name] = text if option.get("type") == "string" else _toml_or_text(text)
@@ -278,7 +283,7 @@ def _arguments(argv: list[str]) -> tuple[Path, dict[str, object], list[str], set
             problem, meant = _no_such_option(name) if "." in name else _not_a_table(name, text)
             problems.append(f"{COMMAND_LINE}: {problem}")
             doubtful |= meant
-    if len(files) > 1:
+    if len(files) > 1 and not by_option:
         problems.append(
             f"{COMMAND_LINE}: one configuration file is allowed, found "
             f"{', '.join(map(_printable, files))}"
@@ -385,7 +390,8 @@ def _expected(option: dict, value: object, error: dict) -> str:
     near = hints.value(value, values) if isinstance(value, str) else ""
     hint = f"; did you mean {_toml(near)}?" if near else ""
     if error["type"].endswith("_type") and len(error["loc"]) == 1:
-        hint = f", not {KINDS.get(type(value), 'a date or time')}"
+        written = hints.written(option.get("type", ""), value)
+        hint = f", not {KINDS.get(type(value), 'a date or time')}{written}"
     return f"must be {allowed(option)}{hint}"
 
 
@@ -406,11 +412,13 @@ def _expected_in_row(fields: dict[str, dict], error: dict) -> str:
 
 def _no_such_option(name: str) -> tuple[str, set[str]]:
     """Describe the problem with "table.key", and suggest the options that may have been meant."""
+    elsewhere = hints.elsewhere_named(name)
     table, _, key = name.lower().replace("-", "_").rpartition(".")
     siblings = [option.split(".")[1] for option in OPTIONS if option.startswith(table + ".")]
     parts = [sibling for sibling in siblings if len(key) > 2 and (key in sibling or sibling in key)]
     near = parts or get_close_matches(key, siblings, n=1, cutoff=0.75)
     meant = [f"{table}.{sibling}" for sibling in near]
+    meant = meant or ([elsewhere] if elsewhere else [])
     meant = meant or ([] if siblings else get_close_matches(name, OPTIONS, n=1, cutoff=0.75))
     meant = meant or [option for option in OPTIONS if option.split(".")[1] == key]
     if meant:
@@ -431,12 +439,18 @@ def _not_a_table(name: str, value: object) -> tuple[str, set[str]]:
             f"{name} = {_shown(value)}: a table is needed, as in {meant[0]} = {_default(meant[0])}",
             set(meant),
         )
-    meant = [option for option in OPTIONS if option.split(".")[1] == name]
-    if meant and not isinstance(value, dict):
+    meant = [option for option in OPTIONS if option.split(".")[1] == name.replace("-", "_")]
+    if isinstance(value, dict):
+        meant = []
+    elif hints.elsewhere_named(name):
+        return _no_such_option(name)
+    if meant:
         return f"{name}: is outside of any table; did you mean {_either(meant)}?", set(meant)
     near = get_close_matches(name.lower().replace("-", "_"), TABLES, n=1)
     hint = f"did you mean [{near[0]}]?" if near else f"the tables are {', '.join(TABLES)}"
     kind = "table" if isinstance(value, dict) else "table or option"
+    if isinstance(value, dict) and not near:
+        hint = hints.of_table(name, value) or hint
     meant = {option for option in OPTIONS if option.split(".")[0] in near}
     return f"{_printable(name)}: no such {kind}; {hint}", meant
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import tomli
 
-from configs import check, dropped
+from configs import check, dropped, elsewhere
 from configs.common import COMMON
 from configs.load import (
     OPTIONS,
@@ -361,6 +361,30 @@ BAD_ARGUMENTS = {
         "command line: --config=y.toml: the configuration file is named without an option: "
         "./run_train.sh y.toml",
     ),
+    "--config= and a file": (
+        ["--config=y.toml", "y.toml"],
+        "command line: --config=y.toml: the configuration file is named without an option",
+    ),
+    "typographic quotes": (
+        ["--training.steps=\u201c10\u201d"],
+        "command line: --training.steps=|typographic quotes: write --training.steps=10",
+    ),
+    "typographic quotes of a text": (
+        ["--run.folder", "\u2018runs/x\u2019"],
+        "command line: --run.folder: these are typographic quotes: write --run.folder=runs/x",
+    ),
+    "a power of ten": (
+        ["--training.steps=1e3"],
+        "training.steps = 1000.0: must be an integer >= 1, not a float; write 1000",
+    ),
+    "a name with hyphens": (
+        ["--global-batch-size=8"],
+        "is outside of any table; did you mean training.global_batch_size?",
+    ),
+    "another program's, with hyphens": (
+        ["--tensor-model-parallel-size", "2"],
+        "tensor-model-parallel-size: no such option; did you mean parallelism.tensor_parallel?",
+    ),
     "-c": (["-c", "y.toml"], "command line: -c: |named without an option: ./run_train.sh y.toml"),
     "a table": (["--model=8B"], 'model = "8B": a table is needed, as in model.family = "llama"'),
     "no value": (
@@ -378,7 +402,7 @@ BAD_ARGUMENTS = {
     "two lines": (["--run.seed=1\nx = 2"], 'run.seed = "1\\nx = 2": must be an integer >= 0'),
     "Python's True": (
         ["--compile.enabled=True"],
-        'compile.enabled = "True": must be true or false, not a string',
+        'compile.enabled = "True": must be true or false, not a string; write true',
     ),
     "commas": (["--optimizer.betas=0.9,0.95"], 'optimizer.betas = "0.9,0.95": must be a list of 2'),
     "infinity by overflow": (
@@ -402,6 +426,16 @@ def test_bad_arguments(name, folder):
     problems = problems_of(argv, 1, 1)
     assert len(problems) == 1, problems
     assert_says(problems[0], words)
+
+
+def test_names_of_other_programs_are_answered_with_the_option_here(folder):
+    for name, option in elsewhere.OPTIONS.items():
+        assert option in OPTIONS and name not in OPTIONS
+        (problem,) = problems_of([f"--{name}=1"], 1, 1)
+        assert_says(problem, f"command line: {name}: no such option; did you mean {option}?")
+    (folder / "y.toml").write_text("[job]\ndump_folder = 'x'\ndescription = 'y'\n")
+    (problem,) = problems_of(["y.toml"], 1, 1)
+    assert_says(problem, "y.toml: job: no such table; write run.folder for dump_folder")
 
 
 # --------------------------------------------------------------------------------------------------
