@@ -13,6 +13,7 @@ import pytest
 import train
 from checkpoint.storage import local
 from configs.schema import InputError
+from lab.bench.__main__ import BENCHES
 from parallelisms import mesh
 from tests.checkpoints import build
 from tests.ranks import run_ranks
@@ -169,6 +170,7 @@ ASKED = {  # arguments -> exit code, and what is said
     ("checkpoint.verify", "nope"): (2, "there is no checkpoint in 'nope'"),
     ("data.audit", "nope"): (2, "nope/data.json cannot be read: No such file"),
     ("lab.bench", "nope"): (2, "nope: no such benchmark"),
+    ("tools.parity.proved", "--now"): (2, "unrecognized arguments: --now"),
     ("lab.reading", "nope"): (2, "nope cannot be read: No such file"),
     ("lab.reading", "README.md"): (2, "README.md is not Python"),
     ("lab.simulate", "--gpus=99"): (2, "--gpus 99: between 1 and 16"),
@@ -211,8 +213,8 @@ HELP = {
     "configs.load": "--table.key=value",
     "tools.check": "--table",
 }
-# started by other programs of ours, with arguments that they alone know; the last one takes none
-SERVANTS = ("data.rendering", "lab.simulate.server", "tools.launch.rank", "tools.parity.proved")
+# started by other programs of ours, with arguments that they alone know
+SERVANTS = ("data.rendering", "lab.simulate.server", "tools.launch.rank")
 ASK_ALL = """
 import json, os, runpy, sys
 def refuse(event, about):
@@ -241,7 +243,7 @@ for number, words in enumerate(asked):
 def programs() -> list[str]:
     """Return what one may start: modules for `python -m`, and train.py."""
     found = subprocess.run(
-        ["git", "grep", "-l", 'if __name__ == "__main__"', "--", "*.py", ":!tests"],
+        ["git", "grep", "--untracked", "-l", 'if __name__ == "__main__"', "--", "*.py", ":!tests"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -255,6 +257,8 @@ def test_help_and_mistakes_in_a_call_are_answered_before_torch_is_imported(tmp_p
     """Importing it takes 3 s on an idle machine and 15 s on a busy one."""
     asked = ASKED | {(name, "--help"): (0, HELP.get(name, "usage: ")) for name in programs()}
     asked["train.py", "--help"] = (0, "--table.key=value")
+    asked |= {("lab.bench", name, "--help"): (0, f"lab.bench {name}") for name in BENCHES}
+    asked["lab.bench", "attention", "--help"] = (0, "--shapes")
     calls = sorted(asked, key=lambda words: words[0] != "train.py")
     done = subprocess.run(
         [sys.executable, "-c", ASK_ALL, json.dumps(calls), str(tmp_path)],

@@ -5,20 +5,20 @@ of each that is shipped, and a run's folder has that of a fork. `python -m tools
 proves all families, and writes models/proved.json.
 """
 
+import argparse
 import hashlib
 import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from checkpoint.agreement import on_rank_0
 from configs import program
 from configs.schema import Config, InputError, Lora
 from models import FAMILIES, MODELS
-from models.family import Family
+
+if TYPE_CHECKING:
+    from models.family import Family
 
 logger = logging.getLogger("plumbline")
 
@@ -50,20 +50,24 @@ def recorded(path: Path) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def at_start(cfg: Config, family: Family, args: Any) -> None:
+def at_start(cfg: Config, family: "Family", args: Any) -> None:
     """Prove a family whose code differs from what was proved last, on rank 0; the others wait. Every
     rank calls it, with the same code. Raises InputError on all of them, naming the property and the
     module that breaks it first."""
     own = digest(family.name)
     if own != recorded(SHIPPED).get(family.name):
+        from checkpoint.agreement import on_rank_0  # here, because it imports torch
+
         on_rank_0(None, prove_once, cfg, family, args, own)
 
 
-def prove_once(cfg: Config, family: Family, args: Any, own: str) -> None:
+def prove_once(cfg: Config, family: "Family", args: Any, own: str) -> None:
     """Prove this code unless the run's folder says that it is proved, and then note it there."""
     note = Path(cfg.run.folder) / IN_RUN
     if own == recorded(note).get(family.name):
         return
+    import torch  # here, because `--help` is answered without it
+
     began = time.monotonic()
     with torch.random.fork_rng(devices=[]):  # a model that draws numbers changes none of the run's
         holding = prove(family, args, cfg.lora, cfg.data.mask_documents)
@@ -75,7 +79,7 @@ def prove_once(cfg: Config, family: Family, args: Any, own: str) -> None:
     note.write_text(json.dumps({family.name: own}) + "\n", encoding="utf-8")
 
 
-def prove(family: Family, args: Any, lora: Lora, masks_documents: bool) -> list[str]:
+def prove(family: "Family", args: Any, lora: Lora, masks_documents: bool) -> list[str]:
     """Return the names of the cheap properties, which hold. Raises InputError for the first that does
     not. masks_documents: whether the run keeps documents apart. What a small copy cannot compute is
     logged, and refuses no run."""
@@ -107,6 +111,9 @@ def prove(family: Family, args: Any, lora: Lora, masks_documents: bool) -> list[
 
 def main() -> int:
     """Prove every shipped family in its smallest flavor, and write models/proved.json."""
+    argparse.ArgumentParser(
+        prog="python -m tools.parity.proved", description=main.__doc__
+    ).parse_args()
     found = {}
     for name in FAMILIES:
         family = MODELS[name]
