@@ -71,18 +71,20 @@ def check_free(cfg: Config) -> None:
     rank finds out. One that has just been killed gets ENDING seconds to be gone. A mirror asks for
     itself, and a run on another machine is known by its beats, for which a rank watches."""
     place = location(cfg.checkpoint.store or Path(cfg.run.folder, "checkpoints"))
-    if isinstance(place, Key) and cfg.run.mirror:
-        return
-    check = store_lease.check_free if isinstance(place, Key) else lease.check_free
     deadline = time.monotonic() + ENDING
-    while time.monotonic() < deadline:
+    while True:
         try:
-            return check(place)
+            if isinstance(place, Path):
+                lease.check_free(place)
+            elif not cfg.run.mirror:
+                store_lease.check_free(place)
+            return
         except Unreachable:
             raise
         except InputError:
-            time.sleep(0.1)
-    check(place)
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def without_files(cfg: Config, argv: list[str]) -> str:
