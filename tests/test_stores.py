@@ -265,7 +265,8 @@ def published_too_early(folder: Path) -> None:
     """The bug: the manifest goes first, and the rank dies while it sends its file."""
 
     def careless(self: bucket.Bucket, draft: Key, plan: Any, parts: Any) -> list:
-        job_head = {"format": verify.FORMAT, "step": 3, "progress": {}, "mesh": {}, "facts": {}}
+        facts = verify.read_manifest(self.path / "step-00000002")["facts"]
+        job_head = {"format": verify.FORMAT, "step": 3, "progress": {}, "mesh": {}, "facts": facts}
         past = ["step-00000001", "step-00000002"]
         more = {"optimizer": "AdamW", "hyperparameters": {}, "parent": past[1], "ancestors": past}
         rest = {"torch": "", "saved": "", "files": [[plan.nbytes, "0" * 16]]}
