@@ -4,6 +4,7 @@ Meshes of models with it are compared with the plain model by tests/test_experts
 
 import functools
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 import train
-from checkpoint import changes
+from checkpoint import changes, hf
 from configs.load import load_config
 from data import further
-from models import mtp
+from models import FORMATS, mtp
 from models.deepseek_v3 import DeepSeekV3
 from models.terms import AuxiliaryTerms
 from parallelisms import pp
@@ -303,6 +304,58 @@ def test_a_model_that_drafts_nothing_is_refused(capsys):
         list(sampling.speculate(model, [[1]], 8, torch.device("cpu"), 3, ()))
     assert generate.main(["runs/none", "--speculative"]) == 2
     assert "--temperature=0" in capsys.readouterr().err
+
+
+# Files --------------------------------------------------------------------------------------------
+
+
+def hidden_of_both(folder: Path) -> list[float]:
+    """Return the greatest differences between our layers and those that transformers reads from our
+    export, on the same tokens."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    torch.manual_seed(0)
+    args = type(DEEPSEEK)(**vars(DEEPSEEK) | {"mtp_depth": 2})
+    ours = DeepSeekV3(args)
+    for weight in ours.parameters():
+        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.1)
+    weights = dict(ours.named_parameters())
+    shapes = {name: list(weight.shape) for name, weight in weights.items()}
+    source = hf.TensorSource(
+        shapes,
+        dict.fromkeys(shapes, torch.float32),
+        lambda names: (weights[name].detach() for name in names),
+    )
+    formats = FORMATS["deepseek_v3"]
+    hf.write_model(
+        folder, folder, hf.Export(source, formats, args, hf.config_of(formats, args), {})
+    )
+    main = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    )
+    # theirs are the numbers of the published model's layers
+    layers = "|".join(map(str, mtp.layers_ahead(args)))
+    main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.({layers})\..*"]
+    theirs = MtpModel.from_pretrained(main)
+    tokens = torch.randint(args.vocab_size, (2, T + 2))
+    positions = torch.arange(T)
+    off = []
+    with torch.no_grad():
+        h = main(tokens[:, :T], output_hidden_states=True).hidden_states[-1]
+        mine = h
+        for k in (1, 2):
+            ahead = tokens[:, k : k + T]
+            h = theirs.forward_layer(k - 1, h, positions[None], None, input_ids=ahead)
+            mine, _ = ours.ahead(k, mine, ahead, (*ours.rope(positions), None, None))
+            off.append(float((mine - h).abs().max() / h.abs().max()))
+    return off
+
+
+@pytest.mark.slow
+def test_exported_layers_are_those_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    assert max(run_ranks(1, hidden_of_both, tmp_path / "hf")[0]) <= 2e-6
 
 
 # Checkpoints --------------------------------------------------------------------------------------
