@@ -159,6 +159,9 @@ class Sleeper(nn.Module):
         self.weight = self.layers[str(number)].weight
         self.unit = 0.0  # seconds
 
+    def copies_embedding(self):
+        return False
+
     def forward(self, x, positions, head, documents=None):
         h = Sleep.apply(
             torch.zeros(1, 4, 4).requires_grad_() if self.first else x, self.unit, self.unit
