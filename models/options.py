@@ -156,3 +156,15 @@ OPTIONS_OF_MTP = {
         "Layers behind the last one that each predict a token further on (multi-token prediction).",
     ),
 }
+RULES_OF_MTP = {
+    "mtp_tied": (
+        lambda c: (
+            c.model.mtp_depth
+            and c.model.tied_embeddings
+            and c.parallelism.pipeline_parallel > 1
+            and c.schedule.splits_backward
+        ),
+        "{parallelism.pipeline_schedule} splits the backward pass, which {model.mtp_depth} and "
+        '{model.tied_embeddings} do not allow together: set pipeline_schedule = "1f1b"',
+    ),
+}

@@ -617,6 +617,14 @@ RULE_CASES = {
         "parallelism.tensor_parallel=2",
         4,
     ),
+    "mtp_tied": (
+        "model.family=deepseek_v3 model.mtp_depth=1 model.tied_embeddings=true "
+        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
+        "training.local_batch_size=1",
+        'pipeline_schedule = "zero_bubble" splits the backward pass',
+        "model.tied_embeddings=false",
+        2,
+    ),
     "dense_layers": (
         "model.family=deepseek_v3 model.n_dense_layers=6",
         "model.n_dense_layers = 6 is above model.n_layers = 5",

@@ -129,16 +129,25 @@ def test_further_tokens_on_split_sequences_equal_the_plain_model():
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_a_split_backward_equals_the_plain_model():
-    """Between ranks that share experts, with a tied weight, and blocks that are recomputed. The
-    other schedule that splits it is in tests/test_ep_hosts.py, with an exchange in chunks."""
-    more = "--parallelism.pipeline_schedule=zbv --model.n_layers=4 --model.tied_embeddings=true"
+    """Between ranks that share experts, with a tied weight, and blocks that are recomputed."""
+    split_backward("zbv", "qwen3 experts", "--model.tied_embeddings=true")
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_a_split_backward_with_a_further_token_equals_the_plain_model():
+    split_backward("zero_bubble", "deepseek_v3")
+
+
+def split_backward(schedule: str, experts: str, *more: str) -> None:
     chosen = settings(
-        experts="deepseek_v3",
+        experts=experts,
         optimizer="sgd",
         accumulation="reduced each time",
         checkpointing="full",
     )
-    check("ep2xpp2", [chosen], more.split(), factors=FACTORS | CONTEXT)
+    options = [f"--parallelism.pipeline_schedule={schedule}", "--model.n_layers=4", *more]
+    check("ep2xpp2", [chosen], options, factors=FACTORS | CONTEXT)
 
 
 @pytest.mark.slow

@@ -4,7 +4,13 @@ imports this file."""
 from typing import Any
 
 from models import options
-from models.options import OPTIONS_OF_EXPERTS, OPTIONS_OF_MTP, RULES_OF_EXPERTS, Numbers
+from models.options import (
+    OPTIONS_OF_EXPERTS,
+    OPTIONS_OF_MTP,
+    RULES_OF_EXPERTS,
+    RULES_OF_MTP,
+    Numbers,
+)
 
 # Sources: arXiv:2412.19437, section 4.2, and the config.json of deepseek-ai/DeepSeek-V3 on the
 # Hugging Face hub. The balance loss's factor is that of section 4.2. 16B-A3B is Moonlight
@@ -150,54 +156,58 @@ OPTIONS = (
         ),
     }
 )
-RULES = RULES_OF_EXPERTS | {
-    "dense_layers": (
-        lambda c: c.model.n_dense_layers > c.model.n_layers,
-        "{model.n_dense_layers} is above {model.n_layers}: lower the one or raise the other",
-    ),
-    "no_experts": (
-        lambda c: c.model.n_experts == 0 and c.model.n_dense_layers < c.model.n_layers,
-        "{model.n_experts}, but all of {model.n_layers} but the first ones, "
-        "{model.n_dense_layers}, are mixtures of experts: set "
-        "n_experts to 1 or more, or n_dense_layers to n_layers",
-    ),
-    "lora_queries": (
-        lambda c: c.lora.rank and "wq_a" in c.lora.targets and not c.model.q_rank,
-        "{lora.targets} names wq_a, which a model with {model.q_rank} does not have: remove it",
-    ),
-    "rope_dim": (
-        lambda c: c.model.rope_dim % 2 != 0,
-        "{model.rope_dim} must be even, since rotary positions turn pairs",
-    ),
-    "value_dim": (
-        lambda c: c.model.value_dim > c.model.nope_dim + c.model.rope_dim,
-        "{model.value_dim} is above {model.nope_dim} plus {model.rope_dim}: values are padded "
-        "to the width of a query, and cannot "
-        "be wider",
-    ),
-    "expert_groups": (  # a group is as good as the sum of its two best experts
-        lambda c: (
-            c.model.n_experts
-            and c.model.expert_groups > 1
-            and (
-                c.model.n_experts % c.model.expert_groups != 0
-                or c.model.n_experts < 2 * c.model.expert_groups
-            )
+RULES = (
+    RULES_OF_EXPERTS
+    | RULES_OF_MTP
+    | {
+        "dense_layers": (
+            lambda c: c.model.n_dense_layers > c.model.n_layers,
+            "{model.n_dense_layers} is above {model.n_layers}: lower the one or raise the other",
         ),
-        "{model.expert_groups} must divide {model.n_experts} into groups of two experts or more",
-    ),
-    "groups_per_token": (
-        lambda c: (
-            c.model.groups_per_token > c.model.expert_groups
-            or 0
-            < c.model.n_experts // c.model.expert_groups * c.model.groups_per_token
-            < c.model.experts_per_token
+        "no_experts": (
+            lambda c: c.model.n_experts == 0 and c.model.n_dense_layers < c.model.n_layers,
+            "{model.n_experts}, but all of {model.n_layers} but the first ones, "
+            "{model.n_dense_layers}, are mixtures of experts: set "
+            "n_experts to 1 or more, or n_dense_layers to n_layers",
         ),
-        "{model.experts_per_token} cannot be chosen within {model.groups_per_token} of "
-        "{model.expert_groups} with {model.n_experts} "
-        "in all: raise groups_per_token (up to expert_groups), or lower experts_per_token",
-    ),
-}
+        "lora_queries": (
+            lambda c: c.lora.rank and "wq_a" in c.lora.targets and not c.model.q_rank,
+            "{lora.targets} names wq_a, which a model with {model.q_rank} does not have: remove it",
+        ),
+        "rope_dim": (
+            lambda c: c.model.rope_dim % 2 != 0,
+            "{model.rope_dim} must be even, since rotary positions turn pairs",
+        ),
+        "value_dim": (
+            lambda c: c.model.value_dim > c.model.nope_dim + c.model.rope_dim,
+            "{model.value_dim} is above {model.nope_dim} plus {model.rope_dim}: values are padded "
+            "to the width of a query, and cannot "
+            "be wider",
+        ),
+        "expert_groups": (  # a group is as good as the sum of its two best experts
+            lambda c: (
+                c.model.n_experts
+                and c.model.expert_groups > 1
+                and (
+                    c.model.n_experts % c.model.expert_groups != 0
+                    or c.model.n_experts < 2 * c.model.expert_groups
+                )
+            ),
+            "{model.expert_groups} must divide {model.n_experts} into groups of two experts or more",
+        ),
+        "groups_per_token": (
+            lambda c: (
+                c.model.groups_per_token > c.model.expert_groups
+                or 0
+                < c.model.n_experts // c.model.expert_groups * c.model.groups_per_token
+                < c.model.experts_per_token
+            ),
+            "{model.experts_per_token} cannot be chosen within {model.groups_per_token} of "
+            "{model.expert_groups} with {model.n_experts} "
+            "in all: raise groups_per_token (up to expert_groups), or lower experts_per_token",
+        ),
+    }
+)
 
 
 def toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
