@@ -252,7 +252,9 @@ def test_control_a_wrong_cache_gives_other_tokens(fault, monkeypatch):
         monkeypatch.setattr(
             KeyValueCache,
             "forward",
-            lambda self, t, p, head: real(self, t, p.clamp(min=9) if p.ndim == 2 else p, head),
+            lambda self, t, p, *rest, **more: real(
+                self, t, p.clamp(min=9) if p.ndim == 2 else p, *rest, **more
+            ),
         )
     else:
         monkeypatch.setattr(

@@ -166,7 +166,7 @@ def with_queries_for_gates(patch: pytest.MonkeyPatch) -> None:
 def with_the_end_of_a_head_rotated(patch: pytest.MonkeyPatch) -> None:
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         width = cos.shape[-1]
-        rotated = qwen3_next.apply_rope(x[..., -width:], cos, sin)
+        rotated = qwen3_next.layers.apply_rope(x[..., -width:], cos, sin)
         return torch.cat((x[..., :-width], rotated), -1)
 
     patch.setattr(qwen3_next, "rotate_first", rotate)
