@@ -79,7 +79,10 @@ def read(folder: str) -> tuple[str, dict[str, Any]]:
         family, args = described(config, FORMATS)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f'model.flavor = "{folder}": {path}: {error}') from None
-    return family, asdict(args)
+    numbers = asdict(args)
+    if "mtp_depth" in numbers:
+        numbers["mtp_depth"] = 0  # transformers counts these layers and drops them: an option asks
+    return family, numbers
 
 
 def numbers(family: str, folder: str) -> dict[str, Any]:

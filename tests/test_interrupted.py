@@ -106,7 +106,8 @@ def test_ctrl_c_while_any_tool_is_imported():
             sentence = "stopped by SIGINT outside of training, with nothing to save: run it again to go on\n"
             assert done == (75, "", sentence), name
         else:
-            assert done == (130, "", "interrupted\n"), name
+            code, _, error = done  # a quick one has printed by now
+            assert (code, error) == (130, "interrupted\n"), name
 
 
 @pytest.mark.slow

@@ -517,7 +517,10 @@ def published() -> list:
 @pytest.mark.parametrize("name, flavor, config", published())
 def test_every_number_of_a_flavor_is_the_published_one(name, flavor, config):
     family = MODELS[name]
-    assert family.Args(**family.numbers.flavors[flavor]) == FORMATS[name].args_from_hf(config)
+    stored = FORMATS[name].args_from_hf(config)
+    if hasattr(stored, "mtp_depth"):  # an option asks for layers that predict further tokens
+        stored = replace(stored, mtp_depth=0)
+    assert family.Args(**family.numbers.flavors[flavor]) == stored
 
 
 REQUIRED = {

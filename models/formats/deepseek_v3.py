@@ -186,7 +186,7 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
         max_seq_len=whole(config, "max_position_embeddings", 4096),
         tied_embeddings=dense.is_tied(config),
-        mtp_depth=int(config.get("num_nextn_predict_layers") or 0),
+        mtp_depth=int(config.get("num_nextn_predict_layers", 1) or 0),
     )
 
 
