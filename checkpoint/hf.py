@@ -88,11 +88,16 @@ def read_model(
     return name, args
 
 
+def _has_weights(folder: Path) -> bool:
+    """Return False for a configuration alone."""
+    return (folder / ONE_FILE).is_file() or (folder / INDEX).is_file()
+
+
 def _has_predictions(folder: Path, family: Any, args: Any) -> bool:
     """Return whether a folder has the layers that predict further tokens (models/mtp.py), which
     transformers drops and still counts in config.json."""
-    if not (folder / ONE_FILE).is_file() and not (folder / INDEX).is_file():
-        return True  # a configuration alone
+    if not _has_weights(folder):
+        return True
     names = family.hf_names(args).items()
     wanted = {theirs for ours, theirs in names if ours.startswith(f"layers.{args.n_layers}.")}
     return not wanted.isdisjoint(inventory(folder))
@@ -102,8 +107,8 @@ def _has_own_head(folder: Path, family: Any) -> bool:
     """Return whether a folder has two tensors that differ although its config.json ties them, as
     where a trainer has untied them. transformers 5 keeps both then, and so do we, with a
     warning."""
-    if not (folder / ONE_FILE).is_file() and not (folder / INDEX).is_file():
-        return False  # a configuration alone
+    if not _has_weights(folder):
+        return False
     there = _of_text(inventory(folder), family)
     embedding, head = family.hf_tied
     if embedding not in there or head not in there or _are_equal(there, embedding, head):

@@ -274,7 +274,7 @@ def describe(args: Args) -> str:
         f"{args.vocab_size:,}"
         f"{' (tied)' if args.tied_embeddings else ''}; {moe.describe(args, active_parameters(args))} "
         f"and {args.n_shared_experts} shared"
-        f"{f'; {args.mtp_depth} more predict further tokens' if args.mtp_depth else ''}"
+        f"{f'; {arithmetic.layers(args.mtp_depth)} more for further tokens' if args.mtp_depth else ''}"
     )
 
 

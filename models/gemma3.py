@@ -144,7 +144,10 @@ def flops_per_token(args: Args, seq_len: int) -> float:
 
 def describe(args: Args) -> str:
     windows = sum(has_window(args, number) for number in range(args.n_layers))
-    return f"{arithmetic.describe(args)}; {windows} layers see {args.window:,} tokens"
+    return (
+        f"{arithmetic.describe(args)}; {arithmetic.layers(windows)} with windows of "
+        f"{args.window:,} tokens"
+    )
 
 
 FAMILY = Family(

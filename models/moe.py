@@ -248,17 +248,19 @@ class SparseDecoder(Decoder):
         }
 
 
+TP_PLAN_OF_SHARED = {  # experts that get all tokens, split as a dense feed-forward layer is
+    "layers.*.feed_forward.shared_experts": "gather_sequence",
+    "layers.*.feed_forward.shared_experts.w1": "columns",
+    "layers.*.feed_forward.shared_experts.w3": "columns",
+    "layers.*.feed_forward.shared_experts.w2": "rows",
+}
+
+
 def tp_plan(args: Any) -> dict[str, str]:
     """Return a plan that splits only the shared experts, which get all tokens. A mixture works on
     this rank's slice of the sequence."""
-    shared = {
-        "layers.*.feed_forward.shared_experts": "gather_sequence",
-        "layers.*.feed_forward.shared_experts.w1": "columns",
-        "layers.*.feed_forward.shared_experts.w3": "columns",
-        "layers.*.feed_forward.shared_experts.w2": "rows",
-    }
     mixture = {"layers.*.feed_forward": "slice", "layers.*.feed_forward.router": "router"}
-    return mixture | (shared if args.n_shared_experts else {})
+    return mixture | (TP_PLAN_OF_SHARED if args.n_shared_experts else {})
 
 
 def describe(args: Any, active: int) -> str:

@@ -164,18 +164,8 @@ def tp_plan(args: Args) -> dict[str, str]:
                 plan[f"{name}.{row}"] = layers.TP_PLAN_OF_ATTENTION[f"layers.*.attention.{row}"]
         else:
             plan |= delta_net.tp_plan(str(number))
-    shared = "layers.*.feed_forward.shared_experts"
-    return (
-        plan
-        | moe.tp_plan(args)
-        | {
-            "layers.*.feed_forward.shared_gate": "slice_linear",
-            shared: "gather_sequence",
-            f"{shared}.w1": "columns",
-            f"{shared}.w3": "columns",
-            f"{shared}.w2": "rows",
-        }
-    )
+    gate = {"layers.*.feed_forward.shared_gate": "slice_linear"}
+    return plan | moe.tp_plan(args) | gate | moe.TP_PLAN_OF_SHARED
 
 
 # Arithmetic ---------------------------------------------------------------------------------------
@@ -223,8 +213,9 @@ def flops_per_token(args: Args, seq_len: int) -> float:
 
 
 def describe(args: Args) -> str:
+    states = arithmetic.layers(args.n_layers - attention_layers(args))
     return (
-        f"{arithmetic.describe(args)}; {args.n_layers - attention_layers(args)} layers with gated "
+        f"{arithmetic.describe(args)}; {states} with gated "
         f"delta nets of {args.delta_value_heads} states; "
         f"{moe.describe(args, active_parameters(args))} and a shared one"
     )
