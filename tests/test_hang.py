@@ -149,7 +149,7 @@ def verdicts(place: Path) -> Iterator[dict[str, hang.Verdict]]:
         found = {way: hung.until(partial(names, way)) for way, hung in alone.items()}
         for way in hangs.OF_A_RUN:
             found[way] = run.until(partial(names, way))
-            shutil.copytree(run.folder / "logs", place / way / "logs")
+            copy_logs(run, way, place / way)
             go_on(run, way)
         yield found
     finally:
@@ -158,6 +158,16 @@ def verdicts(place: Path) -> Iterator[dict[str, hang.Verdict]]:
 
 
 ALONE = ("leaves_one_out", "other_order", "other_size", "two_groups")
+
+
+def copy_logs(run: Hung, way: str, to: Path) -> None:
+    """Copy the logs of ranks that hang, again where a rank wrote one of them meanwhile."""
+    for _ in range(5):
+        shutil.rmtree(to, ignore_errors=True)
+        shutil.copytree(run.folder / "logs", to / "logs")
+        if names(way, hang.judge(hang.read(to))):
+            return
+        time.sleep(0.3)
 
 
 def go_on(run: Hung, way: str) -> None:

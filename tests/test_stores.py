@@ -306,6 +306,18 @@ def test_a_second_run_is_refused_and_a_released_prefix_is_not(store, tmp_path):
     assert run_ranks(1, there, resume, tmp_path)[0][:2] == (1, [1.0])
 
 
+def test_a_release_whose_connection_breaks_is_sent_again(store):
+    """A broken connection alone does not keep the prefix from the next run. obstore does not repeat
+    a conditional put."""
+    mine = lease.StoreLease(location(URL) / ".lease")
+    with heard() as words:
+        store.rules({"kind": "reset", "methods": ["PUT"], "count": 2})
+        mine.release()
+    assert words == [] and store.status()["counts"]["reset"] == 2
+    owner, _ = lease._read(location(URL) / ".lease")
+    assert owner["id"] == ""
+
+
 def test_a_living_run_of_this_machine_is_refused_without_a_beat(store, tmp_path, monkeypatch):
     """By a start, and by the check before it. Negative control: where a number of a process says
     nothing, only a beat does, and the silent one is taken over."""

@@ -26,6 +26,7 @@ from reliability.objects import Key, Unreachable, Version
 
 BEAT = 5.0  # seconds
 PATIENCE = 30.0  # seconds
+LEAVING = 3.0  # seconds in which a store that fails at once is asked again to release a lease
 # Conditions of a put that hold for no version of an object that is there.
 BROKEN_CONDITIONS = {
     "If-None-Match": "create",
@@ -177,10 +178,17 @@ class StoreLease:
             return
         self.released.set()
         self.thread.join()
-        try:
-            self._replace("", tries=1)
-        except Unreachable as error:
-            logger.warning(f"the lease could not be given back: {error}")
+        until = time.monotonic() + LEAVING
+        while True:
+            try:
+                self._replace("", tries=1)
+                return
+            except Unreachable as error:
+                # obstore does not repeat a conditional put whose connection broke
+                if time.monotonic() > until:
+                    logger.warning(f"the lease could not be given back: {error}")
+                    return
+            time.sleep(LEAVING / 10)
 
 
 def _read(key: Key) -> tuple[dict, Version | None]:
