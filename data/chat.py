@@ -160,7 +160,7 @@ class Chat:
     def end_of_turn(self) -> int | None:
         """Return the first of the special tokens that end an answer. None if its template ends it
         with other text, or cannot tell."""
-        answer, _ = self.probe()
+        _, answer, _ = self.probe()
         end = None
         for id in self.tokens(answer.rstrip()).tolist()[::-1]:
             if id not in self.tok.special_ids:
@@ -168,21 +168,25 @@ class Chat:
             end = id
         return end
 
-    def probe(self) -> tuple[str, str]:
-        """Render an answer with this template, and return it and the text after it; ("", "") if the
-        template renders none of PROBES."""
+    def probe_ids(self) -> list[int]:
+        """Return the ids of a short conversation; [] if the template renders none of PROBES."""
+        return self.tokens("".join(self.probe())).tolist()
+
+    def probe(self) -> tuple[str, str, str]:
+        """Render an answer with this template, and return the text before it, it, and the text after it;
+        "" for each if the template renders none of PROBES."""
         for messages in PROBES:
             try:
                 text, spans, _ = self.answers(Conversation(messages, {}))
             except InvalidExample:
                 continue
             first, stop = spans[-1]
-            return text[first:stop], text[stop:]
-        return "", ""
+            return text[:first], text[first:stop], text[stop:]
+        return "", "", ""
 
     def warning(self) -> str:
         """Return a warning about answers that do not teach a model to stop; "" if they do."""
-        answer, after = self.probe()
+        _, answer, after = self.probe()
         if not answer or self.end_of_turn() is not None:
             return ""
         ends = self.special.match(after.lstrip())

@@ -53,6 +53,13 @@ def build(described: dict, tok: Tokenizer) -> Format | None:
     return chat.Chat(tok, chat.Template(**fields))
 
 
+def always_written(cfg: Data, tok: Tokenizer) -> list[int]:
+    """Return the ids that any conversation becomes by the template of `cfg`; [] for other
+    formats."""
+    form: Any = build(describe(cfg, tok), tok)
+    return form.probe_ids() if hasattr(form, "probe_ids") else []
+
+
 def warning(folder: str, tok: Tokenizer) -> str:
     """Return a warning about conversations in a prepared folder that do not teach a model to stop,
     or ""."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from configs.schema import Config, InputError, is_prepared
-from data import formats, sources, tasks
+from configs.schema import Config, Data, InputError, is_prepared
+from data import formats, saved_tokenizer, sources, tasks
 from data.open_tokenizer import open_named
 from data.packing import PackedTokens
 from data.prepare import prepare
@@ -43,13 +43,44 @@ def check_bpe(cfg: Config) -> None:
 
 
 def check_vocabulary(tokenizer: Tokenizer, cfg: Config, vocab_size: int) -> None:
-    """Raise InputError if the tokenizer has ids that a model of `vocab_size` tokens does not
-    know."""
-    if tokenizer.n_vocab > vocab_size:
-        raise InputError(
-            f"the tokenizer {cfg.data.tokenizer!r} has {tokenizer.n_vocab} tokens, the model's "
-            f"vocabulary only {vocab_size}: set model.vocab_size to at least {tokenizer.n_vocab}"
+    """Raise InputError if texts, or the template of conversations, become ids that a model of
+    `vocab_size` tokens does not know. Special tokens that neither uses need no row."""
+    if problem := tokens_without_row(tokenizer, cfg.data, vocab_size):
+        raise InputError(f"{problem}: set model.vocab_size to at least {tokenizer.n_vocab}")
+
+
+def tokens_without_row(tokenizer: Tokenizer, data: Data, vocab_size: int) -> str:
+    """Return which tokens a model of `vocab_size` rows lacks, as a clause; "" if it has all that are
+    used."""
+    if tokenizer.n_rows > vocab_size:
+        return (
+            f"the tokenizer {data.tokenizer!r} has {tokenizer.n_rows} tokens that texts "
+            f"may have, the model's vocabulary only {vocab_size}"
         )
+    if tokenizer.n_vocab > vocab_size:
+        named_only = tokenizer.named_only()
+        for id in formats.always_written(data, tokenizer):
+            if id >= vocab_size:
+                return (
+                    f"the chat template writes {named_only[id]}, the token {id} of the tokenizer "
+                    f"{data.tokenizer!r}, and the model's vocabulary has only {vocab_size}"
+                )
+    return ""
+
+
+def beyond(folder: str, token: int, vocab_size: int) -> str:
+    """Return what is wrong with a prepared corpus that has a token without a row in the model."""
+    has = f"{folder} has token {token}, the model's vocabulary {vocab_size}"
+    try:
+        name = saved_tokenizer.load(f"{folder}/tokenizer.json").named_only().get(token)
+    except InputError:
+        name = None
+    if name is None:
+        return f"{has}: this tokenised corpus is damaged (data.verify = true finds where)"
+    return (
+        f"{has}: it is {name}, which its chat template has written for a conversation; leave such "
+        "conversations out, or give another template (data.chat_template)"
+    )
 
 
 def check_masking(corpus: object, cfg: Config) -> None:

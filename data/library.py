@@ -110,6 +110,21 @@ class LibraryTokenizer(Tokenizer):
                 return whole[:begin]
         return []
 
+    def named_only(self) -> dict[int, str]:
+        """Leave out of `Tokenizer.named_only` the added tokens that are found in ordinary text, or
+        that its vocabulary makes of it."""
+        model = self.document["model"]
+        words = model["vocab"]
+        if not isinstance(words, dict):  # a unigram's [word, score]
+            made = {word for word, _ in words}
+        elif "merges" not in model or model.get("ignore_merges"):
+            made = set(words)
+        else:
+            made = {"".join(_as_pair(pair)) for pair in model["merges"]}
+        made.add(model.get("unk_token"))
+        hidden = {row.id for row in self.added if row.special and row.name not in made}
+        return {id: name for id, name in super().named_only().items() if id in hidden}
+
     def library_ids(self, text: str) -> np.ndarray:
         """Encode a text by the library, proof or not. Raises CannotEncode."""
         return np.array(self._ask(self.in_text, text).ids, self.dtype)

@@ -235,11 +235,8 @@ class Batches:
         highest = tokens.max()
         if highest >= self.vocab_size:
             row = tokens.max(axis=1).argmax()
-            raise ValueError(
-                f"{self.sources[source[row]].folder} has token {highest}, the model's vocabulary "
-                f"{self.vocab_size}: this tokenised corpus is damaged (data.verify = true finds "
-                "where)"
-            )
+            folder = self.sources[source[row]].folder
+            raise ValueError(inputs.beyond(folder, highest, self.vocab_size))
         begins = None
         if self.mask_documents:
             begins = document_begins(self.sources, source, start, stop, self.seq_len + 1)

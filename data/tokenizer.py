@@ -173,6 +173,23 @@ class Tokenizer:
             lengths[id] = len(token)
         return lengths
 
+    def named_only(self) -> dict[int, str]:
+        """Map to their names the special tokens that no ordinary text becomes, and that stand neither
+        before nor after one: a model needs a row for them only if a chat template names them."""
+        kept = {self.eot_id, self.bos_id, *self.put_before}
+        named = zip(self.special_ids, self.special_tokens, strict=True)
+        return {id: name for id, name in named if id not in kept}
+
+    @cached_property
+    def n_rows(self) -> int:
+        """The rows that a model needs for ordinary text: `n_vocab` without those of `named_only` that
+        are the last."""
+        count = self.n_vocab
+        named_only = self.named_only()
+        while count - 1 in named_only:
+            count -= 1
+        return count
+
     def encode(self, text: str) -> np.ndarray:
         """Encode a text as ids [n] of `dtype`. "<|endoftext|>" in a text is ordinary text: only
         code that knows a document's end makes special tokens. The GIL is released, so threads

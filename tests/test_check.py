@@ -17,9 +17,9 @@ import models
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from data import sources
+from data import inputs, sources
 from data.prepare import prepare
-from data.tokenizer import train_bpe
+from data.tokenizer import END_OF_TEXT, SPLIT, Tokenizer, train_bpe
 from models import Registry, llama, qwen3
 from models.formats import llama as llama_formats
 from models.formats import qwen3 as qwen3_formats
@@ -39,6 +39,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train_bpe([text], 300).save(str(place / "t.json"))
     cfg = load_config([f"--data.source={place}/text.txt", f"--data.tokenizer={place}/t.json"])
     prepare(cfg.data, out=str(place / "prepared"), log=lambda line: None, workers=1)
+    # special tokens that were added to a model of 257 rows
+    added = [END_OF_TEXT, "<|image|>", "<|im_start|>", "<|im_end|>"]
+    ranks = [bytes([byte]) for byte in range(256)]
+    Tokenizer(ranks, SPLIT, added, END_OF_TEXT).save(str(place / "added.json"))
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    (place / "talks.json").write_text(json.dumps({"messages": talk}))
     (place / "empty").mkdir()
     (place / "parent" / "checkpoints" / "step-00000002").mkdir(parents=True)
     return place
@@ -64,7 +70,12 @@ LACKING = {
     "a tokenizer that is none": ("data.tokenizer=PLACE/text.txt", "is not a tiktoken rank file"),
     "a tokenizer that is too large": (
         "data.tokenizer=PLACE/t.json model.vocab_size=299",
-        "has 300 tokens|only 299: set model.vocab_size to at least 300",
+        "has 300 tokens that texts may have|only 299: set model.vocab_size to at least 300",
+    ),
+    "a template that writes a token without a row": (
+        "data.source=PLACE/talks.json data.format=chat data.chat_template=chatml data.tokenizer=PLACE/added.json "
+        "data.mask_documents=true validation.interval=0 model.vocab_size=257",
+        "the chat template writes <|im_start|>, the token 258|has only 257: set model.vocab_size to at least 260",
     ),
     "a prepared folder whose tokenizer is too large": (
         "data.source=PLACE/prepared data.tokenizer=bpe model.vocab_size=299",
@@ -164,6 +175,20 @@ def test_what_is_not_there_is_a_sentence(name, place):
     assert all(fragment.replace("PLACE", str(place)) in problem for fragment in words.split("|")), (
         problem
     )
+
+
+def test_special_tokens_that_nothing_writes_need_no_row(place):
+    """As Gemma 3's image token. The end of a text needs one."""
+    options = "data.tokenizer=PLACE/added.json model.vocab_size"
+    assert not problems(place, f"{options}=257")
+    (problem,) = problems(place, f"{options}=256")
+    assert "has 257 tokens that texts may have, the model's vocabulary only 256" in problem
+
+
+def test_a_token_without_a_row_in_a_corpus_is_named(place, tmp_path):
+    shutil.copy(place / "added.json", tmp_path / "tokenizer.json")
+    assert "it is <|image|>, which its chat template" in inputs.beyond(str(tmp_path), 257, 257)
+    assert "is damaged" in inputs.beyond(str(tmp_path), 256, 200)
 
 
 @pytest.mark.parametrize("name", OTHER_MODELS)

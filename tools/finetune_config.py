@@ -12,7 +12,7 @@ from checkpoint import hf
 from configs.load import load_config
 from configs.schema import InputError
 from configs.words import number_of
-from data import chat, hf_tokenizer
+from data import chat, hf_tokenizer, inputs
 from models import FORMATS, NUMBERS
 
 LONGEST = 512  # tokens of a sequence, which two CPU cores still have time for
@@ -29,11 +29,6 @@ def write(folder: Path, out: Path) -> str:
     family, args = hf.read_model(folder, FORMATS)
     hf.inventory(folder)
     tokenizer = hf_tokenizer.read(folder)
-    if tokenizer.n_vocab > args.vocab_size:
-        raise InputError(
-            f"{folder}: its tokenizer has {tokenizer.n_vocab:,} tokens, and its model rows for "
-            f"{args.vocab_size:,}: it is the tokenizer of another model"
-        )
     tables = options(folder, out, family, args)
     has_template = chat.has_template(folder / "tokenizer.json")
     if not has_template:
@@ -42,7 +37,9 @@ def write(folder: Path, out: Path) -> str:
     partial = out.with_name(f".{out.name}.partial")
     try:
         partial.write_text(as_toml(folder, tables), encoding="utf-8")
-        load_config([str(partial)])
+        cfg = load_config([str(partial)])
+        if problem := inputs.tokens_without_row(tokenizer, cfg.data, args.vocab_size):
+            raise InputError(f"{folder}: {problem}: it is the tokenizer of another model")
         partial.rename(out)
     finally:
         partial.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ import train
 from checkpoint import state
 from checkpoint.manager import CheckpointManager
 from configs.schema import Config, InputError
+from data import inputs
 from data.open import open_corpora
 from data.prepare import is_tokenised, kept_in
 from data.sources import find
@@ -81,7 +82,7 @@ def measure_data(probe: Probe) -> dict:
     sources = corpora.sources
     return {
         "tokenizer": tokenizer.fingerprint,
-        "n_vocab": tokenizer.n_vocab,
+        "lacking": inputs.tokens_without_row(tokenizer, cfg.data, probe.args.vocab_size),
         "digests": digests[:2],
         "opened": opened,
         "corpora": {name or "data.source": c.fingerprint for name, c in sources.items()},
@@ -139,15 +140,8 @@ def judge_data(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
             )
             break
     a = answers[0]
-    if a["n_vocab"] > probe.args.vocab_size:
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"the tokenizer {probe.cfg.data.tokenizer!r} has {a['n_vocab']} tokens, the "
-                "model's "
-                f"vocabulary only {probe.args.vocab_size}: raise model.vocab_size",
-            )
-        )
+    if a["lacking"]:
+        rows.append(ProbeRow("FAIL", f"{a['lacking']}: raise model.vocab_size"))
     if rows:
         return rows
     low = least(a["rate"] for a in answers)
