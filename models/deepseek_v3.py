@@ -273,8 +273,7 @@ def describe(args: Args) -> str:
         f"{arithmetic.layers(args.n_layers)} of width {args.dim}, {args.n_heads} heads, vocabulary "
         f"{args.vocab_size:,}"
         f"{' (tied)' if args.tied_embeddings else ''}; {moe.describe(args, active_parameters(args))} "
-        f"and {args.n_shared_experts} shared"
-        f"{f'; {arithmetic.layers(args.mtp_depth)} more for further tokens' if args.mtp_depth else ''}"
+        f"and {args.n_shared_experts} shared{mtp.describe(args)}"
     )
 
 

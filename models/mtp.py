@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import moe
+from models import arithmetic, moe
 from models.layers import Block, Documents
 from models.terms import AuxiliaryTerms, Term
 
@@ -41,12 +41,14 @@ class Prediction(nn.Module):
     """What a block has more that predicts a token further on: its input is a hidden state joined with
     the embedding of that token. To be inherited before the class of the block."""
 
-    def __init__(self, args: Any, *parts: nn.Module):
+    def __init__(self, args: Any, *parts: Any):
+        """parts: as the block takes them."""
         super().__init__(args, *parts)
-        self.token_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
-        self.hidden_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        of_its_norms = type(self.ffn_norm)
+        self.token_norm = of_its_norms(args.dim, eps=args.norm_eps)
+        self.hidden_norm = of_its_norms(args.dim, eps=args.norm_eps)
         self.w_pair = nn.Linear(2 * args.dim, args.dim, bias=False)
-        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.norm = of_its_norms(args.dim, eps=args.norm_eps)
 
     def forward(self, h: Tensor, following: Tensor, *inputs: Any) -> tuple[Tensor, dict[str, Term]]:
         """h, following [B, T, D]; inputs: as the block takes them -> [B, T, D], normalised for the
@@ -173,6 +175,13 @@ def tp_plan(args: Any) -> dict[str, str]:
         plan[f"{layer}.w_pair"] = "slice_linear"
         plan[f"{layer}.norm"] = "sequence"
     return plan
+
+
+def describe(args: Any) -> str:
+    """Return the end of a line that describes a model; empty for one without."""
+    if not args.mtp_depth:
+        return ""
+    return f"; {arithmetic.layers(args.mtp_depth)} more for further tokens"
 
 
 def multiplied(args: Any) -> int:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from models import arithmetic, delta_net, layers, moe
+from models import arithmetic, delta_net, layers, moe, mtp
 from models.delta_net import GatedDeltaNet
 from models.family import Family
 from models.flavors.qwen3_next import NUMBERS
@@ -50,6 +50,7 @@ class Args:
     norm_eps: float
     max_seq_len: int
     tied_embeddings: bool
+    mtp_depth: int = 0  # layers that predict further tokens (models/mtp.py)
 
     router_score: ClassVar[str] = "softmax"
     normalised_weights: ClassVar[bool] = True
@@ -60,12 +61,18 @@ class Args:
 
 
 def has_attention(args: Args, number: int) -> bool:
-    """Return True if this layer has attention, and False if it has a gated delta net."""
-    return (number + 1) % args.attention_interval == 0
+    """Return True if this layer has attention, and False if it has a gated delta net. One that
+    predicts a further token has attention."""
+    return number >= args.n_layers or (number + 1) % args.attention_interval == 0
 
 
 def attention_layers(args: Args) -> int:
-    return args.n_layers // args.attention_interval
+    """Count the layers with attention, those that predict further tokens included."""
+    return args.n_layers // args.attention_interval + args.mtp_depth
+
+
+def delta_layers(args: Args) -> int:
+    return mtp.layers_in_all(args) - attention_layers(args)
 
 
 def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -115,7 +122,11 @@ class Block(moe.MixtureBlock):
         self.ffn_norm = ZeroCentredRMSNorm(args.dim, eps=args.norm_eps)
 
 
-class Qwen3Next(moe.SparseDecoder):
+class PredictionBlock(mtp.Prediction, Block):
+    """A block that predicts a token further on."""
+
+
+class Qwen3Next(mtp.MultiTokenDecoder):
     def __init__(self, args: Args, layers: range | None = None):
         super().__init__(args, layers)
         if self.last:
@@ -123,6 +134,9 @@ class Qwen3Next(moe.SparseDecoder):
 
     def block(self, args: Args, number: int) -> nn.Module:
         return Block(args, number)
+
+    def prediction(self, args: Args, number: int) -> nn.Module:
+        return PredictionBlock(args, number)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the part of a head that is rotated, float32 [..., rope_dim]."""
@@ -133,12 +147,7 @@ class Qwen3Next(moe.SparseDecoder):
 
 def initial_values(args: Args) -> list[tuple[str, str, float]]:
     """Return how weights are drawn: matrices as in all our decoders, gains at 1."""
-    gains = [
-        ("*.attention.[qk]_norm.weight", "zeros", 0.0),
-        ("*attention_norm.weight", "zeros", 0.0),
-        ("*ffn_norm.weight", "zeros", 0.0),
-        ("norm.weight", "zeros", 0.0),
-    ]
+    gains = [("*.attention.norm.weight", "ones", 0.0), ("*norm.weight", "zeros", 0.0)]
     return gains + delta_net.initial_values(args) + layers.initial_values(args)
 
 
@@ -151,7 +160,7 @@ def tp_plan(args: Args) -> dict[str, str]:
     """Return a plan that splits the heads of both kinds of layers over the ranks, a key head with
     the value heads that it serves, and the shared expert's hidden units."""
     plan = dict(layers.TP_PLAN)
-    for number in range(args.n_layers):
+    for number in range(mtp.layers_in_all(args)):
         name = f"layers.{number}.attention"
         if has_attention(args, number):
             plan |= {
@@ -165,7 +174,7 @@ def tp_plan(args: Args) -> dict[str, str]:
         else:
             plan |= delta_net.tp_plan(str(number))
     gate = {"layers.*.feed_forward.shared_gate": "slice_linear"}
-    return plan | moe.tp_plan(args) | gate | moe.TP_PLAN_OF_SHARED
+    return plan | moe.tp_plan(args) | gate | moe.TP_PLAN_OF_SHARED | mtp.tp_plan(args)
 
 
 # Arithmetic ---------------------------------------------------------------------------------------
@@ -175,22 +184,20 @@ def multiplied(args: Args, experts: int) -> int:
     """Count the weights that are multiplied, where so many of the routed experts count."""
     # wq, wg and wo, wk and wv
     attention = args.dim * args.head_dim * (3 * args.n_heads + 2 * args.n_kv_heads)
-    with_attention = attention_layers(args)
-    mixers = with_attention * attention
-    mixers += (args.n_layers - with_attention) * delta_net.multiplied(args)
+    mixers = attention_layers(args) * attention + delta_layers(args) * delta_net.multiplied(args)
     shared = 3 * args.dim * args.shared_dim + args.dim
-    mixtures = args.n_layers * (moe.weights(args, experts) + shared)
+    mixtures = mtp.layers_in_all(args) * (moe.weights(args, experts) + shared)
     return mixers + mixtures + args.dim * args.vocab_size
 
 
 def _not_multiplied(args: Args) -> int:
-    """Count the parameters that are not multiplied: an embedding that is not tied, the norms, and
-    the vectors of gated delta nets."""
+    """Count the parameters that are not multiplied: an embedding that is not tied, the norms, the
+    vectors of gated delta nets, and what layers that predict further tokens have more."""
     embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
-    with_attention = attention_layers(args)
     vectors = delta_net.parameters(args) - delta_net.multiplied(args)
-    mixers = with_attention * 2 * args.head_dim + (args.n_layers - with_attention) * vectors
-    return embedding + mixers + (2 * args.n_layers + 1) * args.dim
+    mixers = attention_layers(args) * 2 * args.head_dim + delta_layers(args) * vectors
+    norms = (2 * mtp.layers_in_all(args) + 1) * args.dim
+    return embedding + mixers + norms + args.mtp_depth * mtp.parameters(args)
 
 
 def parameters(args: Args) -> int:
@@ -205,19 +212,18 @@ def active_parameters(args: Args) -> int:
 def flops_per_token(args: Args, seq_len: int) -> float:
     """Count FLOPs as `models/arithmetic.py::flops_per_token` does, with the states of the gated
     delta nets, whose cost does not depend on the length."""
-    with_attention = attention_layers(args)
-    attention = 12.0 * args.n_heads * args.head_dim * with_attention * seq_len
+    attention = 12.0 * args.n_heads * args.head_dim * attention_layers(args) * seq_len
     state = delta_net.flops_per_token(args) - 6.0 * delta_net.multiplied(args)
-    states = (args.n_layers - with_attention) * state
-    return 6.0 * multiplied(args, args.experts_per_token) + attention + states
+    weights = multiplied(args, args.experts_per_token) + args.mtp_depth * mtp.multiplied(args)
+    return 6.0 * weights + attention + delta_layers(args) * state
 
 
 def describe(args: Args) -> str:
-    states = arithmetic.layers(args.n_layers - attention_layers(args))
+    states = arithmetic.layers(delta_layers(args))
     return (
         f"{arithmetic.describe(args)}; {states} with gated "
         f"delta nets of {args.delta_value_heads} states; "
-        f"{moe.describe(args, active_parameters(args))} and a shared one"
+        f"{moe.describe(args, active_parameters(args))} and a shared one{mtp.describe(args)}"
     )
 
 

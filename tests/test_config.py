@@ -617,6 +617,11 @@ RULE_CASES = {
         "parallelism.tensor_parallel=2",
         4,
     ),
+    "mtp_shared": (
+        "model.family=qwen3_next model.mtp_depth=2",
+        "model.mtp_depth = 2, but Qwen3-Next has one such layer",
+        "model.mtp_depth=1",
+    ),
     "mtp_tied": (
         "model.family=deepseek_v3 model.mtp_depth=1 model.tied_embeddings=true "
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "

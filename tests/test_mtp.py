@@ -3,6 +3,7 @@
 Meshes of models with it are compared with the plain model by tests/test_experts.py (`deepseek_v3`)."""
 
 import functools
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,29 +12,32 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 
 import train
 from checkpoint import changes, hf
 from configs.load import load_config
 from data import further
-from models import FORMATS, mtp
+from models import FORMATS, MODELS, mtp
 from models.deepseek_v3 import DeepSeekV3
 from models.terms import AuxiliaryTerms
 from parallelisms import pp
 from tests import parity
 from tests.ranks import run_ranks
-from tests.shapes import DEEPSEEK
+from tests.shapes import DEEPSEEK, QWEN3_NEXT
 from tools import generate, sampling
 from tools.parity import in_memory
 from training.speculative import Speculation
 
 IGNORE = -100
 T = 12
+FAMILIES = {  # and layers that predict further tokens
+    "deepseek_v3": ["--model.mtp_depth=2", "--model.hidden_dim=48"],
+    "qwen3_next": ["--model.mtp_depth=1", "--model.attention_interval=2"],
+}
 TINY = [
-    "--model.family=deepseek_v3",
     "--model.dim=32",
     "--model.n_layers=2",
-    "--model.hidden_dim=48",
     "--model.expert_dim=16",
     "--model.vocab_size=300",
     "--data.tokenizer=bytes",
@@ -44,7 +48,6 @@ TINY = [
     "--training.mtp_weight=0.3",
     "--training.max_norm=0",
     "--run.device=cpu",
-    "--model.mtp_depth=2",
     "--model.balance_loss=0",
 ]
 
@@ -95,15 +98,17 @@ def test_every_rank_gets_the_tokens_and_labels_further_on_of_the_whole_window(
 # The loss -----------------------------------------------------------------------------------------
 
 
-def gradients_of_a_step() -> dict:
-    job = train.build(load_config(TINY, 1, 1))
+def gradients_of_a_step(family: str) -> dict:
+    options = [*TINY, f"--model.family={family}", *FAMILIES[family]]
+    job = train.build(load_config(options, 1, 1))
     ids = np.random.default_rng(0).integers(0, 300, 500).astype(np.uint16)
     batch = in_memory.batches(job.cfg, job.mesh, ids)[0]
     batch["labels"][..., 3] = IGNORE
     step = train.gradients(job, batch)
     got = {name: p.grad.clone() for name, p in job.model.named_parameters() if p.requires_grad}
     job.model.zero_grad(set_to_none=True)
-    reported = {name: float(step.terms.sums[name][None]) for name in ("mtp_loss_1", "mtp_loss_2")}
+    names = [name for name in step.terms.sums if name.startswith("mtp_loss_")]
+    reported = {name: float(step.terms.sums[name][None]) for name in sorted(names)}
     expected = plainly(job.model, batch)
     expected["loss"].backward()
     want = {name: p.grad for name, p in job.model.named_parameters() if p.requires_grad}
@@ -119,8 +124,9 @@ def gradients_of_a_step() -> dict:
 def plainly(model: Any, batch: dict) -> dict:
     """Equations 21 to 25 of DeepSeek-V3's report, window by window, over the labels of the batch."""
     count = int((batch["labels"] != IGNORE).sum())
+    depth = model.args.mtp_depth
     first = 0.0
-    sums = [0.0, 0.0]
+    sums = [0.0] * depth
     for window, labels, ahead, labels_ahead in zip(
         *(
             batch[name].flatten(0, 1)
@@ -136,7 +142,7 @@ def plainly(model: Any, batch: dict) -> dict:
             h = h[0] if isinstance(h, tuple) else h
         h = model.norm(h)
         first = first + nats(model, h, labels)
-        for k in range(2):
+        for k in range(depth):
             layer = model.layers[str(2 + k)]
             pair = torch.cat(
                 (layer.token_norm(model.embed(ahead[None, k])), layer.hidden_norm(h)), -1
@@ -145,7 +151,7 @@ def plainly(model: Any, batch: dict) -> dict:
             x = x + layer.attention(layer.attention_norm(x), *rope)
             h = layer.norm(x + layer.feed_forward(layer.ffn_norm(x))[0])
             sums[k] = sums[k] + nats(model, h, labels_ahead[k])
-    loss = (first + 0.3 / 2 * (sums[0] + sums[1])) / count
+    loss = (first + 0.3 / depth * sum(sums)) / count
     return {"loss": loss, "first": first / count, "further": [float(one) for one in sums]}
 
 
@@ -154,12 +160,13 @@ def nats(model: Any, h: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
 
 
-def test_a_step_has_the_gradient_of_the_published_equations():
-    seen = run_ranks(1, gradients_of_a_step)[0]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_has_the_gradient_of_the_published_equations(family):
+    seen = run_ranks(1, gradients_of_a_step, family)[0]
     assert seen["off"] <= 1e-13 * seen["size"], seen
     assert seen["loss"][0] == pytest.approx(seen["loss"][1], rel=1e-14)
     assert seen["further"][0] == pytest.approx(seen["further"][1], rel=1e-13)
-    assert {"layers.2.w_pair.weight", "layers.3.norm.weight"} <= set(seen["names"])
+    assert {"layers.2.w_pair.weight", "layers.2.norm.weight"} <= set(seen["names"])
 
 
 # Mistakes -----------------------------------------------------------------------------------------
@@ -309,17 +316,12 @@ def test_a_model_that_drafts_nothing_is_refused(capsys):
 # Files --------------------------------------------------------------------------------------------
 
 
-def hidden_of_both(folder: Path) -> list[float]:
-    """Return the greatest differences between our layers and those that transformers reads from our
-    export, on the same tokens."""
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_layers import MtpModel
-
+def exported(folder: Path, family: Any, args: Any) -> Any:
+    """Return a model of random weights, after writing its files."""
     torch.manual_seed(0)
-    args = type(DEEPSEEK)(**vars(DEEPSEEK) | {"mtp_depth": 2})
-    ours = DeepSeekV3(args)
-    for weight in ours.parameters():
-        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.1)
+    ours = family.build(args)
+    for name, weight in ours.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if name.endswith("norm.weight") else 0.0, 0.1)
     weights = dict(ours.named_parameters())
     shapes = {name: list(weight.shape) for name, weight in weights.items()}
     source = hf.TensorSource(
@@ -327,24 +329,85 @@ def hidden_of_both(folder: Path) -> list[float]:
         dict.fromkeys(shapes, torch.float32),
         lambda names: (weights[name].detach() for name in names),
     )
-    formats = FORMATS["deepseek_v3"]
+    formats = FORMATS[family.name]
     hf.write_model(
         folder, folder, hf.Export(source, formats, args, hf.config_of(formats, args), {})
     )
+    return ours
+
+
+def deepseek_of_transformers(folder: Path, args: Any) -> tuple[Any, Any]:
+    """Return transformers' model and its layers for further tokens."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
     main = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation="eager"
     )
     # theirs are the numbers of the published model's layers
     layers = "|".join(map(str, mtp.layers_ahead(args)))
     main._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.({layers})\..*"]
-    theirs = MtpModel.from_pretrained(main)
+    return main, MtpModel.from_pretrained(main)
+
+
+OF_TRANSFORMERS = {  # beginnings of published names of Qwen3-Next -> those of transformers' MtpModel
+    "mtp.pre_fc_norm_embedding.": "layers.0.enorm.",
+    "mtp.pre_fc_norm_hidden.": "layers.0.hnorm.",
+    "mtp.fc.": "layers.0.eh_proj.",
+    "mtp.norm.": "layers.0.post_norm.",
+    "mtp.layers.0.": "layers.0.mtp_block.",
+}
+
+
+def qwen3_next_of_transformers(folder: Path, args: Any) -> tuple[Any, Any]:
+    """Return the same of Qwen3-Next, whose `mtp.*` transformers itself does not read."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_layers import MtpModel
+
+    main = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, experts_implementation="eager"
+    )
+    main.config.num_mtp_layers, main.config.mtp_layer_types = 1, ["full_attention"]
+    theirs = MtpModel(main, 1)
+    found = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        for published, renamed in OF_TRANSFORMERS.items():
+            if name.startswith(published):
+                found[renamed + name.removeprefix(published)] = weight
+    experts = "layers.0.mtp_block.mlp.experts."
+
+    def stacked(kind: str) -> torch.Tensor:
+        return torch.stack(
+            [found.pop(f"{experts}{i}.{kind}.weight") for i in range(args.n_experts)]
+        )
+
+    found[f"{experts}gate_up_proj"] = torch.cat((stacked("gate_proj"), stacked("up_proj")), 1)
+    found[f"{experts}down_proj"] = stacked("down_proj")
+    missing, unexpected = theirs.load_state_dict(found, strict=False)
+    assert not unexpected and set(missing) == {"embed_tokens.weight", "shared_head.weight"}
+    return main, theirs
+
+
+EXPORTED = {
+    "deepseek_v3": (replace(DEEPSEEK, mtp_depth=2), deepseek_of_transformers),
+    # transformers takes the kind of norm from the last layer, which has attention
+    "qwen3_next": (replace(QWEN3_NEXT, n_layers=4, mtp_depth=1), qwen3_next_of_transformers),
+}
+
+
+def hidden_of_both(folder: Path, name: str) -> list[float]:
+    """Return the greatest differences between our layers and those of transformers with the weights
+    of our export, on the same tokens."""
+    args, of_transformers = EXPORTED[name]
+    ours = exported(folder, MODELS[name], args)
+    main, theirs = of_transformers(folder, args)
     tokens = torch.randint(args.vocab_size, (2, T + 2))
     positions = torch.arange(T)
     off = []
     with torch.no_grad():
         h = main(tokens[:, :T], output_hidden_states=True).hidden_states[-1]
         mine = h
-        for k in (1, 2):
+        for k in range(1, 1 + args.mtp_depth):
             ahead = tokens[:, k : k + T]
             h = theirs.forward_layer(k - 1, h, positions[None], None, input_ids=ahead)
             mine, _ = ours.ahead(k, mine, ahead, (*ours.rope(positions), None, None))
@@ -353,9 +416,36 @@ def hidden_of_both(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_exported_layers_are_those_of_transformers(tmp_path):
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_layers_are_those_of_transformers(name, tmp_path):
     pytest.importorskip("transformers")
-    assert max(run_ranks(1, hidden_of_both, tmp_path / "hf")[0]) <= 2e-6
+    assert max(run_ranks(1, hidden_of_both, tmp_path / "hf", name)[0]) <= 2e-6
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exported_layers_come_back_bitwise_or_are_left_out(name, tmp_path):
+    args, _ = EXPORTED[name]
+    ours = dict(exported(tmp_path / "hf", MODELS[name], args).named_parameters())
+    assert hf.read_model(tmp_path / "hf", FORMATS) == (name, args)
+    for depth in (args.mtp_depth, 0):
+        fewer = replace(args, mtp_depth=depth)
+        parameters = MODELS[name].build(fewer).named_parameters()
+        shapes = {parameter: list(weight.shape) for parameter, weight in parameters}
+        stored = hf.weights(tmp_path / "hf", FORMATS[name], fewer, shapes)
+        assert stored.keys() == shapes.keys()
+        for parameter, files in stored.items():
+            assert torch.equal(files.read(), ours[parameter]), parameter
+
+
+def test_a_second_layer_of_qwen3_next_is_refused():
+    """Its published files have one projection and one norm for all such layers."""
+    formats = FORMATS["qwen3_next"]
+    config = formats.hf_config(QWEN3_NEXT)
+    assert formats.args_from_hf(config).mtp_depth == 0
+    del config["num_nextn_predict_layers"]  # as in the hub's file
+    assert formats.args_from_hf(config).mtp_depth == 1
+    with pytest.raises(ValueError, match="num_nextn_predict_layers is 2: one layer"):
+        formats.args_from_hf(config | {"num_nextn_predict_layers": 2})
 
 
 # Checkpoints --------------------------------------------------------------------------------------

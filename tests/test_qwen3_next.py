@@ -31,12 +31,13 @@ from training.optim import first_match
 # meshes
 
 EVEN = ["--model.expert_dim=12"]
+AHEAD = "--model.mtp_depth=1"
 MESHES = {  # and further options
     "tp2": [],
-    "ep2 of cp2": [],
+    "ep2 of cp2": [AHEAD],
     "cp2": [ULYSSES],
-    "pp2": [],
-    "ep2": [],
+    "pp2": [AHEAD],
+    "experts on ep2xtp2": [AHEAD],
 }
 
 
@@ -44,7 +45,8 @@ MESHES = {  # and further options
 @pytest.mark.cap(300)
 def test_meshes_equal_the_plain_model() -> None:
     """In float64, with documents of which some are shorter than the convolution. A pipeline's stages
-    are uneven: a gated delta net and attention, and a gated delta net."""
+    are uneven: a gated delta net and attention, and a gated delta net; the layer that predicts a
+    further token stands in the second."""
     exactly = parity.combination_of(dtype="float64")
     for mesh, more in MESHES.items():
         parity.check(mesh, [exactly], [*QWEN3_NEXT, *EVEN, DOCUMENTS, *more])
@@ -80,16 +82,20 @@ def test_slices_of_a_joined_tensor_are_those_of_the_parameter(groups, has_middle
 
 
 def test_the_parameters_are_those_that_the_hub_counts():
-    """Of Qwen3-Coder-Next, whose files have no MTP: 79,674,391,296 numbers."""
+    """Of Qwen3-Coder-Next, whose files have no MTP, and of Qwen3-Next-80B-A3B-Instruct."""
     args = qwen3_next.Args(**qwen3_next.NUMBERS.flavors["80B-A3B"])
     assert qwen3_next.parameters(args) == 79_674_391_296
+    assert qwen3_next.parameters(replace(args, mtp_depth=1)) == 81_324_862_720
 
 
 def test_gains_decay_to_1_and_vectors_of_heads_do_not_decay():
-    model = qwen3_next.FAMILY.build(ARGS)
+    model = qwen3_next.FAMILY.build(replace(ARGS, mtp_depth=1))
     names = dict(model.named_parameters())
     kept = {name for name in names if not first_match(qwen3_next.DECAY, name)}
     words = {name.split(".attention.")[-1] for name in kept}
+    assert {f"layers.5.{norm}.weight" for norm in ("token_norm", "hidden_norm", "norm")} <= set(
+        names
+    )
     assert words == {"A_log", "dt_bias", "norm.weight"}
     init.initialise(model, qwen3_next.initial_values(ARGS), 0)
     for name, weight in names.items():
@@ -97,7 +103,7 @@ def test_gains_decay_to_1_and_vectors_of_heads_do_not_decay():
             assert (weight == (1 if name in kept else 0)).all(), name
 
 
-def test_mtp_is_ignored_and_anything_else_is_not(tmp_path: Path):
+def test_without_a_depth_mtp_is_ignored_and_anything_else_is_not(tmp_path: Path):
     pytest.importorskip("transformers")
     hugging_face(qwen3_next.FAMILY, ARGS).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"

@@ -4,7 +4,14 @@ file."""
 from typing import Any
 
 from models.options import OPTIONS as DENSE_OPTIONS
-from models.options import OPTIONS_OF_EXPERTS, RULES_OF_EXPERTS, Numbers, dense_toy
+from models.options import (
+    OPTIONS_OF_EXPERTS,
+    OPTIONS_OF_MTP,
+    RULES_OF_EXPERTS,
+    RULES_OF_MTP,
+    Numbers,
+    dense_toy,
+)
 from models.options import RULES as DENSE_RULES
 
 # Source: the config.json of Qwen/Qwen3-Next-80B-A3B-Instruct on the Hugging Face hub; Qwen3-Coder-Next
@@ -34,6 +41,7 @@ FLAVORS: dict[str, dict] = {
         "norm_eps": 1e-6,
         "max_seq_len": 8192,
         "tied_embeddings": False,
+        "mtp_depth": 0,
     },
     "80B-A3B": {
         "dim": 2048,
@@ -58,12 +66,14 @@ FLAVORS: dict[str, dict] = {
         "norm_eps": 1e-6,
         "max_seq_len": 262144,
         "tied_embeddings": False,
+        "mtp_depth": 0,
     },
 }
 
 OPTIONS = (
     {key: row for key, row in DENSE_OPTIONS.items() if key != "hidden_dim"}
     | OPTIONS_OF_EXPERTS
+    | OPTIONS_OF_MTP
     | {
         "attention_interval": (
             int,
@@ -90,7 +100,13 @@ OPTIONS = (
 RULES = (
     DENSE_RULES
     | RULES_OF_EXPERTS
+    | RULES_OF_MTP
     | {
+        "mtp_shared": (
+            lambda c: c.model.mtp_depth > 1,
+            "{model.mtp_depth}, but Qwen3-Next has one such layer: further ones would share its "
+            "projection and norms in the published files: set mtp_depth to 1",
+        ),
         "qwen3_next_experts": (
             lambda c: c.model.n_experts == 0,
             "{model.n_experts}, but every layer is a mixture of experts: set n_experts to 1 or more",

@@ -1,8 +1,10 @@
 """Hugging Face's files of Qwen3-Next: Qwen3NextForCausalLM."""
 
 from collections.abc import Container
+from dataclasses import replace
 from typing import Any
 
+from models import mtp
 from models.family import Formats, TensorLayout
 from models.formats import dense
 from models.formats.layouts import Grouped
@@ -60,12 +62,27 @@ NAMES_OF_ALL = (
 )
 
 
+NAMES_OF_PREDICTION = {  # of the layer that predicts a further token, what others lack
+    "token_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "w_pair.weight": "mtp.fc.weight",
+    "norm.weight": "mtp.norm.weight",
+}
+
+
 def hf_names(args: Args) -> dict[str, str]:
-    names = dense.hf_names(args, NAMES_OF_ALL)
-    for number in range(args.n_layers):
+    layers = mtp.layers_in_all(args)
+    names = dense.hf_names(replace(args, n_layers=layers), NAMES_OF_ALL)
+    for number in range(layers):
         table = NAMES_OF_ATTENTION if has_attention(args, number) else NAMES_OF_DELTA_NET
         for ours, theirs in table.items():
             names[ours.replace("*", str(number))] = theirs.replace("*", str(number))
+    if not args.mtp_depth:
+        return names
+    last = f"model.layers.{args.n_layers}."
+    names = {ours: theirs.replace(last, "mtp.layers.0.") for ours, theirs in names.items()}
+    for ours, theirs in NAMES_OF_PREDICTION.items():
+        names[f"layers.{args.n_layers}.{ours}"] = theirs
     return names
 
 
@@ -105,9 +122,9 @@ def hf_layouts(args: Args, there: Container[str]) -> dict[str, TensorLayout]:
 
 
 def hf_ignored(args: Args) -> str:
-    """Return a pattern of the names of tensors to ignore: those that begin with mtp predict further
-    tokens (MTP), which our model does not do. transformers ignores them too."""
-    return r"mtp\..*|" + dense.hf_ignored(args)
+    """Return a pattern of the names of tensors to ignore: those of the layer that predicts a further
+    token, where the model has none. transformers ignores them too."""
+    return dense.hf_ignored(args) + ("" if args.mtp_depth else r"|mtp\..*")
 
 
 def layer_types(n_layers: int, interval: int) -> list[str]:
@@ -121,7 +138,8 @@ def layer_types(n_layers: int, interval: int) -> list[str]:
 
 def hf_config(args: Args) -> dict[str, Any]:
     """Return the fields of config.json. transformers 5 reads `layer_types`; the hub's file and older
-    readers have `full_attention_interval`. No layer uses intermediate_size."""
+    readers have `full_attention_interval`. No layer uses intermediate_size. vLLM reads
+    num_nextn_predict_layers, which the hub's file leaves out, as 1."""
     share = args.rope_dim / args.head_dim
     rope = {"rope_type": "default", "rope_theta": args.rope_theta, "partial_rotary_factor": share}
     return {
@@ -145,6 +163,7 @@ def hf_config(args: Args) -> dict[str, Any]:
         "num_experts_per_tok": args.experts_per_token,
         "moe_intermediate_size": args.expert_dim,
         "shared_expert_intermediate_size": args.shared_dim,
+        "num_nextn_predict_layers": args.mtp_depth,
         "intermediate_size": args.shared_dim,
         "router_aux_loss_coef": args.balance_loss,
         "norm_topk_prob": True,
@@ -166,6 +185,12 @@ def args_from_hf(config: dict[str, Any]) -> Args:
     """Read config.json; missing keys have Qwen3NextConfig's defaults."""
     whole = dense.whole_number
     n_layers = whole(config, "num_hidden_layers", 48, most=1000)
+    predictions = config.get("num_nextn_predict_layers", 1) or 0
+    if predictions not in (0, 1):
+        raise ValueError(
+            f"num_nextn_predict_layers is {predictions!r}: one layer that predicts a further token "
+            "can be read"
+        )
     rope = {"partial_rotary_factor": 0.25} | dense.hf_rope(config)
     dense.check_rope(rope, {"default": ("partial_rotary_factor",)})
     numbers = dense.check_heads(
@@ -192,6 +217,7 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
         max_seq_len=whole(config, "max_position_embeddings", 32768),
         tied_embeddings=dense.is_tied(config),
+        mtp_depth=int(predictions),
     )
 
 
