@@ -24,12 +24,24 @@
 #   other  that of the first rank to fail; 128 + n if signal n killed it (n = 14: the rank hung, and its stacks are in
 #          the run's folder, in logs/)
 set -euo pipefail
-# What starts below answers by itself; a signal to this script alone would end it without a word.
-stopped() { echo "plumbline: stopped by SIG$1 before training began: run it again to go on" >&2 && exit 75; }
-trap "exit 130" INT
+# Until the run itself starts, this script answers signals: Python would answer by a traceback while it starts. So what
+# it starts runs in the background, where Ctrl-C is not heard.
+started=''
+stopped() {
+    [[ ! $started ]] || kill "$started" 2>/dev/null || true
+    [[ ! -t 2 ]] || echo >&2 # behind the terminal's ^C
+    echo "plumbline: $2" >&2
+    exit "$1"
+}
+trap "stopped 130 'interrupted before training began'" INT
 for name in TERM HUP USR1; do
-    trap "stopped $name" "$name" # what nohup ignores stays ignored
+    trap "stopped 75 'stopped by SIG$name before training began: run it again to go on'" "$name" # if nohup does not ignore it
 done
+unheard() {
+    "$@" &
+    started=$!
+    wait "$started"
+}
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source tools/environment.sh
 
@@ -89,8 +101,12 @@ fi
 checks=(tools.check)
 ((MOST > 1)) || checks+=(--one-node) # a node that comes late finds its own run alive
 [[ ${program[0]} == train.py ]] || checks=(configs.load --quiet)
+answer=0
 for nodes in $(printf '%s\n' "$FEWEST" "$MOST" | uniq); do
-    "$PYTHON" -m "${checks[@]}" ${config[@]+"${config[@]}"} --world-size=$((NGPU * nodes)) --local-world-size="$NGPU" || exit $?
+    unheard "$PYTHON" -m "${checks[@]}" ${config[@]+"${config[@]}"} --world-size=$((NGPU * nodes)) --local-world-size="$NGPU" ||
+        answer=$?
+    ((answer != 3)) || exit 0 # the run is done, which the check has said
+    ((answer == 0)) || exit "$answer"
 done
 for argument; do
     [[ ! $argument =~ ^(-h|--help|--help=all)$ ]] || exit 0 # the check has printed it
@@ -116,12 +132,14 @@ mirror=() # run.mirror, or a URL as run.folder: logs and metrics are copied ther
 if [[ ${program[0]} == train.py ]]; then
     while IFS= read -r word || [[ $word ]]; do
         mirror+=("$word")
-    done < <("$PYTHON" -m configs.load --mirror "$@")
+    done < <(trap '' INT && exec "$PYTHON" -m configs.load --mirror "$@")
     ((${#mirror[@]} == 0)) || mirror=("$PYTHON" -m tools.mirror --node="$NODE_RANK" "${mirror[@]}")
 fi
+first=()
+! env --block-signal=INT true 2>/dev/null || first=(env --block-signal=INT) # until Python has its handlers
 if ((NGPU * MOST == 1 && RESTARTS == 0)); then
-    exec ${mirror[@]+"${mirror[@]}"} "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without it
+    exec ${first[@]+"${first[@]}"} ${mirror[@]+"${mirror[@]}"} "$PYTHON" "${program[@]}" "$@" # one process needs no launcher, and starts a second or two earlier without it
 fi
-exec ${mirror[@]+"${mirror[@]}"} "$PYTHON" -m tools.launch --nproc-per-node="$NGPU" --nnodes="$NNODES" --node-rank="$NODE_RANK" \
+exec ${first[@]+"${first[@]}"} ${mirror[@]+"${mirror[@]}"} "$PYTHON" -m tools.launch --nproc-per-node="$NGPU" --nnodes="$NNODES" --node-rank="$NODE_RANK" \
     --master-addr="${MASTER_ADDR-}" --master-port="$MASTER_PORT" \
     --max-restarts="$RESTARTS" --shutdown-timeout="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-30}" "${program[@]}" "$@"

@@ -32,7 +32,6 @@ from configs.schema import Config, InputError
 from data import turns
 from data.loader import Corpora, PreparedBatches
 from data.open import open_corpora
-from data.tokenizer import Tokenizer
 from data.workers import LoaderError
 from models import FORMATS, MODELS, lora
 from models.family import Family
@@ -66,7 +65,7 @@ from training.optim import (
 from training.profiler import profiler
 from training.room import check_room
 from training.summary import summarise
-from training.validate import run_validation
+from training.validate import Unstoppable, run_validation
 from training.z_loss import open_z_loss
 
 logger = logging.getLogger("plumbline")
@@ -334,6 +333,7 @@ class Session:
         self.start: int = progress.get("step", 0)  # steps that are done already
         self.held_out = corpora.held_out(job.mesh, job.args.vocab_size)
         self.tasks = open_tasks(cfg, corpora.tokenizer)
+        self.left_out: list[Callable] = []  # the scores of the last step that wait for its save
         family, _ = architecture(cfg)
         self.metrics, self.meter = open_metrics(job, family, self.start, len(corpora.sources))
         spikes = progress.get("spikes", {})
@@ -384,23 +384,16 @@ class Session:
 
     def validate(self, step: int) -> bool:
         """Score the held-out sets. Returns True if a stop was requested meanwhile."""
-        stopped = run_validation(
-            self.job,
-            self.held_out,
-            self.corpora.tokenizer,
-            self.metrics,
-            step,
-            self.stop,
-            self.watchdog,
-        )
-        self.clock.record("validation")
-        return stopped
+        return run_validation(self, step, self.stop)
 
     def evaluate(self, step: int) -> bool:
         """Score the tasks. Returns True if a stop was requested meanwhile."""
-        stopped = run_evaluation(self.job, self.tasks, self.metrics, step, self.stop, self.watchdog)
-        self.clock.record("validation")
-        return stopped
+        return run_evaluation(self, step, self.stop)
+
+    def score_left_out(self, step: int) -> None:
+        """Compute the scores of the last step that a stop has put off until all is saved."""
+        for scoring in self.left_out:
+            scoring(self, step, Unstoppable())
 
 
 def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
@@ -478,13 +471,14 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
         batches.close()
         if batches.problem and step > run.start:
             run.save(step, True)
+        run.score_left_out(step)
         clock.record("other")
     stop.saved = step
     clock.record("save")  # the one in flight
     watchdog.rest()
     batches.check(step)
-    summary = summarise(job, corpora.tokenizer, step, meter, metrics)
-    return finish(job, corpora.tokenizer, this_start, step, summary)
+    summary = summarise(run, step)
+    return finish(run, this_start, step, summary)
 
 
 def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple[Corpora, Job]:
@@ -513,14 +507,15 @@ def every(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def finish(job: Job, tokenizer: Tokenizer, this_start: Start, step: int, summary: str) -> int:
+def finish(run: Session, this_start: Start, step: int, summary: str) -> int:
     """Export the weights if the run is done, and log the summary. Returns the exit code."""
+    job = run.job
     cfg = job.cfg
     is_done = step >= cfg.training.last_step
     # an export reads files, so one rank can do it for any mesh
     if is_done and cfg.checkpoint.export_hf and job.mesh.rank == 0:
-        files = turns.files(Path(cfg.run.folder), tokenizer, job.args.max_seq_len)
-        hf.export_newest(cfg, FORMATS[cfg.model.family], files, logger.info)
+        files = turns.files(Path(cfg.run.folder), run.corpora.tokenizer, job.args.max_seq_len)
+        is_done = hf.export_newest(cfg, FORMATS[cfg.model.family], files, run.stop.asked)
     logger.info(summary)
     if job.mesh.rank == 0:
         logger.info(this_start.summary())

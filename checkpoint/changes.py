@@ -2,7 +2,7 @@
 
 A change of schedule bends the learning rate in silence, and a hash does not tell which option
 changed. So one line names each option that changed, and the learning rate of the next step before
-and after the change.
+and after the change. Imports no torch, unless there is a change.
 """
 
 import json
@@ -10,10 +10,8 @@ from typing import Any
 
 import tomli
 
-from checkpoint import state
 from configs import dropped
 from configs.schema import Config
-from training.optim import learning_rate
 
 # Tables of options whose change changes what is computed; the mesh is compared by its sizes.
 TABLES = ("model", "data", "training", "optimizer", "lr_schedule", "lora")
@@ -67,7 +65,7 @@ def refused(saved: dict, here: dict) -> list[str]:
     sentence."""
     families = saved.get("family"), here.get("family")
     if None not in families and families[0] != families[1]:
-        return state.mismatches(families[0], families[1], "model.family")
+        return mismatches(families[0], families[1], "model.family")
     before, now = (dict(facts.get("must_match", {})) for facts in (saved, here))
     # a number that a family has gained since then
     before["model"] = dict.fromkeys(now.get("model", {}), 0) | before.get("model", {})
@@ -82,13 +80,29 @@ def refused(saved: dict, here: dict) -> list[str]:
                 "was written"
             )
         else:
-            lines += state.mismatches(names[0], names[1], "data.tokenizer")
-    return lines + state.mismatches(before, now)
+            lines += mismatches(names[0], names[1], "data.tokenizer")
+    return lines + mismatches(before, now)
+
+
+def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
+    """Return sentences that say where two JSON values differ. A key that only one of two dicts has
+    is not compared: the code that wrote the other did not know it."""
+    if isinstance(saved, dict) and isinstance(current, dict):
+        lines = []
+        for k in saved:
+            if k in current:
+                lines += mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
+        return lines
+    if saved == current:
+        return []
+    return [f"{key} is {json.dumps(saved)} in the checkpoint and {json.dumps(current)} here"]
 
 
 def _rate(facts: dict, step: int) -> float | None:
     """Return the learning rate that these options give the step after so many; None where they are
     no longer a valid configuration."""
+    from training.optim import learning_rate  # here, because it imports torch
+
     try:
         cfg = Config.model_validate(_known(tomli.loads(facts["config"])))
         warmup = cfg.lr_schedule.warmup_steps

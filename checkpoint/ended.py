@@ -1,32 +1,33 @@
 """Tell whether a run is done before anything is built or written: a start that has nothing to do
 changes nothing, and a requeued job ends at once.
 
-Only the common case is told here. Where other options than those of the schedule have changed, or
-the newest checkpoint is not whole, the start goes on: loading says what is wrong, or goes back.
+`tools/check.py` asks before torch is imported, which takes seconds, and a start that has claimed the
+run's folder asks again. Only the common case is told here. Where other options than those of the
+schedule have changed, or the newest checkpoint is not whole, the start goes on: loading says what
+is wrong, or goes back.
 """
 
 from pathlib import Path
-from typing import Any
 
 from checkpoint import branches, changes, verify
 from configs import done
 from configs.load import dump
 from configs.schema import Config, InputError
+from reliability.objects import Key
 
 # With other options than these a start may be refused, or warned.
 FREE = ("training.steps", "training.stop_after", "optimizer.lr", *changes.ELSEWHERE)
 TABLES = ("model", "data", "training", "optimizer", "lora")
 
 
-def refuse_done(cfg: Config, place: Any) -> None:
+def refuse_done(cfg: Config, place: Path | Key, names: list[str]) -> None:
     """Raise NothingToDo if the run has done all of its steps. Called on rank 0.
 
-    place: where its checkpoints are, which this start has claimed (place.py).
+    place: where its checkpoints are; names: theirs, newest first.
     """
-    names = place.names()
     if not names or cfg.checkpoint.load_step >= 0:
         return
-    newest = place.path / names[0]
+    newest = place / names[0]
     _, step = verify.parse_name(names[0])
     if step < cfg.training.last_step or not verify.is_whole(newest):
         return
@@ -40,7 +41,7 @@ def refuse_done(cfg: Config, place: Any) -> None:
         raise done.NothingToDo(done.sentence(cfg.run.folder, step, cfg.training))
 
 
-def _is_of_this_run(path: Any, cfg: Config) -> bool:
+def _is_of_this_run(path: Path | Key, cfg: Config) -> bool:
     """Return whether the options that a checkpoint was written with are those of this start."""
     try:
         before = changes.options(verify.read_manifest(path)["facts"])

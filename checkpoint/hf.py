@@ -30,7 +30,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from checkpoint import others, state, storage, verify
+from checkpoint import changes, others, state, storage, verify
 from checkpoint.agreement import on_every_rank
 from checkpoint.storage import CODES, DTYPES
 from configs.published import described
@@ -39,6 +39,7 @@ from models.lora import is_adapter
 from reliability import disk
 from reliability.objects import Key, location
 
+logger = logging.getLogger("plumbline")
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PIECE = 1 << 24  # elements of a matrix that are compared at once
@@ -156,7 +157,7 @@ def check_model(
     stored.pop("max_seq_len")
     if numbers.get("mtp_depth", 0) < stored.get("mtp_depth", 0):
         stored["mtp_depth"] = numbers["mtp_depth"]  # fewer are trained than there are
-    lines = state.mismatches(stored, numbers, "model")
+    lines = changes.mismatches(stored, numbers, "model")
     if lines:
         raise InputError(
             f"{folder} holds another model: {'; '.join(lines)}. Set these options, or the flavor"
@@ -628,21 +629,39 @@ def write_model(
             _write_folder(folder, model, limit, progress)
 
 
+class ExportStopped(Exception):
+    """Ends an export that is not to go on."""
+
+
 def export_newest(
-    cfg: Config, family: Any, files: dict[str, dict], log: Callable[[str], object]
-) -> None:
+    cfg: Config, family: Any, files: dict[str, dict], stops: Callable[[], bool]
+) -> bool:
     """Export the newest of a run's checkpoints to a folder of its name in hf/, unless it is there
-    already: a run that has ended and is started again has nothing to do. family and files: as in
-    `export`."""
+    already: a run that has ended and is started again has nothing to do. Returns whether it is
+    there. family and files: as in `export`; stops: whether the run is to stop, so that the next
+    start makes the export."""
     folder = Path(cfg.run.folder)
     dtype = cfg.checkpoint.export_hf
     store = cfg.checkpoint.store
     path = verify.newest(location(store) if store else folder / "checkpoints")
     out = folder / "hf" / path.name
     if out.exists():
-        return
-    export(path, out, family, getattr(torch, dtype), files)
-    log(f"the model in {dtype} for Hugging Face: {out}")
+        return True
+
+    def progress(_: int) -> None:
+        if stops():
+            raise ExportStopped
+
+    for left in out.parent.glob(f"{disk.DRAFT}*-{path.name}"):  # by a start that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        progress(0)
+        export(path, out, family, getattr(torch, dtype), files, progress=progress)
+    except ExportStopped:
+        logger.warning(f"{out} is left out, since the run is to stop: the same command makes it")
+        return False
+    logger.info(f"the model in {dtype} for Hugging Face: {out}")
+    return True
 
 
 def _write_folder(

@@ -500,7 +500,9 @@ class CheckpointManager:
             if line := changes.line(manifest, self.facts, self.mesh.sizes):
                 self._say(logging.WARNING, line)
             return
-        for line in state.mismatches(manifest["hyperparameters"], state.hyperparameters(optimizer)):
+        for line in changes.mismatches(
+            manifest["hyperparameters"], state.hyperparameters(optimizer)
+        ):
             self._say(logging.WARNING, f"optimizer {line}: the config's value is used")
 
     def _branch(self, live: dict, optimizer: torch.optim.Optimizer) -> dict:
@@ -602,7 +604,7 @@ class CheckpointManager:
         self, path: Path | Key, manifest: dict, optimizer: torch.optim.Optimizer
     ) -> None:
         lines = changes.refused(manifest["facts"], self.facts)
-        lines += state.mismatches(manifest["optimizer"], type(optimizer).__name__, "optimizer")
+        lines += changes.mismatches(manifest["optimizer"], type(optimizer).__name__, "optimizer")
         lines += adapters.other_base(manifest["facts"], self.facts)
         if lines:
             raise InputError(

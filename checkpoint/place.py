@@ -63,7 +63,7 @@ def _claim(place: "CheckpointFolder | Bucket", cfg: Config) -> None:
             f"{error.strerror}): choose another"
         ) from None
     try:
-        refuse_done(cfg, place)
+        refuse_done(cfg, place.path, place.names())
     except InputError:
         place.release()
         raise
@@ -133,7 +133,7 @@ class CheckpointFolder:
         return verify.published(self.path)
 
     def check_room(self, size: int, count: int) -> None:
-        """Raise InputError if the disk has no room for `count` more checkpoints of `size` bytes,
+        """Raise NoRoom if the disk has no room for `count` more checkpoints of `size` bytes,
         which is how many this run adds before it removes one."""
         if shutil.disk_usage(self.path).free < size * count:
             # what an earlier run left may be what fills the disk
@@ -143,10 +143,10 @@ class CheckpointFolder:
             return
         have = f"{self.path} has {free / 1e6:,.1f} MB free"
         if free < size:
-            raise InputError(
+            raise disk.NoRoom(
                 f"{have}, one checkpoint of this run takes {size / 1e6:,.1f} MB: make room"
             )
-        raise InputError(
+        raise disk.NoRoom(
             f"{have}, and this run adds {count} checkpoints of {size / 1e6:,.1f} MB before it "
             f"removes one (checkpoint.keep_last = {self.cfg.keep_last}): make room for "
             f"{size * count / 1e6:,.1f} MB, or lower checkpoint.keep_last"

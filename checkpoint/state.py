@@ -207,20 +207,6 @@ def check_numbers(path: Path | Key, manifest: dict) -> None:
             raise InputError(f"{path}: model.{ascii(name)[1:-1]} = {number!r:.40} is no model's")
 
 
-def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
-    """Return sentences that say where two JSON values differ. A key that only one of two dicts has
-    is not compared: the code that wrote the other did not know it."""
-    if isinstance(saved, dict) and isinstance(current, dict):
-        lines = []
-        for k in saved:
-            if k in current:
-                lines += mismatches(saved[k], current[k], f"{key}.{k}" if key else k)
-        return lines
-    if saved == current:
-        return []
-    return [f"{key} is {json.dumps(saved)} in the checkpoint and {json.dumps(current)} here"]
-
-
 # Where the weights fit, and what the optimizer keeps for them does not.
 HINT = (
     ". What is kept follows from optimizer.* and training.freeze: leave them as they were, or begin "

@@ -3,8 +3,8 @@ on a run outside of training (in it, reliability/stop.py handles them).
 
     tool               Ctrl-C: exit code 130 and one word, never a traceback, after `with` and `finally`
                        have cleaned up. A second one: exit at once
-    run                SIGTERM, SIGINT, SIGHUP and SIGUSR1 outside of training: exit code 75 and a
-                       sentence, as there is nothing to save
+    run                Ctrl-C before training: exit code 130; SIGTERM, SIGHUP and SIGUSR1: 75, so that
+                       a scheduler starts it again. A sentence, as there is nothing to save
     a child of a tool  ignores Ctrl-C, which the tool answers
 
 A tool that is silent for 5 s at a terminal prints for how long it has run, and the function it is
@@ -78,6 +78,7 @@ class Program:
             sys.stderr = sys.__stderr__ = heard(sys.stderr)
             sys.stdout = sys.__stdout__ = heard(sys.stdout)
         threading.Thread(target=self._hear, name="program", daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # run_train.sh blocks it
 
     def on_signal(self, number: int, frame: object) -> None:
         """Unwind the stack of a tool. All else is done by the thread."""
@@ -110,7 +111,7 @@ class Program:
 
     def _answer(self, number: signal.Signals) -> None:
         if self.is_run:
-            self._stop_run(number.name)
+            self._stop_run(number)
         # after Ctrl-C the main thread says the word, and cleans up although it is not running
         if not self.running and not self.interrupted:
             leave(INTERRUPTED, "interrupted")
@@ -122,14 +123,20 @@ class Program:
         if time.monotonic() > self.interrupted + ECHO:
             leave(INTERRUPTED, "interrupted again: ended at once")
 
-    def _stop_run(self, name: str) -> None:
+    def _stop_run(self, number: signal.Signals) -> None:
         if self.ended is not None:
             leave(self.ended)
-        sentence = (
-            f"stopped by {name} outside of training, with nothing to save: run it again to go on"
-        )
         is_first = os.environ.get("RANK", "0") == "0"
-        leave(STOPPED, sentence if is_first else "")
+        code, sentence = stopped_early(number)
+        leave(code, sentence if is_first else "")
+
+
+def stopped_early(number: signal.Signals) -> tuple[int, str]:
+    """Return how a run ends that a signal has stopped before it has trained: the exit code, and the
+    sentence. A person who presses Ctrl-C does not want it back; a scheduler does."""
+    if number == signal.SIGINT:
+        return INTERRUPTED, "interrupted before training began"
+    return STOPPED, f"stopped by {number.name} before training began: run it again to go on"
 
 
 _this: Program | None = None

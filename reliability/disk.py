@@ -10,8 +10,15 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from configs.schema import InputError
+
 # how a file begins that a clone without Git LFS has in place of a large one
 LFS_POINTER = b"version https://git-lfs"
+DRAFT = ".tmp-"  # how a folder's name begins until it is whole
+
+
+class NoRoom(InputError):
+    """A start that would fill the disk. It leaves no record, which would take room."""
 
 
 def sync(path: str | os.PathLike) -> None:
@@ -39,7 +46,7 @@ def write_whole(path: str, content: bytes) -> None:
 def new_folder(out: Path) -> Iterator[Path]:
     """Create a temporary folder in the parent of `out`. At the end it is synced and becomes `out`;
     after an exception nothing of it is left."""
-    temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
+    temporary = out.parent / f"{DRAFT}{uuid.uuid4().hex[:8]}-{out.name}"
     try:
         temporary.mkdir(parents=True)
         yield temporary

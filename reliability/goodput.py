@@ -36,7 +36,8 @@ KINDS = {
     "paused": "paused: between an orderly end and the next start; not part of goodput",
 }
 MEASURED = tuple(KINDS)[:6]
-ORDERLY = (0, 75, 76)  # exit codes: done, stopped on request, not tried again
+# exit codes: done, stopped on request, not tried again, ended by Ctrl-C
+ORDERLY = (0, 75, 76, 130)
 
 
 class Clock:

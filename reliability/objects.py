@@ -294,7 +294,8 @@ class Key:
         return self._unreachable(f"{cause(error)}: the store refuses it")
 
     def _unreachable(self, why: str) -> Unreachable:
-        return Unreachable(f"{self}: {why}; the endpoint is {answers.endpoint(self.scheme)}")
+        place = self.parent if self.name.startswith(".") else self  # a lease: what the user named
+        return Unreachable(f"{place}: {why}; the endpoint is {answers.endpoint(self.scheme)}")
 
     # Reading
 

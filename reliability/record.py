@@ -18,6 +18,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from configs import program
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from reliability import causes
+from reliability.disk import NoRoom
 from reliability.exit import RunFailed
 from reliability.goodput import KINDS, ORDERLY, Clock, Past, account, folders, read, read_json
 
@@ -261,7 +263,7 @@ class Start:
         unwinds no stack."""
         program.decided(code)
         if self.path:
-            with contextlib.suppress(OSError):  # a full disk has been reported already
+            try:
                 # After a failure the seconds since the last step count as detecting: the run waited
                 # in vain.
                 if code in ORDERLY or not self.clock.started:
@@ -274,8 +276,23 @@ class Start:
                     "reason": reason,
                 }
                 self._write("end.json", json.dumps(about, indent=1) + "\n")
+            except OSError as error:
+                if self.path.is_dir():  # where it was removed the run ends, and says so
+                    logger.warning(
+                        f"{self.path / 'end.json'} cannot be written ({error.strerror}): this start, "
+                        f"which ends with exit code {code}, will count as killed"
+                    )
             self.clock.close()
         self.path = None
+
+    def _leave_nothing(self) -> None:
+        """Remove the record of a start that was refused because the disk has no room."""
+        record = self.path
+        self.end(2, "no room")
+        if record:
+            shutil.rmtree(record, ignore_errors=True)
+            with contextlib.suppress(OSError):  # others are there
+                record.parent.rmdir()
 
     def __enter__(self) -> "Start":
         return self
@@ -291,6 +308,8 @@ class Start:
             self.end(130, "interrupted before training began")
         elif isinstance(error, SystemExit):
             self.end(error.code if isinstance(error.code, int) else 1, self.reason)
+        elif isinstance(error, NoRoom):
+            self._leave_nothing()
         else:
             refused = isinstance(error, InputError) and not self.clock.started
             refused &= not isinstance(error, RunFailed)

@@ -1,8 +1,9 @@
 """Stops a run on request: after a signal, or when its time limit is over.
 
-Before the first step is done there is nothing new to save, so the process ends at once. After it
+Before the first step is done there is nothing new to save, so the process ends at once: with 130
+after Ctrl-C, with 75 after a signal of a scheduler. After it
 the training loop is notified, and all ranks stop at the end of the same step with a checkpoint. If
-the same signal comes again, or all is saved already, the process ends at once.
+the same signal comes again, the process ends at once.
 
 Python runs signal handlers on the main thread, and only between two Python instructions: a main
 thread that waits for another rank would never run one. So a second thread listens too, on the pipe
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from configs.program import STOP_SIGNALS
+from configs.program import INTERRUPTED, STOP_SIGNALS
 from reliability.exit import STOPPED
 
 # seconds in which a repeated signal is the same request: Slurm's srun and the launcher both send it
@@ -30,7 +31,8 @@ class Stop:
     """A context manager around a run, on the main thread.
 
     at_once: whether to end at once because there is nothing to save. The loop sets it to False
-    after its first step. saved: the last step, once the loop is over and all is saved.
+    after its first step. saved: the last step, once the loop is over and all is saved: what is left,
+    a sample or an export, asks by itself whether it is to stop.
     """
 
     saved: int | None = None
@@ -86,39 +88,38 @@ class Stop:
                 if 0 in numbers:
                     return
                 for number in sorted(set(numbers) & set(STOP_SIGNALS)):
-                    name = signal.Signals(number).name
                     now = time.monotonic()
                     if now - first_heard.setdefault(number, now) > ECHO:
                         self._again(number)
-                    self._heard(name)
+                    self._heard(signal.Signals(number).name)
             else:
                 limited = False
                 self._heard("the time limit (run.max_minutes)")
 
     def _heard(self, request: str) -> None:
-        if self.at_once:
+        if self.at_once and self.saved is None:
+            code = INTERRUPTED if request == "SIGINT" else STOPPED
             self._leave(
-                STOPPED, f"stopped by {request} before the first step was done: nothing to save"
+                code, f"stopped by {request} before the first step was done: nothing to save"
             )
         self.heard = True
         if self.said:
             return
         self.said = True
         if self.saved is not None:
-            self._leave_saved(request)
-        again = "; Ctrl-C again ends without saving" if request == "SIGINT" else ""
+            logger.warning(f"{request}: step {self.saved} is saved, and the run ends here")
+            return
+        again = ""
+        if request == "SIGINT":
+            again = f"; Ctrl-C again after {ECHO:g} s ends without saving"
         logger.warning(f"{request}: stopping after this step and saving{again}")
 
     def _again(self, number: int) -> None:
         """End the process, and say what is saved, when the same signal comes again."""
         again = f"{signal.Signals(number).name} a second time"
         if self.saved is not None:
-            self._leave_saved(again)
+            self._leave(STOPPED, f"{again}: step {self.saved} is saved, and the run ends at once")
         self._leave(128 + number, f"{again}: ended without waiting for a checkpoint")
-
-    def _leave_saved(self, request: str) -> None:
-        """End a run that only has its last words left, or an export, which a next start does."""
-        self._leave(STOPPED, f"{request}: step {self.saved} is saved, and the run ends here")
 
     def _leave(self, code: int, reason: str) -> None:
         """End the process at once, even if the main thread is busy or waits."""

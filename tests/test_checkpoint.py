@@ -40,6 +40,7 @@ from configs.boxes import Box
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError, Parallelism, Run
 from parallelisms import mesh as meshes
+from reliability.disk import NoRoom
 from tests.checkpoints import (
     MODEL,
     Attack,
@@ -983,9 +984,9 @@ def test_a_start_waits_for_the_room_that_an_earlier_run_took(tmp_path, monkeypat
     folder.retention = SimpleNamespace(wait=waited.append)
     folder.check_room(25, 2)
     assert waited == [PATIENCE]
-    with pytest.raises(InputError, match="free, one checkpoint of this run takes"):
+    with pytest.raises(NoRoom, match="free, one checkpoint of this run takes"):
         folder.check_room(101, 1)
-    with pytest.raises(InputError, match="adds 4 checkpoints of .* or lower checkpoint.keep_last"):
+    with pytest.raises(NoRoom, match="adds 4 checkpoints of .* or lower checkpoint.keep_last"):
         folder.check_room(101, 4)
 
 

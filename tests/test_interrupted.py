@@ -1,6 +1,7 @@
 """Ctrl-C in every tool, and stop signals to a run that does not listen itself: exit codes, words, no
 traceback at any moment (configs/program.py)."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -97,14 +99,13 @@ def children(pid: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_ctrl_c_while_any_tool_is_imported():
-    """Before it knows its arguments. Those that stand for a run are 75."""
+    """Before it knows its arguments."""
     for name in programs():
         if name in (*SERVED, "tools.launch.rank"):
             continue
         done = Started(sys.executable, "-m", name).wait_until(listens).gets(signal.SIGINT).end()
         if name in ("tools.launch", "tools.mirror"):
-            sentence = "stopped by SIGINT outside of training, with nothing to save: run it again to go on\n"
-            assert done == (75, "", sentence), name
+            assert done == (130, "", "interrupted before training began\n"), name
         else:
             code, _, error = done  # a quick one has printed by now
             assert (code, error) == (130, "interrupted\n"), name
@@ -235,11 +236,13 @@ def test_ctrl_c_again_ends_a_tool_that_takes_long_to_clean_up(tmp_path):
         ),
     ],
 )
-def test_a_run_that_does_not_listen_yet_is_75(number):
+def test_a_run_that_does_not_listen_yet_is_75_and_130_after_ctrl_c(number):
     """torch is being imported."""
     code, out, err = Started(sys.executable, "train.py").wait_until(listens).gets(number).end()
-    sentence = f"stopped by {number.name} outside of training, with nothing to save: run it again to go on\n"
-    assert (code, out, err) == (75, "", sentence)
+    expected = (75, f"stopped by {number.name} before training began: run it again to go on\n")
+    if number == signal.SIGINT:
+        expected = (130, "interrupted before training began\n")
+    assert (code, out, err) == (expected[0], "", expected[1])
 
 
 @pytest.mark.slow
@@ -264,7 +267,7 @@ def test_a_rank_that_waits_for_the_others_is_75(tmp_path):
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
     code, _, err = started.wait_until(has_opened).gets(signal.SIGUSR1).end()
-    assert code == 75 and re.match(r"stopped by SIGUSR1 outside of training, .*\n$", err), err
+    assert code == 75 and re.match(r"stopped by SIGUSR1 before training began: .*\n$", err), err
 
 
 @pytest.mark.parametrize(
@@ -281,10 +284,33 @@ def test_a_signal_before_the_configuration_is_checked(number):
     started.process.send_signal(number)
     code, _, err = started.end()
     if number == signal.SIGINT:
-        assert (code, err) == (130, "")
+        assert (code, err) == (130, "plumbline: interrupted before training began\n")
     else:
         sentence = f"stopped by {number.name} before training began: run it again to go on"
         assert (code, err) == (75, f"plumbline: {sentence}\n")
+
+
+def runs(pid: int, words: bytes) -> bool:
+    """Return True if a process, or a child of it, is a Python that was given these words."""
+    with contextlib.suppress(OSError):  # one has ended
+        for one in (pid, *children(pid)):
+            program, _, given = Path(f"/proc/{one}/cmdline").read_bytes().partition(b"\0")
+            if b"python" in program and given.startswith(words):
+                return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "words", [b"-m\0tools.check", pytest.param(b"train.py", marks=pytest.mark.slow)]
+)
+def test_ctrl_c_while_python_only_starts_is_one_sentence(words, tmp_path):
+    """The press comes as soon as the process is there, before it has imported anything. A terminal
+    sends it to all."""
+    options = ["--run.device=cpu", f"--run.folder={tmp_path}"]
+    started = Started("./run_train.sh", *options).wait_until(partial(runs, words=words))
+    code, _, err = started.gets(signal.SIGINT).end()
+    assert code == 130
+    assert re.fullmatch(r"(plumbline: )?interrupted before training began\n", err), err
 
 
 @pytest.mark.waits

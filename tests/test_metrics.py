@@ -2,6 +2,7 @@
 profiler."""
 
 import contextlib
+import errno
 import gzip
 import json
 import logging
@@ -30,9 +31,11 @@ from models.terms import AuxiliaryTerms
 from parallelisms import mesh as meshes
 from tests.ranks import run_ranks
 from training import log
+from training.lines import Lines
 from training.loss import IGNORE
 from training.meter import Meter
 from training.metrics import (
+    FILE,
     PEAK_TFLOPS,
     MetricsWriter,
     in_bytes,
@@ -518,3 +521,15 @@ def test_a_line_is_about_the_steps_since_the_line_before():
         "what the line before has told"
     )
     assert (meter.first_loss, meter.last_loss) == (26 / 8, 1.0)
+
+
+def test_lines_that_a_full_disk_has_kept_out_are_named(tmp_path, caplog, monkeypatch):
+    def full(lines: Lines) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Lines, "_write", full)
+    lines = Lines(tmp_path / FILE, 0)
+    for step in (7, 8):
+        lines.add({"step": step})
+    lines.close()
+    assert "not in it: the last 2 lines, of steps 7 to 8" in caplog.text

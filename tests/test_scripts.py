@@ -172,6 +172,11 @@ def test_exit_code_of_the_failing_rank(stand_in: Path, codes: str, expected: int
     )
 
 
+def test_ranks_of_a_run_that_failed_in_a_sentence_are_not_named_too(repository: Path) -> None:
+    done = run(*LAUNCH, "--nproc-per-node=2", "train.py", "exit", "0", "1", cwd=repository)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> None:
     done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise")
     assert done.returncode == 1

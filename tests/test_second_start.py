@@ -23,6 +23,7 @@ import train
 from checkpoint import lease, place
 from configs.schema import InputError
 from reliability.position import Position
+from reliability.record import Start
 from tests import fork_server, ranks
 from tests.ranks import run_ranks
 from tests.runs import ROOT, environment, printed, series, tiny_run
@@ -199,6 +200,52 @@ def test_a_start_without_a_step_changes_nothing_that_a_reader_sees(alone, tmp_pa
     # one that does a step is what a reader sees
     run_ranks(2, main, folder, [*options, "--training.steps=17"])
     assert "steps = 17\n" in (folder / "config.toml").read_text()
+
+
+def test_a_run_that_is_done_is_said_before_torch_is_imported(alone, tmp_path):
+    """From the script, which has asked all else then too."""
+    oracle, options = alone
+    folder = Path(shutil.copytree(oracle, tmp_path / "run"))
+    before = contents(folder)
+    words = [ROOT / "run_train.sh", f"--run.folder={folder}", *options]
+    imports = environment(NGPU="2", PYTHONPROFILEIMPORTTIME="1")
+    done = subprocess.run(words, env=imports, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("nothing to do: ") and done.stdout.count("\n") == 1
+    assert "checkpoint.ended" in done.stderr and " torch\n" not in done.stderr
+    assert contents(folder) == before
+
+
+def full(folder: Path, options: list[str], name: str) -> tuple[int, str]:
+    """Do a run on a disk that is full: nothing of this name can be written."""
+    usage = shutil.disk_usage("/")
+    if name == "checkpoints":
+        shutil.disk_usage = lambda _: usage._replace(free=1000)
+    real = Start._write
+
+    def write(start: Start, file: str, text: str) -> None:
+        if file == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), file)
+        real(start, file, text)
+
+    Start._write = write
+    return main(folder, options)
+
+
+def test_a_full_disk_refuses_a_start_without_a_trace_and_an_end_is_said(alone, tmp_path):
+    """A start that is refused for room leaves no record. One that cannot write how it ended says
+    so."""
+    oracle, options = alone
+    folder = Path(shutil.copytree(oracle, tmp_path / "run"))
+    more = [*options, "--training.steps=17"]
+    (code, said), _ = run_ranks(2, full, folder, more, "checkpoints")
+    assert code == 2 and "make room" in said, said
+    assert [path.name for path in (folder / "starts").iterdir()] == ["0001"]
+    run_ranks(2, full, folder, more, "end.json")
+    log = (folder / "logs" / "rank-00000.log").read_text()
+    assert (
+        "end.json cannot be written (No space left on device): this start, which ends with" in log
+    )
 
 
 def removing(folder: Path, options: list[str], steps: dict[int, list[str]]) -> tuple[int, str, int]:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,12 @@ import torch.distributed as dist
 
 import data.loader
 import train
-from checkpoint import state
+from checkpoint import hf, state
 from reliability import health, stop
 from tests.launched import Launcher, ended
 from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import MESHES, ends, run, samples, series, tiny_run
-from training import validate
+from training import sample, validate
 
 STEPS, TWO = 12, MESHES["fsdp2"][1]
 
@@ -275,7 +276,7 @@ def test_the_first_ctrl_c_says_what_it_does_and_its_echo_nothing():
             assert asked.asked()
     finally:
         stop.logger.removeHandler(handler)
-    again = "Ctrl-C again ends without saving"
+    again = "Ctrl-C again after 2 s ends without saving"
     assert first == f"SIGINT: stopping after this step and saving; {again}" and heard.empty()
 
 
@@ -298,27 +299,74 @@ def test_another_signal_during_a_stop_is_no_repeat(monkeypatch):
         assert left.get(timeout=10) == 128 + signal.SIGUSR1 and left.empty()
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_signal_after_the_last_save_says_what_is_saved(times, monkeypatch):
-    """The first one in a long export, or the second while a stopped run ends: 75 either way."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_before_the_first_step_a_run_ends_at_once(number, monkeypatch):
+    """A person does not want it back, a scheduler does."""
+    left = queue.SimpleQueue()
+    monkeypatch.setattr(stop.Stop, "_leave", lambda _, code, reason: left.put((code, reason)))
+    with stop.Stop(time.monotonic(), 0, print):
+        os.kill(os.getpid(), number)
+        code, reason = left.get(timeout=10)
+    assert code == (130 if number == signal.SIGINT else 75)
+    assert reason == f"stopped by {number.name} before the first step was done: nothing to save"
+
+
+def test_a_signal_after_the_last_save_says_what_is_saved(monkeypatch):
+    """What is left asks whether it is to end; the same signal again ends the process."""
     monkeypatch.setattr(stop, "ECHO", 0.2)
     left = queue.SimpleQueue()
-
-    class Watched(stop.Stop):
-        def _leave(self, code: int, reason: str) -> None:
-            left.put((code, reason))
-
-    with Watched(time.monotonic(), 0, print) as asked:
-        asked.at_once = False
-        if times == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
-            assert left.empty()
+    monkeypatch.setattr(stop.Stop, "_leave", lambda _, code, reason: left.put((code, reason)))
+    with stop.Stop(time.monotonic(), 0, print) as asked:
         asked.saved = 20
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+        assert left.empty() and asked.asked()
+        os.kill(os.getpid(), signal.SIGINT)
         code, reason = left.get(timeout=10)
-    request = "SIGINT" if times == 1 else "SIGINT a second time"
-    assert (code, reason) == (75, f"{request}: step 20 is saved, and the run ends here")
+    assert code == 75
+    assert reason == "SIGINT a second time: step 20 is saved, and the run ends at once"
+
+
+def in_the_last_step() -> None:
+    train.train_step = once(train.train_step, partial(kill, signal.SIGINT), STEPS)
+
+
+def in_the_sample() -> None:
+    """On one rank, at the third token."""
+    if dist.get_rank() == 1:
+        sample.draw = once(sample.draw, partial(kill, signal.SIGINT), 3)
+
+
+def in_the_export() -> None:
+    """With its file begun."""
+    hf.write_safetensors = once(hf.write_safetensors, partial(kill, signal.SIGINT), 1)
+
+
+@pytest.mark.parametrize("window", [in_the_last_step, in_the_sample])
+def test_a_signal_in_the_last_step_leaves_no_score_out(window, options, tmp_path):
+    """No later start would compute it: it comes when all is saved, and the run is done."""
+    more = [*options, "--debug.sample_tokens=100"]
+    assert ends(2, tmp_path / "ranks", start, tmp_path, more, window) == [0, 0]
+    assert series(tmp_path, "validation_loss") == series(whole(options), "validation_loss")
+    said = (tmp_path / "logs" / "rank-00000.log").read_text()
+    put_off = f"step {STEPS}: the validation comes after the save, since the run is to stop"
+    assert (put_off in said) == (window is in_the_last_step)
+    assert "a sample from the final weights, cut short since the run is to stop:" in said
+    assert json.loads((tmp_path / "starts" / "0001" / "end.json").read_text())["exit_code"] == 0
+
+
+def test_an_export_that_is_stopped_is_made_by_the_next_start(options, tmp_path):
+    """The run is not done before. Nothing is left of the first try, not even of one that was
+    killed."""
+    options = [*(o for o in options if not o.startswith("--parallelism")), "--training.steps=3"]
+    options.append("--checkpoint.export_hf=float32")
+    assert ends(1, tmp_path / "ranks", start, tmp_path, options, in_the_export) == [75]
+    said = (tmp_path / "logs" / "rank-00000.log").read_text()
+    assert "is left out, since the run is to stop: the same command makes it" in said
+    assert not list((tmp_path / "hf").iterdir())
+    (tmp_path / "hf" / ".tmp-0123abcd-step-00000003").mkdir()
+    assert run_ranks(1, run, options, tmp_path) == [(0, "")]
+    assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-00000003"]
 
 
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:

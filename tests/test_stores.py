@@ -905,7 +905,7 @@ OPERATIONS: dict[str, Callable[[Key], object]] = {
     "list": Key.below,
     "folders": Key.folders,
     "upload": lambda key: key.upload(lambda: [memoryview(b"x")], 1),
-    "lease": lambda key: lease.StoreLease(key),
+    "lease": lambda key: lease.StoreLease(key / ".lease"),  # its name is not the user's
 }
 REFUSALS = {  # what the store answers -> what is said
     "denied": "HTTP 403 AccessDenied: the store refuses it",

@@ -5,9 +5,9 @@ a rank.
 
 `configs/load.py` reads the configuration alone, on any machine. This looks at the machine: the
 text, the tokenizer and its size, the checkpoints to start from, optional packages, and a GPU where
-an option needs one. All mistakes are reported at once, with exit code 2. Nothing is written or
-downloaded but a tokenizer in a store. Torch, which takes seconds to import, is imported only for a
-check that nothing else can answer.
+an option needs one. All mistakes are reported at once, with exit code 2; a run that is done already
+with 3, if it has one node (--one-node). Nothing is written or downloaded but a tokenizer in a store.
+Torch, which takes seconds to import, is imported only for a check that nothing else can answer.
 """
 
 import argparse
@@ -20,15 +20,16 @@ from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
-from checkpoint import branches, lease
+from checkpoint import branches, ended, lease, verify
 from checkpoint.stores import lease as store_lease
 from configs import check, program
+from configs.done import NothingToDo
 from configs.load import ConfigError, as_given, help_asked_for, load_config
 from configs.schema import Config, InputError
-from data import inputs
 from reliability.objects import Key, Unreachable, location, missing_package
 
 ENDING = 2.0  # seconds
+IS_DONE = 3  # exit code: nothing is to be started
 
 
 def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
@@ -40,7 +41,7 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
             "install wandb, or leave the "
             "option empty"
         )
-    yield from inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])
+    yield from input_problems(cfg)
     for option in ("store", "load_path", "branch_from"):
         url = getattr(cfg.checkpoint, option)
         if isinstance(location(url), Key) and (problem := missing_package(url)):
@@ -66,6 +67,13 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     yield from torch_problems(cfg)
 
 
+def input_problems(cfg: Config) -> Iterator[str]:
+    """Look for the text and the tokenizer."""
+    from data import inputs  # here, because it takes as long as all else
+
+    return inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])
+
+
 def check_free(cfg: Config) -> None:
     """Raise InputError if another run of this machine writes where this one would: seconds before a
     rank finds out. One that has just been killed gets ENDING seconds to be gone. A mirror asks for
@@ -87,6 +95,20 @@ def check_free(cfg: Config) -> None:
         time.sleep(0.1)
 
 
+def nothing_to_do(cfg: Config) -> str:
+    """Return the sentence of a run that is done; "" where it is not, or where a rank has to look, in
+    a store."""
+    place = location(cfg.checkpoint.store or Path(cfg.run.folder, "checkpoints"))
+    try:
+        if isinstance(place, Path):
+            ended.refuse_done(cfg, place, verify.published(place))
+    except NothingToDo as done:
+        return str(done)
+    except OSError:  # a folder that cannot be read: taking its lease will say so
+        pass
+    return ""
+
+
 def without_files(cfg: Config, argv: list[str]) -> str:
     """Return a command that tries the preset without its corpus and tokenizer, on what every
     machine has; "" where that would not help: the files exist, or the user named others.
@@ -100,7 +122,7 @@ def without_files(cfg: Config, argv: list[str]) -> str:
         return ""
     if cfg.lora.rank:  # adapters are nothing without their base
         return ""
-    if not any(inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])):
+    if not any(input_problems(cfg)):
         return ""
     words = [
         "--data.source=stdlib",
@@ -258,6 +280,11 @@ def main(argv: list[str]) -> int:
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    if sizes.one_node and (sentence := nothing_to_do(cfg)):
+        code = held(cfg)
+        if not code:
+            print(sentence)
+        return code or IS_DONE
     found = list(dict.fromkeys(problems(cfg, sizes.local_world_size)))
     if not found:
         return held(cfg) if sizes.one_node else 0

@@ -22,12 +22,13 @@ import math
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from checkpoint import verify
 from configs import program
 from configs.schema import InputError
 from data import turns
-from reliability.objects import location
+from reliability.objects import Key, location
 from tools import places
 
 
@@ -61,16 +62,27 @@ def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
         )
 
 
-def check_numbers(args: argparse.Namespace) -> None:
-    """Raise InputError for numbers that no text can be drawn with."""
+def mistakes(args: argparse.Namespace, place: Path | Key) -> Iterator[str]:
+    """Yield a sentence for each argument that no text can be made with, and does not go with the
+    others or with the checkpoint."""
     if args.tokens < 1:
-        raise InputError(f"--tokens={args.tokens}: must be 1 or more")
+        yield f"--tokens={args.tokens}: must be 1 or more"
     if args.top_k < 1:
-        raise InputError(f"--top-k={args.top_k}: must be 1 or more")
+        yield f"--top-k={args.top_k}: must be 1 or more"
     if not 0 <= args.temperature < math.inf:
-        raise InputError(f"--temperature={args.temperature:g}: must be 0 or a positive number")
-    if args.speculative and args.temperature:
-        raise InputError("--speculative takes the likeliest tokens: give --temperature=0 too")
+        yield f"--temperature={args.temperature:g}: must be 0 or a positive number"
+    elif args.speculative and args.temperature:
+        yield "--speculative takes the likeliest tokens: give --temperature=0 too"
+    if args.chat and args.prompt:
+        yield "--chat asks and --prompt continues a text: give one of them"
+    if args.chat_template and not args.chat:
+        yield "--chat-template says how --chat is rendered: give --chat too"
+    try:
+        places.check_checkpoint(place)
+        if args.speculative:
+            places.check_drafts(place)
+    except InputError as error:
+        yield str(error)
 
 
 def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
@@ -78,14 +90,10 @@ def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
     InputError."""
     options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
     options["speculative"] = args.speculative
-    check_numbers(args)
-    if args.chat and args.prompt:
-        raise InputError("--chat asks and --prompt continues a text: give one of them")
-    if args.chat_template and not args.chat:
-        raise InputError("--chat-template says how --chat is rendered: give --chat too")
-    conversations = [messages_of(argument) for argument in args.chat or []]
     folder = location(args.checkpoint)
-    places.check_checkpoint(folder)
+    if found := list(mistakes(args, folder)):
+        raise InputError("\n".join(found))
+    conversations = [messages_of(argument) for argument in args.chat or []]
     from tools import sampling  # here, because it imports torch
 
     loaded = sampling.load(folder, args.tokenizer)

@@ -91,6 +91,22 @@ def check_checkpoint(place: Path | Key) -> None:
         verify.newest(place)
 
 
+NO_DRAFTS = (
+    "--speculative drafts by layers that predict further tokens, and this model has none: train one "
+    "with model.mtp_depth, or leave the option out"
+)
+
+
+def check_drafts(place: Path | Key) -> None:
+    """Raise InputError where a local checkpoint says that its model drafts no tokens."""
+    if isinstance(place, Path) and not is_hugging_face(place):
+        path = verify.newest(place)
+        with verify.refuse_damage(path):
+            numbers = verify.read_manifest(path)["facts"].get("must_match", {})
+        if not numbers.get("model", {}).get("mtp_depth"):
+            raise InputError(NO_DRAFTS)
+
+
 def check_exists(path: Path, what: str) -> None:
     """Raise InputError where nothing is. what: the argument, for the message."""
     if not path.exists():

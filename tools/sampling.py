@@ -163,10 +163,7 @@ def speculate(
     """Go on with one of these texts after the other, in place, and print how many drafts were right.
     Raises InputError for a model that drafts none."""
     if not getattr(getattr(model, "args", None), "mtp_depth", 0):
-        raise InputError(
-            "--speculative drafts by layers that predict further tokens, and this model has none: train "
-            "one with model.mtp_depth, or leave the option out"
-        )
+        raise InputError(places.NO_DRAFTS)
     forwards = offered = right = added = 0
     for text in ids:
         one = Speculation(model, list(text), context, device, stops)

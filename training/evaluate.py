@@ -21,7 +21,6 @@ from parallelisms.mesh import Mesh
 from training.attention import for_many_shapes
 from training.greedy import LossAndMistakes
 from training.loss import IGNORE
-from training.metrics import MetricsWriter
 from training.microbatches import Microbatches
 from training.scores import line, scores
 from training.validate import ended_by_stop, until_stopped
@@ -42,30 +41,22 @@ def open_tasks(cfg: Config, tokenizer: Any) -> list[EncodedTask]:
     return tasks
 
 
-def run_evaluation(
-    job: Any,
-    tasks: list[EncodedTask],
-    metrics: MetricsWriter,
-    step: int,
-    stop: Any,
-    watchdog: Any,
-) -> bool:
+def run_evaluation(run: Any, step: int, stop: Any) -> bool:
     """Log the scores of all tasks after `step`, unless a stop of the run is requested meanwhile.
-    Returns whether one is. All ranks call it.
-
-    job: a train.Job; stop and watchdog: those of reliability/stop.py and reliability/health.py.
+    Returns whether one is. All ranks call it. run and stop: as in `validate.run_validation`.
     """
+    job = run.job
     cfg = job.cfg
-    if not tasks:
+    if not run.tasks:
         return False
     patience = cfg.run.step_timeout_seconds
 
     def watched(batches: Iterator[Batch]) -> Iterator[Batch]:
-        return until_stopped(batches, job.mesh, stop, watchdog, patience)
+        return until_stopped(batches, job.mesh, stop, run.watchdog, patience)
 
     values = {}
     lines = []
-    for task in tasks:
+    for task in run.tasks:
         found = score_requests(
             job.model,
             job.mesh,
@@ -77,9 +68,10 @@ def run_evaluation(
         of_task = scores(task, *found)
         lines.append(line(task.name, task.kind, of_task))
         values |= {f"evaluation/{task.name}/{key}": value for key, value in of_task.items()}
-    stopping = ended_by_stop(job, step, stop, "evaluation")
+    stopping = ended_by_stop(run, step, stop, run_evaluation)
     if not stopping:
-        metrics.log(step, values, f"evaluation of {';  '.join(lines)}")
+        run.metrics.log(step, values, f"evaluation of {';  '.join(lines)}")
+    run.clock.record("validation")
     return stopping
 
 

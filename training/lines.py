@@ -60,7 +60,10 @@ class Lines:
         if self.pending:
             self._try(self._write)
         if self.pending and self.path.parent.is_dir():
-            logger.error(f"{self.path}: not in it: the last {number_of(len(self.pending), 'line')}")
+            lines = number_of(len(self.pending), "line")
+            first, last = (json.loads(self.pending[i])["step"] for i in (0, -1))
+            steps = f"step {last}" if first == last else f"steps {first} to {last}"
+            logger.error(f"{self.path}: not in it: the last {lines}, of {steps}")
         if self.file:
             self.file.close()
 

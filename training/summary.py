@@ -4,18 +4,18 @@ from pathlib import Path
 from typing import Any
 
 from configs import done
-from training.meter import Meter
-from training.metrics import MetricsWriter
-from training.sample import sample
+from training.sample import Sampling, sample_stream
+from training.validate import any_rank_stops
 
 
-def summarise(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: MetricsWriter) -> str:
+def summarise(run: Any, step: int) -> str:
     """Summarise a run: the loss, a sample if the run is done, where its files are, and how to go
     on. All ranks call it, because all of them compute the sample.
 
-    job: a train.Job; tokenizer: a data/tokenizer.py::Tokenizer; step: the last one.
+    run: a train.Session; step: the last one.
     """
-    cfg = job.cfg
+    cfg = run.job.cfg
+    meter = run.meter
     folder = Path(cfg.run.folder)
     steps = cfg.training.last_step
     lines = []
@@ -24,13 +24,10 @@ def summarise(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: Metric
     elif meter.last_loss is not None:
         lines.append(
             f"loss {meter.first_loss:.3f} -> {meter.last_loss:.3f} nats per token; "
-            f"{metrics.summary()}"
+            f"{run.metrics.summary()}"
         )
     if cfg.debug.sample_tokens and step == steps:
-        text = sample_text(job, tokenizer)
-        if text:
-            lines.append("a sample from the final weights:")
-            lines += ["    " + line for line in text.splitlines()]
+        lines += sample_lines(run)
     lines.append(f"tensorboard --logdir {folder / 'tensorboard'}")
     if cfg.checkpoint.store:
         store = cfg.checkpoint.store
@@ -48,17 +45,25 @@ def summarise(job: Any, tokenizer: Any, step: int, meter: Meter, metrics: Metric
     return "\n".join(lines)
 
 
-def sample_text(job: Any, tokenizer: Any) -> str:
-    """Return debug.sample_prompt and the model's continuation."""
+def sample_lines(run: Any) -> list[str]:
+    """Return debug.sample_prompt and the model's continuation, under a title. A stop of the run, as
+    all ranks agree, cuts it short."""
+    job = run.job
     debug = job.cfg.debug
-    ids = sample(
-        job.model,
-        tokenizer.encode(debug.sample_prompt).tolist(),
+    tokenizer = run.corpora.tokenizer
+    ids = tokenizer.encode(debug.sample_prompt).tolist()
+    how = Sampling(
         debug.sample_tokens,
         job.cfg.training.seq_len,
-        job.mesh.device,
         [tokenizer.eot_id],
-        temperature=debug.sample_temperature,
+        debug.sample_temperature,
         multiple=job.mesh.tp,
     )
-    return tokenizer.decode(ids)
+    title = "a sample from the final weights"
+    for [token] in sample_stream(job.model, [ids], job.mesh.device, how):
+        ids.append(token)
+        if any_rank_stops(job.mesh, run.stop.asked())():
+            title += ", cut short since the run is to stop"
+            break
+    text = tokenizer.decode(ids)
+    return [f"{title}:", *("    " + line for line in text.splitlines())] if text else []

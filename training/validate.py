@@ -9,48 +9,48 @@ import torch
 from torch import Tensor, nn
 
 from data import text_bytes
-from data.loader import Batch, Batches, loader
+from data.loader import Batch, loader
 from parallelisms import dp, pp
 from parallelisms.mesh import Mesh
 from training.loss import IGNORE, linear_cross_entropy
-from training.metrics import MetricsWriter
 from training.microbatches import Microbatches, to_host_async
 
 logger = logging.getLogger("plumbline")
 
 
-def run_validation(
-    job: Any,
-    held_out: dict[str, Batches],
-    tokenizer: Any,
-    metrics: MetricsWriter,
-    step: int,
-    stop: Any,
-    watchdog: Any,
-) -> bool:
+class Unstoppable:
+    """Stands for the stop of a run (reliability/stop.py) where nothing is left to save."""
+
+    def asked(self) -> bool:
+        return False
+
+
+def run_validation(run: Any, step: int, stop: Any) -> bool:
     """Log the scores on the held-out sets after `step`, unless a stop of the run is requested
     meanwhile. Returns whether one is. All ranks call it.
 
-    job: a train.Job; held_out: the sets by name; tokenizer: a data/tokenizer.py::Tokenizer; stop
-    and watchdog: those of reliability/stop.py and reliability/health.py.
+    run: a train.Session; stop: its own, or Unstoppable.
     """
+    job = run.job
     cfg = job.cfg
-    if not held_out:
+    if not run.held_out:
         return False
     patience = cfg.run.step_timeout_seconds + cfg.data.timeout_seconds
 
     sums = {}
+    tokenizer = run.corpora.tokenizer
     token_bytes = text_bytes.of_ids(tokenizer)
-    for name, rows in held_out.items():
+    for name, rows in run.held_out.items():
         read = loader(rows, 0, cfg.validation.steps, cfg.data)
         sized = text_bytes.sized(read, rows, tokenizer)
-        batches = until_stopped(sized, job.mesh, stop, watchdog, patience)
+        batches = until_stopped(sized, job.mesh, stop, run.watchdog, patience)
         sums[name] = validate(
             job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes
         )
-    stopping = ended_by_stop(job, step, stop, "validation")
+    stopping = ended_by_stop(run, step, stop, run_validation)
     if not stopping:
-        metrics.log(step, scores(sums))
+        run.metrics.log(step, scores(sums))
+    run.clock.record("validation")
     return stopping
 
 
@@ -68,13 +68,18 @@ def until_stopped(
         yield batch
 
 
-def ended_by_stop(job: Any, step: int, stop: Any, what: str) -> bool:
-    """Free the weights that the forwards of `what` have left unsharded, and say so where a rank is
-    asked to stop: then batches may be missing, and nothing is logged. All ranks call it."""
-    for stage in pp.stages_of(job.model):
+def ended_by_stop(run: Any, step: int, stop: Any, scoring: Callable) -> bool:
+    """Free the weights that the forwards of `scoring` have left unsharded, and say so where a rank is
+    asked to stop: then batches may be missing, and nothing is logged. After the last step, which no
+    later start repeats, the scores wait until its state is saved. All ranks call it."""
+    for stage in pp.stages_of(run.job.model):
         dp.reshard(stage)
-    stopping = any_rank_stops(job.mesh, stop.asked())()
-    if stopping:
+    stopping = any_rank_stops(run.job.mesh, stop.asked())()
+    what = scoring.__name__.removeprefix("run_")
+    if stopping and step == run.job.cfg.training.last_step:
+        run.left_out.append(scoring)
+        logger.warning(f"step {step}: the {what} comes after the save, since the run is to stop")
+    elif stopping:
         logger.warning(f"step {step}: no {what}, since the run is to stop")
     return stopping
 

@@ -58,7 +58,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from configs.load import load_config
-from configs.program import INTERRUPTED, STOPPED
+from configs.program import INTERRUPTED, STOPPED, is_train, stopped_early
 from configs.schema import Config, InputError
 
 # the ranks have --shutdown-timeout seconds to end
@@ -66,6 +66,8 @@ STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PASSED_ON = (*STOP, signal.SIGUSR1, signal.SIGUSR2)
 # exit codes for which the ranks have already said why; 130: Ctrl-C again
 QUIET_CODES = (2, 75, 76, INTERRUPTED)
+# of train.py, and without a traceback: it has said why, too (reliability/exit.py::refuse)
+FAILED = 1
 # Exit codes of ranks to which the launcher has passed on a signal, or which it has ended after
 # others had failed. They come last in the order of blame.
 TOLD_TO_END = (STOPPED, -signal.SIGTERM)
@@ -432,8 +434,7 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
         try:
             result = agent.run()
         except SignalException as stopped:  # between the start of the first rank and of the last
-            say_stopped(stopped.sigval)
-            return STOPPED, False
+            return stopped_before(stopped.sigval), False
         except SpareIsDone as done:
             return done.code, False
         except (DistError, RendezvousError) as error:
@@ -472,7 +473,10 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
     code = exit_codes[first_of(failures)]
     if agent.left and all(c > 0 for c in others):
         code = agent.left
-    agent.tell(75 if -code in agent.asked else code if code > 0 else 128 - code)
+    is_early = -code in agent.asked  # told before it listened
+    agent.tell(
+        stopped_early(signal.Signals(-code))[0] if is_early else abs(code) + 128 * (code < 0)
+    )
     # and so those of this node could not go on
     if code not in QUIET_CODES and agent.told in QUIET_CODES:
         return agent.told
@@ -491,17 +495,17 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
     """Name the ranks that failed (at most eight), then tell all about the first to fail; returns
     the job's exit code.
 
-    Ranks that got a stop signal before they had installed their handlers die of it. That is 75 too:
-    there was nothing to save yet.
+    Ranks that got a stop signal before they had installed their handlers die of it: there was nothing
+    to save yet.
     """
     errors = messages(failures)
     exit_codes = codes(failures)
     first = first_of(failures)
     code = exit_codes[first]
     if -code in asked:
-        say_stopped(-code)
-        return STOPPED
-    if code not in QUIET_CODES:
+        return stopped_before(-code)
+    has_said = is_train(script[0]) and {FAILED} == set(exit_codes.values()) - {*TOLD_TO_END}
+    if code not in QUIET_CODES and (any(errors.values()) or not has_said):
         log_of_first = _log_of(first, script)
         _, *others = by_blame(failures)
         failed = [rank for rank in others if exit_codes[rank] not in TOLD_TO_END]
@@ -523,9 +527,11 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
     return code if code >= 0 else 128 - code
 
 
-def say_stopped(number: int) -> None:
-    name = signal.Signals(number).name
-    log(f"stopped by {name} before training began: run it again to go on")
+def stopped_before(number: int) -> int:
+    """Say that a signal has stopped the run before training, and return the exit code."""
+    code, sentence = stopped_early(signal.Signals(number))
+    log(sentence)
+    return code
 
 
 def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
