@@ -3,6 +3,7 @@
     start.json     command, overrides, code, versions, environment, hosts and devices, mesh
     given.toml     the configuration file as it was given
     config.toml    all options, resolved
+    forecast.json  what the run was expected to reach (training/forecast.py), if that was asked
     changes.diff   how the source files differ from the commit (at most DIFF_BYTES)
     time.jsonl     seconds by kind of use: a line for each save, and a last line that every step rewrites
     end.json       exit code, step and reason; a start without this file was killed, or is still running
@@ -42,6 +43,7 @@ logger = logging.getLogger("plumbline")
 
 ROOT = Path(__file__).resolve().parent.parent
 DIFF_BYTES = 1_000_000
+FORECAST = "forecast.json"
 PACKAGES = (
     "torch",
     "torchdata",
@@ -126,6 +128,8 @@ class Start:
             return
         self._write("given.toml", given.read_text(encoding="utf-8-sig"))
         self._write("config.toml", resolved)
+        if (folder / FORECAST).is_file():
+            self._write(FORECAST, (folder / FORECAST).read_text(encoding="utf-8", errors="replace"))
         self.facts = {
             "began": _utc(),
             "command": [sys.executable, sys.argv[0], *argv],

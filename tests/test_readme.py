@@ -62,6 +62,10 @@ NEEDS = (
         r"^python -m tools\.plan .*--search",
         "minutes of processor time (tests/test_plan.py searches fewer meshes)",
     ),
+    (
+        r"^python -m tools\.ladder (?!.*--dry-run)",
+        "an hour of processor time (tests/test_ladder.py)",
+    ),
     (r"^python -m tools\.fetch_task ", "a download (tests/test_tasks.py)"),
     (r"^python -m lab\.simulate ", "the CUDA build of torch (tests/test_simulate.py)"),
     (

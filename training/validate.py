@@ -12,6 +12,7 @@ from data import text_bytes
 from data.loader import Batch, loader
 from parallelisms import dp, pp
 from parallelisms.mesh import Mesh
+from training import forecast
 from training.loss import IGNORE, linear_cross_entropy
 from training.microbatches import Microbatches, to_host_async
 
@@ -49,7 +50,8 @@ def run_validation(run: Any, step: int, stop: Any) -> bool:
         )
     stopping = ended_by_stop(run, step, stop, run_validation)
     if not stopping:
-        run.metrics.log(step, scores(sums))
+        found = scores(sums)
+        run.metrics.log(step, found | forecast.judged(cfg, step, found["validation_loss"]))
     run.clock.record("validation")
     return stopping
 

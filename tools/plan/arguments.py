@@ -44,7 +44,11 @@ ONE_PROCESS = (
 def check_question(flags: argparse.Namespace) -> None:
     """Raise InputError where --days or --usd ask how many GPUs, or --compare asks for two plans, and
     something else contradicts."""
-    for name in ("search", "stages", "write"):
+    if flags.ladder and flags.tokens:
+        raise InputError(
+            "--ladder forecasts the run as it is configured: leave --tokens out, or set training.steps"
+        )
+    for name in ("search", "stages", "write", "ladder"):
         if flags.compare and getattr(flags, name):
             raise InputError(f"--compare shows two plans side by side: leave --{name} out")
     if flags.gpus is not None and flags.gpus < 1:
@@ -53,7 +57,7 @@ def check_question(flags: argparse.Namespace) -> None:
         raise InputError("--days and --usd are limits, more than 0")
     if not asks_how_many(flags):
         return
-    for name in ("gpus", "search", "stages", "write", "html", "compare"):
+    for name in ("gpus", "search", "stages", "write", "html", "compare", "ladder"):
         if getattr(flags, name):
             raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
     if flags.tokens <= 0:
@@ -138,6 +142,12 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         help="try meshes, checkpointing modes and microbatches; rank those that fit",
     )
     parser.add_argument("--stages", action="store_true", help="of a pipeline show every rank")
+    parser.add_argument(
+        "--ladder",
+        type=Path,
+        metavar="DIR",
+        help="forecast the loss from this ladder (tools.ladder), and write it into the run's folder",
+    )
     parser.add_argument(
         "--write",
         metavar="OUT.toml",

@@ -16,6 +16,7 @@ from tools.plan.report import report
 from tools.plan.routing import load_routing
 from tools.plan.search import search, table
 from tools.plan.stack import load_stack
+from training import forecast as registered
 
 OVERRIDDEN = {  # option -> field of the device
     "gemm_efficiency": "matmul_efficiency",
@@ -89,6 +90,16 @@ def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Pla
     return cfg, inputs
 
 
+def forecast_of(cfg: Config, ladder: Path) -> str:
+    """Forecast the loss of the run, and write it into its folder. Returns what to print. Raises
+    InputError."""
+    from tools.ladder.forecast import forecast, words
+
+    found = forecast(cfg, ladder)
+    written = registered.write(found, cfg)
+    return "\n".join(["", *words(found), f"written: {written}"])
+
+
 def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -113,6 +124,8 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
     plan = make_plan(cfg, inputs)
     text = report(plan, flags.stages)
     print(text)
+    if flags.ladder:
+        print(forecast_of(configuration(flags, rest), flags.ladder))
     if flags.write:
         Path(flags.write).write_text(dump(plan.cfg), encoding="utf-8")
         print(f"\nwritten: {flags.write}")

@@ -1,0 +1,233 @@
+"""Ladders: the law, their rungs, forecasts, and runs that are judged by them."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs.load import load_config
+from configs.schema import InputError
+from tests.runs import TINY
+from tools.ladder import __main__ as command
+from tools.ladder import forecast, law, page, rungs, runs
+from training import forecast as registered
+
+SIZES = np.repeat(np.geomspace(1e5, 2e6, 5), 3)
+TOKENS = SIZES * np.tile([5.0, 10.0, 20.0], 5)
+
+
+@pytest.fixture(autouse=True)
+def fewer_draws(monkeypatch):
+    monkeypatch.setattr(law, "DRAWS", 40)
+
+
+def published(n, d):
+    """The law of Hoffmann et al., arXiv:2203.15556, section D.3."""
+    return 1.69 + 406.4 / n**0.34 + 410.7 / d**0.28
+
+
+def test_the_law_that_made_the_losses_is_found():
+    found = law.fit(SIZES, TOKENS, published(SIZES, TOKENS))
+    loss, low, high = found.predict(5e6, 1e8)
+    assert loss == pytest.approx(published(5e6, 1e8), rel=1e-4) and low <= loss <= high
+    assert (found.law.a, found.law.b) == pytest.approx((0.34, 0.28), abs=0.01)
+    entropy, size, a, data, b = map(float, re.findall(r"[\d.]+(?:e[+-]\d+)?", found.law.words()))
+    assert entropy + size / 1e6**a + data / 1e7**b == pytest.approx(published(1e6, 1e7), rel=2e-3)
+
+
+def test_the_band_holds_the_truth_under_noise_and_one_outlier_moves_little():
+    truth = published(5e6, 1e8)
+    inside = 0
+    for seed in range(4):
+        noise = np.random.default_rng(seed).normal(0, 3e-3, len(SIZES))
+        losses = published(SIZES, TOKENS) * (1 + noise)
+        found = law.fit(SIZES, TOKENS, losses)
+        loss, low, high = found.predict(5e6, 1e8)
+        inside += low <= truth <= high
+        assert loss == pytest.approx(truth, rel=0.015)
+    assert inside >= 3
+    losses = published(SIZES, TOKENS)
+    losses[4] *= 1.05  # a run that diverged for a while
+    assert law.fit(SIZES, TOKENS, losses).predict(5e6, 1e8)[0] == pytest.approx(truth, rel=5e-3)
+
+
+def test_no_term_is_below_zero():
+    """Losses that fall faster than by the law would make an entropy below zero. Without the limit
+    this is what a short ladder gives."""
+    losses = 9 - 0.4 * np.log(SIZES) - 0.1 * np.log(TOKENS)
+    found = law.fit(SIZES, TOKENS, losses)
+    for one in (found.law, *found.draws):
+        assert min(one.entropy, one.size, one.data) >= 0
+    assert found.law.entropy == 0
+
+
+@pytest.mark.parametrize(
+    "sizes, ratios, words",
+    [
+        ([1e5, 1e6], [1, 5, 20], "2 sizes"),
+        ([1e5, 3e5, 1e6, 2e6, 4e6, 8e6], [20], "several --ratio"),
+    ],
+)
+def test_runs_that_cannot_tell_the_terms_apart_are_refused(sizes, ratios, words):
+    n = np.repeat(sizes, len(ratios))
+    d = n * np.tile(ratios, len(sizes))
+    with pytest.raises(ValueError, match=words):
+        law.fit(n, d, published(n, d))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2"])
+def test_rungs_keep_the_proportions(family, tmp_path):
+    argv = [f"--model.family={family}", "--model.flavor=debug", "--training.steps=100"]
+    argv += ["--validation.interval=10", "--lr_schedule.warmup_steps=10"]
+    base = load_config(argv)
+    whole = rungs.parameters_of(base)
+    made = rungs.ladder(argv, [whole / 12, whole / 3, whole], [5, 20], tmp_path)
+    assert [rung.parameters for rung in made[::2]] == sorted({rung.parameters for rung in made})
+    for rung in made:
+        assert rung.tokens == pytest.approx(rung.parameters * rung.ratio, rel=0.02)
+        assert rung.cfg.lr_schedule.warmup_steps is None
+        assert rung.cfg.lr_schedule.warmup_fraction == pytest.approx(0.1)
+    last = made[-1]
+    assert last.parameters == whole  # the configuration itself, at its own rate and batch
+    assert last.cfg.optimizer.lr == pytest.approx(base.optimizer.lr, rel=1e-3)
+    assert last.cfg.training.global_batch_size == base.training.global_batch_size
+    assert made[0].cfg.optimizer.lr > last.cfg.optimizer.lr
+
+
+def test_a_budget_makes_the_models_smaller(tmp_path):
+    argv = ["configs/llama_debug.toml"]
+    sizes = rungs.spaced(2e5, 2e6, 3)
+    before = sum(rung.flops for rung in rungs.ladder(argv, sizes, [5, 20], tmp_path))
+    smaller = rungs.within_budget(argv, sizes, [5, 20], before / 4)
+    after = sum(rung.flops for rung in rungs.ladder(argv, smaller, [5, 20], tmp_path))
+    assert before / 40 < after <= before / 4
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--rungs", "2"], "needs 3 or more"),
+        (["--ratio", "5", "5"], "twice"),
+        (["--smallest", "2e6", "--largest", "1e6"], "the first below the second"),
+        (["--validation.interval=0"], "validation.interval"),
+        (["--smallest", "1.5e6", "--largest", "1.6e6"], "would be the same model"),
+    ],
+)
+def test_a_mistake_is_a_sentence_and_nothing_is_written(argv, words, tmp_path):
+    with pytest.raises(InputError, match=words):
+        command.main(["configs/llama_debug.toml", f"--out={tmp_path / 'ladder'}", *argv])
+    assert not (tmp_path / "ladder").exists()
+
+
+def made_up(out: Path, argv: list[str], sizes: list[float]) -> list[rungs.Rung]:
+    """Write a ladder whose runs have the losses of the published law."""
+    made = rungs.ladder(argv, sizes, [5, 10, 20], out)
+    runs.write(out, argv, made)
+    for rung in made:
+        (out / rung.name).mkdir(exist_ok=True)
+        last = float(published(rung.parameters, rung.tokens))
+        steps = rung.cfg.training.steps
+        lines = []
+        for step in sorted({*range(rung.cfg.validation.interval, steps, steps // 20), steps}):
+            loss = 1.69 + (last - 1.69) * (step / steps) ** -0.3
+            lines.append(json.dumps({"step": step, "validation_loss": loss}))
+        (out / rung.name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return made
+
+
+def test_a_ladder_that_is_done_gives_a_page_and_a_forecast(tmp_path):
+    argv = ["configs/llama_debug.toml"]
+    made = made_up(tmp_path, argv, [1.4e5, 3e5, 6e5, 2e6])
+    said = page.write(tmp_path)
+    assert "in the band" in said and said.count("yes") == 3
+    html = (tmp_path / page.PAGE).read_text()
+    assert html.count("<circle") == len(made) and html.count("<svg") == 4
+    cfg = load_config([*argv, "--training.steps=20000", f"--run.folder={tmp_path / 'run'}"])
+    found = forecast.forecast(cfg, tmp_path)
+    truth = float(published(found.parameters, found.tokens))
+    assert found.loss == pytest.approx(truth, rel=2e-3)
+    for share in (0.2, 0.55, 1.0):
+        expected = 1.69 + (truth - 1.69) * share**-0.3
+        assert found.at(share)[0] == pytest.approx(expected, rel=0.01)
+    assert found.at(0.01) is None
+    assert found.larger == pytest.approx(found.parameters / made[-1].parameters)
+
+
+def test_a_ladder_with_a_missing_run_is_told_so(tmp_path):
+    made = made_up(tmp_path, ["configs/llama_debug.toml"], [2e5, 6e5, 2e6])
+    (tmp_path / made[4].name / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match=f"1 of 9 runs are not done .{made[4].name}."):
+        forecast.fitted(tmp_path)
+    with pytest.raises(InputError, match="no ladder's folder"):
+        forecast.fitted(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match="another ladder"):
+        runs.write(tmp_path, ["configs/llama_debug.toml"], made[:3])
+
+
+def test_a_slurm_array_has_every_run(tmp_path):
+    made = made_up(tmp_path, ["configs/llama_debug.toml"], [2e5, 6e5, 2e6])
+    script = runs.array_script(tmp_path, made)
+    assert "#SBATCH --array=0-8" in script and "--signal=B:USR1" in script
+    assert all(str(runs.toml_of(tmp_path, rung)) in script for rung in made)
+    for rung in made:
+        assert load_config([str(runs.toml_of(tmp_path, rung))]).training == rung.cfg.training
+
+
+def flat(cfg, low: float, high: float) -> registered.Forecast:
+    """A forecast of one band for the whole run."""
+    curve = [(0.0, (low + high) / 2, low, high), (1.0, (low + high) / 2, low, high)]
+    return registered.Forecast(1, 1, curve[0][1], low, high, curve, "", 9, 1.0, 1.0, "ladder")
+
+
+@pytest.mark.parametrize(
+    "low, high, side", [(0.0, 99.0, ""), (0.0, 1.0, "above"), (90, 99, "below")]
+)
+def test_a_run_says_whether_it_is_inside_its_forecast(low, high, side, tmp_path, caplog):
+    """And for other options it says that it is not judged."""
+    argv = [f"--run.folder={tmp_path}", "--training.steps=20", "--validation.interval=10"]
+    cfg = load_config(argv)
+    registered.write(flat(cfg, low, high), cfg)
+    metrics = registered.judged(cfg, 10, 5.0)
+    assert metrics == {
+        "forecast_loss": (low + high) / 2,
+        "forecast_low": low,
+        "forecast_high": high,
+    }
+    assert caplog.text.count("its forecast") == bool(side) and side in caplog.text
+    other = load_config([*argv, "--optimizer.lr=0.5"])
+    assert registered.judged(other, 10, 5.0) == {} and "another optimizer.lr" in caplog.text
+
+
+def test_a_forecast_is_registered_before_the_run(tmp_path):
+    cfg = load_config([f"--run.folder={tmp_path}"])
+    assert registered.judged(cfg, 10, 5.0) == {}  # it has none
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(InputError, match="has begun"):
+        registered.write(flat(cfg, 1.0, 2.0), cfg)
+    (tmp_path / registered.FILE).write_text("{}")
+    with pytest.raises(InputError, match="is no forecast"):
+        registered.read(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_a_ladder_runs_goes_on_and_a_run_keeps_its_forecast(tmp_path, monkeypatch):
+    """Of models so small that nothing is learnt: what is run is the commands."""
+    from tools.plan.__main__ import main as plan
+
+    monkeypatch.setenv("NGPU", "1")
+    argv = ["configs/llama_debug.toml", *TINY, "--validation.interval=5", "--validation.steps=1"]
+    ladder = ["--rungs", "3", "--ratio", "0.05", "0.1", "--smallest", "1e4", "--largest", "5e4"]
+    out = tmp_path / "ladder"
+    assert command.main([*argv, *ladder, "--out", str(out)]) == 0
+    before = os.stat(out / "1-0.05" / "metrics.jsonl").st_mtime_ns
+    (out / "2-0.1" / "metrics.jsonl").unlink()
+    assert command.main([*argv, *ladder, "--out", str(out)]) == 0
+    assert os.stat(out / "1-0.05" / "metrics.jsonl").st_mtime_ns == before
+    run = tmp_path / "run"
+    wanted = [*argv, "--training.steps=20", f"--run.folder={run}"]
+    assert plan([*wanted, "--gpus=1", "--device=cpu", f"--ladder={out}"]) == 0
+    assert registered.read(run) is not None
