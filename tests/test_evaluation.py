@@ -501,7 +501,8 @@ def state_after(options: list[str], folder: Path) -> dict:
     kept = {}
     real = train.finish
 
-    def keeping(job, *rest):
+    def keeping(session, *rest):
+        job = session.job
         kept["rng"] = torch.get_rng_state().tolist()
         kept["weights"] = {
             name: part(weight).detach().tolist() for name, weight in job.model.named_parameters()
@@ -510,7 +511,7 @@ def state_after(options: list[str], folder: Path) -> dict:
             [part(value).tolist() for value in state.values() if torch.is_tensor(value)]
             for state in job.optimizer.state.values()
         ]
-        return real(job, *rest)
+        return real(session, *rest)
 
     train.finish = keeping
     assert run(options, folder) == (0, "")
