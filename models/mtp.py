@@ -156,6 +156,12 @@ def layers_in_all(args: Any) -> int:
     return args.n_layers + getattr(args, "mtp_depth", 0)
 
 
+def is_ahead(args: Any, parameter: str) -> bool:
+    """Return whether a parameter is of a layer that predicts a further token, by its name."""
+    numbers = range(args.n_layers, layers_in_all(args))
+    return any(parameter.startswith(f"layers.{number}.") for number in numbers)
+
+
 def layers_worth(args: Any, flops: Callable[[Any], float]) -> float:
     """Return the FLOPs of the predictions over those of a layer; 0 for a model without. flops: of
     its `Args`."""

@@ -899,6 +899,9 @@ def test_other_refusals(saved, tmp_path):
     (tmp_path / "olmo2.toml").write_text('[model]\nfamily = "olmo2"\n')
     said = refused(saved / "theirs", tmp_path, "--config", tmp_path / "olmo2.toml")
     assert "of the family olmo2 TorchTitan's names are not known" in said
+    (tmp_path / "mtp.toml").write_text('[model]\nfamily = "deepseek_v3"\nmtp_depth = 1\n')
+    said = refused(saved / "theirs", tmp_path, "--config", tmp_path / "mtp.toml")
+    assert "TorchTitan's names of the layers of model.mtp_depth = 1 are not known" in said
     shutil.copytree(saved / "theirs", tmp_path / "there")
     code, said = converted("to-dcp", saved / "run", tmp_path / "there")
     assert code == 2 and "exists already" in said

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 import train
 from checkpoint import state
-from data import loader
+from data import further, loader
 from models import deepseek_v3, local, moe
 from models.kernels.cpu import document_attention as kernels
 from models.llama import Llama
@@ -658,6 +658,37 @@ def epsilon_twice(patch: Patch) -> None:
     patch.setattr(torch, "rsqrt", lambda mean_square: real(mean_square + 1e-12))
 
 
+def labels_ahead_of_the_own_part(patch: Patch) -> None:
+    """a rank cuts the labels two ahead out of its own part of a window, and loses the last ones"""
+    real = further.add
+
+    def add(batch: dict, tokens: np.ndarray, begins: object, ranges: list, *rest: int) -> None:
+        real(batch, tokens, begins, ranges, *rest)
+        batch["labels_ahead"][..., np.cumsum([len(part) for part in ranges]) - 1] = -100
+
+    patch.setattr(further, "add", add)
+
+
+def further_loss_of_every_rank(patch: Patch) -> None:
+    """each tensor-parallel rank adds the whole gradient of a further token's loss to the head's"""
+    real = AuxiliaryTerms.add_loss
+    patch.setattr(
+        AuxiliaryTerms,
+        "add_loss",
+        lambda self, loss, name, value, weight: real(self, loss, name, value, weight * self.tp),
+    )
+
+
+def copied_embedding_without_gradient(patch: Patch) -> None:
+    """what embeds further tokens in the last stage is a copy, whose gradient is lost"""
+
+    def forget(stages: pp.PipelineStages) -> None:
+        if stages.tied[1] is not None:
+            stages.tied[1].grad = None
+
+    patch.setattr(pp.PipelineStages, "_add_tied_gradient", forget)
+
+
 def none(patch: Patch) -> None:
     """no mistake"""
 
@@ -677,8 +708,8 @@ def none(patch: Patch) -> None:
 # warning (38).
 # Without a thread: classic mistakes of a first implementation (5, 5b, 12, 19); the reason why some
 # projects refuse tied embeddings with pipelines (25, 25b); a trainer whose router reads the counts
-# of its own rank (33); prototypes of this project (46, 47, 48, 50, 51); made for this museum (52,
-# 53).
+# of its own rank (33); prototypes of this project (46, 47, 48, 50, 51); made for this museum (52 to
+# 56).
 #
 # The rows: what a mistake is, and a run in which it matters.
 
@@ -695,6 +726,7 @@ SOFTMAX, SIGMOID = tuple(EXPERTS["qwen3 experts"]), tuple(DEEPSEEK)
 STRONG_BIAS = (*SIGMOID, "--training.expert_bias_speed=1")
 LOUD_EXPERTS = (*SIGMOID, "--training.expert_bias_speed=0.07", "--model.routed_scale=20")
 LATENT = (*SIGMOID, "--model.expert_dim=12")  # tensor parallelism of 2 splits the shared experts
+AHEAD = (*LATENT, "--model.mtp_depth=1")
 TO_ONE = (*SIGMOID, ONE_EXPERT, "--model.experts_per_token=1", "--training.expert_bias_speed=0")
 
 
@@ -781,6 +813,9 @@ ROWS = [
     Row("51", rotated_key_of_own_heads, "tp2", {}, LATENT),
     Row("52", one_in_a_million, "fsdp2", EXACTLY),
     Row("53", epsilon_twice, "tp2", EXACTLY | {"model": "olmo2"}),
+    Row("54", labels_ahead_of_the_own_part, "cp2", {}, AHEAD),
+    Row("55", further_loss_of_every_rank, "tp2", {}, AHEAD),
+    Row("56", copied_embedding_without_gradient, "pp2", ONCE, AHEAD),
 ]
 CONTROLS = [  # one for each kind of mesh; tests/test_parallel.py and its like have further ones
     Row("", none, "pp2", TIED | CLIPS | ONCE, (DOCUMENTS,)),

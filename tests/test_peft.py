@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from configs.schema import Lora
+from configs.schema import InputError, Lora
 from models import lora
 from tests.ranks import run_ranks
 from tests.runs import run, tiny_run
@@ -115,6 +115,15 @@ def test_adapters_of_some_of_the_experts_weights(tmp_path):
     targets = ("w3", "w2")
     seen = compare("gpt_oss", tmp_path / "peft", targets)
     assert max(seen.values()) <= LIMIT, seen
+
+
+def test_adapters_of_a_layer_for_further_tokens_are_refused(tmp_path):
+    family, args = SHAPES["qwen3_next"]
+    args = replace(args, mtp_depth=1)
+    adapters_of_all = adapt(family.build(args), ("wq",))
+    with pytest.raises(InputError, match="layers.5.attention.wq.*model.mtp_depth"):
+        write(tmp_path / "peft", adapters_of_all, family, args)
+    assert not (tmp_path / "peft").exists()
 
 
 def without(folder: Path, *keys: str) -> None:

@@ -55,7 +55,7 @@ def test_meshes_equal_the_plain_model() -> None:
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_adapters_on_a_mesh_equal_the_plain_model() -> None:
-    parity.check("tp2", [parity.combination_of(dtype="float64")], [*LORA_NEXT, *EVEN])
+    parity.check("tp2", [parity.combination_of(dtype="float64")], [*LORA_NEXT, *EVEN, AHEAD])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from torch import Tensor
 from checkpoint import hf
 from configs.schema import InputError
 from models.formats.layouts import Grouped, Interleaved
+from models.mtp import is_ahead
 from reliability import disk
 from tools.adapters import Adapter, by_parameter
 
@@ -125,6 +126,11 @@ def translate(
     place_of = places(family, args)
     of_theirs: dict[str, list[tuple[Adapter, PeftTarget]]] = {}
     for ours, adapter in by_parameter(adapters).items():
+        if is_ahead(args, ours):
+            raise InputError(
+                f"{ours} has an adapter: the models that peft adapts have no layers for further tokens "
+                "(model.mtp_depth), so merge it (lora-merge)"
+            )
         place = place_of[ours]
         if "embed_tokens" in place.parameter:
             raise InputError(

@@ -134,7 +134,7 @@ def _only_one(parts: list[Tensor]) -> Tensor:
 
 def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
     family, args = state.model_of(path, manifest, MODELS)
-    check_family(str(path), family.name)
+    check_model(str(path), family.name, args)
     if manifest["optimizer"] not in ("AdamW", "none"):
         raise InputError(
             f"{path} has the state of {manifest['optimizer']}, only AdamW's has TorchTitan's names"
@@ -177,10 +177,16 @@ NAMES: dict[str, Callable[[Path, dict], Written]] = {
 }
 
 
-def check_family(where: str, name: str) -> None:
+def check_model(where: str, name: str, args: Any) -> None:
+    """Raise InputError for a model whose parameters have no names of TorchTitan's."""
     if name not in torchtitan.FAMILIES:
         known = ", ".join(torchtitan.FAMILIES)
         raise InputError(f"{where}: of the family {name} TorchTitan's names are not known: {known}")
+    if getattr(args, "mtp_depth", 0):
+        raise InputError(
+            f"{where}: TorchTitan's names of the layers of model.mtp_depth = {args.mtp_depth} are not "
+            "known: train without them, or keep our names (--names plumbline)"
+        )
 
 
 def progress_of(manifest: dict) -> dict[Key, Any]:
@@ -303,9 +309,9 @@ def of_moments(
 
 
 def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
-    check_family("--config", cfg.model.family)
     family = MODELS[cfg.model.family]
     args = family.Args(**architecture(cfg.model))
+    check_model("--config", cfg.model.family, args)
     shapes = new_checkpoint.shapes(family.name, args)
     release = release_of(folder, shapes, args)
     theirs = torchtitan.names(shapes, args, release)

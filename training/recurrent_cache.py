@@ -32,6 +32,7 @@ class CachedCore(nn.Module):
         self.kind = core.kind
         self.lengths: Sequence[int] = ()
         self.kept: Tensor | None = None  # [B, ...]
+        self.last: tuple[Tensor, tuple[Tensor, ...]] | None = None  # kept before, and the inputs
 
     def groups(self) -> Iterator[tuple[list[int], int]]:
         """Yield the rows that have each length, and the length."""
@@ -39,10 +40,28 @@ class CachedCore(nn.Module):
             yield [row for row, own in enumerate(self.lengths) if own == length], length
 
     def keep(self, rows: list[int], new: Tensor) -> None:
-        """Keep `new`, [len(rows), ...], of these rows."""
+        """Keep `new`, [len(rows), ...], of these rows. What was kept before is left as it was."""
+        if len(rows) == len(self.lengths):
+            self.kept = new
+            return
         if self.kept is None:
-            self.kept = new.new_zeros(len(self.lengths), *new.shape[1:])
-        self.kept[rows] = new
+            kept = new.new_zeros(len(self.lengths), *new.shape[1:])
+        else:
+            kept = self.kept.clone()
+        kept[rows] = new
+        self.kept = kept
+
+    def note(self, *inputs: Tensor) -> None:
+        """Note what the forward that begins goes on from, and its few inputs."""
+        self.last = None if self.kept is None else (self.kept, inputs)
+
+    def keep_first(self, lengths: Sequence[int]) -> None:
+        """Keep what the last forward would have left of so many of its tokens, the first ones of each
+        row."""
+        assert self.last is not None, "the first forward is not taken back"
+        self.kept, inputs = self.last
+        self.lengths = lengths
+        self(*inputs)
 
 
 class CachedState(CachedCore):
@@ -50,6 +69,7 @@ class CachedState(CachedCore):
 
     def forward(self, *inputs: Tensor, documents: None = None) -> Tensor:
         """Compute `models/recurrent.py::StateCore.forward` for new tokens; 0 for what is padding."""
+        self.note(*inputs)
         before, outputs = self.kept, {}
         for rows, length in self.groups():
             part = [x[rows, :length] for x in inputs]
@@ -65,6 +85,7 @@ class CachedConvolution(CachedCore):
 
     def forward(self, x: Tensor, weight: Tensor, documents: None = None) -> Tensor:
         """Compute `models/recurrent.py::ConvolutionCore.forward` for new tokens."""
+        self.note(x, weight)
         kept, outputs = self.kept, {}
         if kept is None:
             kept = x.new_zeros(len(x), weight.shape[1] - 1, x.shape[2])

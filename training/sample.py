@@ -38,13 +38,16 @@ class KeyValueCache:
     `forward` replaces these parameter-free modules by others: the model knows nothing of it. Keys
     and values of all cached positions are recomputed from the latents for every token."""
 
-    def __init__(self, model: nn.Module, capacity: int):
-        """capacity: positions to keep of each prompt, S. Raises InputError for a model with a core that
-        cannot be replaced (parallelisms/cores.py)."""
+    def __init__(self, model: nn.Module, capacity: int, blocks: Sequence[nn.Module] | None = None):
+        """capacity: positions to keep of each prompt, S. blocks: those whose tokens are kept; None: all.
+        Raises InputError for a model with a core that cannot be replaced (parallelisms/cores.py)."""
         own = cores.unsupported_core(model)
         if own is not None:
             raise InputError(f"keys and values cannot be kept while sampling, since {own}")
         self.model, self.capacity = model, capacity
+        self.parts = None
+        if blocks is not None:
+            self.parts = {module for block in blocks for module in block.modules()}
         self.began = False
         self.kept: list[tuple[Tensor, ...]] = []  # of each attention
         self.recurrent: list[recurrent_cache.CachedCore] = []  # of the other cores
@@ -56,12 +59,20 @@ class KeyValueCache:
         loss_head: Callable[[Tensor, Tensor], Tensor],
         lengths: Sequence[int] | None = None,
     ) -> Tensor:
-        """Run the model's forward on tokens int64 [B, T]. positions: int64 [T] from 0 on in the
-        first forward, which fills the cache, and int64 [B, T] afterwards: the cache at these
-        positions is replaced. lengths: the tokens of each row that are no padding; None: all."""
-        attention = of_kind(self.model.cores(), ATTENTION)
-        others = of_kind(self.model.cores(), STATE, CONVOLUTION)
-        latents = self.model.latents()
+        """Run the model's forward on tokens int64 [B, T], inside of the context `at`. lengths: None if
+        nothing is padding."""
+        with self.at(positions, lengths or [tokens.shape[1]] * len(tokens)):
+            return self.model(tokens, positions, loss_head)
+
+    @contextmanager
+    def at(self, positions: Tensor, lengths: Sequence[int]) -> Iterator[None]:
+        """Go on from what is kept, inside the context, for one forward through the blocks. positions:
+        int64 [T] from 0 on in the first forward, which fills the cache, and int64 [B, T] afterwards:
+        the cache at these positions is replaced. lengths: the tokens of each row that are no
+        padding."""
+        attention = self._own(of_kind(self.model.cores(), ATTENTION))
+        others = self._own(of_kind(self.model.cores(), STATE, CONVOLUTION))
+        latents = self._own(self.model.latents())
         keep = self._begin
         attends: list[Callable] = list(attention)
         if self.began:
@@ -73,14 +84,24 @@ class KeyValueCache:
             self.recurrent = [recurrent_cache.cached(core) for core in others]
         self.began = True
         for module in self.recurrent:
-            module.lengths = lengths or [tokens.shape[1]] * len(tokens)
+            module.lengths = lengths
         cached: list[nn.Module] = [*self.recurrent]
         for i, core in enumerate(attention):
             cached.append(CachedAttention(core, attends[i], None if latents else partial(keep, i)))
         for i, module in enumerate(latents):
             cached.append(CachedLatents(module, partial(keep, i)))
         with cores.instead(self.model, [*others, *attention, *latents], cached):
-            return self.model(tokens, positions, loss_head)
+            yield
+
+    def _own(self, modules: Sequence[Any]) -> Sequence[Any]:
+        """Return those of these modules whose tokens are kept here."""
+        return [m for m in modules if self.parts is None or m in self.parts]
+
+    def keep_first(self, lengths: Sequence[int]) -> None:
+        """Take back what the last forward, not the first one, has kept of all but the first tokens of
+        each row. Keys and values there are replaced before they are seen."""
+        for module in self.recurrent:
+            module.keep_first(lengths)
 
     def _begin(self, number: int, *first: Tensor) -> tuple[Tensor, ...]:
         """Keep what attention `number` needs of the first tokens, [B, T, ...] each, and return it."""
