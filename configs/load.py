@@ -578,7 +578,8 @@ def help_text(names: Collection[str]) -> str:
         lines += ["", f"[{table}]"] if shown else []
         for name in shown:
             default = f"  {name.split('.')[1]} = {_default(name)}"
-            lines.append(f"{default:38}  {allowed(OPTIONS[name])}")
+            values = f"  {allowed(OPTIONS[name])}"
+            lines.append(default.ljust(min(38, 120 - len(values))) + values)
             lines.append(f"      {OPTIONS[name]['description']}")
     return "\n".join(lines)
 

@@ -14,7 +14,16 @@ if TYPE_CHECKING:
     from models.family import Family, Formats
     from models.options import Numbers
 
-FAMILIES = ("llama", "qwen3", "deepseek_v3", "olmo2", "gpt_oss", "qwen3_next", "gemma3")
+FAMILIES = (
+    "llama",
+    "qwen3",
+    "deepseek_v3",
+    "olmo2",
+    "gpt_oss",
+    "qwen3_next",
+    "gemma3",
+    "kimi_linear",
+)
 
 
 class Registry(Mapping):

@@ -1,26 +1,19 @@
 """DeepSeek-V3 as single-device code: it knows torch, and nothing of meshes.
 
-Attention is multi-head latent attention (MLA): keys and values of all heads are computed from one
-narrow vector of each token, and only a part of each head, the same for all heads of the keys, is
-rotated. All layers but the first few are mixtures of experts with shared experts, whose load a bias
-balances. `models/family.py` explains what stands below. Source: DeepSeek-V3 technical report,
-arXiv:2412.19437; MLA: DeepSeek-V2, arXiv:2405.04434, section 2.1.
-
-Shapes:  B batch   T sequence   H heads   P rotated part of a head   U the part that is not
-         W = U + P   V width of a value
+Attention is multi-head latent attention (models/latent_attention.py). All layers but the first few
+are mixtures of experts with shared experts, whose load a bias balances. `models/family.py` explains
+what stands below. Source: DeepSeek-V3 technical report, arXiv:2412.19437.
 """
 
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import arithmetic, layers, moe, mtp
+from models import latent_attention, layers, moe, mtp
 from models.family import Family
 from models.flavors.deepseek_v3 import NUMBERS
-from models.layers import Documents
+from models.latent_attention import LatentAttention
 from models.yarn import mscale, yarn
 
 
@@ -62,98 +55,6 @@ class Args:
     balancing_bias: ClassVar[bool] = True
 
 
-# of the norms of latents, independent of norm_eps (DeepSeek's and transformers' code)
-LATENT_EPS = 1e-6
-
-
-class Latents(nn.Module):
-    """Return the latents from which a token's keys and values are computed: kv_rank numbers, and P
-    rotary ones that all heads share. This module has no parameters. It exists as a hook point:
-    tensor parallelism gathers the sequence before it, and sampling caches its output."""
-
-    def __init__(self, args: Args):
-        super().__init__()
-        self.widths = args.kv_rank, args.rope_dim
-
-    def forward(self, narrow: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """narrow [B, T, kv_rank + P] -> the same with the last P numbers rotated."""
-        latent, k_rope = narrow.split(self.widths, -1)
-        return torch.cat((latent, rotate(k_rope[:, :, None], cos, sin).flatten(2)), -1)
-
-
-class Core(layers.AttentionCore):
-    """Values are narrower than keys, and fast kernels want them as wide. They are padded here, so
-    that a module that exchanges keys and values between ranks sends no zeros (parallelisms/cp.py)."""
-
-    supports_spec = True
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        documents: Documents | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        """q and k [B, T, H, W], v [B, T, H, V] -> [B, T, H, V]."""
-        padded = F.pad(v, (0, k.shape[-1] - v.shape[-1]))
-        return super().forward(q, k, padded, documents, sinks)[..., : v.shape[-1]]
-
-
-class Attention(nn.Module):
-    """Multi-head latent attention."""
-
-    def __init__(self, args: Args):
-        super().__init__()
-        self.args = args
-        width = args.nope_dim + args.rope_dim
-        if args.q_rank:
-            self.wq_a = nn.Linear(args.dim, args.q_rank, bias=False)
-            self.q_norm = nn.RMSNorm(args.q_rank, eps=LATENT_EPS)
-        self.wq_b = nn.Linear(args.q_rank or args.dim, args.n_heads * width, bias=False)
-        self.wkv_a = nn.Linear(args.dim, args.kv_rank + args.rope_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(args.kv_rank, eps=LATENT_EPS)
-        self.latents = Latents(args)
-        self.wkv_b = nn.Linear(
-            args.kv_rank, args.n_heads * (args.nope_dim + args.value_dim), bias=False
-        )
-        self.wo = nn.Linear(args.n_heads * args.value_dim, args.dim, bias=False)
-        self.core = Core()
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, documents: Documents | None = None
-    ) -> Tensor:
-        args, narrow_widths = self.args, (self.args.kv_rank, self.args.rope_dim)
-        q = self.wq_b(self.q_norm(self.wq_a(x)) if args.q_rank else x).unflatten(
-            -1, (-1, args.nope_dim + args.rope_dim)
-        )
-        q_nope, q_rope = q.split((args.nope_dim, args.rope_dim), -1)  # [B, T, H, U], [B, T, H, P]
-        # the core scales by 1 / sqrt(W) alone
-        q = torch.cat((q_nope, rotate(q_rope, cos, sin)), -1) * score_scale(args)
-        latent, k_rope = self.wkv_a(x).split(narrow_widths, -1)
-        latent, k_rope = self.latents(
-            torch.cat((self.kv_norm(latent), k_rope), -1), cos, sin
-        ).split(narrow_widths, -1)
-        kv = self.wkv_b(latent).unflatten(-1, (-1, args.nope_dim + args.value_dim))
-        k_nope, v = kv.split((args.nope_dim, args.value_dim), -1)  # [B, T, H, U], [B, T, H, V]
-        k = torch.cat((k_nope, k_rope[:, :, None].expand(-1, -1, k_nope.shape[2], -1)), -1)
-        return self.wo(self.core(q, k, v, documents).flatten(2))  # [B, T, D]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of the pairs (2i, 2i + 1) of x [B, T, heads, P], as DeepSeek's weights have them. The
-    result has the first numbers of all pairs, then the second ones: scores do not depend on the
-    order, and it is that of `layers.apply_rope`."""
-    return layers.apply_rope(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin)
-
-
-def score_scale(args: Args) -> float:
-    """YaRN's factor of the attention scores (arXiv:2309.00071, section 3.4, in DeepSeek-V2's form:
-    mscale_all_dim)."""
-    scaling = args.rope_scaling
-    return mscale(scaling["factor"], scaling["mscale_all_dim"]) ** 2 if scaling else 1.0
-
-
 class DeepSeekV3(mtp.MultiTokenDecoder):
     def latents(self) -> list[nn.Module]:
         return [layer.attention.latents for layer in self.layers.values()]
@@ -161,12 +62,12 @@ class DeepSeekV3(mtp.MultiTokenDecoder):
     def block(self, args: Args, number: int) -> nn.Module:
         if number < args.n_dense_layers:
             return layers.Block(
-                args, Attention(args), layers.FeedForward(args.dim, args.hidden_dim)
+                args, LatentAttention(args), layers.FeedForward(args.dim, args.hidden_dim)
             )
-        return moe.MixtureBlock(args, Attention(args), moe.MixtureOfExperts(args))
+        return moe.MixtureBlock(args, LatentAttention(args), moe.MixtureOfExperts(args))
 
     def prediction(self, args: Args, number: int) -> nn.Module:
-        return mtp.PredictionMixture(args, Attention(args), moe.MixtureOfExperts(args))
+        return mtp.PredictionMixture(args, LatentAttention(args), moe.MixtureOfExperts(args))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         args = self.args
@@ -186,28 +87,12 @@ def has_mixtures(args: Args) -> bool:
 
 
 def tp_plan(args: Args) -> dict[str, str]:
-    """Return a plan that splits the heads. The narrow vectors of a token are computed once, by the
-    rank that has the token in its slice of the sequence, and gathered: these are sent, not the
-    hidden state."""
-    attention = {
-        "wq_a": "slice_linear",
-        "q_norm": "sequence",
-        "wq_b": "gather_columns",
-        "wkv_a": "slice_linear",
-        "kv_norm": "sequence_plain",
-        "latents": "gather_plain",
-        "wkv_b": "columns_plain",
-        "wo": "rows",
-    }
-    attention = {f"layers.*.attention.{name}": style for name, style in attention.items()}
-    if not args.q_rank:
-        del attention["layers.*.attention.wq_a"], attention["layers.*.attention.q_norm"]
     first = {}
     for layer in range(args.n_dense_layers):
         first |= layers.tp_plan_of_feed_forward(str(layer))
     return (
         layers.TP_PLAN
-        | attention
+        | latent_attention.tp_plan(args)
         | first
         | (moe.tp_plan(args) if has_mixtures(args) else {})
         | mtp.tp_plan(args)
@@ -217,22 +102,18 @@ def tp_plan(args: Args) -> dict[str, str]:
 # Arithmetic ---------------------------------------------------------------------------------------
 
 
-def attention_weights(args: Args) -> int:
-    queries = args.n_heads * (args.nope_dim + args.rope_dim)
-    down = args.dim * args.q_rank + args.dim * (args.kv_rank + args.rope_dim)
-    up = (args.q_rank or args.dim) * queries + args.kv_rank * args.n_heads * (
-        args.nope_dim + args.value_dim
-    )
-    return down + up + args.n_heads * args.value_dim * args.dim
-
-
 def multiplied(args: Args, experts: int) -> int:
     """Count the weights that are multiplied, where so many of the experts that are not shared
     count."""
     feed_forward = args.n_dense_layers * 3 * args.dim * args.hidden_dim
     layers = args.n_layers + args.mtp_depth
     mixtures = (layers - args.n_dense_layers) * moe.weights(args, experts)
-    return layers * attention_weights(args) + feed_forward + mixtures + args.dim * args.vocab_size
+    return (
+        layers * latent_attention.weights(args)
+        + feed_forward
+        + mixtures
+        + args.dim * args.vocab_size
+    )
 
 
 def _not_multiplied(args: Args) -> int:
@@ -270,9 +151,7 @@ def flops_per_token(args: Args, seq_len: int) -> float:
 
 def describe(args: Args) -> str:
     return (
-        f"{arithmetic.layers(args.n_layers)} of width {args.dim}, {args.n_heads} heads, vocabulary "
-        f"{args.vocab_size:,}"
-        f"{' (tied)' if args.tied_embeddings else ''}; {moe.describe(args, active_parameters(args))} "
+        f"{latent_attention.describe(args)}; {moe.describe(args, active_parameters(args))} "
         f"and {args.n_shared_experts} shared{mtp.describe(args)}"
     )
 

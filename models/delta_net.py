@@ -1,5 +1,6 @@
 """Gated delta net (Yang et al., arXiv:2412.06464), the mixer of three of four layers of Qwen3-Next: linear
-attention whose state has the size of one weight, at any length of the sequence.
+attention whose state has the size of one weight, at any length of the sequence. models/kimi_linear.py
+has its own decay and gate.
 
 A short convolution lets a token's query, key and value see the few tokens before it; the gated delta
 rule (models/kernels/delta_rule.py) writes and reads the state of each head; a gate scales what is read.
@@ -51,28 +52,25 @@ class GatedDeltaCore(StateCore):
         return self.begin(*inputs, first=first)[:2]
 
 
-class GatedDeltaNet(nn.Module):
-    """The published layer, with a projection for each thing: its queries, keys, values and gates stand in
-    one matrix there, key head by key head."""
+class DeltaNet(nn.Module):
+    """A layer with the gated delta rule: all but the decay of its states and the gate of what it reads,
+    which a subclass adds, with their weights and dt_bias."""
 
-    def __init__(self, args: Any):
+    def __init__(self, args: Any, key_heads: int, value_heads: int, key_dim: int, value_dim: int):
         super().__init__()
-        self.key_dim = args.delta_key_dim
-        self.value_dim = args.delta_value_dim
-        keys = args.delta_key_heads * args.delta_key_dim
-        values = args.delta_value_heads * args.delta_value_dim
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        keys = key_heads * key_dim
+        values = value_heads * value_dim
         self.wq = nn.Linear(args.dim, keys, bias=False)
         self.wk = nn.Linear(args.dim, keys, bias=False)
         self.wv = nn.Linear(args.dim, values, bias=False)
-        self.wz = nn.Linear(args.dim, values, bias=False)  # gate of the output
-        self.wb = nn.Linear(args.dim, args.delta_value_heads, bias=False)  # beta
-        self.wa = nn.Linear(args.dim, args.delta_value_heads, bias=False)  # decay
+        self.wb = nn.Linear(args.dim, value_heads, bias=False)  # beta
         self.conv_q = nn.Parameter(torch.empty(keys, args.conv_width))
         self.conv_k = nn.Parameter(torch.empty(keys, args.conv_width))
         self.conv_v = nn.Parameter(torch.empty(values, args.conv_width))
-        self.A_log = nn.Parameter(torch.empty(args.delta_value_heads))
-        self.dt_bias = nn.Parameter(torch.empty(args.delta_value_heads))
-        self.norm = nn.RMSNorm(args.delta_value_dim, eps=args.norm_eps)  # of each head
+        self.A_log = nn.Parameter(torch.empty(value_heads))
+        self.norm = nn.RMSNorm(value_dim, eps=args.norm_eps)  # of each head
         self.wo = nn.Linear(values, args.dim, bias=False)
         self.convolution = ConvolutionCore()
         self.core = GatedDeltaCore()
@@ -86,7 +84,7 @@ class GatedDeltaNet(nn.Module):
         v = v.view(B, T, -1, self.value_dim)  # [B, T, H, V]
         beta = wide(self.wb(x)).sigmoid()  # [B, T, H]
         o = self.norm(self.core(q, k, v, self.decay(x), beta, documents=documents))
-        gate = F.silu(wide(self.wz(x)).view(B, T, -1, self.value_dim))
+        gate = self.gate(x).view(B, T, -1, self.value_dim)
         return self.wo((o * gate).type_as(o).flatten(2))
 
     def convolved(self, x: Tensor, documents: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -98,10 +96,34 @@ class GatedDeltaNet(nn.Module):
         return q, k, v
 
     def decay(self, x: Tensor) -> Tensor:
-        """Return the logarithm of the decay, float32 (float64 where the model is) [B, T, H], at most 0:
-        -exp(A_log) softplus(wa x + dt_bias), as in Mamba-2 (Dao and Gu, arXiv:2405.21060)."""
+        """Return the logarithm of the decay, of the wide type [B, T, H] or [B, T, H, E], at most 0."""
+        raise NotImplementedError
+
+    def gate(self, x: Tensor) -> Tensor:
+        """Return the factors of what is read, of the wide type [B, T, H V]."""
+        raise NotImplementedError
+
+
+class GatedDeltaNet(DeltaNet):
+    """The published layer, with a projection for each thing: its queries, keys, values and gates stand in
+    one matrix there, key head by key head."""
+
+    def __init__(self, args: Any):
+        heads = args.delta_key_heads, args.delta_value_heads
+        super().__init__(args, *heads, args.delta_key_dim, args.delta_value_dim)
+        values = args.delta_value_heads * args.delta_value_dim
+        self.wz = nn.Linear(args.dim, values, bias=False)  # gate
+        self.wa = nn.Linear(args.dim, args.delta_value_heads, bias=False)  # decay
+        self.dt_bias = nn.Parameter(torch.empty(args.delta_value_heads))
+
+    def decay(self, x: Tensor) -> Tensor:
+        """Return the decay of each head, [B, T, H]: -exp(A_log) softplus(wa x + dt_bias), as in Mamba-2
+        (Dao and Gu, arXiv:2405.21060)."""
         step = F.softplus(wide(self.wa(x)) + wide(local(self.dt_bias)))
         return -wide(local(self.A_log)).exp() * step
+
+    def gate(self, x: Tensor) -> Tensor:
+        return F.silu(wide(self.wz(x)))
 
 
 def unit(x: Tensor, length: float = 1.0) -> Tensor:
@@ -128,11 +150,12 @@ def initial_values(args: Any) -> list[tuple[str, str, float]]:
 DECAY = [("*.A_log", False), ("*.dt_bias", False)]
 
 
-def tp_plan(layer: str = "*") -> dict[str, str]:
+def tp_plan(layer: str = "*", own: tuple[str, ...] = ("wz", "wa")) -> dict[str, str]:
     """Return the rows of a layer whose mixer this is: heads are split, and each rank keeps the
-    convolution and the state of its own. layer: its number, or * for all."""
+    convolution and the state of its own. layer: its number, or * for all. own: a subclass's
+    projections to heads."""
     mixer = f"layers.{layer}.attention"
-    projections = {f"{mixer}.{name}": "columns" for name in ("wq", "wk", "wv", "wz", "wb", "wa")}
+    projections = {f"{mixer}.{name}": "columns" for name in ("wq", "wk", "wv", "wb", *own)}
     return {
         mixer: "gather_sequence_split_own",
         **projections,

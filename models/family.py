@@ -152,6 +152,9 @@ class Formats:
     models that see more than text, of which the text model is read."""
     hf_stems: tuple[tuple[str, str], ...] = ()
     """Rows (beginning of a tensor's name in such files, what stands for it in `hf_names`)."""
+    hf_in_memory: tuple[tuple[str, str], ...] = ()
+    """Rows (regular expression of a part of a parameter's name in files, what transformers' model has in
+    its place), where the two differ: adapters for peft have the names of the model."""
     hf_tied: tuple[str, str] = ("model.embed_tokens.weight", "lm_head.weight")
     """The tensors that are one in a model with tied embeddings: the embedding and the output
     projection."""

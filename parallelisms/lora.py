@@ -10,6 +10,7 @@ layer splits:
     columns_plain               whole     rows      the same
     rows                        columns   whole     its part of the sum over the ranks
     slice_linear                whole     whole     the output of its slice of the sequence
+    whole_linear                whole     whole     the output, for its heads
 
 A side that is whole on every rank meets other columns or other tokens on each, so its gradient is a
 sum over the ranks. FSDP takes that sum once per reduction. The narrow vector between A and B is
@@ -51,6 +52,7 @@ SPLITS = {  # style (parallelisms/tp.py::STYLES) -> its row
     "columns_plain": OF_COLUMNS._replace(output=None),
     "rows": Split(Shard(1), Replicate(), Shard(2), Partial()),
     "slice_linear": Split(Replicate(), Replicate(), Shard(1), None),
+    "whole_linear": Split(Replicate(), Replicate(), Partial(), None),
 }
 
 

@@ -69,6 +69,8 @@ STYLES = {
     "gather_plain": Style(GatherPlain, CONTAINER, SLICE_PLAIN, WHOLE_PLAIN),
     "slice": Style(SequenceSlice, CONTAINER, SLICE, SLICE_PLAIN),
     "slice_linear": Style(partial(LinearOfPart, Replicate()), LINEAR, SLICE, SLICE_PLAIN),
+    # a narrow vector that this rank's heads are computed from, on every rank
+    "whole_linear": Style(partial(LinearOfPart, Replicate()), LINEAR, WHOLE, WHOLE_PLAIN),
     # the choice of experts is no hidden state
     "router": Style(RouterOfSlice, ROUTER, SLICE_PLAIN, None),
     # A norm of each head of [B, T, heads, E], which are split over the ranks, with one gain for

@@ -1,5 +1,5 @@
 """Styles of tensor parallelism that PyTorch lacks. All but `GatherSequence` leave plain tensors:
-embeddings, multi-head latent attention (models/deepseek_v3.py), mixtures of experts, norms over all
+embeddings, multi-head latent attention (models/latent_attention.py), mixtures of experts, norms over all
 heads (models/olmo2.py), attention sinks (models/gpt_oss.py)."""
 
 from typing import Any
@@ -111,9 +111,9 @@ class PlainLinear(nn.Linear):
     """A linear layer whose input and output are plain tensors.
 
     Shard(0): the layer's rows are split. Its input is whole, and the gradient of that is this
-    rank's part of a sum. Replicate(): the layer works on this rank's slice of the sequence. Its
-    weight is whole on every rank, and the gradient of that is the sum over the ranks, which FSDP
-    takes once per reduction.
+    rank's part of a sum. Replicate(): the layer works on this rank's slice of the sequence, or on
+    all of it for this rank's heads. Its weight is whole on every rank, and the gradient of that is
+    the sum over the ranks, which FSDP takes once per reduction.
     """
 
     def __init__(self, whole: nn.Linear, mesh: DeviceMesh, placement: Shard | Replicate):
@@ -230,4 +230,8 @@ def part_of(
 
 
 def _plain(x: Tensor) -> Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+    """Return what this rank has. The gradient of a whole tensor is this rank's part of a sum."""
+    if not isinstance(x, DTensor):
+        return x
+    gradient = [Partial() if kind.is_replicate() else kind for kind in x.placements]
+    return x.to_local(grad_placements=gradient)

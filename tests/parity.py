@@ -147,6 +147,15 @@ QWEN3_NEXT = [
     "--model.delta_key_dim=5",
     "--model.delta_value_dim=7",
 ]
+# KDA and a dense layer, KDA, and latent attention; a head of KDA has an odd width
+KIMI_LINEAR = [
+    "--model.family=kimi_linear",
+    *_EXPERTS,
+    "--training.expert_bias_speed=0.01",
+    "--model.attention_interval=3",
+    "--model.delta_heads=4",
+    "--model.delta_dim=5",
+]
 EXPERTS = {
     "qwen3 experts": ["--model.family=qwen3", *_EXPERTS],
     "deepseek_v3": DEEPSEEK,
@@ -159,6 +168,11 @@ LORA_OLMO2 = [*LORA_DENSE, "--model.family=olmo2", "--model.n_layers=4", "--mode
 LORA_QWEN = [*LORA_DENSE, *EXPERTS["qwen3 experts"]]
 LORA_OSS = [*LORA_DENSE, *GPT_OSS]
 LORA_NEXT = [*_LORA, *QWEN3_NEXT, '--lora.targets=["wq", "wv", "wg", "wz", "wb", "wo", "w1"]']
+LORA_KIMI = [
+    *_LORA,
+    *KIMI_LINEAR,
+    '--lora.targets=["wq", "wb", "wf_a", "wf_b", "wg_b", "wkv_b", "wo", "w1"]',
+]
 LORA_MLA = [*_LORA, *DEEPSEEK, '--lora.targets=["wq_b", "wkv_a", "wkv_b", "wo", "w1", "w2", "w3"]']
 Combination = dict[str, str]  # factor -> setting; "mesh" is a factor too
 

@@ -1,13 +1,24 @@
 """Shapes of models with distinct odd sizes, so that no transposed or swapped dimension can hide;
 and pairs of our model and transformers' own with the same weights."""
 
+import re
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from models import FORMATS, deepseek_v3, gemma3, gpt_oss, llama, olmo2, qwen3, qwen3_next
+from models import (
+    FORMATS,
+    deepseek_v3,
+    gemma3,
+    gpt_oss,
+    kimi_linear,
+    llama,
+    olmo2,
+    qwen3,
+    qwen3_next,
+)
 from models.family import Family, Formats, TensorLayout
 
 # Of the seven wavelengths at a head of 14 and a base of 500,000, two are short for 512 tokens, one
@@ -170,6 +181,32 @@ GEMMA3 = gemma3.Args(
     rope_factor=4.0,
     query_scalar=17,
 )
+# KDA, attention, KDA, attention, and attention in the last layer too; two layers are dense.
+KIMI_LINEAR = kimi_linear.Args(
+    dim=42,
+    n_layers=5,
+    n_dense_layers=2,
+    attention_interval=2,
+    n_heads=3,
+    kv_rank=18,
+    nope_dim=10,
+    rope_dim=6,
+    value_dim=14,
+    delta_heads=6,
+    delta_dim=9,
+    conv_width=4,
+    hidden_dim=53,
+    n_experts=7,
+    experts_per_token=3,
+    expert_dim=11,
+    n_shared_experts=2,
+    routed_scale=1.7,
+    balance_loss=0.0,
+    vocab_size=97,
+    norm_eps=1e-2,
+    max_seq_len=64,
+    tied_embeddings=False,
+)
 SHAPES = {  # name -> the family and its numbers
     "llama2": (llama.FAMILY, LLAMA),
     "llama3": (llama.FAMILY, LLAMA3),
@@ -216,6 +253,7 @@ SHAPES = {  # name -> the family and its numbers
         gemma3.FAMILY,
         replace(GEMMA3, rope_factor=1.0, query_scalar=10, tied_embeddings=False),
     ),
+    "kimi_linear": (kimi_linear.FAMILY, KIMI_LINEAR),
 }
 
 
@@ -239,19 +277,30 @@ class Part(NamedTuple):
     shape: torch.Size  # of ours
 
 
+def in_memory(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """Return the tensor of a name in files. transformers' Kimi Linear has other names, and its three
+    convolutions are one."""
+    for in_files, there in FORMATS["kimi_linear"].hf_in_memory:
+        name = name if name in tensors else re.sub(in_files, there, name)
+    stem, is_one_of_three, _ = name.partition("_conv1d")
+    if is_one_of_three:
+        return tensors[stem[:-1] + "conv1d.weight"].chunk(3)["qkv".index(stem[-1])]
+    return tensors[name]
+
+
 def as_ours(tensors: dict[str, torch.Tensor], hf: str | Part) -> torch.Tensor:
     """Return the tensor that a name of `hf_names` or a part means, among those of transformers'
     model: in memory it has the experts' weights of Qwen3 and DeepSeek-V3 in one tensor, w1 and w3
     one after the other."""
     if isinstance(hf, Part):
         whole = tuple(slice(0, size) for size in hf.shape)
-        return hf.layout.read(whole, lambda name, box: tensors[name][box])
+        return hf.layout.read(whole, lambda name, box: in_memory(tensors, name)[box])
     if "#" not in hf:
-        return tensors[hf]
+        return in_memory(tensors, hf)
     stem, _, kind = hf.partition(".#.")
-    if kind.startswith("down"):
-        return tensors[stem + ".down_proj"]
-    return tensors[stem + ".gate_up_proj"].chunk(2, 1)[kind.startswith("up")]
+    if kind.startswith(("down", "w2")):
+        return in_memory(tensors, stem + ".down_proj")
+    return in_memory(tensors, stem + ".gate_up_proj").chunk(2, 1)[kind.startswith(("up", "w3"))]
 
 
 def random_pair(

@@ -622,6 +622,12 @@ RULE_CASES = {
         "model.mtp_depth = 2, but Qwen3-Next has one such layer",
         "model.mtp_depth=1",
     ),
+    "tp_kda_heads": (
+        "model.family=kimi_linear model.delta_heads=2 parallelism.tensor_parallel=4",
+        "parallelism.tensor_parallel = 4 does not divide model.delta_heads = 2",
+        "parallelism.tensor_parallel=2",
+        4,
+    ),
     "mtp_tied": (
         "model.family=deepseek_v3 model.mtp_depth=1 model.tied_embeddings=true "
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "

@@ -11,6 +11,7 @@ import math
 import os
 import pickle
 import random
+import re
 import shutil
 import sys
 from collections import Counter
@@ -112,6 +113,13 @@ def contents(folder: Path) -> dict[str, tuple[torch.dtype, bytes]]:
     return found
 
 
+def published(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return them by the names that dense layers of Kimi Linear have on the hub: transformers 5.23
+    writes others."""
+    dense = re.compile(r"block_sparse_moe\.(gate|up|down)_proj")
+    return {dense.sub(r"mlp.\1_proj", name): tensor for name, tensor in tensors.items()}
+
+
 @pytest.fixture
 def options(tmp_path: Path) -> list[str]:
     return tiny_run(tmp_path)
@@ -185,7 +193,7 @@ def test_in_and_out_again(shape, tmp_path):
 
     byte_tokenizer().save(str(run_folder / "tokenizer.json"))
     assert run("to-hf", run_folder, back, "--max-shard-size", "20KB") == 0
-    assert contents(back) == contents(source)
+    assert contents(back) == published(contents(source))
     index = json.loads((back / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == contents(back).keys()
     assert index["metadata"]["total_size"] == sum(len(data) for _, data in contents(back).values())
@@ -193,7 +201,8 @@ def test_in_and_out_again(shape, tmp_path):
         back, output_loading_info=True, **kind
     )
     assert not any(said.values()), said
-    assert loaded.config.rope_parameters == theirs.config.rope_parameters
+    rotary = [getattr(model.config, "rope_parameters", None) for model in (loaded, theirs)]
+    assert rotary[0] == rotary[1]
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (256, 256)
     again = rounding if has_states else 0
     torch.testing.assert_close(loaded(tokens).logits, theirs(tokens).logits, rtol=again, atol=again)
@@ -210,7 +219,7 @@ def test_in_and_out_again(shape, tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     ]
-    assert contents(tmp_path / "one") == contents(source)
+    assert contents(tmp_path / "one") == published(contents(source))
 
 
 def test_bfloat16_comes_back_to_the_same_bytes(tmp_path):

@@ -44,6 +44,7 @@ def built(name: str, layers: range | None = None, **changes: object) -> torch.nn
     return model
 
 
+WITHOUT_POSITIONS = ("kimi_linear",)
 every_family = pytest.mark.parametrize("name", FORMATS)
 
 
@@ -190,6 +191,14 @@ OLMO3 = {
     },
 }
 BEFORE_EXTENSION = {"rope_scaling": None, "max_position_embeddings": 8192}
+ATTENTION = [4, 8, 12, 16, 20, 24, 27]
+KIMI_LAYERS = {
+    "full_attn_layers": ATTENTION,
+    "kda_layers": [number for number in range(1, 28) if number not in ATTENTION],
+    "head_dim": 128,
+    "num_heads": 32,
+    "short_conv_kernel_size": 4,
+}
 WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
     "Qwen/Qwen3-30B-A3B": (
         "qwen3",
@@ -325,6 +334,47 @@ WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
             "max_position_embeddings": 262144,
             "use_sliding_window": False,
             "tie_word_embeddings": False,
+        },
+    ),
+    "moonshotai/Kimi-Linear-48B-A3B-Base": (
+        "kimi_linear",
+        "48B-A3B",
+        {
+            "model_type": "kimi_linear",
+            "first_k_dense_replace": 1,
+            "head_dim": 72,
+            "hidden_act": "silu",
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "kv_lora_rank": 512,
+            "linear_attn_config": KIMI_LAYERS,
+            "mla_use_nope": True,
+            "model_max_length": 1048576,
+            "moe_intermediate_size": 1024,
+            "moe_layer_freq": 1,
+            "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid",
+            "num_attention_heads": 32,
+            "num_expert_group": 1,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_hidden_layers": 27,
+            "num_key_value_heads": 32,
+            "num_nextn_predict_layers": 0,
+            "num_shared_experts": 1,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "routed_scaling_factor": 2.446,
+            "tie_word_embeddings": False,
+            "topk_group": 1,
+            "use_grouped_topk": True,
+            "v_head_dim": 128,
+            "vocab_size": 163840,
+            "aux_loss_alpha": 0.0001,  # our choice; the file has none
         },
     ),
     **{
@@ -540,6 +590,7 @@ SHORTEST = {
     "deepseek_v3": ("deepseek_v3", {}),
     "gpt_oss": ("gpt_oss", {}),
     "qwen3_next": ("qwen3_next", {}),
+    "kimi_linear": ("kimi_linear", {"linear_attn_config": KIMI_LAYERS}),
     "gemma3_text": ("gemma3", {}),
 }
 
@@ -558,10 +609,11 @@ def test_more_layers_and_wider_heads_than_a_model_has_are_refused(kind):
     """A damaged file is refused before tensors of its sizes are made."""
     name, given = SHORTEST[kind]
     read, given = FORMATS[name].args_from_hf, {"model_type": kind} | given
-    assert read(given | {"num_hidden_layers": 1000}).n_layers == 1000
+    if name != "kimi_linear":  # whose file names each layer
+        assert read(given | {"num_hidden_layers": 1000}).n_layers == 1000
     with pytest.raises(ValueError, match="num_hidden_layers is 1001"):
         read(given | {"num_hidden_layers": 1001})
-    if name == "deepseek_v3":  # whose heads have other widths
+    if name in ("deepseek_v3", "kimi_linear"):  # whose heads have other widths
         return
     heads = {"num_attention_heads": 2**12, "num_key_value_heads": 2**12}
     assert read(given | heads | {"head_dim": 2**12}).head_dim == 2**12
@@ -605,6 +657,8 @@ def test_debug_flavors_are_small_and_otherwise_equal(name, flavor):
         "max_seq_len": 8192,
         "tied_embeddings": all(row["tied_embeddings"] for row in large),
     }
+    if name in WITHOUT_POSITIONS:
+        del same["rope_theta"]
     assert {key: numbers[key] for key in same} == same
     for key in "norm_eps", "balance_loss":
         assert key not in numbers or numbers[key] in [row.get(key) for row in large]
@@ -618,7 +672,13 @@ def test_debug_flavors_are_small_and_otherwise_equal(name, flavor):
 
 
 @pytest.mark.parametrize(
-    "name, flavor", [(name, flavor) for name in FORMATS for flavor in MODELS[name].numbers.flavors]
+    "name, flavor",
+    [
+        (name, flavor)
+        for name in FORMATS
+        if name not in WITHOUT_POSITIONS
+        for flavor in MODELS[name].numbers.flavors
+    ],
 )
 def test_rotary_positions_are_those_of_transformers(name, flavor):
     """At position 1 the sines are nearly the frequencies themselves, so each frequency is compared
@@ -705,6 +765,7 @@ def test_published_totals_of_active_parameters(name, flavor, billions):
         ("deepseek_v3", "16B-A3B"),
         ("gpt_oss", "20B"),
         ("qwen3_next", "80B-A3B"),
+        ("kimi_linear", "48B-A3B"),
     ],
 )
 def test_active_parameters_are_all_but_those_of_experts_that_a_token_is_not_sent_to(name, flavor):
@@ -758,12 +819,16 @@ def test_stages_of_a_pipeline_are_the_whole_model(name, tied):
 @every_family
 def test_positions_are_the_callers(name):
     """A slice of a sequence at its own positions. RoPE is relative, so a shift of all positions
-    changes rounding alone, and other distances between the tokens change the result."""
+    changes rounding alone, and other distances between the tokens change the result, unless the order
+    of tokens is in states alone."""
     model = built(name)
     here, shifted, stretched = (
         model(TOKENS, positions) for positions in (POSITIONS, POSITIONS + 5, POSITIONS * 2)
     )
-    assert (shifted - here).abs().max() < 1e-6 < 1e-5 < (stretched - here).abs().max()
+    if name in WITHOUT_POSITIONS:
+        assert torch.equal(shifted, here) and torch.equal(stretched, here)
+    else:
+        assert (shifted - here).abs().max() < 1e-6 < 1e-5 < (stretched - here).abs().max()
 
 
 @every_family
@@ -782,5 +847,8 @@ def test_the_core_of_attention_can_be_replaced_from_outside(name):
         plain.layers["1"].attention.wo.weight.mul_(2)
     assert torch.equal(model(TOKENS, POSITIONS), plain(TOKENS, POSITIONS))
     # its values are padded inside
-    heads = [(4, 48), (4, 48), (4, 32)] if name == "deepseek_v3" else [(4, 6), (2, 6), (2, 6)]
+    heads = {
+        "deepseek_v3": [(4, 48), (4, 48), (4, 32)],
+        "kimi_linear": [(4, 36), (4, 36), (4, 32)],
+    }.get(name, [(4, 6), (2, 6), (2, 6)])
     assert seen == [tuple((2, 11, *shape) for shape in heads)]

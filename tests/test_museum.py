@@ -33,7 +33,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 import train
 from checkpoint import state
 from data import further, loader
-from models import deepseek_v3, local, moe
+from models import latent_attention, local, moe
 from models.kernels.cpu import document_attention as kernels
 from models.llama import Llama
 from models.terms import AuxiliaryTerms, Term
@@ -624,7 +624,7 @@ def bias_in_16_bits(patch: Patch) -> None:
 def rotated_key_of_own_heads(patch: Patch) -> None:
     """latent attention: all heads have one rotated key, and each rank keeps its gradient from its
     own heads"""
-    real = deepseek_v3.Latents.forward
+    real = latent_attention.Latents.forward
 
     def keep_own(grad: Tensor, width: int) -> Tensor:
         """Return, through the sum over the ranks, each rank's own gradient, for its slice of the
@@ -643,7 +643,7 @@ def rotated_key_of_own_heads(patch: Patch) -> None:
             out.register_hook(lambda grad: keep_own(grad, latents.widths[1]))
         return out
 
-    patch.setattr(deepseek_v3.Latents, "forward", forward)
+    patch.setattr(latent_attention.Latents, "forward", forward)
 
 
 def one_in_a_million(patch: Patch) -> None:

@@ -102,7 +102,8 @@ def errors_of_rotations(family: str) -> list[float]:
 
 
 def all_rotations() -> dict[str, list[float]]:
-    return {family: errors_of_rotations(family) for family in MODELS}
+    turning = [family for family in MODELS if family != "kimi_linear"]  # it has no positions
+    return {family: errors_of_rotations(family) for family in turning}
 
 
 def test_rotary_positions_are_applied_in_float32_for_weights_of_every_dtype():

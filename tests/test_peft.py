@@ -27,7 +27,7 @@ LIMIT = 1e-5
 ROUNDED = {
     "qwen3_next": 3e-4
 }  # large adapters before a norm of small states (tests/test_hf_parity.py)
-ALL = tuple("wq wk wv wo wg wz wa wb wq_a wq_b wkv_a wkv_b w1 w2 w3".split())
+ALL = tuple("wq wk wv wo wg wz wa wb wq_a wq_b wkv_a wkv_b wf_a wf_b wg_a wg_b w1 w2 w3".split())
 FAMILIES = (
     "llama3",
     "qwen3 experts",
@@ -36,6 +36,7 @@ FAMILIES = (
     "gpt_oss",
     "qwen3_next",
     "gemma3 untied",
+    "kimi_linear",
 )
 
 

@@ -12,6 +12,7 @@ Shapes:  X experts   r = rank   I inputs   O outputs   k parameters of ours in o
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,9 @@ STACKED = {
     "gate_proj": ("gate_up_proj", 0, 2),
     "up_proj": ("gate_up_proj", 1, 2),
     "down_proj": ("down_proj", 0, 1),
+    "w1": ("gate_up_proj", 0, 2),
+    "w3": ("gate_up_proj", 1, 2),
+    "w2": ("down_proj", 0, 1),
 }
 
 
@@ -77,6 +81,8 @@ def places(family: Any, args: Any) -> dict[str, PeftTarget]:
     layouts = family.hf_layouts(args, ())
     found = {}
     for ours, theirs in family.hf_names(args).items():
+        for in_files, in_memory in family.hf_in_memory:
+            theirs = re.sub(in_files, in_memory, theirs)
         layout = layouts.get(ours)
         if isinstance(layout, Interleaved):
             found[ours] = PeftTarget(theirs, layout.turn, layout.n, interleaved=True)

@@ -132,7 +132,11 @@ OPTIONS = (
             {"ge": 1},
             "Width of the part of a head of queries and keys that is not rotated.",
         ),
-        "rope_dim": (int, {"ge": 2}, "Width of the part that is rotated."),
+        "rope_dim": (
+            int,
+            {"ge": 2},
+            "Width of the part that is rotated (in Kimi Linear no part is: shared by all heads).",
+        ),
         "value_dim": (int, {"ge": 1}, "Width of a head of values."),
         "n_shared_experts": (
             int,

@@ -80,7 +80,11 @@ OPTIONS = (
             {"ge": 1},
             "Every so many layers one has attention, the others a gated delta net.",
         ),
-        "rope_dim": (int, {"ge": 2}, "Width of the part that is rotated."),
+        "rope_dim": (
+            int,
+            {"ge": 2},
+            "Width of the part that is rotated (in Kimi Linear no part is: shared by all heads).",
+        ),
         "delta_key_heads": (int, {"ge": 1}, "Number of query and key heads of a gated delta net."),
         "delta_value_heads": (
             int,

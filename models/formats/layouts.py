@@ -100,6 +100,32 @@ class Grouped:
 
 
 @dataclass(frozen=True)
+class WithOnes:
+    """A parameter of ours that has further dimensions of 1 in theirs."""
+
+    name: str  # of their tensor
+    before: int  # so many in front of ours
+    behind: int
+
+    types = ("F32", "BF16", "F16")
+
+    def files(self, shape: Sequence[int]) -> dict[str, list[int]]:
+        """Their tensor and its shape. shape: that of ours."""
+        return {self.name: [*[1] * self.before, *shape, *[1] * self.behind]}
+
+    def read(self, box: tuple[slice, ...], read_slice: ReadSlice) -> Tensor:
+        """Read this box of our parameter."""
+        one = slice(0, 1)
+        part = read_slice(self.name, (*[one] * self.before, *box, *[one] * self.behind))
+        return part.reshape([side.stop - side.start for side in box]).contiguous()
+
+    def join(self, parameters: list[Tensor]) -> Tensor:
+        """Their tensor, from ours."""
+        (own,) = parameters
+        return own.reshape(self.files(own.shape)[self.name])
+
+
+@dataclass(frozen=True)
 class Mxfp4:
     """One of n parameters of ours [X, R, C] that take turns in the rows of a tensor in MXFP4, which
     is two: blocks uint8 [X, n R, G, 16], scales uint8 [X, n R, G]. It can be read only."""

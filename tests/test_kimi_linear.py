@@ -1,0 +1,188 @@
+"""Parts that only Kimi Linear has: a decay per channel from narrow vectors on every mesh, attention
+without positions, the files that its format refuses, and the mistakes that a comparison must notice.
+
+tests/test_hf_parity.py compares the whole model with transformers', tests/test_convert.py its files.
+"""
+
+import json
+from itertools import combinations
+
+import pytest
+import torch
+
+from checkpoint import hf
+from configs.schema import InputError
+from models import FORMATS, kimi_linear, layers
+from models.formats.kimi_linear import FORMATS as OURS
+from models.formats.layouts import WithOnes
+from parallelisms import tp_plain
+from tests import parity
+from tests.parity import DOCUMENTS, KIMI_LINEAR, LORA_KIMI
+from tests.ranks import run_ranks
+from tests.shapes import KIMI_LINEAR as ARGS
+from tests.shapes import hugging_face, random_pair
+from training.optim import first_match
+
+# --------------------------------------------------------------------------------------------------
+# meshes
+
+EVEN = ["--model.expert_dim=12"]
+EXACTLY = parity.combination_of(dtype="float64")
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("mesh", ["tp2", "ep2 of cp2", "pp2"])
+def test_meshes_equal_the_plain_model(mesh):
+    """In float64, with documents of which some are shorter than the convolution."""
+    parity.check(mesh, [EXACTLY], [*KIMI_LINEAR, *EVEN, DOCUMENTS])
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_adapters_on_a_mesh_equal_the_plain_model():
+    parity.check("tp2", [EXACTLY], [*LORA_KIMI, *EVEN])
+
+
+def with_a_gradient_of_one_rank(runs: list[list[str]]) -> list[dict]:
+    """The bug put in: what a rank's heads want of the input counts as what all ranks' want."""
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return x.to_local() if isinstance(x, tp_plain.DTensor) else x
+
+    tp_plain._plain = plain
+    return parity.trajectories(runs, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_negative_control_a_narrow_vector_needs_the_gradients_of_all_heads():
+    more = [*KIMI_LINEAR, *EVEN, *parity.MESHES["tp2"][1]]
+    oracle = parity.plain(*more, dtype="float64")
+    run = [*parity.options_of(EXACTLY), *more, parity.seed_of(oracle)]
+    seen = run_ranks(2, with_a_gradient_of_one_rank, [run])[0][0]
+    apart, _ = parity.apart(seen, oracle)
+    assert apart["grad of tok_embeddings.weight"] > 1e-4
+
+
+# --------------------------------------------------------------------------------------------------
+# numbers and files
+
+
+@pytest.mark.slow  # the import of transformers
+def test_the_parameters_are_those_of_transformers_and_of_the_report():
+    """48B, of which 3B work on a token, without the embedding and the output projection."""
+    args = kimi_linear.Args(**kimi_linear.NUMBERS.flavors["48B-A3B"])
+    pytest.importorskip("transformers")
+    with torch.device("meta"):
+        theirs = hugging_face(kimi_linear.FAMILY, args)
+    assert kimi_linear.parameters(args) == sum(p.numel() for p in theirs.parameters())
+    both = 2 * args.vocab_size * args.dim
+    assert kimi_linear.parameters(args) - both == pytest.approx(48e9, rel=0.01)
+    assert kimi_linear.active_parameters(args) - both == pytest.approx(3e9, rel=0.1)
+
+
+def test_vectors_and_norms_do_not_decay():
+    names = [name for name, _ in kimi_linear.FAMILY.build(ARGS).named_parameters()]
+    kept = {name for name in names if not first_match(kimi_linear.DECAY, name)}
+    vectors = {name for name in kept if not name.endswith("norm.weight")}
+    assert {name.split(".")[-1] for name in vectors} == {"A_log", "dt_bias"}
+    assert {name for name in names if name.endswith("norm.weight")} == kept - vectors
+
+
+def test_slices_of_a_tensor_with_more_dimensions_are_those_of_the_parameter():
+    own = torch.randn(5)
+    layout = WithOnes("x", before=2, behind=1)
+    theirs = layout.join([own])
+    assert list(theirs.shape) == layout.files(own.shape)["x"] == [1, 1, 5, 1]
+    for start, stop in combinations(range(6), 2):
+        got = layout.read((slice(start, stop),), lambda name, part: theirs[part])
+        assert torch.equal(got, own[start:stop])
+
+
+KINDS = ["linear_attention", "full_attention"]
+LAYERS = {"num_heads": 6, "head_dim": 9, "short_conv_kernel_size": 4}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"layer_types": [*KINDS, *KINDS, "linear_attention"]}, "and in the last layer, is"),
+        ({"layer_types": KINDS}, "for each of the 5 layers"),
+        ({"layer_types": ["sliding_attention"] * 5}, "only linear_attention with full_attention"),
+        (
+            {
+                "layer_types": None,
+                "linear_attn_config": LAYERS | {"full_attn_layers": [2, 4, 5], "kda_layers": [1]},
+            },
+            "does not name each of 5 layers once",
+        ),
+        ({"layer_types": None, "linear_attn_config": LAYERS}, "full_attn_layers"),
+        ({"linear_attn_config": "x"}, "linear_attn_config is 'x', and must be a table"),
+        ({"mlp_layer_types": ["sparse"] * 4 + ["dense"]}, "only dense layers before all sparse"),
+        ({"mla_use_nope": False}, "mla_use_nope is false"),
+        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func is .softmax."),
+        ({"num_expert_group": 2}, "num_expert_group is 2"),
+        ({"q_lora_rank": 8}, "q_lora_rank is 8"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+        ({"num_key_value_heads": 1}, "has separate keys and values"),
+    ],
+)
+def test_what_our_model_cannot_express_is_refused(change, words, tmp_path):
+    config = OURS.hf_config(ARGS) | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=words):
+        hf.read_model(tmp_path, FORMATS)
+
+
+def test_the_layers_are_read_from_the_hubs_file_and_from_transformers():
+    config = OURS.hf_config(ARGS)
+    hub = {k: v for k, v in config.items() if k not in ("layer_types", "mlp_layer_types")}
+    assert OURS.args_from_hf(config) == OURS.args_from_hf(hub) == ARGS
+    of_transformers = {k: v for k, v in config.items() if k != "linear_attn_config"}
+    assert OURS.args_from_hf(of_transformers) == ARGS
+
+
+# --------------------------------------------------------------------------------------------------
+# mistakes that are noticed
+
+
+def with_one_decay_for_a_head(patch: pytest.MonkeyPatch) -> None:
+    real = kimi_linear.KimiDeltaAttention.decay
+
+    def decay(self: kimi_linear.KimiDeltaAttention, x: torch.Tensor) -> torch.Tensor:
+        return real(self, x).mean(-1)
+
+    patch.setattr(kimi_linear.KimiDeltaAttention, "decay", decay)
+
+
+def with_the_gate_of_a_gated_delta_net(patch: pytest.MonkeyPatch) -> None:
+    def gate(self: kimi_linear.KimiDeltaAttention, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(self.wg_b(self.wg_a(x)))
+
+    patch.setattr(kimi_linear.KimiDeltaAttention, "gate", gate)
+
+
+def with_rotary_positions(patch: pytest.MonkeyPatch) -> None:
+    def turned(self: kimi_linear.KimiLinear, positions: torch.Tensor) -> tuple:
+        frequencies = layers.rope_frequencies(6, 10000.0, positions.device)
+        return layers.rope_tables(frequencies, positions)
+
+    patch.setattr(kimi_linear.KimiLinear, "rope", turned)
+
+
+MISTAKES = [
+    with_one_decay_for_a_head,
+    with_the_gate_of_a_gated_delta_net,
+    with_rotary_positions,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_negative_control_transformers_differs(mistake, monkeypatch):
+    pytest.importorskip("transformers")
+    mistake(monkeypatch)
+    theirs, ours, _ = random_pair(kimi_linear.FAMILY, ARGS)
+    tokens = torch.arange(4 * 23).view(4, 23)
+    assert (ours(tokens, torch.arange(23)) - theirs(tokens).logits).abs().max() > 1e-3
