@@ -148,11 +148,24 @@ def decided(code: int) -> None:
         _this.ended = code
 
 
+def open_streams() -> None:
+    """Open what the parent has closed (`>&-`), so that no file of a run becomes its console."""
+    opened = 0
+    while opened <= 2:  # the lowest number that is free
+        opened = os.open(os.devnull, os.O_RDWR)
+    os.close(opened)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
 def begin() -> None:
     """Answer signals if this process was started as a program of ours: `python -m MODULE`, or
     train.py. Not where one imports us."""
     global _this
     name = started_as()
+    if name is not None:
+        open_streams()
     if name == RANK or name is None:
         return
     if name in SERVANTS or "--work" in sys.orig_argv:  # --work: of data.prepare

@@ -313,6 +313,20 @@ def test_ctrl_c_while_python_only_starts_is_one_sentence(words, tmp_path):
     assert re.fullmatch(r"(plumbline: )?interrupted before training began\n", err), err
 
 
+def test_streams_that_the_parent_has_closed_go_nowhere(tmp_path):
+    """Python has none then, and the next file that is opened would be what C writes errors to."""
+    text = f"""
+from configs import program
+program.open_streams()
+print("out", file=program.sys.stderr)
+with open("{tmp_path}/file", "w") as file:
+    file.write(str(file.fileno()))
+"""
+    line = f"exec {sys.executable} -c '{text}' <&- >&- 2>&-"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), timeout=60)
+    assert done.returncode == 0 and int((tmp_path / "file").read_text()) > 2
+
+
 @pytest.mark.waits
 def test_at_a_terminal_a_tool_is_not_silent_for_more_than_five_seconds(tmp_path):
     """A tool says where it is. One that prints by itself is left alone, as is one without a

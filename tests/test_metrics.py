@@ -533,3 +533,15 @@ def test_lines_that_a_full_disk_has_kept_out_are_named(tmp_path, caplog, monkeyp
         lines.add({"step": step})
     lines.close()
     assert "not in it: the last 2 lines, of steps 7 to 8" in caplog.text
+
+
+def test_a_console_that_goes_away_is_said_once(capsys):
+    """As behind `| head -1`: neither a traceback for each line, nor the end of the run."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        handler = log._AboveBar(stream)
+        for text in ("one", "two"):
+            handler.emit(logging.makeLogRecord({"msg": text}))
+    said = "the console cannot be written (Broken pipe): the run goes on, and its lines are in its logs"
+    assert capsys.readouterr().err == f"{said}\n"

@@ -109,14 +109,29 @@ class _OnceItFails(logging.Handler):
 
 class _AboveBar(logging.StreamHandler):
     """Writes lines above the progress bar instead of through it. A console that goes away (`|
-    head`) stops nothing."""
+    head`, a full disk behind `>`) stops nothing, and is said once."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             tqdm.write(self.format(record), file=self.stream)
             self.flush()
+        except OSError as error:
+            self._leave(error)
         except Exception:
             self.handleError(record)
+
+    def _leave(self, error: OSError) -> None:
+        """Let what is written from now on, also when Python ends, go nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())
+        os.close(nowhere)
+        with contextlib.suppress(OSError):
+            print(
+                f"the console cannot be written ({error.strerror}): the run goes on, and its lines are "
+                "in its logs",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 class _Formatter(logging.Formatter):

@@ -1,5 +1,6 @@
 """Summarise a run in its last log lines."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ def summarise(run: Any, step: int) -> str:
     meter = run.meter
     folder = Path(cfg.run.folder)
     steps = cfg.training.last_step
+    shown = shlex.quote(str(folder))  # commands are copied
     lines = []
     if meter.last_loss is None and step >= steps:
         lines.append(done.sentence(folder, step, cfg.training))
@@ -28,14 +30,14 @@ def summarise(run: Any, step: int) -> str:
         )
     if cfg.debug.sample_tokens and step == steps:
         lines += sample_lines(run)
-    lines.append(f"tensorboard --logdir {folder / 'tensorboard'}")
+    lines.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if cfg.checkpoint.store:
         store = cfg.checkpoint.store
         lines.append(f"checkpoints in {store}; try: python -m checkpoint.verify {store}")
     else:
         question = "--chat 'Hello'" if cfg.data.format == "chat" else "--prompt 'class '"
         lines.append(
-            f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {folder} "
+            f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {shown} "
             f"{question}"
         )
     if step < steps:
