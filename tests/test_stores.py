@@ -818,7 +818,7 @@ def test_a_store_that_is_gone_ends_the_run_with_a_sentence(store, tmp_path, monk
     assert "tries with up to 5 retries each" in said
     # while it is gone, no run starts
     code, said = run_ranks(1, there, run, options, folder)[0]
-    assert code == 2 and "s3://bucket/runs/a/.lease: no connection, or no answer" in said
+    assert code == 2 and "s3://bucket/runs/a: no connection, or no answer" in said
     store.rules()
     assert verify.main([URL, "--all"]) == 0
     assert verify.published(location(URL)) == ["step-00000005"]
