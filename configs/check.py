@@ -591,6 +591,27 @@ RULES = {
         "numbers, but {run.device}, "
         '{training.param_dtype} and {query_numbers}: set it to "auto", or change these',
     ),
+    "delta_rule": (
+        lambda c: (
+            c.training.delta_rule == "flash"
+            and (c.run.device == "cpu" or c.training.param_dtype in ("float32", "float64"))
+        ),
+        "{training.delta_rule} is a kernel for GPUs and 16-bit types, but {run.device} and "
+        '{training.param_dtype}: set it to "auto", or change these',
+    ),
+    "cp_delta_rule": (
+        lambda c: c.training.delta_rule == "flash" and c.parallelism.context_parallel > 1,
+        "{training.delta_rule} computes whole sequences, but with {parallelism.context_parallel} "
+        'ranks exchange what their tokens do to a state: set it to "auto"',
+    ),
+    "delta_rule_of": (
+        lambda c: (
+            c.training.delta_rule != "auto"
+            and not any(name.startswith("delta_") for name in vars(c.model))
+        ),
+        "{training.delta_rule} has no effect: this model.family has no gated delta net; set it to "
+        '"auto"',
+    ),
     # The batch and the model.
     "batch": (
         lambda c: (

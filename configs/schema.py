@@ -454,6 +454,9 @@ class Training(Table):
     attention: Literal["auto", "flash", "flash3", "cudnn"] = "auto"
     """GPU kernel of causal attention; auto: PyTorch's choice. `python -m lab.bench attention`
     measures them."""
+    delta_rule: Literal["auto", "reference", "flash"] = "auto"
+    """Kernel of gated delta nets: plain PyTorch, or flash-linear-attention's on a GPU; auto: that
+    where it is installed."""
     freeze: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
     """Parameters that are not trained, as patterns of names such as "tok_embeddings.*"."""
     max_norm: float = Field(1.0, ge=0)

@@ -234,8 +234,7 @@ class Batches:
             tokens[row, column : column + len(text)] = text
         highest = tokens.max()
         if highest >= self.vocab_size:
-            row = tokens.max(axis=1).argmax()
-            folder = self.sources[source[row]].folder
+            folder = self.sources[source[tokens.max(axis=1).argmax()]].folder
             raise ValueError(inputs.beyond(folder, highest, self.vocab_size))
         begins = None
         if self.mask_documents:

@@ -52,7 +52,8 @@ def documents_of(cores: Sequence[Any], positions: Tensor, device: torch.device) 
     sequences within their documents, int64 [B, T] on the CPU.
 
     It is what attention takes (`AttentionCore.documents`). Where there are cores of other kinds it
-    has the positions too, int64 [B, T] on the device, as `documents.within`."""
+    has the positions too, int64 [B, T] on the device, as `documents.within`. Raises TypeError for an
+    attention whose own class of documents has no such field."""
     attention = of_kind(cores, ATTENTION)
     if attention:
         documents = attention[0].documents(attention, positions, device)
@@ -60,6 +61,13 @@ def documents_of(cores: Sequence[Any], positions: Tensor, device: torch.device) 
         documents = Documents.of(positions, device)
     if len(attention) == len(cores):
         return documents
+    fields = dataclasses.fields(documents) if dataclasses.is_dataclass(documents) else ()
+    if "within" not in {field.name for field in fields}:
+        core, made = type(attention[0]).__qualname__, type(documents).__qualname__
+        raise TypeError(
+            f"{core}.documents returns {made}, where states and convolutions find no positions: make it a "
+            "dataclass with a field `within: Tensor | None = None`"
+        )
     if device.type == "cuda":
         positions = positions.pin_memory()  # a copy from pageable memory would wait for the GPU
     within = positions.to(device, non_blocking=True)

@@ -8,6 +8,7 @@ replaced:  | Module of the model | Replaced by | Why |
 | `AttentionCore` | cp.py::GatheredKV | ranks exchange keys and values |
 | | cp.py::Ulysses | ranks exchange heads |
 | | training/sample.py::CachedAttention | keys and values of earlier tokens are kept |
+| `GatedDeltaCore` | delta_kernel.py::FlashDeltaCore | a kernel for GPUs computes it |
 | `StateCore` | cp_state.py::SharedState | ranks exchange what their tokens do to the state |
 | `ConvolutionCore` | cp_state.py::SharedConvolution | ranks exchange its last inputs |
 | | training/recurrent_cache.py | states and last inputs are kept |

@@ -40,6 +40,7 @@ KEEP = {
     "plumbline.document_attention.default",
     "plumbline.ruled_attention.default",  # attention with a window, sinks, a cap or a scale
     "plumbline.delta_rule.default",
+    "plumbline.flash_delta_rule.default",
     # context parallelism: keys and values are gathered once
     "plumbline.gathered_attention.default",
     "_c10d_functional.all_to_all_single.default",

@@ -26,10 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from configs.schema import Config, InputError
-from models.cores import ATTENTION, CONVOLUTION, STATE, cores_in, kind_of, of_kind
+from models.cores import ATTENTION, CONVOLUTION, STATE, cores_in, documents_of, kind_of, of_kind
 from models.kernels.ruled_attention import PLAIN, why_slow
 from models.recurrent import StateCore
 from parallelisms.mesh import Mesh
@@ -199,7 +200,8 @@ def says(block: nn.Module, name: str, value: bool) -> bool:
 
 
 def check_documents(model: nn.Module) -> None:
-    """Raise InputError for a layer that does not say that it keeps documents apart."""
+    """Raise InputError for a layer that does not say that it keeps documents apart, and for attention
+    whose documents do not tell a hybrid's other cores where they are."""
     for name, mixer in mixers_without_core(model).items():
         block = model.layers[name.split(".")[1]]
         if not says(block, "separates_documents", True):
@@ -208,6 +210,10 @@ def check_documents(model: nn.Module) -> None:
                 f"not say that it keeps documents apart: write separates_documents = True in "
                 f"{mixer} if its forward honours `documents`, or set mask_documents to false"
             )
+    try:
+        documents_of(model.cores(), torch.arange(2)[None], torch.device("cpu"))
+    except TypeError as error:
+        raise InputError(f"data.mask_documents = true, and {error}") from None
 
 
 def check_flops(model: nn.Module, count: Callable[[Any, int], float], T: int) -> None:

@@ -37,15 +37,16 @@ from models.kernels import ruled_attention
 from models.kernels.document_attention import Saved, VarlenMetadata, kernel_exists
 from models.kernels.precision import wide_type
 from models.kernels.ruled_attention import AttentionSpec
-from parallelisms import cp_state
+from parallelisms import cp_state, delta_kernel
 from parallelisms.cores import CoreOfRanks, places, put
 from parallelisms.mesh import Mesh
 
 
 def apply(model: nn.Module, mesh: Mesh, cfg: Config) -> nn.Module:
-    """Replace every core by one that the ranks share, in place."""
+    """Replace every core by one that the ranks share, in place; without such ranks, those that a
+    kernel computes (delta_kernel.py)."""
     if mesh.cp == 1:
-        return model
+        return delta_kernel.apply(model, mesh, cfg)
     cores = model.cores()
     attention = of_kind(cores, ATTENTION)
     others = of_kind(cores, STATE, CONVOLUTION)

@@ -1095,6 +1095,22 @@ RULE_CASES = {
         'debug.emulate_float8 = true has no effect with training.float8 = "none"|choose a recipe',
         "training.float8=rowwise",
     ),
+    "delta_rule": (
+        "model.family=qwen3_next training.delta_rule=flash run.device=cpu",
+        'training.delta_rule = "flash" is a kernel for GPUs and 16-bit types|run.device = "cpu"',
+        "run.device=auto training.param_dtype=bfloat16",
+    ),
+    "cp_delta_rule": (
+        "model.family=qwen3_next training.delta_rule=flash parallelism.context_parallel=2 run.device=auto",
+        'training.delta_rule = "flash" computes whole sequences|parallelism.context_parallel = 2',
+        "training.delta_rule=auto",
+        2,
+    ),
+    "delta_rule_of": (
+        "training.delta_rule=reference",
+        'training.delta_rule = "reference" has no effect: this model.family|set it to "auto"',
+        "model.family=qwen3_next",
+    ),
     "attention": (
         "training.attention=cudnn run.device=cpu",
         'training.attention = "cudnn" is a kernel for GPUs|run.device = "cpu"|set it to "auto"',

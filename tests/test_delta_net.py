@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from configs.schema import InputError
 from models import delta_net
+from models.cores import cores_in
 from models.delta_net import GatedDeltaNet
 from models.kernels import delta_rule
-from parallelisms import blocks, cp_state, tp
+from parallelisms import blocks, cp, cp_state, delta_kernel, flash_delta_rule, tp
+from tests import flash_double
 from tests.ranks import run_ranks
 from training import init
 
@@ -182,8 +185,69 @@ def test_the_operator_is_a_good_one(more):
 
 
 def test_selective_checkpointing_keeps_it():
-    assert "plumbline.delta_rule.default" in blocks.KEEP
-    assert torch.ops.plumbline.delta_rule.default
+    for name in ("plumbline.delta_rule.default", "plumbline.flash_delta_rule.default"):
+        assert name in blocks.KEEP
+    assert torch.ops.plumbline.delta_rule.default and torch.ops.plumbline.flash_delta_rule.default
+
+
+# The package for GPUs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by_channel", [False, True], ids=["a decay a head", "a decay a channel"])
+@pytest.mark.parametrize("has_documents", [False, True], ids=["sequences", "documents"])
+def test_the_package_is_called_as_the_reference(has_documents, by_channel):
+    """Grouped heads, states of rows, documents as pieces of one row. In 16 bits each of the two rounds its
+    results once."""
+    given = [x.detach() for x in inputs(23, by_channel)]
+    first = first_tokens(23) if has_documents else None
+    narrow = [x.bfloat16().requires_grad_() for x in given[:3]]
+    narrow += [x.float().requires_grad_() for x in given[3:]]
+    state = state_before(torch.float32)
+    with flash_double.instead_of_fla():
+        found = results(flash_delta_rule.chunked, narrow, first, state)
+    wanted = results(delta_rule.chunked, narrow, first, state)
+    assert error(found, wanted) < 1e-2
+    if has_documents:  # the negative control
+        with flash_double.instead_of_fla():
+            unreset = results(flash_delta_rule.chunked, narrow, None, state)
+        assert error(unreset, wanted) > 0.1
+
+
+def test_the_layer_with_the_package_compiles_whole():
+    ours = layer(torch.bfloat16)
+    ours.core = delta_kernel.FlashDeltaCore()
+    x = torch.randn(1, 20, ARGS.dim, dtype=torch.bfloat16)
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    with flash_double.instead_of_fla():
+        assert torch.equal(compiled(x, None, None), ours(x, None, None))
+        compiled(x, None, None).sum().backward()
+    assert all(p.grad is not None for p in ours.parameters())
+
+
+@pytest.mark.parametrize(
+    "chosen, device, is_installed, wanted",
+    [
+        ("auto", "cuda", True, True),
+        ("auto", "cuda", False, False),
+        ("auto", "cpu", True, False),
+        ("reference", "cuda", True, False),
+        ("flash", "cuda", True, True),
+        ("flash", "cuda", False, "needs the package fla: pip install flash-linear-attention"),
+        ("flash", "cpu", True, "needs a GPU, this is a cpu"),
+    ],
+)
+def test_what_computes_it_is_chosen(chosen, device, is_installed, wanted, monkeypatch):
+    monkeypatch.setattr(flash_delta_rule, "is_installed", lambda: is_installed)
+    mesh = SimpleNamespace(cp=1, device=torch.device(device))
+    cfg = SimpleNamespace(training=SimpleNamespace(delta_rule=chosen))
+    mixer = layer(torch.float32)
+    mixer.cores = lambda: cores_in(mixer)
+    if isinstance(wanted, str):
+        with pytest.raises(InputError, match=wanted):
+            cp.apply(mixer, mesh, cfg)
+        return
+    cp.apply(mixer, mesh, cfg)
+    assert (type(mixer.core) is delta_kernel.FlashDeltaCore) == wanted
 
 
 # The layer ----------------------------------------------------------------------------------------
@@ -307,7 +371,8 @@ def gradients(tp_size: int, broken: str | None = None) -> dict[str, Tensor]:
 
 
 def test_tensor_parallelism_splits_heads():
-    """In float64; where the ranks' parts of a gradient are not summed, it is seen."""
+    """In float64; where the ranks' parts of the gradient of what gates the output are not summed, it is
+    seen (docs/museum.md)."""
     plain = gradients(1)
     for rank, found in enumerate(run_ranks(2, gradients, 2)):
         assert found.keys() == plain.keys()

@@ -23,7 +23,7 @@ import train
 from checkpoint import state
 from configs.load import load_config
 from configs.schema import InputError
-from lab.bench import idle
+from lab.bench import delta_net, idle
 from lab.bench.__main__ import BENCHES, FILES
 from lab.bench.__main__ import main as run_bench
 from lab.bench.device import checks, measure, planned, shared
@@ -32,7 +32,8 @@ from lab.bench.device.parts import PARTS, Section, main
 from lab.bench.device.record import Record
 from models import moe
 from models.kernels import document_attention as masked
-from tests import fork_server
+from parallelisms import delta_kernel
+from tests import flash_double, fork_server
 from tests.ranks import run_ranks
 from tools.plan.arguments import arguments as plan_arguments
 from tools.plan.command import read_inputs
@@ -65,6 +66,22 @@ def test_the_checks_pass_on_a_cpu(tmp_path):
         name: checks.failures(errors, checks.CHECKS[name].limit) for name, errors in seen.items()
     }
     assert not any(wrong.values()), wrong
+
+
+@pytest.mark.slow
+def test_the_package_for_gated_delta_nets_is_compared_and_timed(monkeypatch):
+    """As on a GPU that has it, with a double of the package; the negative control is a wrong scale."""
+    monkeypatch.setattr(delta_kernel, "is_flash", lambda *_: True)
+    monkeypatch.setattr(checks, "DOCUMENTS", (3, 1, 14, 5, 13))
+    with flash_double.instead_of_fla():
+        errors = checks.delta_rule(CPU, Path())
+        rows, _ = delta_net.kernels(1, tokens=8)
+        limit = checks.CHECKS["delta_rule"].limit
+        assert len(errors) == 16 and not checks.failures(errors, limit), errors
+        assert [row[1] for row in rows] == ["reference", "flash-linear-attention"] * 2
+        real = flash_double.by_pieces
+        monkeypatch.setattr(flash_double, "by_pieces", lambda q, *rest: real(q * 2, *rest))
+        assert checks.failures(checks.delta_rule(CPU, Path()), limit)
 
 
 def errors_on_ranks(names: list[str], folder: Path) -> dict[str, dict[str, float]]:

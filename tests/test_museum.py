@@ -6,7 +6,8 @@ not show it. A row of ROWS puts one of them in, trains on two ranks, and compare
 model as tests/test_parallel.py does (`tests/parity.py`). The same numbers are then compared with
 the tolerances that other projects use (LOOSE), to count what those let through.
 
-`docs/museum.md` has the counts, and `lab/bench/results/museum.txt` has the table.
+Mistakes in layers with a state are in the tests of these layers: tests/test_recurrent.py and test_delta_net.py.
+`docs/museum.md` lists them, and has the counts; `lab/bench/results/museum.txt` has the table.
 `python -m tests.test_museum` prints it.
 """
 

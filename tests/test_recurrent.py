@@ -2,7 +2,7 @@
 document, and kept while sampling. Each mistake that would train in silence is put in once."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import train
 from configs.load import load_config
 from configs.schema import InputError, Lora
-from models import llama
+from models import layers, llama
 from models.recurrent import ConvolutionCore, StateCore
 from parallelisms import cores, cp_state
 from parallelisms.mesh import world
@@ -304,6 +304,34 @@ def test_what_a_state_lacks_is_refused_by_name():
     assert "the state core WithoutRun has no `run`" in refusal(WithoutRun, 2)
 
 
+@dataclass(frozen=True)
+class Table:
+    """What a fork's attention may want to know of documents."""
+
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TableWithPositions(Table):
+    within: torch.Tensor | None = None
+
+
+@pytest.mark.parametrize("made", [Table, TableWithPositions, list])
+def test_documents_of_a_forks_own_class_tell_states_where_they_are(made, monkeypatch):
+    def documents(cores, positions, device):
+        return made(positions == 0)
+
+    monkeypatch.setattr(layers.AttentionCore, "documents", staticmethod(documents))
+    found = refusal(hybrid.DecayedSum, 1)
+    if made is TableWithPositions:
+        assert found == ""
+        return
+    assert found.startswith(
+        f"data.mask_documents = true, and AttentionCore.documents returns {made.__name__}"
+    )
+    assert found.endswith("make it a dataclass with a field `within: Tensor | None = None`")
+
+
 @pytest.mark.parametrize("method", [[], [ULYSSES]])
 def test_its_types_fit(method):
     types = pytest.importorskip("tools.prove.types", reason="spmd_types is not installed")
@@ -311,6 +339,23 @@ def test_its_types_fit(method):
     with hybrid.instead_of_llama():
         cfg = load_config([*options, "--training.seq_len=32"], 8, 8)
         assert types.first_mistake(cfg, 8, 8) == ""
+
+
+def test_a_convolution_that_the_family_does_not_count_is_seen(monkeypatch):
+    """FLOPs are compared with the shapes of all cores."""
+    monkeypatch.setattr(hybrid, "TAPS", 60)
+    counted = hybrid.flops_per_token
+
+    def without(args, seq_len):
+        width = args.n_heads * args.head_dim
+        layers_with = sum(map(hybrid.is_recurrent, range(args.n_layers)))
+        return counted(args, seq_len) - 6 * 60 * width * layers_with
+
+    family = replace(hybrid.FAMILY, flops_per_token=without)
+    tiny = copy_of(family, ARGS, Lora())
+    assert failures(tiny, ["declarations"])["declarations"].startswith(
+        "Family.flops_per_token says"
+    )
 
 
 def test_a_plan_counts_its_cores():

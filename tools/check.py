@@ -217,6 +217,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     if (
         cfg.run.device != "cuda"
         and kernel == "auto"
+        and cfg.training.delta_rule != "flash"
         and recipe == "none"
         and not overlapped
         and not gathers
@@ -225,7 +226,14 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         and cfg.training.param_dtype != "float64"
     ):
         return
-    from parallelisms import async_tp, cp, dp, float8, mesh  # here, because they import torch
+    from parallelisms import (
+        async_tp,
+        cp,
+        delta_kernel,
+        dp,
+        float8,
+        mesh,
+    )  # here, because they import torch
     from training import attention, graphs, one_pass
 
     try:
@@ -234,6 +242,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         yield str(error)
         return
     checks = [lambda: attention.choose(kernel, device)]
+    checks += [lambda: delta_kernel.is_flash(cfg.training.delta_rule, device)]
     checks += [lambda: dp.param_dtype(cfg.training, device)]
     checks += (
         [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []

@@ -1,7 +1,7 @@
 """Compare a layer of gated delta net with one of attention by the length of a sequence: processor seconds
 and memory of a forward and a backward, on one thread of a CPU.
 
-    python -m lab.bench delta_net [--tokens 2048 4096 ...] [--rounds 3] [--json out.json]
+    python -m lab.bench delta_net [--tokens 2048 4096 ...] [--rounds 3] [--kernels] [--json out.json]
 
 Both have a quarter of the width of Qwen3-Next-80B-A3B's. The rows of cp, of the whole width, are the work
 of one rank of so many: its tokens in two parts, each with the map that ranks exchange, without the
@@ -12,6 +12,7 @@ import json
 import resource
 import statistics
 import time
+from functools import partial
 from types import SimpleNamespace
 
 from configs.cpu import keep_memory
@@ -20,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from lab.bench import harness
+from lab.bench.device.checks import delta_inputs
 from models import layers
-from models.delta_net import GatedDeltaNet
+from models.delta_net import GatedDeltaCore, GatedDeltaNet
+from parallelisms import delta_kernel
 from training import init
 
 QUARTER = SimpleNamespace(
@@ -101,6 +104,31 @@ def measure(name: str, tokens: int, rounds: int) -> dict[str, float]:
     return {"seconds": statistics.median(seconds), "MiB": peak() - before}
 
 
+def kernels(rounds: int, tokens: int = 0) -> tuple[list[list[str]], str]:
+    """Time forward and backward of the whole width's recurrence, on the device at hand, by all that
+    can compute it there: rows, and notes. tokens: of a sequence; 0: 8,192 on a GPU."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokens = tokens or (8192 if device.type == "cuda" else 256)
+    cores = {"reference": GatedDeltaCore()}
+    if delta_kernel.is_flash("auto", device):
+        cores["flash-linear-attention"] = delta_kernel.FlashDeltaCore()
+    rows = []
+    for of in ("heads", "channels"):
+        given, _ = delta_inputs(1, tokens, of, device, 16, 32, 128)
+
+        def step(core: GatedDeltaCore, given: list[Tensor] = given) -> None:
+            out, _ = core.run(*given)
+            torch.autograd.grad(out.sum(), given)
+
+        contenders = {name: partial(step, core) for name, core in cores.items()}
+        seconds = harness.alternate(contenders, rounds)
+        for name in cores:
+            middle = statistics.median(seconds[name]) * 1e3
+            times = f"{harness.ratio(seconds, name, 'reference'):.2f}"
+            rows.append([f"decays of {of}", name, f"{middle:.1f} ms", times])
+    return rows, f"bfloat16, {tokens:,} tokens, 32 heads of 128, {rounds} rounds."
+
+
 def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -110,7 +138,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokens", type=int, nargs="+", default=[2**n for n in range(11, 18)])
     parser.add_argument("--one", choices=LAYERS, help="measure this layer alone, in this process")
+    parser.add_argument(
+        "--kernels", action="store_true", help="time what can compute the recurrence on this device"
+    )
     args = parser.parse_args()
+    if args.kernels:
+        rows, notes = kernels(args.rounds)
+        columns = ["recurrence", "computed by", "forward and backward", "to the reference"]
+        harness.report("The gated delta rule by what computes it", columns, rows, notes, args.json)
+        return
     if args.one:
         print(json.dumps(measure(args.one, args.tokens[0], args.rounds)))
         return

@@ -53,6 +53,7 @@ SHORT = {  # unless the person says otherwise
 }
 ON_THE_CPU = one_process() | {  # the same run without a GPU
     "training.attention": "auto",
+    "training.delta_rule": "auto",
     "debug.sample_tokens": "0",
     "run.device": "cpu",
 }

@@ -53,6 +53,7 @@ QUIET = {
     "compile.optimizer": "false",
     "training.float8": "none",
     "training.attention": "auto",
+    "training.delta_rule": "auto",
     "lr_schedule.warmup_steps": "0",
     "validation.interval": "0",
     "metrics.progress": "off",

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from checkpoint import hf
 from configs.schema import InputError, Lora
 from models import FORMATS, MODELS
-from models.cores import STATE, attention_in, cores_in, of_kind
+from models.cores import CONVOLUTION, STATE, attention_in, cores_in, kind_of, of_kind
 from parallelisms import cores, tp_check
 from tools.parity.forwards import NotAsked
 from tools.parity.gradients import ROWS, batch, head_of, loss_head, new_terms
@@ -106,7 +106,8 @@ class NoAttention(nn.Module):
 
 
 class NoState(nn.Module):
-    """In the place of a state, in the shape of what it reads: chunked forms have products of their own."""
+    """In the place of a state or a convolution, in the shape of its output: chunked forms have products of
+    their own."""
 
     def __init__(self, core: nn.Module, shape: torch.Size):
         super().__init__()
@@ -114,7 +115,7 @@ class NoState(nn.Module):
         self.shape = shape
 
     def forward(self, *inputs: Tensor, documents: Any = None) -> Tensor:
-        """Inputs [B, T, ...] -> [B, T, H, V]."""
+        """Inputs [B, T, ...] -> [B, T, H, V], or [B, T, C]."""
         return inputs[0].new_zeros(self.shape)
 
 
@@ -177,15 +178,19 @@ def flops_of_attention(model: Any, tiny: Tiny, attention: list[Any]) -> float:
 
 
 def flops_of_states(model: Any, tiny: Tiny) -> tuple[float, dict[nn.Module, NoState]]:
-    """Return the FLOPs of all states for a token, forward and backward, and what stands in the place of
-    each meanwhile."""
-    states = of_kind(cores_in(model), STATE)
+    """Return the FLOPs of all states and convolutions for a token, forward and backward, and what stands in
+    the place of each meanwhile."""
+    states = of_kind(cores_in(model), STATE, CONVOLUTION)
     found: list[float] = []
     without = {}
 
     def count(core: Any, inputs: Any, output: Tensor) -> None:
-        _, state = core.run(*inputs)  # [1, H, E, V]
-        found.append(6.0 * core.products * state.numel())
+        if kind_of(core) == CONVOLUTION:
+            numbers = inputs[1].numel()  # the taps, [C, W]
+        else:
+            _, state = core.run(*inputs)  # [1, H, E, V]
+            numbers = core.products * state.numel()
+        found.append(6.0 * numbers)
         without[core] = NoState(core, output.shape)
 
     handles = [core.register_forward_hook(count) for core in states if cores.supports_spec(core)]

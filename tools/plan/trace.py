@@ -943,7 +943,7 @@ def tracing(cfg: Config) -> Config:
         "run": {"device": "cpu", "deterministic": False},
         "compile": {"enabled": False, "cuda_graphs": False, "optimizer": False},
         "data": {"mask_documents": False},
-        "training": {"float8": "none", "attention": "auto"},
+        "training": {"float8": "none", "attention": "auto", "delta_rule": "auto"},
         "parallelism": {"async_tensor_parallel": False},
     }
     tables = {}

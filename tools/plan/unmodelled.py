@@ -35,6 +35,11 @@ ROWS = (
         "this device has no fast_attention_efficiency: planned as the other kernels",
     ),
     Unmodelled(
+        "training.delta_rule",
+        lambda cfg, _: cfg.training.delta_rule == "flash",
+        "planned as plain PyTorch, which is slower",
+    ),
+    Unmodelled(
         "training.float8",
         lambda cfg, _: cfg.training.float8 != "none",
         "its time is assumed (tools/plan/stack.py::FLOAT8), its memory is that of bfloat16",

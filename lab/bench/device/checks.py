@@ -41,9 +41,11 @@ from configs.load import load_config
 from configs.schema import Checkpoint, Config
 from lab.bench import harness
 from lab.bench.device.shared import shared_gpu
+from models.delta_net import GatedDeltaCore
 from models.kernels import document_attention as masked
+from models.kernels.delta_rule import recurrent
 from models.kernels.float8_product import RECIPES, float8_linear
-from parallelisms import contract, dp, tp
+from parallelisms import contract, delta_kernel, dp, tp
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh, close_mesh
 from training import init
@@ -333,6 +335,61 @@ def attention_errors(
     return errors
 
 
+def delta_rule(device: torch.device, folder: Path) -> dict[str, float]:
+    """Relative errors in bfloat16 of output, state and gradients of the gated delta rule, by what
+    `training.delta_rule = "auto"` chooses, compared with the recurrence in float32: decays of heads and
+    of channels, grouped heads, documents of one token among others."""
+    first = torch.cat([torch.arange(n) for n in DOCUMENTS]).view(2, -1).to(device) == 0
+    first[:, 0] = False  # both rows go on from a state
+    errors = {}
+    for of in ("heads", "channels"):
+        given, state = delta_inputs(*first.shape, of, device)
+        pair = []
+        for core in (delta_kernel.chosen("auto", device), ByToken()):
+            out, after = core.run(*given, first=first, state=state)
+            generator = torch.Generator(device).manual_seed(1)
+            weights = [
+                torch.randn(x.shape, generator=generator, device=device) for x in (out, after)
+            ]
+            loss = (out * weights[0]).sum() + (after * weights[1]).sum()
+            pair.append((out, after, *torch.autograd.grad(loss, (*given, state))))
+        names = [
+            "output",
+            "state",
+            *(f"grad of {x}" for x in ("q", "k", "v", "g", "beta", "state")),
+        ]
+        for name, got, want in zip(names, *pair, strict=True):
+            errors[f"{name}, decays of {of}"] = relative_error(got, want)
+    return errors
+
+
+class ByToken(GatedDeltaCore):
+    """The definition."""
+
+    def run(
+        self, *inputs: Tensor, first: Tensor | None = None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return recurrent(*inputs, first=first, state=state)
+
+
+def delta_inputs(
+    B: int, T: int, decays_of: str, device: torch.device, K: int = 2, H: int = 4, E: int = 64
+) -> tuple[list[Tensor], Tensor]:
+    """Return q, k, v, g and beta in the types of a bfloat16 step, and a state, all with gradients."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    q, k = F.normalize(normal(B, T, K, E), dim=-1), F.normalize(normal(B, T, K, E), dim=-1)
+    v = normal(B, T, H, E)
+    g = -F.softplus(normal(B, T, H, E) if decays_of == "channels" else normal(B, T, H))
+    narrow = [x.bfloat16() for x in (q * E**-0.5, k, v)]
+    wide = [g, normal(B, T, H).sigmoid(), normal(B, H, E, E)]
+    *given, state = [x.requires_grad_() for x in (*narrow, *wide)]
+    return given, state
+
+
 def checkpoint(device: torch.device, folder: Path) -> dict[str, float]:
     """Check that a save holds the state of its call although training continues meanwhile, and
     comes back bit by bit, with the state of the generators. On a GPU the copies go into pinned
@@ -590,6 +647,7 @@ CHECKS = {
     "compiled": Check(compiled, ROUNDING, "float32, blocks compiled by inductor"),
     "documents": Check(documents, 0.01, "attention inside documents, bfloat16"),
     "documents_compiled": Check(documents_compiled, 0.01, "the same compiled"),
+    "delta_rule": Check(delta_rule, 0.02, "the gated delta rule and its recurrence, bfloat16"),
     "checkpoint": Check(checkpoint, 0, "a save during training, and a load"),
     "experts": Check(experts, ROUNDING, "MoE layers in float32"),
     "experts_bfloat16": Check(experts_bfloat16, 0.05, "the same in bfloat16, by a grouped GEMM"),
