@@ -102,7 +102,7 @@ class ClampedExperts(moe.Experts):
         self.b3 = nn.Parameter(torch.empty(args.n_experts, args.expert_dim))  # [X, F]
 
     def weights(self) -> list[Tensor]:
-        return [*super().weights(), *map(self.part, (self.b1, self.b2, self.b3))]
+        return [*super().weights(), *self.parts(self.b1, self.b2, self.b3)]
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute the experts as `moe.Experts` does, with biases. An expert's output includes b2,

@@ -109,8 +109,7 @@ class AdaptedExperts(Experts):
         weights: list[Any] = super().weights()
         for name in self.adapted:
             place = OF_EXPERTS.index(name)
-            a = self.part(getattr(self, f"{name}_lora_a"))
-            b = self.part(getattr(self, f"{name}_lora_b"))
+            a, b = self.parts(getattr(self, f"{name}_lora_a"), getattr(self, f"{name}_lora_b"))
             weights[place] = AdaptedWeight(weights[place], a, b, self.scale)
         return weights
 

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.kernels.combine import weighted
 from models.kernels.grouped_product import grouped_product
 from models.kernels.precision import wide
 from models.layers import Block, Decoder, Documents, FeedForward
@@ -56,7 +55,8 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """x [N, D] -> float32 [N, X]. A family may add to it (models/gpt_oss.py)."""
-        return F.linear(wide(x), wide(local(self.weight)))
+        weight = local(self.weight)
+        return F.linear(wide(x), wide(weight))
 
     def forward(self, x: Tensor) -> ExpertChoice:
         """x [N, D]."""
@@ -97,14 +97,14 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(args.n_experts, args.expert_dim, args.dim))  # up
         self.gradient_factor = 1.0  # of all weights here; parallelisms/ep.py::distribute sets it
 
-    def part(self, weight: Tensor) -> Tensor:
-        """Return a weight as forward multiplies with it: that of this rank's experts."""
-        return local(weight, self.gradient_factor)
+    def parts(self, *weights: Tensor) -> list[Tensor]:
+        """Return weights as forward multiplies with them: those of this rank's experts."""
+        return [local(weight, self.gradient_factor) for weight in weights]
 
     def weights(self) -> list[Tensor]:
         """Return w1, w2 and w3 as forward multiplies with them, then what else a subclass computes
         with."""
-        return [self.part(weight) for weight in (self.w1, self.w2, self.w3)]
+        return self.parts(self.w1, self.w2, self.w3)
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows [M, D], sorted by expert; counts int64 [X]: how many each has -> [M, D]."""
@@ -126,7 +126,7 @@ class SortedRows:
 
 class LocalDispatcher(nn.Module):
     """Dispatch and combine where one rank has all experts. Expert parallelism puts another
-    dispatcher in its place (parallelisms/ep.py), with the same three methods; the state that leads
+    dispatcher in its place (parallelisms/ep_dispatch.py), with the same three methods; the state that leads
     from one to the next is its own."""
 
     def dispatch(
@@ -145,6 +145,19 @@ class LocalDispatcher(nn.Module):
     def combine(self, state: SortedRows) -> Tensor:
         """Return the weighted sum of the results of each token's experts, [N, D]."""
         return weighted(state.rows, state.order, state.weights)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Return the inverse permutation: the row that each place has got. int64 [M] -> [M]."""
+    numbers = torch.arange(len(order), device=order.device)
+    return torch.empty_like(order).scatter_(0, order, numbers)
+
+
+def weighted(rows: Tensor, order: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of each token's experts, [N, D]. rows [M, D]: their outputs, sorted
+    by expert; order int64 [M]: which (token, choice) each is of; weights [N, k]."""
+    of_tokens = rows[inverse(order)].view(*weights.shape, rows.shape[1])  # [N, k, D]
+    return torch.bmm(weights.to(rows.dtype)[:, None], of_tokens).squeeze(1)
 
 
 class BalanceLoss(nn.Module):
@@ -181,35 +194,43 @@ class MixtureOfExperts(nn.Module):
         self.experts = experts or Experts(args)
         self.dispatcher = LocalDispatcher()
         self.balance = BalanceLoss(args)
+        self.shared_experts: FeedForward | None = None
         if args.n_shared_experts:
             self.shared_experts = FeedForward(args.dim, args.n_shared_experts * args.expert_dim)
 
-    def shared(self, x: Tensor) -> Tensor | None:
-        """Return the output of the shared experts, [B, T, D] as x is; None without any."""
-        return self.shared_experts(x) if self.args.n_shared_experts else None
+    def shared(self, x: Tensor) -> Tensor:
+        """Return the output of the shared experts, [B, T, D] as x is."""
+        return self.shared_experts(x)
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, dict[str, Term]]:
         """x [B, T, D] -> [B, T, D], and what is reported of these tokens: int64 [X] how many each
         expert got; the entropy of each token's affinities, in nats, and the balance loss, both
         summed over the tokens. real: bool [B, T], which tokens are no padding: of others nothing is
         reported; None: all are reported."""
-        B, T, _ = x.shape
         tokens = x.flatten(0, 1)  # [N, D]
         choice = self.router(tokens)
-        by_sequence = choice.experts.view(B, -1)  # [B, T k]
-        counts = by_sequence.new_zeros(B, self.args.n_experts)  # [B, X]
-        counts.scatter_add_(1, by_sequence, torch.ones_like(by_sequence))
+        chosen = choice.experts.view(len(x), -1)  # int64 [B, T k]
+        counts = self.count(chosen, torch.ones_like(chosen))
         state = self.dispatcher.dispatch(tokens, choice.experts, choice.weights, counts.sum(0))
-        shared = self.shared(x)  # while the rows are on their way
+        # computed while the rows are on their way
+        shared = None if self.shared_experts is None else self.shared(x)
         state = self.dispatcher.compute(state, self.experts)
         out = self.dispatcher.combine(state).view_as(x)
         if shared is not None:
             out = out + shared
-        affinities = choice.affinities.view(B, T, -1)
+        affinities = choice.affinities.view(*x.shape[:2], -1)  # [B, T, X]
         if real is not None:
             affinities = affinities * real[..., None]
-            are_real = real[..., None].expand(B, T, self.args.experts_per_token).flatten(1)
-            counts = torch.zeros_like(counts).scatter_add_(1, by_sequence, are_real.long())
+            counts = self.count(chosen, real.long().repeat_interleave(choice.experts.shape[1], 1))
+        return out, self.report(affinities, counts)
+
+    def count(self, chosen: Tensor, tokens: Tensor) -> Tensor:
+        """Count what each expert gets of each sequence: chosen int64 [B, T k]; tokens int64 [B, T k],
+        1 where a token is counted -> int64 [B, X]."""
+        return chosen.new_zeros(len(chosen), self.args.n_experts).scatter_add_(1, chosen, tokens)
+
+    def report(self, affinities: Tensor, counts: Tensor) -> dict[str, Term]:
+        """Return what is reported: affinities [B, T, X]; counts int64 [B, X]."""
         terms = {}
         if self.args.balance_loss:
             balance = self.balance(affinities, counts)
@@ -217,7 +238,7 @@ class MixtureOfExperts(nn.Module):
         entropy = torch.special.entr(affinities.detach()).sum()
         terms["router_entropy"] = Term(entropy)
         terms["expert_counts"] = Term(counts.sum(0))
-        return out, terms
+        return terms
 
 
 class MixtureBlock(Block):

@@ -13,9 +13,9 @@ replaced:  | Module of the model | Replaced by | Why |
 | `ConvolutionCore` | cp_state.py::SharedConvolution | ranks exchange its last inputs |
 | | training/recurrent_cache.py | states and last inputs are kept |
 | `Latents` | training/sample.py::CachedLatents | or the narrow vectors that they come from |
-| `LocalDispatcher` | ep.py::AllToAllDispatcher | the ranks share the experts |
+| `LocalDispatcher` | ep_dispatch.py::AllToAllDispatcher | the ranks share the experts |
 | | ep_hosts.py::HierarchicalDispatcher | so do several hosts |
-| | ep_chunks.py::ChunkedDispatcher | one of these, in chunks |
+| | ep_dispatch.py::ChunkedDispatcher | one of these, in chunks |
 | `BalanceLoss` | ep.py::BalanceLossOverRanks | several ranks share a sequence |
 | `nn.Embedding` | tp_plain.py::SplitEmbedding | a rank has some rows of the vocabulary |
 | `nn.Linear` in a block | tp_plain.py::PlainLinear | a plain tensor in and out |

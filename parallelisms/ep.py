@@ -1,5 +1,5 @@
 """Expert parallelism: the ranks of an ep group share the experts of every mixture, and all-to-alls
-dispatch rows to their experts.
+dispatch rows to their experts (parallelisms/ep_dispatch.py; here the mixtures get their parts).
 
 An ep group is taken from the ranks that have different tokens, dp_shard x cp x tp (GShard,
 arXiv:2006.16668). Of X experts a rank holds X / ep. Dispatch is an all-to-all that sends each row
@@ -12,25 +12,21 @@ Tensor parallelism splits no expert. Between blocks each of its ranks has a slic
 and a mixture works on single tokens, so a rank dispatches the tokens of its slice and gathers no
 others: for the experts, it is one more rank of data parallelism.
 
-Shapes:  M rows of this rank   D = dim   X experts
+Shapes:  B sequences   X experts
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from configs.schema import InputError, Parallelism
-from models.kernels.combine import inverse, weighted
 from models.moe import LocalDispatcher
-from parallelisms import async_all_to_all, ep_hosts
-from parallelisms.async_all_to_all import Pending
-from parallelisms.ep_chunks import ChunkedDispatcher, RemoteDispatcher
+from parallelisms import ep_hosts
+from parallelisms.ep_dispatch import AllToAllDispatcher, ChunkedDispatcher, RemoteDispatcher
 from parallelisms.mesh import Mesh
 
 
@@ -108,86 +104,3 @@ class BalanceLossOverRanks(nn.Module):
         for group in self.groups:
             counts = funcol.all_reduce(counts, "sum", group)
         return self.balance(affinities, counts)
-
-
-def rows_per_rank(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]]:
-    """Return how many rows go to each rank, and how many come from each. Both arguments: int64
-    [ranks, X / ep].
-
-    This is a host-device sync. tools/plan, whose tensors have no values, replaces this function.
-    """
-    # [2, ranks]: one copy to the host, so one sync
-    both = torch.stack((leaving.sum(1), coming.sum(1)))
-    sent, received = both.tolist()
-    return sent, received
-
-
-@dataclass
-class RowsToSend:
-    """The state of `AllToAllDispatcher` before the rows are sent."""
-
-    tokens: Tensor  # [N, D]
-    order: Tensor  # int64 [M]: which (token, choice) each row is of, as in models/moe.py
-    weights: Tensor  # [N, k]
-    coming: Tensor  # int64 [ranks, X / ep]: the rows that each rank sends to each expert here
-    sent: list[int]  # rows, by rank
-    received: list[int]
-
-
-@dataclass
-class RowsInFlight:
-    """The state of `AllToAllDispatcher` while rows are on their way."""
-
-    pending: Pending
-    sizes: RowsToSend
-
-
-@dataclass
-class ResultsInFlight:
-    """The state of `AllToAllDispatcher` while the results are on their way back."""
-
-    pending: Pending
-    order: Tensor  # those of `RowsToSend`
-    weights: Tensor
-
-
-class AllToAllDispatcher(RemoteDispatcher):
-    """Dispatch by one all-to-all of rows that are sorted by expert, and combine by another."""
-
-    def __init__(self, group: dist.ProcessGroup):
-        """group: the ranks that share the experts."""
-        super().__init__()
-        self.group = group
-
-    def prepare(
-        self, tokens: Tensor, chosen: Tensor, weights: Tensor, counts: Tensor
-    ) -> RowsToSend:
-        order = chosen.flatten().argsort(stable=True)
-        leaving = counts.view(self.group.size(), -1)  # [ranks, X / ep]
-        coming = funcol.wait_tensor(funcol.all_to_all_single(leaving, None, None, self.group))
-        sent, received = rows_per_rank(leaving, coming)
-        return RowsToSend(tokens, order, weights, coming, sent, received)
-
-    def send(self, state: RowsToSend) -> RowsInFlight:
-        """Dispatch the rows, sorted by rank and by expert within a rank."""
-        per_token = state.weights.shape[1]
-        rows = state.tokens[state.order // per_token]
-        pending = async_all_to_all.start(rows, state.received, state.sent, self.group)
-        return RowsInFlight(pending, state)
-
-    def compute(self, state: RowsInFlight, experts: nn.Module) -> ResultsInFlight:
-        """Wait for the rows, run the experts, and start to send the results back."""
-        sizes = state.sizes
-        coming = sizes.coming
-        arrived = async_all_to_all.wait(state.pending)
-        own = torch.arange(coming.shape[1], device=coming.device).repeat(self.group.size())
-        numbers = own.repeat_interleave(coming.flatten(), output_size=sum(sizes.received))
-        by_expert = numbers.argsort(stable=True)  # from all ranks
-        results = experts(arrived[by_expert], coming.sum(0))
-        # Combine: back into the order of arrival, and to the ranks that sent the rows.
-        in_order = results[inverse(by_expert)]
-        pending = async_all_to_all.start(in_order, sizes.sent, sizes.received, self.group)
-        return ResultsInFlight(pending, sizes.order, sizes.weights)
-
-    def combine(self, state: ResultsInFlight) -> Tensor:
-        return weighted(async_all_to_all.wait(state.pending), state.order, state.weights)

@@ -9,7 +9,7 @@ weights of a token's experts are sent along with it. Backward retraces these ste
 crosses once in each direction. (DeepSeek-V3, arXiv:2412.19437, section 3.2.2, sends tokens by such
 a route.)
 
-The flat exchange (parallelisms/ep.py) sends a row for each expert of a token. The sums here are
+The flat exchange (parallelisms/ep_dispatch.py) sends a row for each expert of a token. The sums here are
 added in another order, and in bfloat16 a partial sum is rounded before it is sent.
 
 Shapes:  N tokens of this rank   D = dim   X experts   k experts of a token   H hosts   L ranks of a
@@ -26,8 +26,12 @@ from torch.distributed import _functional_collectives as funcol
 
 from configs.schema import InputError
 from models.kernels.precision import wide, wide_type
-from parallelisms import async_all_to_all, ep_chunks
-from parallelisms.async_all_to_all import Pending
+from parallelisms.ep_dispatch import (
+    Pending,
+    RemoteDispatcher,
+    start_all_to_all,
+    wait_all_to_all,
+)
 from parallelisms.mesh import Mesh, world
 
 PEERS, HOST = "ep_peers", "ep_host"  # names of the two groups, in Mesh.more_groups
@@ -123,7 +127,7 @@ class VisitOfHosts:
     experts_of_host: int
 
 
-class HierarchicalDispatcher(ep_chunks.RemoteDispatcher):
+class HierarchicalDispatcher(RemoteDispatcher):
     """Dispatch and combine in two steps each, between hosts and inside of one."""
 
     def __init__(self, peers: dist.ProcessGroup, host: dist.ProcessGroup):
@@ -173,27 +177,27 @@ def leave(
     rows = torch.cat((tokens.x, tokens.weights), 1).index_select(0, copies)  # [m, D + k]
     experts = tokens.experts.index_select(0, copies)  # [m, k]
     experts = funcol.all_to_all_single(experts, received, sent, group)
-    pending = async_all_to_all.start(rows, received, sent, group)
+    pending = start_all_to_all(rows, received, sent, group)
     return Visit(pending, experts, copies, n, width, sent, received)
 
 
 def arrive(group: dist.ProcessGroup, visit: Visit, size: int) -> Dispatched:
     """Wait for the copies that come to this rank. size: as that of `leave`."""
     own = funcol.wait_tensor(visit.experts) - group.rank() * size
-    arrived = async_all_to_all.wait(visit.pending)  # [n of the next step, D + k]
+    arrived = wait_all_to_all(visit.pending)  # [n of the next step, D + k]
     return Dispatched(arrived[:, : visit.width], own, arrived[:, visit.width :])
 
 
 def send_back(group: dist.ProcessGroup, visit: Visit, results: Tensor) -> WayBack:
     """Start to send the results [n of the next step, D] of the copies that came back to their
     ranks."""
-    pending = async_all_to_all.start(results, visit.sent, visit.received, group)  # [m, D]
+    pending = start_all_to_all(results, visit.sent, visit.received, group)  # [m, D]
     return WayBack(pending, visit.copies, visit.tokens)
 
 
 def collect(way: WayBack) -> Tensor:
     """Wait for the results of the copies, and add those of each token -> [n, D]."""
-    return added(async_all_to_all.wait(way.pending), way.copies, way.tokens)
+    return added(wait_all_to_all(way.pending), way.copies, way.tokens)
 
 
 def results_of(experts: nn.Module, tokens: Dispatched, size: int, rows: int) -> Tensor:

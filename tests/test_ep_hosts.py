@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs.load import load_config
 from configs.schema import InputError
 from models.moe import Experts, LocalDispatcher, MixtureOfExperts
-from parallelisms import async_all_to_all, ep, ep_chunks, ep_hosts
+from parallelisms import ep_dispatch, ep_hosts
 from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
 from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
@@ -124,7 +124,7 @@ def by_dispatcher(dispatcher: nn.Module, experts: Experts, *inputs: Tensor) -> T
 
 
 def in_chunks(dispatcher: nn.Module, chunks: int) -> nn.Module:
-    return dispatcher if chunks == 1 else ep_chunks.ChunkedDispatcher(dispatcher, chunks)
+    return dispatcher if chunks == 1 else ep_dispatch.ChunkedDispatcher(dispatcher, chunks)
 
 
 def exchange_errors(
@@ -151,7 +151,7 @@ def exchange_errors(
         out = by_dispatcher(dispatcher, part, own[0], chosen[mine], own[1])
         grads = torch.autograd.grad(out, [*own, *part.parameters()], grad[mine])
     flat = part_of(experts, rank)
-    flat_dispatcher = in_chunks(ep.AllToAllDispatcher(dist.group.WORLD), chunks)
+    flat_dispatcher = in_chunks(ep_dispatch.AllToAllDispatcher(dist.group.WORLD), chunks)
     with CountRows() as of_flat:
         out_flat = by_dispatcher(flat_dispatcher, flat, own[0], chosen[mine], own[1])
         grads_flat = torch.autograd.grad(out_flat, [*own, *flat.parameters()], grad[mine])
@@ -215,7 +215,7 @@ def combined_early() -> object:
 
     def early(way: ep_hosts.WayBack) -> Tensor:
         first = way.pending.route.received[0]
-        rows = async_all_to_all.wait(way.pending)
+        rows = ep_dispatch.wait_all_to_all(way.pending)
         return ep_hosts.added(rows[:first], way.copies[:first], way.tokens)
 
     return mock.patch.object(ep_hosts, "collect", early)
@@ -224,11 +224,11 @@ def combined_early() -> object:
 def swapped_chunks() -> object:
     """The mistake: the results of the last chunk come first."""
 
-    def cat(chunks: list[Tensor]) -> Tensor:
+    def reversed_chunks(dispatcher: nn.Module, states: list) -> Tensor:
+        chunks = [dispatcher.dispatcher.combine(state) for state in states]
         return torch.cat(chunks[::-1])
 
-    wrong = SimpleNamespace(cat=cat, ones_like=torch.ones_like)
-    return mock.patch.object(ep_chunks, "torch", wrong)
+    return mock.patch.object(ep_dispatch.ChunkedDispatcher, "combine", reversed_chunks)
 
 
 def every_routing() -> tuple[dict[str, tuple], dict[str, dict], dict[str, dict]]:
@@ -423,7 +423,7 @@ class Order:
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.real = async_all_to_all.send, async_all_to_all.arrived
+        self.real = ep_dispatch.send, ep_dispatch.arrived
 
     def send(self, *args: object) -> Tensor:
         self.seen.append("leave")
@@ -442,7 +442,7 @@ class Order:
         out.register_hook(lambda _: self.seen.append(name))
 
     def patched(self) -> object:
-        return mock.patch.multiple(async_all_to_all, send=self.send, arrived=self.arrived)
+        return mock.patch.multiple(ep_dispatch, send=self.send, arrived=self.arrived)
 
 
 class DispatcherAtOnce(nn.Module):
@@ -476,7 +476,7 @@ def orders(exchange: str, chunks: int) -> tuple[list[str], list[str]]:
         for weight in mixture.parameters():
             nn.init.normal_(weight, std=0.1)
         mixture.experts = part_of(layer(), dist.get_rank()).float()
-        dispatcher = ep.AllToAllDispatcher(dist.group.WORLD)
+        dispatcher = ep_dispatch.AllToAllDispatcher(dist.group.WORLD)
         if exchange == "hierarchical":
             dispatcher = ep_hosts.HierarchicalDispatcher(*groups)
         mixture.dispatcher = in_chunks(dispatcher, chunks)

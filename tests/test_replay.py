@@ -244,7 +244,7 @@ NAMED = {  # fault -> the operator or collective that is named; none is at fault
     wrong_product: "operator   aten.mm in layers.0.feed_forward.w3 on rank 1, models/layers.py:",
     wrong_sum: "collective   c10d._reduce_scatter_base_ of layers.2 on rank 0, ",
     wrong_exchange: "collective   _c10d_functional.all_to_all_single of layers.1.feed_forward "
-    "on rank 1, parallelisms/async_all_to_all.py:",
+    "on rank 1, parallelisms/ep_dispatch.py:",
     wrong_message: "message   the hidden of stage 0, microbatch 1, from rank 0 to rank 1 ",
     wrong_scale: "operator   aten.ones in place of plumbline.grouped_product in "
     "layers.2.feed_forward.experts, ",

@@ -62,7 +62,7 @@ def waits_in_steps(outcome: Outcome) -> set[str]:
 
 
 # The one host-device sync of an MoE layer under expert parallelism: it has to know how many rows to
-# send, in ep.py or in ep_hosts.py.
+# send, in ep_dispatch.py or in ep_hosts.py.
 ROWS = "parallelisms/ep"
 # float32, for which no GPU has a grouped GEMM, reads the groups' sizes
 GROUPED = "models/kernels/grouped_product.py"

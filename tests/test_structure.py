@@ -53,7 +53,6 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.schema",
         "models.cores",  # which modules are cores of mixers
         "models.delta_net",  # what its core must have
-        "models.kernels.combine",
         "models.kernels.delta_rule",
         "models.kernels.float8_product",
         "models.kernels.document_attention",

@@ -45,7 +45,7 @@ class Routing(NamedTuple):
         return [sum(column) / len(ranked) for column in zip(*ranked)]
 
     def all_to_all_splits(self, rows: int, ep: int) -> tuple[list[int], list[int]]:
-        """Return what `parallelisms/ep.py::rows_per_rank` returns on the fullest rank: the split
+        """Return what `parallelisms/ep_dispatch.py::rows_per_rank` returns on the fullest rank: the split
         sizes of the dispatch's all-to-all, if every rank has `rows` rows with the same routing."""
         total = 0.0
         ends = [0]

@@ -46,7 +46,7 @@ from models.kernels import (
 )
 from models.kernels.cpu import causal_attention, document_attention
 from models.kernels.document_attention import Saved, VarlenMetadata
-from parallelisms import cp, ep, ep_hosts, fsdp_details, pp
+from parallelisms import cp, ep_dispatch, ep_hosts, fsdp_details, pp
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
 from tools.plan import quick
@@ -1007,7 +1007,7 @@ def fake_job(
             tokens //= job.mesh.cp * job.mesh.tp * cfg.parallelism.expert_chunks
             rows = tokens * job.args.experts_per_token
             sizes = routing.all_to_all_splits(rows, job.mesh.ep)
-            stack.enter_context(mock.patch.object(ep, "rows_per_rank", lambda *_: sizes))
+            stack.enter_context(mock.patch.object(ep_dispatch, "rows_per_rank", lambda *_: sizes))
         if ep_hosts.PEERS in job.mesh.more_groups:
             hosts = job.mesh.ep // per_host
             by_host = routing.hosts_and_ranks(tokens, job.args, hosts, per_host)

@@ -24,8 +24,8 @@ from models.kernels.cpu import causal_attention
 from models.local import ScaledGradient
 from models.terms import InjectGradient
 from parallelisms import cp
-from parallelisms.async_all_to_all import StartAllToAll, WaitAllToAll
 from parallelisms.cp_state import GatherParts
+from parallelisms.ep_dispatch import StartAllToAll, WaitAllToAll
 from parallelisms.mesh import Mesh
 from parallelisms.tp_plain import SumOverRanks
 from training.loss import _LinearCrossEntropy
