@@ -119,6 +119,18 @@ class Picture:
         return self.head + "\n".join(self.parts) + "\n</svg>\n"
 
 
+def stretched(width: float, height: float, inside: str, attributes: str = "") -> str:
+    """Return a picture that fills its box in a page of HTML, whatever the box's shape. inside: paths
+    whose classes the page's style has; words stand in HTML around it, so that they keep their size."""
+    box = f'viewBox="0 0 {width:g} {height:g}" preserveAspectRatio=none'
+    return f"<svg {box}{attributes} aria-hidden=true>{inside}</svg>"
+
+
+def path(css: str, d: str) -> str:
+    """Return a path of a stretched picture. css: its class; d: its commands."""
+    return f'<path class={css} d="{d}"/>'
+
+
 def corners(points: Points) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
 

@@ -6,13 +6,16 @@ Shapes:  B batch   H query heads   K key/value heads   T queries   S keys   E he
   n tokens of all
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 aten = torch.ops.aten
 NOTHING = torch.empty(0)
+Call = SimpleNamespace  # of an operator: its arguments, by their names in its schema
 
 
 def _state_of_random_numbers() -> Tensor:
@@ -32,132 +35,57 @@ def _sum_over_groups(grad: Tensor, heads: int) -> Tensor:
 # ------------------------------------------------------------------ F.scaled_dot_product_attention
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
+def _attend(call: Call) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, T, E], and its log-sum-exp, float32 [B, H, T]."""
-    heads = q.shape[1]
-    k = _one_head_each(k, heads)
-    v = _one_head_each(v, heads)
+    heads = call.query.shape[1]
+    k = _one_head_each(call.key, heads)
+    v = _one_head_each(call.value, heads)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q.contiguous(), k, v, 0.0, causal, scale=scale
+        call.query.contiguous(), k, v, 0.0, call.is_causal, scale=call.scale
     )
     return out, lse.float()
 
 
-def _attend_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads = q.shape[1]
-    groups = k.shape[1]
-    k = _one_head_each(k, heads)
-    v = _one_head_each(v, heads)
+def _attend_backward(call: Call, grad: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    heads = call.query.shape[1]
+    groups = call.key.shape[1]
+    k = _one_head_each(call.key, heads)
+    v = _one_head_each(call.value, heads)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    dq, dk, dv = backward(grad.contiguous(), q, k, v, out, lse.float(), 0.0, causal, scale=scale)
+    known = (grad.contiguous(), call.query, k, v, call.out, lse.float())
+    dq, dk, dv = backward(*known, 0.0, call.is_causal, scale=call.scale)
     return dq, _sum_over_groups(dk, groups), _sum_over_groups(dv, groups)
 
 
-def flash(q, k, v, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    out, lse = _attend(q, k, v, is_causal, scale)
-    return (
-        out,
-        lse,
-        NOTHING,
-        NOTHING,
-        q.shape[2],
-        k.shape[2],
-        _state_of_random_numbers(),
-        NOTHING,
-        NOTHING,
-    )
+def flash(call: Call) -> tuple:
+    out, lse = _attend(call)
+    lengths = call.query.shape[2], call.key.shape[2]
+    return out, lse, NOTHING, NOTHING, *lengths, _state_of_random_numbers(), NOTHING, NOTHING
 
 
-def flash_backward(
-    grad,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cum_q,
-    cum_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    seed,
-    offset,
-    *,
-    scale=None,
-):
-    return _attend_backward(grad, q, k, v, out, lse, is_causal, scale)
+def flash_backward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    return _attend_backward(call, call.grad_out, call.logsumexp)
 
 
-def efficient(q, k, v, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):
-    out, lse = _attend(q, k, v, is_causal, scale)
+def efficient(call: Call) -> tuple:
+    out, lse = _attend(call)
     return out, lse, _state_of_random_numbers()[0], _state_of_random_numbers()[0]
 
 
-def efficient_backward(
-    grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *, scale=None
-):
-    return *_attend_backward(grad, q, k, v, out, lse, is_causal, scale), NOTHING
+def efficient_backward(call: Call) -> tuple:
+    return *_attend_backward(call, call.grad_out_, call.logsumexp), NOTHING
 
 
-def cudnn(
-    q,
-    k,
-    v,
-    bias,
-    compute_lse,
-    dropout_p=0.0,
-    is_causal=False,
-    return_debug_mask=False,
-    *,
-    scale=None,
-):
-    out, lse = _attend(q, k, v, is_causal, scale)
-    state = _state_of_random_numbers()
-    return (
-        out,
-        lse[..., None],
-        NOTHING,
-        NOTHING,
-        q.shape[2],
-        k.shape[2],
-        state[0].clone(),
-        state[1].clone(),
-        NOTHING,
-    )
+def cudnn(call: Call) -> tuple:
+    out, lse = _attend(call)
+    lengths = call.query.shape[2], call.key.shape[2]
+    seed, offset = _state_of_random_numbers().unbind()
+    more = (NOTHING, NOTHING, *lengths, seed.clone(), offset.clone(), NOTHING)
+    return out, lse[..., None], *more
 
 
-def cudnn_backward(
-    grad,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    seed,
-    offset,
-    bias,
-    cum_q,
-    cum_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    *,
-    scale=None,
-):
-    return _attend_backward(grad, q, k, v, out, lse[..., 0], is_causal, scale)
+def cudnn_backward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    return _attend_backward(call, call.grad_out, call.logsumexp[..., 0])
 
 
 # ------------------------------------------------------------------ FlashAttention's own interface
@@ -193,37 +121,25 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, left: int, right: 
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def _window(left: int | None, right: int | None) -> tuple[int, int]:
-    return -1 if left is None else left, -1 if right is None else right
+def _window(call: Call) -> tuple[int, int]:
+    sides = call.window_size_left, call.window_size_right
+    left, right = (-1 if side is None else side for side in sides)
+    return left, right
 
 
-def packed(
-    q,
-    k,
-    v,
-    cum_q,
-    cum_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    return_debug_mask,
-    *,
-    scale=None,
-    window_size_left=None,
-    window_size_right=None,
-    **_,
-):
-    """q [n, H, E] or [B, T, H, E] -> output of that shape, log-sum-exp [H, n] or [B, H, T]"""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+def packed(call: Call) -> tuple:
+    """query [n, H, E] or [B, T, H, E] -> output of that shape, log-sum-exp [H, n] or [B, H, T]"""
+    q, k, v = call.query, call.key, call.value
+    cum_q = call.cum_seq_q
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
     heads = q.shape[-2]
-    window = _window(window_size_left, window_size_right)
+    window = _window(call)
     out = torch.zeros_like(q)
     lse = torch.zeros((heads, len(q)) if cum_q is not None else (len(q), heads, q.shape[1]))
-    for at, keys_at in _parts(q, cum_q, cum_k):
+    for at, keys_at in _parts(q, cum_q, call.cum_seq_k):
         if q[at].numel() == 0 or k[keys_at].numel() == 0:
             continue
-        scores = _scores(q[at], k[keys_at], is_causal, scale, *window)
+        scores = _scores(q[at], k[keys_at], call.is_causal, scale, *window)
         total = scores.logsumexp(-1)  # [H, T]
         values = v[keys_at].float().repeat_interleave(heads // v.shape[-2], 1)
         weights = (scores - total[..., None]).exp().nan_to_num()
@@ -235,46 +151,30 @@ def packed(
     return out, lse, _state_of_random_numbers(), NOTHING, NOTHING
 
 
-def packed_backward(
-    grad,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    cum_q,
-    cum_k,
-    max_q,
-    max_k,
-    dropout_p,
-    is_causal,
-    state,
-    unused,
-    *,
-    scale=None,
-    window_size_left=None,
-    window_size_right=None,
-    **_,
-):
-    """Return the gradients of q, k, v; formulas of Dao et al., arXiv:2205.14135, appendix B.2."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    window = _window(window_size_left, window_size_right)
+def packed_backward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value; formulas of Dao et al., arXiv:2205.14135,
+    appendix B.2."""
+    q, k, v = call.query, call.key, call.value
+    cum_q = call.cum_seq_q
+    lse = call.logsumexp
+    scale = q.shape[-1] ** -0.5 if call.scale is None else call.scale
+    window = _window(call)
     groups = k.shape[-2]
     copies = q.shape[-2] // groups
     dq = torch.zeros_like(q)
     dk = torch.zeros_like(k)
     dv = torch.zeros_like(v)
-    for at, keys_at in _parts(q, cum_q, cum_k):
+    for at, keys_at in _parts(q, cum_q, call.cum_seq_k):
         if q[at].numel() == 0 or k[keys_at].numel() == 0:
             continue
         total = lse[at] if cum_q is None else lse[:, at]
         # [H, T, S]
-        scores = _scores(q[at], k[keys_at], is_causal, scale, *window)
+        scores = _scores(q[at], k[keys_at], call.is_causal, scale, *window)
         weights = (scores - total[..., None]).exp().nan_to_num()
-        upstream = grad[at].float()  # [T, H, E]
+        upstream = call.grad_out[at].float()  # [T, H, E]
         keys = k[keys_at].float().repeat_interleave(copies, 1)
         values = v[keys_at].float().repeat_interleave(copies, 1)
-        through_out = (upstream * out[at].float()).sum(-1).T  # [H, T]
+        through_out = (upstream * call.out[at].float()).sum(-1).T  # [H, T]
         of_weights = torch.einsum("the,she->hts", upstream, values)
         of_scores = weights * (of_weights - through_out[..., None]) * scale
         of_keys = torch.einsum("hts,the->she", of_scores, q[at].float())
@@ -318,7 +218,19 @@ def sum_and_matmul_into(x, a, b, out_dtype, beta=1, alpha=1, *, out):
     return out.copy_(sum_and_matmul(x, a, b, out_dtype, beta, alpha))
 
 
-WRITTEN_OUT = {
+def by_name(name: str, compute: Callable[[Call], tuple]) -> Callable:
+    """Return a function that is called as the operator is, and gives `compute` its arguments by
+    name, those that are left out too."""
+    arguments = getattr(aten, name.removeprefix("aten::")).default._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in arguments}
+
+    def operator(*args: Any, **kwargs: Any) -> tuple:
+        return compute(Call(**defaults | dict(zip(defaults, args, strict=False)) | kwargs))
+
+    return operator
+
+
+ATTENTION = {
     "aten::_scaled_dot_product_flash_attention": flash,
     "aten::_scaled_dot_product_flash_attention_backward": flash_backward,
     "aten::_scaled_dot_product_efficient_attention": efficient,
@@ -327,6 +239,8 @@ WRITTEN_OUT = {
     "aten::_scaled_dot_product_cudnn_attention_backward": cudnn_backward,
     "aten::_flash_attention_forward": packed,
     "aten::_flash_attention_backward": packed_backward,
+}
+WRITTEN_OUT = {name: by_name(name, compute) for name, compute in ATTENTION.items()} | {
     "aten::_fused_rms_norm_backward": rms_norm_backward,
     "aten::mm.dtype": matmul,
     "aten::mm.dtype_out": matmul_into,

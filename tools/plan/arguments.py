@@ -78,93 +78,12 @@ OVERRIDES = {  # option -> what it gives in the place of the device's number
 
 
 def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a command line, and check what only it says. Returns the flags, and the other arguments:
+    the file and the options of the run."""
     parser = overrides.parser("python -m tools.plan", __doc__)
-    parser.add_argument("--gpus", type=int, help="of the whole run (8)")
-    parser.add_argument(
-        "--days",
-        type=float,
-        default=0,
-        help="with --tokens and without --gpus: how many GPUs finish in so many days",
-    )
-    parser.add_argument(
-        "--usd", type=float, default=0, help="the same, or also, for at most so many dollars"
-    )
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="of each host (8)")
-    parser.add_argument(
-        "--device",
-        help="a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)",
-    )
-    parser.add_argument(
-        "--stack",
-        default="plumbline",
-        help="a row of tools/plan/stacks.toml: plan as that software would run it (plumbline)",
-    )
-    for name, about in OVERRIDES.items():
-        parser.add_argument(f"--{name}", type=float, help=f"{about} (the device's)")
-    parser.add_argument(
-        "--margin",
-        type=float,
-        default=MARGIN,
-        help=f"what the allocator adds to live bytes ({MARGIN})",
-    )
-    parser.add_argument(
-        "--tokens", type=float, default=0, help="to train on, as 15e12 (what training.steps says)"
-    )
-    parser.add_argument("--usd-per-gpu-hour", type=float, default=0)
-    parser.add_argument(
-        "--mtbf-gpu-hours",
-        type=float,
-        default=MTBF_GPU_HOURS,
-        help="GPU-hours between interruptions (Llama 3's, %(default).0f)",
-    )
-    parser.add_argument(
-        "--restart-minutes",
-        type=float,
-        default=10,
-        help="from an interruption to the next step (10)",
-    )
-    parser.add_argument(
-        "--storage-gb-per-s",
-        type=float,
-        default=10,
-        help="of the checkpoint folder, all ranks together (10)",
-    )
-    parser.add_argument(
-        "--routing",
-        default="balanced",
-        help="of MoE layers: balanced; a number, how many times the mean the fullest "
-        "rank gets; or the "
-        "folder of a run that recorded the loads of its experts (balanced)",
-    )
-    parser.add_argument(
-        "--search",
-        action="store_true",
-        help="try meshes, checkpointing modes and microbatches; rank those that fit",
-    )
-    parser.add_argument("--stages", action="store_true", help="of a pipeline show every rank")
-    parser.add_argument(
-        "--ladder",
-        type=Path,
-        metavar="DIR",
-        help="forecast the loss from this ladder (tools.ladder), and write it into the run's folder",
-    )
-    parser.add_argument(
-        "--write",
-        metavar="OUT.toml",
-        help="the configuration planned, or with --search the best found",
-    )
-    parser.add_argument(
-        "--html",
-        metavar="OUT.html",
-        help="one page with the memory curve, the time line and the mesh",
-    )
-    parser.add_argument(
-        "--compare",
-        action="append",
-        metavar="OTHER",
-        help="a second plan to compare with: a TOML file, or an option to add to this plan's, as "
-        "--parallelism.tensor_parallel=4; may be repeated",
-    )
+    add_machine(parser)
+    add_run(parser)
+    add_outputs(parser)
     flags, rest = parser.parse_known_args(with_values(argv))
     check_question(flags)
     flags.gpus = flags.gpus or 8
@@ -179,6 +98,60 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             raise InputError(f"--{name.replace('_', '-')} must be more than 0")
     check_hardware(flags)
     return flags, rest
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what the run would have."""
+    add = parser.add_argument
+    add("--gpus", type=int, help="of the whole run (8)")
+    text = "with --tokens and without --gpus: how many GPUs finish in so many days"
+    add("--days", type=float, default=0, help=text)
+    add("--usd", type=float, default=0, help="the same, or also, for at most so many dollars")
+    add("--gpus-per-node", type=int, default=8, help="of each host (8)")
+    text = "a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)"
+    add("--device", help=text)
+    text = "a row of tools/plan/stacks.toml: plan as that software would run it (plumbline)"
+    add("--stack", default="plumbline", help=text)
+    for name, about in OVERRIDES.items():
+        add(f"--{name}", type=float, help=f"{about} (the device's)")
+    text = f"what the allocator adds to live bytes ({MARGIN})"
+    add("--margin", type=float, default=MARGIN, help=text)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what the run would meet."""
+    add = parser.add_argument
+    text = "to train on, as 15e12 (what training.steps says)"
+    add("--tokens", type=float, default=0, help=text)
+    add("--usd-per-gpu-hour", type=float, default=0)
+    text = "GPU-hours between interruptions (Llama 3's, %(default).0f)"
+    add("--mtbf-gpu-hours", type=float, default=MTBF_GPU_HOURS, help=text)
+    text = "from an interruption to the next step (10)"
+    add("--restart-minutes", type=float, default=10, help=text)
+    text = "of the checkpoint folder, all ranks together (10)"
+    add("--storage-gb-per-s", type=float, default=10, help=text)
+    text = (
+        "of MoE layers: balanced; a number, how many times the mean the fullest rank gets; or the "
+    )
+    text += "folder of a run that recorded the loads of its experts (balanced)"
+    add("--routing", default="balanced", help=text)
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is planned, shown and written."""
+    add = parser.add_argument
+    text = "try meshes, checkpointing modes and microbatches; rank those that fit"
+    add("--search", action="store_true", help=text)
+    add("--stages", action="store_true", help="of a pipeline show every rank")
+    text = "the configuration planned, or with --search the best found"
+    add("--write", metavar="OUT.toml", help=text)
+    text = "one page with the memory curve, the time line and the mesh"
+    add("--html", metavar="OUT.html", help=text)
+    text = "a second plan to compare with: a TOML file, or an option to add to this plan's, as "
+    text += "--parallelism.tensor_parallel=4; may be repeated"
+    add("--compare", action="append", metavar="OTHER", help=text)
+    text = "forecast the loss from this ladder (tools.ladder), and write it into the run's folder"
+    add("--ladder", type=Path, metavar="DIR", help=text)
 
 
 def check_hardware(flags: argparse.Namespace) -> None:

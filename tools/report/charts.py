@@ -15,6 +15,7 @@ from configs.words import plural
 from tools.report import numbers
 from tools.report.run import LoadedRun, Points, joined
 from tools.report.thin import Series, thin
+from tools.svg import path, stretched
 
 PIXELS = 480  # buckets of a long series: about the pixels of a chart on a laptop
 MOST_BUCKETS = 18_000  # of all series of a page together: about 70 bytes each
@@ -200,6 +201,7 @@ def chart(chosen: Chosen, names: list[str], across: Axis, buckets: int) -> tuple
     grid = "".join(f"M0 {_y(axis.share(value))}H{SCALE}" for value, _ in labels)
     lines = "".join(_drawing(run, series, across, axis) for run, series in drawn.items())
     rows = "".join(_reading(run, series, names[run], panel) for run, series in drawn.items())
+    drawing = stretched(SCALE, SCALE, path("grid", grid) + lines)
     unit = ", ".join(filter(None, (panel.unit, "log scale" if axis.log else "")))
     notes = "".join(
         f"<p class=note>{escape(note)}</p>"
@@ -210,19 +212,12 @@ def chart(chosen: Chosen, names: list[str], across: Axis, buckets: int) -> tuple
         f'<figure class=panel data-panel="{escape(panel.key)}">'
         f"<figcaption><h3>{escape(panel.title)}</h3> <small>{escape(unit)}</small></figcaption>"
         f"<ul class=readout>{rows}</ul>"
-        f"<div class=plot>{_svg(grid, lines)}{y_labels(labels, axis)}{x_labels(across)}"
+        f"<div class=plot>{drawing}{y_labels(labels, axis)}{x_labels(across)}"
         "<div class=cursor hidden></div></div>"
         f"{notes}</figure>"
     )
     carried = [_numbers(run, series) for run, series in drawn.items()]
     return html, {"percent": panel.percent, "series": carried}
-
-
-def _svg(grid: str, inside: str) -> str:
-    return (
-        f'<svg viewBox="0 0 {SCALE} {SCALE}" preserveAspectRatio=none aria-hidden=true>'
-        f'<path class=grid d="{grid}"/>{inside}</svg>'
-    )
 
 
 def _y(share: float) -> int:
@@ -253,15 +248,15 @@ def _drawing(run: int, series: Series, across: Axis, axis: Axis) -> str:
     if series.spread:
         top = _corners(x, axis, series.high[shown])
         bottom = _corners(x, axis, np.maximum(series.low[shown], axis.low))
-        parts.append(f'<path class=band d="{_path(top + bottom[::-1])}Z"/>')
-    parts.append(f'<path class=line d="{_path(line)}"/>')
+        parts.append(path("band", f"{_path(top + bottom[::-1])}Z"))
+    parts.append(path("line", _path(line)))
     if len(line) <= DOTS:
         dots = "".join(f"M{at} {value}h0" for at, value in line)
-        parts.append(f'<path class=dots d="{dots}"/>')
+        parts.append(path("dots", dots))
     if len(series.not_finite):
         places = sorted(set(_whole(across.place(series.not_finite))))
         bars = "".join(f"M{at} {SCALE}v-80" for at in places)
-        parts.append(f'<path class=bad d="{bars}"/>')
+        parts.append(path("bad", bars))
     return f'<g class="run r{run}">{"".join(parts)}</g>'
 
 

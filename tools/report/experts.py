@@ -4,6 +4,7 @@ import bisect
 from html import escape
 
 from tools.report.run import LoadedRun
+from tools.svg import path, stretched
 
 # Classes of load (over the mean of the layer) and their upper ends. Below the first an expert is
 # idle, as in training/experts.py::IDLE.
@@ -53,9 +54,8 @@ def _map(number: int, run: LoadedRun, most_cells: int) -> str:
     for row, layer in enumerate(layers):
         for first, count, level in _runs_of([level_of(load) for load in loads[layer]]):
             paths[level] += f"M{first} {row}h{count}v1h-{count}z"
-    cells = "".join(
-        f'<path class=l{level} d="{path}"/>' for level, path in enumerate(paths) if path
-    )
+    cells = "".join(path(f"l{level}", squares) for level, squares in enumerate(paths) if squares)
+    drawing = stretched(experts, len(layers), cells, " shape-rendering=crispEdges")
     labels = "".join(
         f'<span class=y style="top:{100 * (row + 0.5) / len(layers):.1f}%">{layer}</span>'
         for row, layer in enumerate(layers)
@@ -74,8 +74,7 @@ def _map(number: int, run: LoadedRun, most_cells: int) -> str:
         f'<figure class="panel run r{number}"><figcaption><h3><i></i>{escape(run.name)}</h3> '
         f"<small>{note}</small></figcaption>"
         f'<div class="plot map" style="height:{height:.1f}rem">'
-        f'<svg viewBox="0 0 {experts} {len(layers)}" preserveAspectRatio=none '
-        f"shape-rendering=crispEdges aria-hidden=true>{cells}</svg>{labels}</div>"
+        f"{drawing}{labels}</div>"
         "<p class=note>Rows: layers. Columns: experts.</p></figure>"
     )
 

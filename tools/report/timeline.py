@@ -8,6 +8,7 @@ from reliability.goodput import KINDS, ORDERLY, Past
 from tools.report import numbers
 from tools.report.charts import Axis
 from tools.report.run import LoadedRun
+from tools.svg import path, stretched
 
 # How a start ended: class of its mark, the mark, and its explanation.
 ENDS = {
@@ -111,9 +112,7 @@ def _lane(number: int, run: LoadedRun, lane: list[Span], longest: float) -> str:
     saved = sorted({time for span in lane for time in _saves(span.start)})
     places = sorted({round(1000 * (time - lane[0].begin) / longest) for time in saved})
     ticks = "".join(f"M{place} 0v1" for place in places)
-    parts.append(
-        f"<svg viewBox='0 0 1000 1' preserveAspectRatio=none><path class=saves d='{ticks}'/></svg>"
-    )
+    parts.append(stretched(1000, 1, path("saves", ticks)))
     for span in lane:
         kind, mark, text = ENDS[span.how]
         place = 100 * (span.end - lane[0].begin) / longest
