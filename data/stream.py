@@ -37,7 +37,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -435,18 +435,14 @@ class StreamedBatches:
         order: StreamOrder,
         steps: range,
         local_batch_size: int,
-        dp_rank: int,
-        dp_size: int,
-        gather: Callable[[object], list],
+        ranks: Ranks,
         vocab_size: int = 2**32,
         pin_memory: bool = False,
-        token_ranges: Sequence[range] = (),
         depth: int = 0,
     ) -> None:
-        """gather: returns the objects of all ranks, as a list; all ranks call it at the same step.
-        token_ranges: the positions of a window whose tokens this rank has; none given: all.
-        depth: further tokens that are predicted (data/further.py). Raises InputError if the ranks
+        """depth: further tokens that are predicted (data/further.py). Raises InputError if the ranks
         do not divide streams and rows."""
+        dp_size = ranks.dp_size
         if order.groups % dp_size:
             raise InputError(
                 f"{dp_size} data-parallel ranks must divide data.streams = {len(order.places)} and "
@@ -457,14 +453,14 @@ class StreamedBatches:
         self.cfg = source.cfg
         self.steps = steps
         self.local_batch_size = local_batch_size
-        self.gather = gather
+        self.gather = ranks.gather
         self.vocab_size = vocab_size
         self.pin_memory = pin_memory
         rows = order.global_batch_size // dp_size
         streams = len(order.places) // dp_size
-        self.rows = range(dp_rank * rows, (dp_rank + 1) * rows)
-        self.mine = range(dp_rank * streams, (dp_rank + 1) * streams)
-        self.token_ranges = token_ranges or [range(order.seq_len)]
+        self.rows = range(ranks.dp_rank * rows, (ranks.dp_rank + 1) * rows)
+        self.mine = range(ranks.dp_rank * streams, (ranks.dp_rank + 1) * streams)
+        self.token_ranges = ranks.token_ranges(order.seq_len)
         self.depth = depth
         self.problem: Exception | None = None
         # after the batch that was given last
@@ -624,12 +620,9 @@ class StreamedCorpora(Corpora):
             order,
             steps,
             self.cfg.training.local_batch_size,
-            ranks.dp_rank,
-            ranks.dp_size,
-            ranks.gather,
+            ranks,
             vocab_size,
             pin_memory,
-            ranks.token_ranges(self.cfg.training.seq_len),
             tokens_ahead(self.cfg.model),
         )
 

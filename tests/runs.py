@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -311,6 +312,19 @@ def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:
     folder.mkdir()
     assert ranks.run_ranks(4, run, options, folder, timeout=200) == [(0, "")] * 4
     return series(folder)
+
+
+def data_rank(
+    dp_rank: int = 0, dp_size: int = 1, own: list[range] | None = None
+) -> SimpleNamespace:
+    """Return a rank as the data sees it (data/loader.py::Ranks), without others to gather from. own:
+    the positions of a sequence that are its; None: all."""
+    return SimpleNamespace(
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        token_ranges=lambda seq_len: own or [range(seq_len)],
+        gather=lambda value: [value],
+    )
 
 
 def free_port() -> int:

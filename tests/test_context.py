@@ -40,6 +40,7 @@ from tests.runs import (
     COMPILED,
     CP2,
     ULYSSES,
+    data_rank,
 )
 from tools.parity import in_memory
 from tools.plan import trace
@@ -131,10 +132,7 @@ def test_a_compiled_mesh_equals_the_plain_model(chosen):
 def test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole(places, monkeypatch):
     cfg = load_config([*OPTIONS, "--training.local_batch_size=24"])
     ids, read = np.random.default_rng(0).integers(0, VOCAB, 4000).astype(np.uint16), []
-    ranks = [
-        SimpleNamespace(dp_rank=0, dp_size=1, token_ranges=lambda seq_len, own=own: own)
-        for own in ([range(16)], places)
-    ]
+    ranks = data_rank(), data_rank(own=places)
     whole, part = (in_memory.batches(cfg, rank, ids) for rank in ranks)
     begins = np.zeros((BATCH, 17), bool)
     begins[:, [3, 6, 8, 15]] = True

@@ -10,7 +10,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from data.documents import DocumentIndex
 from data.loader import Batches
 from data.open import open_corpora
 from tests.ranks import run_ranks
-from tests.runs import MESHES, TINY, run, series
+from tests.runs import MESHES, TINY, data_rank, run, series
 
 
 def text(i: int, kind: str) -> str:
@@ -134,7 +133,7 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
     assert not held_out & (texts(sources["web"].train) | texts(sources["code"].train))
     batches = corpora.training_batches(
         corpora.order({}),
-        SimpleNamespace(dp_rank=0, dp_size=1, token_ranges=lambda seq_len: [range(seq_len)]),
+        data_rank(),
         263,
     )
     for step in range(200):
@@ -145,7 +144,7 @@ def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_pat
 
 def test_every_seed_is_validated_on_the_same_sequences_in_the_same_order(options):
     """Or the losses of two seeds would differ by the choice of text."""
-    alone = SimpleNamespace(dp_rank=0, dp_size=1, token_ranges=lambda seq_len: [range(seq_len)])
+    alone = data_rank()
     seen, trained = [], []
     for seed in 0, 1:
         corpora = open_corpora(

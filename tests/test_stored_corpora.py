@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -35,7 +34,7 @@ from data.workers import LoaderError
 from reliability import objects
 from tests import ranks
 from tests.ranks import run_ranks
-from tests.runs import run, samples, series, tiny_run
+from tests.runs import data_rank, run, samples, series, tiny_run
 from tests.s3 import Server
 from tests.stores import (
     emptied,
@@ -114,18 +113,11 @@ def config(source: str, cache: Path, *more: str) -> Config:
     )
 
 
-def mesh(dp_rank: int = 0, dp_size: int = 1, own: list[range] | None = None) -> SimpleNamespace:
-    def token_ranges(seq_len: int) -> list[range]:
-        return own or [range(seq_len)]
-
-    return SimpleNamespace(dp_rank=dp_rank, dp_size=dp_size, token_ranges=token_ranges)
-
-
-def read(cfg: Config, first: int, steps: int, where: SimpleNamespace | None = None) -> list[dict]:
+def read(cfg: Config, first: int, steps: int, where: object = None) -> list[dict]:
     """Batches of a rank, as a run reads them."""
     corpora = open_corpora(cfg, quiet)
     order = corpora.order({})
-    rows = corpora.training_batches(order, where or mesh(), 1 << 16)
+    rows = corpora.training_batches(order, where or data_rank(), 1 << 16)
     return list(loader(rows, first, first + steps, cfg.data))
 
 
@@ -140,9 +132,9 @@ def same(one: list[dict], other: list[dict]) -> bool:
 
 
 PLACES = {
-    "one": [mesh()],
-    "dp 3": [mesh(r, 3) for r in range(3)],
-    "cp 2": [mesh(own=[range(3), range(10, T)]), mesh(own=[range(3, 10)])],
+    "one": [data_rank()],
+    "dp 3": [data_rank(r, 3) for r in range(3)],
+    "cp 2": [data_rank(own=[range(3), range(10, T)]), data_rank(own=[range(3, 10)])],
 }
 
 
@@ -243,7 +235,7 @@ def test_a_cache_on_a_full_disk_ends_nothing(uploaded, store, tmp_path, monkeypa
 def test_later_steps_are_asked_for_while_the_first_is_used(uploaded, store, tmp_path):
     cfg = config(URL, tmp_path / "cache", "--validation.interval=0")
     corpora = open_corpora(cfg, quiet)
-    rows = corpora.training_batches(corpora.order({}), mesh(), 300)
+    rows = corpora.training_batches(corpora.order({}), data_rank(), 300)
     stream_of = loader(rows, 0, 200, cfg.data)
     next(stream_of)
     deadline = time.monotonic() + 20 * ranks.WORKERS
@@ -425,7 +417,7 @@ def test_a_damaged_object_is_named(how, uploaded, store, tmp_path):
         store.put(key, store.object(key)[:-600])
     else:
         store.remove(key)
-    rows = corpora.training_batches(corpora.order({}), mesh(), 300)
+    rows = corpora.training_batches(corpora.order({}), data_rank(), 300)
     with pytest.raises(LoaderError, match=r"^step \d+ cannot be read: .*train-00000.bin") as said:
         list(loader(rows, 0, 200, cfg.data))
     assert ("upload" in str(said.value)) == (how != "cut")
@@ -572,7 +564,7 @@ def streamed(source: str, first: int, steps: int, dp: int = 1, saved: dict | Non
     everywhere = []
     for rank in range(dp):
         steps_of = range(first, first + steps)
-        rows = stream.StreamedBatches(opened, order, steps_of, 1, rank, dp, lambda x: [x])
+        rows = stream.StreamedBatches(opened, order, steps_of, 1, data_rank(rank, dp))
         shares.append([next(rows) for _ in steps_of])
         if rows.problem:
             raise rows.problem

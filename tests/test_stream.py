@@ -23,7 +23,7 @@ from data.prepare import prepare
 from data.stream import Exhausted, Stream, StreamedBatches, StreamOrder
 from data.workers import LoaderError
 from tests.ranks import run_ranks
-from tests.runs import MESHES, TINY, killed_at, run, samples, series, stopped_at
+from tests.runs import MESHES, TINY, data_rank, killed_at, run, samples, series, stopped_at
 
 T, G, STREAMS = 13, 24, 12
 
@@ -82,7 +82,7 @@ def take(
     """Return the global batches of some steps, put together from the shares of dp ranks, and where
     the streams then are."""
     ranks = [
-        StreamedBatches(source, order, range(first, first + steps), local, r, dp, lambda x: [x])
+        StreamedBatches(source, order, range(first, first + steps), local, data_rank(r, dp))
         for r in range(dp)
     ]
     shares = [[batch for _, batch in zip(range(steps), rank)] for rank in ranks]
@@ -118,10 +118,8 @@ def test_a_rank_may_have_parts_of_windows_alone(corpus):
     source, description = opened(options(corpus[0], mask_documents=True))
     places = [range(1, 3), range(T - 2, T)]
     rows = [
-        StreamedBatches(
-            source, stream.begin(description), range(2), G, 0, 1, lambda x: [x], token_ranges=own
-        )
-        for own in ((), places)
+        StreamedBatches(source, stream.begin(description), range(2), G, data_rank(own=own))
+        for own in (None, places)
     ]
     for want, got in zip(*rows, strict=True):
         here = [position for own in places for position in own]
