@@ -3,17 +3,13 @@ operators and bytes are counted, which no busy machine can disturb. Times are in
 docs/performance.md; no test asserts one."""
 
 import ctypes
-import hashlib
 import os
-import random
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from configs.cpu import bfloat16_is_fast, float32_products
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,7 +26,6 @@ from models.kernels.causal_attention import causal_attention
 from models.kernels.cpu import causal_attention as causal
 from parallelisms import blocks, dp
 from parallelisms.mesh import world
-from tests import loss_curves
 from tests.ranks import run_ranks
 from tests.runs import COMPILED
 
@@ -622,64 +617,6 @@ def skipped_by_the_kernel(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_a_step_that_is_skipped_by_the_kernel_leaves_no_trace(kind):
     run_ranks(2, skipped_by_the_kernel, kind)
-
-
-# --------------------------------------------------------------------------------------------------
-# loss curves
-
-
-def made_up_text() -> np.ndarray:
-    """200,000 bytes of 500 words, each of which has 12 that may follow. The same on every machine,
-    in every version of Python (which promises that for `random()` of a seeded generator) and of
-    this repository."""
-    draw = random.Random(0).random
-    words = []
-    for _ in range(500):
-        length = 2 + int(7 * draw())
-        words.append("".join(chr(97 + int(26 * draw() ** 2)) for _ in range(length)))
-    following = [[int(500 * draw()) for _ in range(12)] for _ in words]
-    word, pieces = 0, []
-    for _ in range(40_000):
-        pieces.append(words[word] + (" " if draw() < 0.9 else ".\n"))
-        word = following[word][int(12 * draw() ** 2)]
-    text = "".join(pieces).encode()[:200_000]
-    assert hashlib.sha256(text).hexdigest()[:16] == "316acc77ce7de410", "the text is another one"
-    return np.frombuffer(text, np.uint8)
-
-
-CURVES = 100, 3  # steps, seeds
-
-
-@pytest.fixture(scope="module")
-def plain_curves() -> list[list[float]]:
-    [plain] = run_ranks(
-        1, loss_curves.curves, loss_curves.PLAIN, *CURVES, made_up_text(), timeout=500
-    )
-    return plain
-
-
-@pytest.mark.exhaustive
-@pytest.mark.cap(600)
-@pytest.mark.skipif(
-    shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
-)
-@pytest.mark.parametrize("slowed", [False, True], ids=["fast", "control"])
-def test_the_fast_path_learns_within_the_spread_of_seeds(slowed, plain_curves):
-    """100 steps in bfloat16 and compiled against float32 (300: lab/bench/results/curve.txt): in
-    every window of 25 steps the two, means over three seeds, are nearer to each other than seeds
-    usually are (the root mean square of their deviation; measured: a fifth of it). The control
-    takes steps of half the size, and is 40 times as far off as seeds are; it is not compiled, which
-    would take most of its time. The text is no file of this repository: an edit of a comment would
-    change all numbers."""
-    fast = (
-        ["--training.param_dtype=bfloat16", "--optimizer.lr=1e-3"] if slowed else loss_curves.FAST
-    )
-    [other] = run_ranks(1, loss_curves.curves, fast, *CURVES, made_up_text(), timeout=500)
-    seen = loss_curves.compared(plain_curves, other)
-    usual = (sum(spread**2 for *_, spread in seen) / len(seen)) ** 0.5
-    assert seen[-1][0] < 0.75 * seen[0][0], "the plain model does not learn"
-    apart = max(abs(apart) for _, apart, _ in seen)
-    assert apart > 3 * usual if slowed else apart < usual, seen
 
 
 def test_every_section_of_a_step_is_timed():
