@@ -1,6 +1,6 @@
 """Find whether a change altered the numbers of a run, from which step on, and by how much.
 
-    python -m tools.compare_runs runs/before runs/after --png difference.png
+    python -m tools.compare_runs runs/before runs/after --picture difference.svg
 
 compares every metric of two run folders at the steps that both have logged (floats in metrics.jsonl
 are exact, so equal is bitwise equal), the newest checkpoint of a step that both have, and
@@ -18,11 +18,9 @@ made a hundred times as much of it.
 import argparse
 import json
 import math
-import operator
 import signal
 import statistics
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -35,7 +33,9 @@ from configs.schema import InputError
 from reliability import goodput
 from reliability.objects import Key
 from tools.differences import JUDGED, LIMITS, parse_tolerance, relative
+from tools.logged import logged
 from tools.places import files_of, place
+from tools.report import picture
 from training.lines import GROUPS
 
 PLACES = {"run.folder", "data.cache"}  # options that say where, not what
@@ -163,29 +163,6 @@ def like_rounding(a: Metrics, b: Metrics, differs: list[MetricRow]) -> bool:
 
 def _last(metrics: Metrics) -> int:
     return max(step for by_step in metrics.values() for step in by_step)
-
-
-def logged(folder: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """(step, metric -> value) of each line of metrics.jsonl, oldest first. Raises InputError."""
-    path = folder / "metrics.jsonl"
-    damaged = 0
-    try:
-        with path.open("rb") as file:
-            for number, text in enumerate(file, 1):
-                if damaged:  # the last line may be cut: the run was killed, or is writing it
-                    raise InputError(f"{path}: line {damaged} is not an object with a step")
-                try:
-                    line = json.loads(text)
-                    step = operator.index(line.pop("step"))
-                    values = {key: float(value) for key, value in line.items()}
-                except (ValueError, KeyError, AttributeError, TypeError):
-                    damaged = number
-                    continue
-                yield step, values
-    except OSError as error:
-        raise InputError(
-            f"{folder} is not the folder of a run: {path.name}: {error.strerror}"
-        ) from None
 
 
 def series(folder: Path) -> dict[str, dict[int, float]]:
@@ -367,66 +344,26 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def plot(a: Path, b: Path, comparison: Comparison, limit: float, path: Path) -> None:
-    """Plot the losses of both runs and, below, the relative difference of each metric that differs.
-    Needs matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise InputError(
-            "--png needs matplotlib: pip install matplotlib, or leave the option out"
-        ) from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+def draw(a: Path, b: Path, comparison: Comparison, limit: float) -> str:
+    """Return as SVG the relative difference of each metric that differs, over the steps, and dotted
+    what passes as equal."""
     one = series(a)
     other = series(b)
-    figure, axes = pyplot.subplots(2, 1, sharex=True, figsize=(9, 7), layout="constrained")
-    top, below = axes
-    for title, run, line, dots in (
-        (f"A: {a.name}", one, "C0-", "C0o"),
-        (f"B: {b.name}", other, "C1--", "C1x"),
-    ):
-        for metric, style, label in (
-            ("loss", line, title),
-            ("validation_loss", dots, f"{title}, validation"),
-        ):
-            if points := sorted(run.get(metric, {}).items()):
-                top.plot(
-                    *zip(*points, strict=True), style, label=label, linewidth=1.2, markersize=6
-                )
-    top.set_title(comparison.verdict, fontsize="medium", wrap=True)
-    top.set_ylabel("loss, nats per token")
-    top.legend()
     unequal = [row for row in comparison.rows if row.largest]
-    shown = sorted(unequal, key=attrgetter("largest"), reverse=True)[:8]
-    for row in shown:
+    shown = sorted(unequal, key=attrgetter("largest"), reverse=True)
+    curves = []
+    for row, color in zip(shown, picture.COLORS[:-1], strict=False):
         of_a = one[row.metric]
         of_b = other[row.metric]
-        points = []
-        for step in sorted(of_a.keys() & of_b.keys()):
-            size = relative(of_a[step], of_b[step])
-            if 0 < size < math.inf:
-                points.append((step, size))
-        if points:
-            below.plot(
-                *zip(*points, strict=True), ".-", label=row.metric, linewidth=0.8, markersize=4
-            )
-    below.set_ylabel("|A - B| / max(|A|, |B|)")
-    below.set_xlabel("step")
-    if shown:
-        below.set_yscale("log")
-        below.axhline(limit, color="grey", linestyle=":", label=f"{limit:g}")
-        below.legend()
-    else:
-        below.text(0.5, 0.5, "bitwise equal", transform=below.transAxes, ha="center", va="center")
-        below.set_yticks([])
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        raise InputError(f"--png={path} cannot be written: {error}") from None
-    finally:
-        pyplot.close(figure)
+        sizes = {step: relative(of_a[step], of_b[step]) for step in of_a.keys() & of_b.keys()}
+        sizes = {step: size for step, size in sizes.items() if 0 < size < math.inf}
+        if sizes:
+            curves.append(picture.curve(row.metric, color, "none", sizes))
+    if curves:
+        ends = dict.fromkeys(comparison.steps, limit)
+        curves.append(picture.curve("equal below", picture.COLORS[-1], "2 3", ends))
+    title = f"{a.name} and {b.name}: {comparison.verdict}"
+    return picture.plot(title, "|A - B| / max(|A|, |B|)", curves, picture.LOG)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -440,16 +377,18 @@ def main(argv: list[str] | None = None) -> int:
         type=parse_tolerance,
         help="relative difference that passes as equal (exit code 0)",
     )
-    parser.add_argument(
-        "--png", type=Path, help="write a plot of the differences to this file (needs matplotlib)"
-    )
+    parser.add_argument("--picture", type=Path, help="write the differences as this SVG file, too")
+    parser.add_argument("--png", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
     limit = ROUNDING if options.tolerance is None else options.tolerance
     try:
-        comparison = compare(options.a, options.b, options.tolerance)
         if options.png:
-            plot(files_of(options.a), files_of(options.b), comparison, limit, options.png)
+            raise InputError(f"--png={options.png}: plots are SVG now: use --picture=FILE.svg")
+        comparison = compare(options.a, options.b, options.tolerance)
+        if options.picture:
+            drawn = draw(files_of(options.a), files_of(options.b), comparison, limit)
+            picture.write(options.picture, drawn)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2

@@ -15,7 +15,7 @@ from torch import Tensor
 
 aten = torch.ops.aten
 NOTHING = torch.empty(0)
-Call = SimpleNamespace  # of an operator: its arguments, by their names in its schema
+Arguments = SimpleNamespace  # of an operator: its arguments, by their names in its schema
 
 
 def _state_of_random_numbers() -> Tensor:
@@ -35,7 +35,7 @@ def _sum_over_groups(grad: Tensor, heads: int) -> Tensor:
 # ------------------------------------------------------------------ F.scaled_dot_product_attention
 
 
-def _attend(call: Call) -> tuple[Tensor, Tensor]:
+def _attend(call: Arguments) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, T, E], and its log-sum-exp, float32 [B, H, T]."""
     heads = call.query.shape[1]
     k = _one_head_each(call.key, heads)
@@ -46,7 +46,7 @@ def _attend(call: Call) -> tuple[Tensor, Tensor]:
     return out, lse.float()
 
 
-def _attend_backward(call: Call, grad: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_backward(call: Arguments, grad: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     heads = call.query.shape[1]
     groups = call.key.shape[1]
     k = _one_head_each(call.key, heads)
@@ -57,26 +57,26 @@ def _attend_backward(call: Call, grad: Tensor, lse: Tensor) -> tuple[Tensor, Ten
     return dq, _sum_over_groups(dk, groups), _sum_over_groups(dv, groups)
 
 
-def flash(call: Call) -> tuple:
+def flash(call: Arguments) -> tuple:
     out, lse = _attend(call)
     lengths = call.query.shape[2], call.key.shape[2]
     return out, lse, NOTHING, NOTHING, *lengths, _state_of_random_numbers(), NOTHING, NOTHING
 
 
-def flash_backward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def flash_backward(call: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return _attend_backward(call, call.grad_out, call.logsumexp)
 
 
-def efficient(call: Call) -> tuple:
+def efficient(call: Arguments) -> tuple:
     out, lse = _attend(call)
     return out, lse, _state_of_random_numbers()[0], _state_of_random_numbers()[0]
 
 
-def efficient_backward(call: Call) -> tuple:
+def efficient_backward(call: Arguments) -> tuple:
     return *_attend_backward(call, call.grad_out_, call.logsumexp), NOTHING
 
 
-def cudnn(call: Call) -> tuple:
+def cudnn(call: Arguments) -> tuple:
     out, lse = _attend(call)
     lengths = call.query.shape[2], call.key.shape[2]
     seed, offset = _state_of_random_numbers().unbind()
@@ -84,7 +84,7 @@ def cudnn(call: Call) -> tuple:
     return out, lse[..., None], *more
 
 
-def cudnn_backward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def cudnn_backward(call: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     return _attend_backward(call, call.grad_out, call.logsumexp[..., 0])
 
 
@@ -121,13 +121,13 @@ def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, left: int, right: 
     return scores.masked_fill(~seen, -torch.inf)
 
 
-def _window(call: Call) -> tuple[int, int]:
+def _window(call: Arguments) -> tuple[int, int]:
     sides = call.window_size_left, call.window_size_right
     left, right = (-1 if side is None else side for side in sides)
     return left, right
 
 
-def packed(call: Call) -> tuple:
+def packed(call: Arguments) -> tuple:
     """query [n, H, E] or [B, T, H, E] -> output of that shape, log-sum-exp [H, n] or [B, H, T]"""
     q, k, v = call.query, call.key, call.value
     cum_q = call.cum_seq_q
@@ -151,7 +151,7 @@ def packed(call: Call) -> tuple:
     return out, lse, _state_of_random_numbers(), NOTHING, NOTHING
 
 
-def packed_backward(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+def packed_backward(call: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of query, key and value; formulas of Dao et al., arXiv:2205.14135,
     appendix B.2."""
     q, k, v = call.query, call.key, call.value
@@ -218,14 +218,14 @@ def sum_and_matmul_into(x, a, b, out_dtype, beta=1, alpha=1, *, out):
     return out.copy_(sum_and_matmul(x, a, b, out_dtype, beta, alpha))
 
 
-def by_name(name: str, compute: Callable[[Call], tuple]) -> Callable:
+def by_name(name: str, compute: Callable[[Arguments], tuple]) -> Callable:
     """Return a function that is called as the operator is, and gives `compute` its arguments by
     name, those that are left out too."""
     arguments = getattr(aten, name.removeprefix("aten::")).default._schema.arguments
     defaults = {argument.name: argument.default_value for argument in arguments}
 
     def operator(*args: Any, **kwargs: Any) -> tuple:
-        return compute(Call(**defaults | dict(zip(defaults, args, strict=False)) | kwargs))
+        return compute(Arguments(**defaults | dict(zip(defaults, args, strict=False)) | kwargs))
 
     return operator
 

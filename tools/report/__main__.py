@@ -15,8 +15,8 @@ from pathlib import Path
 from configs import program
 from configs.schema import InputError
 from tools.places import run_folder
+from tools.report import picture
 from tools.report.page import build
-from tools.report.picture import draw
 from tools.report.run import read_runs
 
 PAGE = Path("runs/report.html")
@@ -31,13 +31,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--picture", type=Path, help="write the losses as this SVG file, too")
     options = parser.parse_args(argv)
     try:
-        if options.picture and options.picture.suffix != ".svg":
-            raise InputError(f"--picture={options.picture} must end in .svg")
         runs = read_runs(options.run)
         if options.picture:
-            _write("--picture", options.picture, draw(runs).encode())
+            picture.write(options.picture, picture.draw(runs))
         page = build(runs).encode()
-        _write("--out", options.out, page)
+        _write(options.out, page)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
@@ -47,13 +45,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _write(option: str, path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> None:
     try:
         if path == PAGE:
             path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
     except OSError as error:
-        raise InputError(f"{option}={path} cannot be written: {error.strerror}") from None
+        raise InputError(f"--out={path} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The loss of runs as one SVG file, for a README or a paper: it needs no page and no script."""
+"""Curves over steps as one SVG file, for a README or a paper: it needs no page and no script."""
 
 from itertools import cycle
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from configs.schema import InputError
 from tools.report import numbers
-from tools.report.charts import PANELS, PIXELS, Axis, value_axis
-from tools.report.run import LoadedRun
+from tools.report.charts import PANELS, PIXELS, Axis, Panel, value_axis
+from tools.report.run import LoadedRun, Points
 from tools.report.thin import Series, thin
 from tools.svg import RULE, Picture
 
@@ -18,19 +21,48 @@ DASHES = {"loss": "none", "validation_loss": "6 4"}  # the metrics that are draw
 TITLES = {panel.key: panel.title for panel in PANELS}
 
 
+LOG = Panel("", "", "", "log")  # for numbers of many sizes
+
+
+class PlottedCurve(NamedTuple):
+    name: str
+    color: str
+    dashes: str  # as SVG's stroke-dasharray
+    series: Series
+
+
+def curve(name: str, color: str, dashes: str, values: dict[int, float]) -> PlottedCurve:
+    """values: by step."""
+    steps = np.array(sorted(values), np.int64)
+    points = Points(steps, np.array([values[step] for step in steps.tolist()], np.float64))
+    return PlottedCurve(name, color, dashes, thin(points, PIXELS))
+
+
 def draw(runs: list[LoadedRun]) -> str:
     """Return the SVG of the training and validation loss of all runs, in nats per token."""
     curves = [
-        (f"{run.name}: {TITLES[key].lower()}", color, DASHES[key], thin(run.metrics[key], PIXELS))
+        PlottedCurve(
+            f"{run.name}: {TITLES[key].lower()}", color, dashes, thin(run.metrics[key], PIXELS)
+        )
         for run, color in zip(runs, cycle(COLORS), strict=False)
-        for key in DASHES
+        for key, dashes in DASHES.items()
         if key in run.metrics
     ]
-    across = Axis(0.0, max([run.last_step for run in runs] + [1]))
-    axis = value_axis(PANELS[0], [series for *_, series in curves]) if curves else Axis(0.0, 1.0)
     names = ", ".join(run.name for run in runs)
-    picture = Picture(WIDTH, HEIGHT, f"Loss of {names}", "Nats per token over steps.")
-    _grid(picture, across, axis)
+    return plot(f"Loss of {names}", "nats per token", curves, PANELS[0])
+
+
+def plot(title: str, unit: str, curves: list[PlottedCurve], panel: Panel) -> str:
+    """Return the SVG of curves over steps. title: also for those who cannot see it; unit: of the
+    values; panel: which says how the vertical axis is scaled."""
+    drawn = [one.series for one in curves]
+    last_steps = [int(series.steps[-1]) for series in drawn if len(series.steps)]
+    across = Axis(0.0, float(max([*last_steps, 1])))
+    axis = value_axis(panel, drawn) if drawn else Axis(0.0, 1.0)
+    picture = Picture(WIDTH, HEIGHT, title, f"{unit[0].upper()}{unit[1:]} over steps.")
+    _grid(picture, across, axis, unit)
+    if not curves:
+        picture.text(_x(0.5), _y(0.5), title, "s", "middle")
     for row, (name, color, dashes, series) in enumerate(curves):
         shown = np.isfinite(series.mean) & ((series.mean > 0) | (not axis.log))
         points = [
@@ -45,6 +77,16 @@ def draw(runs: list[LoadedRun]) -> str:
     return picture.svg()
 
 
+def write(path: Path, picture: str) -> None:
+    """Write a picture to a file. Raises InputError."""
+    if path.suffix != ".svg":
+        raise InputError(f"--picture={path} must end in .svg")
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--picture={path} cannot be written: {error.strerror}") from None
+
+
 def _x(share: float) -> float:
     return LEFT + share * (WIDTH - LEFT - RIGHT)
 
@@ -53,7 +95,7 @@ def _y(share: float) -> float:
     return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
 
 
-def _grid(picture: Picture, across: Axis, axis: Axis) -> None:
+def _grid(picture: Picture, across: Axis, axis: Axis, unit: str) -> None:
     """Draw the lines, the numbers and the titles of both axes."""
     for value, label in axis.ticks:
         y = _y(axis.share(value))
@@ -62,7 +104,7 @@ def _grid(picture: Picture, across: Axis, axis: Axis) -> None:
     for value, label in across.ticks:
         picture.text(_x(across.share(value)), HEIGHT - BOTTOM + 18, label, "s", "middle")
     picture.text(_x(0.5), HEIGHT - 8, "step", "s", "middle")
-    picture.text(14, _y(0.5), "nats per token", "s", "middle", -90)
+    picture.text(14, _y(0.5), unit, "s", "middle", -90)
 
 
 def _name(picture: Picture, row: int, name: str, color: str, dashes: str, series: Series) -> None:

@@ -9,7 +9,7 @@ import tomli
 
 from configs.schema import InputError, redact
 from reliability import goodput
-from tools import compare_runs
+from tools.logged import logged
 
 # The sample is the last thing that a run logs: no more of a long log is read.
 LOG_TAIL_BYTES = 200_000
@@ -94,7 +94,7 @@ def _metrics(folder: Path) -> dict[str, Points]:
         return {}
     # Lines with the same keys form a table: one append and one extend a line, as there are millions.
     tables: dict[tuple[str, ...], tuple[array, array]] = {}
-    for step, values in compare_runs.logged(folder):
+    for step, values in logged(folder):
         keys = tuple(values)
         if keys not in tables:
             tables[keys] = (array("q"), array("d"))
