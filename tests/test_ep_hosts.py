@@ -3,11 +3,13 @@ for each token and host on the wire."""
 
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from types import SimpleNamespace
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -24,7 +26,7 @@ from parallelisms.ep_hosts import Dispatched
 from reliability.collectives import group_of
 from tests.parity import BETWEEN_OTHERS, DEEPSEEK, EXECUTION, EXPERTS, NUMBERS, ONE_EXPERT, check
 from tests.ranks import run_ranks
-from tests.runs import COMPILED, SMALL_MODEL, run, series, stopped_at, tiny_run
+from tests.runs import COMPILED, ROOT, SMALL_MODEL, run, series, stopped_at, tiny_run
 from train import build
 
 # Three hosts of two ranks; each rank has two experts. All sizes differ.
@@ -556,3 +558,35 @@ def test_a_stopped_run_goes_on_bitwise_and_its_checkpoint_is_of_any_exchange(tmp
     whole, stopped, flat = (series(tmp_path / name) for name in ("whole", "stopped", "flat"))
     assert stopped == whole and len(whole) == 8
     assert flat == pytest.approx(whole, rel=1e-4) and flat != whole
+
+
+def files_of_a_token() -> list[str]:
+    """Return the files of the functions that a mixture calls in forward, each where it changes."""
+    args = numbers_of_a_mixture()
+    args.n_shared_experts = 0
+    mixture = MixtureOfExperts(args)
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter)
+    mixture.dispatcher = ep_dispatch.AllToAllDispatcher(dist.group.WORLD)
+    x = torch.randn(1, 5, DIM, requires_grad=True)
+    seen: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        place = Path(frame.f_code.co_filename)
+        if event == "call" and place.is_relative_to(ROOT) and ".venv" not in place.parts:
+            name = str(place.relative_to(ROOT))
+            if seen[-1:] != [name]:
+                seen.append(name)
+
+    sys.setprofile(note)
+    try:
+        mixture(x)
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+def test_an_experts_token_is_followed_in_few_files():
+    """Its way changed files 22 times when dispatch was in four files."""
+    [files] = run_ranks(1, files_of_a_token)
+    assert files.count("parallelisms/ep_dispatch.py") > 1 and len(files) <= 10, files
