@@ -19,7 +19,7 @@ from parallelisms.mesh import world
 from tests import hybrid, parity
 from tests.ranks import run_ranks
 from tests.runs import CONTEXT_MESHES, CP2, MESHES, ULYSSES
-from tools.parity import properties
+from tools.parity import properties, trajectory
 from tools.parity.tiny import Tiny, copy_of
 from tools.plan import report
 from training.sample import KeyValueCache, Sampling, sample_stream
@@ -356,6 +356,15 @@ def test_a_convolution_that_the_family_does_not_count_is_seen(monkeypatch):
     assert failures(tiny, ["declarations"])["declarations"].startswith(
         "Family.flops_per_token says"
     )
+
+
+def test_channels_of_a_convolution_are_in_another_order_on_a_rank():
+    """Those of several projections, joined: `tools.parity` compares what is computed of them."""
+    with torch.device("meta"):
+        model = hybrid.Hybrid(ARGS)
+    trajectory.note_outputs(model, None)
+    noted = {name for name, module in model.named_modules() if module._forward_hooks}
+    assert "layers.0.attention.core" in noted and "layers.0.attention.convolution" not in noted
 
 
 def test_a_plan_counts_its_cores():

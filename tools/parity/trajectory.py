@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import train
 from configs.load import load_config
 from data.loader import IGNORE
+from models.cores import CONVOLUTION, kind_of
 from parallelisms.mesh import world
 from parallelisms.pp import stages_of
 from tools.parity import in_memory
@@ -90,6 +91,8 @@ def note_outputs(model: nn.Module, seen: Notes) -> list[Any]:
         inside = [names[module] for module in stage.modules() if module in names]
         handles.append(stage.register_forward_pre_hook(beginning(inside)))
     for module, name in names.items():
+        if kind_of(module) == CONVOLUTION:
+            continue  # its channels may be those of several projections, each of which ranks split
         handles.append(module.register_forward_hook(noting(name)))
     return handles
 
