@@ -97,6 +97,15 @@ def test_rungs_keep_the_proportions(family, tmp_path):
     assert made[0].cfg.optimizer.lr > last.cfg.optimizer.lr
 
 
+def test_every_rank_has_whole_sequences_and_every_run_its_own_place(tmp_path):
+    argv = ["configs/llama_debug.toml", "--checkpoint.store=s3://bucket/a"]
+    argv += ["--parallelism.tensor_parallel=2", "--training.stop_after=100"]
+    for rung in rungs.ladder(argv, [2e5, 6e5], [5, 20], tmp_path, ranks=8):
+        assert rung.cfg.training.global_batch_size % 4 == 0
+        assert rung.cfg.checkpoint.store == f"s3://bucket/a/{rung.name}"
+        assert not rung.cfg.training.stop_after
+
+
 def test_a_budget_makes_the_models_smaller(tmp_path):
     argv = ["configs/llama_debug.toml"]
     sizes = rungs.spaced(2e5, 2e6, 3)
@@ -113,6 +122,7 @@ def test_a_budget_makes_the_models_smaller(tmp_path):
         (["--ratio", "5", "5"], "twice"),
         (["--smallest", "2e6", "--largest", "1e6"], "the first below the second"),
         (["--validation.interval=0"], "validation.interval"),
+        (["--checkpoint.load_path=somewhere"], "leave checkpoint.load_path out"),
         (["--smallest", "1.5e6", "--largest", "1.6e6"], "would be the same model"),
     ],
 )

@@ -10,6 +10,7 @@ wrong arguments.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from configs import program
 from configs.load import load_config
 from configs.schema import InputError
+from data.stores.places import out_folder
 from tools import overrides
 from tools.ladder import rungs
 from tools.ladder.rungs import Rung
@@ -65,7 +67,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--budget", type=float, help="FLOPs of all runs; the models are made smaller"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/ladder"), help="folder (runs/ladder)"
+        "--out", type=out_folder, default=Path("runs/ladder"), help="folder (runs/ladder)"
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs, write nothing")
     parser.add_argument("--slurm", action="store_true", help="write a Slurm array, run nothing")
@@ -95,7 +97,15 @@ def planned(flags: argparse.Namespace, rest: list[str]) -> list[Rung]:
     sizes = rungs.spaced(smallest, largest, flags.rungs)
     if flags.budget:
         sizes = rungs.within_budget(rest, sizes, flags.ratio, flags.budget)
-    return rungs.ladder(rest, sizes, flags.ratio, flags.out)
+    return rungs.ladder(rest, sizes, flags.ratio, flags.out, ranks())
+
+
+def ranks() -> int:
+    """Return the ranks of ./run_train.sh. Raises InputError."""
+    try:
+        return int(os.environ.get("NGPU") or 1) * int(os.environ.get("NNODES") or 1)
+    except ValueError:
+        raise InputError("NGPU and NNODES in the environment are numbers of processes") from None
 
 
 def listing(made: Sequence[Rung]) -> str:

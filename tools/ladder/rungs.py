@@ -24,6 +24,7 @@ from configs.load import load_config
 from configs.schema import Config, InputError
 from models import MODELS, NUMBERS
 
+BEGUN = ("load_path", "branch_from")  # options of [checkpoint] that give a run its first weights
 WIDTHS = ("hidden_dim", "expert_dim", "dense_hidden_dim", "shared_expert_dim")
 MULTIPLE = 8  # of the widths of feed-forward layers
 BATCH_EXPONENT = 2 / 3
@@ -69,10 +70,11 @@ def parameters_of(cfg: Config) -> int:
 
 
 def ladder(
-    argv: list[str], sizes: Sequence[float], ratios: Sequence[float], out: Path
+    argv: list[str], sizes: Sequence[float], ratios: Sequence[float], out: Path, ranks: int = 1
 ) -> list[Rung]:
     """Make a run for each size and ratio, the smallest first. argv: the configuration whose loss is
-    to be known. Raises ConfigError, and InputError for a family whose width is not its number."""
+    to be known; ranks: those of each run. Raises ConfigError, and InputError for a configuration
+    that no ladder leads to."""
     base = load_config(argv)
     check_base(base)
     found = legal_shapes(base, argv)
@@ -86,7 +88,7 @@ def ladder(
             )
         for ratio in ratios:
             name = f"{number}-{ratio:g}"
-            rungs.append(_rung(base, argv, shape, parameters, ratio, out / name))
+            rungs.append(_rung(base, argv, shape, parameters, ratio, out / name, ranks))
     return rungs
 
 
@@ -103,6 +105,10 @@ def check_base(base: Config) -> None:
             "a ladder is fitted to validation losses: set --validation.interval to any number of "
             "steps but 0"
         )
+    begun = [name for name in BEGUN if getattr(base.checkpoint, name)]
+    if begun or base.lora.rank:
+        name = f"checkpoint.{begun[0]}" if begun else "lora.rank"
+        raise InputError(f"a ladder's models begin with initial values: leave {name} out")
 
 
 def legal_shapes(base: Config, argv: list[str]) -> list[tuple[dict[str, int], int, float]]:
@@ -161,11 +167,19 @@ def _shape(
 
 
 def _rung(
-    base: Config, argv: list[str], shape: dict[str, int], size: int, ratio: float, folder: Path
+    base: Config,
+    argv: list[str],
+    shape: dict[str, int],
+    size: int,
+    ratio: float,
+    folder: Path,
+    ranks: int,
 ) -> Rung:
     growth = size / parameters_of(base)
     training = base.training
-    batch = max(1, round(training.global_batch_size * growth**BATCH_EXPONENT))
+    parallel = _data_parallel(base, ranks)
+    wanted = training.global_batch_size * growth**BATCH_EXPONENT
+    batch = parallel * max(1, round(wanted / parallel))  # every rank has whole sequences
     steps = max(EVALUATIONS, round(size * ratio / (batch * training.seq_len)))
     schedule = base.lr_schedule
     warmup = schedule.warmup_fraction
@@ -177,6 +191,7 @@ def _rung(
             *(argument for argument in argv if not _is_replaced(argument)),
             *_overrides("model", shape),
             f"--run.folder={folder}",
+            "--training.stop_after=0",
             f"--training.steps={steps}",
             f"--training.global_batch_size={batch}",
             f"--optimizer.lr={base.optimizer.lr * growth**RATE_EXPONENT:.4g}",
@@ -186,11 +201,26 @@ def _rung(
             f"--checkpoint.interval={max(1, steps // 4)}",
             "--checkpoint.keep_last=1",
             "--debug.sample_tokens=0",
-        ]
+            *_places(base, folder.name),
+        ],
+        ranks,
+        ranks,
     )
     return Rung(
         folder.name, cfg.model_copy(update={"lr_schedule": _without_steps(cfg)}), size, ratio
     )
+
+
+def _data_parallel(base: Config, ranks: int) -> int:
+    """Return how many ranks have sequences of their own."""
+    mesh = base.parallelism
+    return max(1, ranks // (mesh.tensor_parallel * mesh.context_parallel * mesh.pipeline_parallel))
+
+
+def _places(base: Config, name: str) -> list[str]:
+    """Return the options of stores, in which each run has a prefix of its own."""
+    stores = {"checkpoint.store": base.checkpoint.store, "run.mirror": base.run.mirror}
+    return [f"--{option}={url.rstrip('/')}/{name}" for option, url in stores.items() if url]
 
 
 def _without_steps(cfg: Config) -> Any:
@@ -200,7 +230,7 @@ def _without_steps(cfg: Config) -> Any:
 def _is_replaced(argument: str) -> bool:
     """Return whether an argument sets what a rung sets by itself."""
     name = argument.split("=")[0].removeprefix("--")
-    return name in ("training.local_batch_size", "lr_schedule.warmup_steps")
+    return name in ("training.local_batch_size", "training.stop_after", "lr_schedule.warmup_steps")
 
 
 def _overrides(table: str, options: dict[str, int]) -> list[str]:

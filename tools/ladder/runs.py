@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -154,12 +155,28 @@ def run_missing(out: Path, rungs: Sequence[Rung]) -> int:
     left = sorted((rung for rung in rungs if rung.name in missing), key=lambda rung: rung.flops)
     for number, rung in enumerate(left, 1):
         print(f"run {number} of {len(left)}: {toml_of(out, rung)}", flush=True)
-        code = subprocess.call([ROOT / "run_train.sh", toml_of(out, rung)], env=_environment())
+        code = _run(toml_of(out, rung))
         if code:
             again = "start the ladder again to go on" if code == STOPPED else f"exit code {code}"
             print(f"{toml_of(out, rung)}: {again}", file=sys.stderr)
             return code
     return 0
+
+
+def _run(config: Path) -> int:
+    """Run one configuration and return its exit code. A signal to this process goes to the run, which
+    saves: it is not killed."""
+    process = subprocess.Popen([ROOT / "run_train.sh", config], env=_environment())
+
+    def forward(number: int, _: object) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _environment() -> dict[str, str]:
