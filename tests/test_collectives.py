@@ -240,7 +240,7 @@ def flipped(options: list[str], folder: Path, victim: int, which: int) -> str:
             def flip(gradient):
                 gradient = gradient.clone()
                 mine = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                mine.view(torch.int32).view(-1)[7] ^= 1 << 20
+                mine.view(torch.int32).view(-1)[7] ^= 1 << 26  # 256 times as large, or as small
                 return gradient
 
             hidden.register_hook(flip)

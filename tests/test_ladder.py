@@ -1,7 +1,6 @@
 """Ladders: the law, their rungs, forecasts, and runs that are judged by them."""
 
 import json
-import os
 import re
 from pathlib import Path
 
@@ -9,10 +8,10 @@ import numpy as np
 import pytest
 
 from configs.load import load_config
-from configs.schema import InputError
-from tests.runs import TINY
+from configs.schema import Config, InputError
 from tools.ladder import __main__ as command
 from tools.ladder import forecast, law, page, rungs, runs
+from tools.plan import command as plan
 from training import forecast as registered
 
 SIZES = np.repeat(np.geomspace(1e5, 2e6, 5), 3)
@@ -137,15 +136,22 @@ def made_up(out: Path, argv: list[str], sizes: list[float]) -> list[rungs.Rung]:
     made = rungs.ladder(argv, sizes, [5, 10, 20], out)
     runs.write(out, argv, made)
     for rung in made:
-        (out / rung.name).mkdir(exist_ok=True)
-        last = float(published(rung.parameters, rung.tokens))
-        steps = rung.cfg.training.steps
-        lines = []
-        for step in sorted({*range(rung.cfg.validation.interval, steps, steps // 20), steps}):
-            loss = 1.69 + (last - 1.69) * (step / steps) ** -0.3
-            lines.append(json.dumps({"step": step, "validation_loss": loss}))
-        (out / rung.name / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        facts = {"name": rung.name, "parameters": rung.parameters, "tokens": rung.tokens}
+        make_up(out, facts, rung.cfg)
     return made
+
+
+def make_up(out: Path, facts: dict, cfg: Config) -> None:
+    """Write the metrics of one run."""
+    folder = out / facts["name"]
+    folder.mkdir(exist_ok=True)
+    last = float(published(facts["parameters"], facts["tokens"]))
+    steps = cfg.training.steps
+    lines = []
+    for step in sorted({*range(cfg.validation.interval, steps, steps // 20), steps}):
+        loss = 1.69 + (last - 1.69) * (step / steps) ** -0.3
+        lines.append(json.dumps({"step": step, "validation_loss": loss}))
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
 def test_a_ladder_that_is_done_gives_a_page_and_a_forecast(tmp_path):
@@ -222,22 +228,27 @@ def test_a_forecast_is_registered_before_the_run(tmp_path):
         registered.read(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_a_ladder_runs_goes_on_and_a_run_keeps_its_forecast(tmp_path, monkeypatch):
-    """Of models so small that nothing is learnt: what is run is the commands."""
-    from tools.plan.__main__ import main as plan
+def test_a_ladder_runs_what_is_missing_and_a_plan_registers_its_forecast(tmp_path, monkeypatch):
+    """The runs are made up here. Stopped in the second one, it goes on there."""
+    started: list[str] = []
+    wanted = ["configs/llama_debug.toml", "--rungs", "3", "--smallest", "2e5", "--largest", "2e6"]
+    wanted += ["--out", str(tmp_path)]
 
-    monkeypatch.setenv("NGPU", "1")
-    argv = ["configs/llama_debug.toml", *TINY, "--validation.interval=5", "--validation.steps=1"]
-    ladder = ["--rungs", "3", "--ratio", "0.05", "0.1", "--smallest", "1e4", "--largest", "5e4"]
-    out = tmp_path / "ladder"
-    assert command.main([*argv, *ladder, "--out", str(out)]) == 0
-    before = os.stat(out / "1-0.05" / "metrics.jsonl").st_mtime_ns
-    (out / "2-0.1" / "metrics.jsonl").unlink()
-    assert command.main([*argv, *ladder, "--out", str(out)]) == 0
-    assert os.stat(out / "1-0.05" / "metrics.jsonl").st_mtime_ns == before
+    def stops_once(config: Path) -> int:
+        started.append(config.stem)
+        if len(started) == 2:
+            return runs.STOPPED
+        record = next(
+            row for row in runs.read_record(tmp_path)["rungs"] if row["name"] == config.stem
+        )
+        make_up(tmp_path, record, load_config([str(config)]))
+        return 0
+
+    monkeypatch.setattr(runs, "_run", stops_once)
+    assert command.main(wanted) == runs.STOPPED and len(started) == 2
+    assert command.main(wanted) == 0
+    assert len(started) == 10 and len(set(started)) == 9
     run = tmp_path / "run"
-    wanted = [*argv, "--training.steps=20", f"--run.folder={run}"]
-    assert plan([*wanted, "--gpus=1", "--device=cpu", f"--ladder={out}"]) == 0
-    assert registered.read(run) is not None
+    cfg = load_config([f"--run.folder={run}", "--training.steps=20000"])
+    assert "90% band" in plan.forecast_of(cfg, tmp_path)
+    assert registered.read(run)[0].ladder == str(tmp_path)
