@@ -55,10 +55,12 @@ def options(**more: object) -> Optimizer:
 @pytest.mark.parametrize("adjust_lr_fn", ["original", "match_rms_adamw"])
 @pytest.mark.parametrize("momentum", [None, 0.8])
 def test_one_process_updates_as_torch_does(adjust_lr_fn, momentum):
-    """Bit by bit, and so through `found_inf` as a training step calls it."""
+    """Bit by bit, and so through `found_inf` as a training step calls it. torch iterates in
+    bfloat16."""
     ours, theirs = Matrices(SHAPES), Matrices(SHAPES)
     how = {"lr": 0.03, "weight_decay": 0.2, "adjust_lr_fn": adjust_lr_fn}
-    optimizer = build_optimizer(ours, ALL, Optimizer(kind="muon", momentum=momentum, **how), ALL)
+    options = Optimizer(kind="muon", momentum=momentum, ns_dtype="bfloat16", **how)
+    optimizer = build_optimizer(ours, ALL, options, ALL)
     expected = torch.optim.Muon(theirs.parameters(), momentum=momentum or 0.95, **how)
     for _ in range(4):
         ours.new_gradients()
