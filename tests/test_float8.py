@@ -189,8 +189,11 @@ def train_steps(job: train.Job, count: int) -> list[float]:
     return losses
 
 
+BFLOAT16 = "--training.param_dtype=bfloat16"  # which no processor without it chooses
+
+
 def emulated(recipe: str) -> list[str]:
-    return [f"--training.float8={recipe}", "--debug.emulate_float8=true"]
+    return [f"--training.float8={recipe}", "--debug.emulate_float8=true", BFLOAT16]
 
 
 def with_float8(recipe: str, options: list[str]) -> tuple[list[float], list[float], set[str]]:
@@ -247,7 +250,7 @@ def test_a_compiled_block_rounds_each_matrix_once():
 
 def test_float8_needs_its_gpu_and_whole_tiles():
     with pytest.raises(InputError, match="compute capability 9.0, this is a CPU.*emulate_float8"):
-        on_meta(["--training.float8=rowwise", "--training.param_dtype=bfloat16"])
+        on_meta(["--training.float8=rowwise", BFLOAT16])
     with pytest.raises(
         InputError, match=r"multiples of 16; layers.0.feed_forward.w1 is not \(6 in all\)"
     ):
