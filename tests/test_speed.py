@@ -78,7 +78,7 @@ def both_ways(options: list[str]) -> list[tuple[list[float], list[torch.Tensor]]
     seen, ours = [], dp.keep_master_weights
     for way in (ours, fsdp2):
         dp.keep_master_weights = way
-        numbers, job = steps(options, 3)
+        numbers, job = steps([*options, "--training.param_dtype=bfloat16"], 3)
         weights = [p.full_tensor() if isinstance(p, DTensor) else p for p in job.model.parameters()]
         assert isinstance(next(job.model.parameters()), DTensor) == (way is fsdp2)
         seen.append((numbers, [w.detach() for w in weights]))
