@@ -61,6 +61,7 @@ def write(out: Path, argv: list[str], rungs: Sequence[Rung]) -> None:
             {
                 "name": rung.name,
                 "parameters": rung.parameters,
+                "steps": rung.cfg.training.steps,
                 "tokens": rung.tokens,
                 "flops": rung.flops,
             }
@@ -87,7 +88,8 @@ def read_record(out: Path) -> dict:
         record = json.loads(path.read_text(encoding="utf-8"))
         assert record["format"] == FORMAT
         assert all(
-            {"name", "parameters", "tokens", "flops"} <= row.keys() for row in record["rungs"]
+            {"name", "parameters", "steps", "tokens", "flops"} <= row.keys()
+            for row in record["rungs"]
         )
         return record
     except FileNotFoundError:
@@ -110,7 +112,7 @@ def measured(out: Path) -> tuple[list[Measured], list[str]]:
     done, missing = [], []
     for row in record["rungs"]:
         curve = _curve(out / row["name"])
-        steps = _steps(out / row["name"])
+        steps = row["steps"]
         if not curve or max(curve) < steps:
             missing.append(row["name"])
             continue
@@ -120,17 +122,6 @@ def measured(out: Path) -> tuple[list[Measured], list[str]]:
         numbers = (row["parameters"], row["tokens"], row["flops"], float(losses[-1]))
         done.append(Measured(row["name"], *numbers, fractions, losses))
     return done, missing
-
-
-def _steps(run: Path) -> int:
-    """Return training.steps of the run's configuration, which stands next to its folder."""
-    import tomli
-
-    path = run.parent / f"{run.name}.toml"
-    try:
-        return int(tomli.loads(path.read_text(encoding="utf-8"))["training"]["steps"])
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
 
 
 def _curve(run: Path) -> dict[int, float]:
