@@ -139,6 +139,25 @@ YARN = {
 }
 
 
+def latents_from_hf(config: dict[str, Any], default_heads: int) -> dict[str, int]:
+    """Return the heads of latent attention and their widths. Raises ValueError for heads that share
+    keys and values."""
+    whole = dense.whole_number
+    heads = whole(config, "num_attention_heads", default_heads)
+    if config.get("num_key_value_heads", heads) not in (None, heads):
+        raise ValueError(
+            f"num_key_value_heads is {config['num_key_value_heads']!r}: every one of the {heads} "
+            "heads has separate keys and values"
+        )
+    return {
+        "n_heads": heads,
+        "kv_rank": whole(config, "kv_lora_rank", 512),
+        "nope_dim": whole(config, "qk_nope_head_dim", 128),
+        "rope_dim": whole(config, "qk_rope_head_dim", 64),
+        "value_dim": whole(config, "v_head_dim", 128),
+    }
+
+
 def args_from_hf(config: dict[str, Any]) -> Args:
     """Read config.json; missing keys have DeepseekV3Config's defaults."""
     whole = dense.whole_number
@@ -155,22 +174,12 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         numbers["original_max_seq_len"] = numbers.pop("original_max_position_embeddings")
         scaling = numbers
     n_layers = whole(config, "num_hidden_layers", 61, most=1000)
-    heads = whole(config, "num_attention_heads", 128)
-    if config.get("num_key_value_heads", heads) not in (None, heads):
-        raise ValueError(
-            f"num_key_value_heads is {config['num_key_value_heads']!r}: every one of the {heads} "
-            "heads has separate keys and values"
-        )
     return Args(
+        **latents_from_hf(config, 128),
         dim=whole(config, "hidden_size", 7168),
         n_layers=n_layers,
         n_dense_layers=min(int(config.get("first_k_dense_replace", 3)), n_layers),
-        n_heads=heads,
         q_rank=whole(config, "q_lora_rank", 1536) if config.get("q_lora_rank", 1536) else 0,
-        kv_rank=whole(config, "kv_lora_rank", 512),
-        nope_dim=whole(config, "qk_nope_head_dim", 128),
-        rope_dim=whole(config, "qk_rope_head_dim", 64),
-        value_dim=whole(config, "v_head_dim", 128),
         hidden_dim=whole(config, "intermediate_size", 18432),
         n_experts=whole(config, "n_routed_experts", 256),
         experts_per_token=whole(config, "num_experts_per_tok", 8),

@@ -166,23 +166,13 @@ def args_from_hf(config: dict[str, Any]) -> Args:
     which it must name."""
     whole = dense.whole_number
     n_layers = whole(config, "num_hidden_layers", 27, most=1000)
-    heads = whole(config, "num_attention_heads", 32)
-    if config.get("num_key_value_heads", heads) not in (None, heads):
-        raise ValueError(
-            f"num_key_value_heads is {config['num_key_value_heads']!r}: every one of the {heads} "
-            "heads has separate keys and values"
-        )
     return Args(
         **kda_from_hf(config),
+        **deepseek_v3.latents_from_hf(config, 32),
         dim=whole(config, "hidden_size", 2304),
         n_layers=n_layers,
         n_dense_layers=dense_layers_from_hf(config, n_layers),
         attention_interval=interval_from_hf(config, n_layers),
-        n_heads=heads,
-        kv_rank=whole(config, "kv_lora_rank", 512),
-        nope_dim=whole(config, "qk_nope_head_dim", 128),
-        rope_dim=whole(config, "qk_rope_head_dim", 64),
-        value_dim=whole(config, "v_head_dim", 128),
         hidden_dim=whole(config, "intermediate_size", 9216),
         n_experts=whole(config, "num_experts", 256),
         experts_per_token=whole(config, "num_experts_per_token", 8),
