@@ -1,6 +1,7 @@
 """Record for a run that hangs how many collectives each rank has begun, and NCCL's flight recorder.
 You can skip this file."""
 
+import contextlib
 import logging
 import mmap
 import os
@@ -19,13 +20,15 @@ class ProgressCounter:
 
     def __init__(self, path: str | None) -> None:
         """path: of the file to make, 8 bytes on a disk of this host; None to count without a
-        file."""
+        file, as is done where the disk is full."""
         self.count = 0
         self.memory: bytearray | mmap.mmap = bytearray(8)
-        if path:
-            with open(path, "wb+") as file:
-                file.truncate(8)
-                self.memory = mmap.mmap(file.fileno(), 8)
+        if not path:
+            return
+        with contextlib.suppress(OSError), open(path, "wb+", buffering=0) as file:
+            # a page that the disk has no block for would kill the process (SIGBUS)
+            file.write(bytes(8))
+            self.memory = mmap.mmap(file.fileno(), 8)
 
     def advance(self, by: int = 1) -> None:
         self.count += by

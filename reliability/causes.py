@@ -26,7 +26,7 @@ def cause(past: Past, later: dict, folder: Path) -> str:
         # addresses, ports and sizes differ each time
         return "" if LOST_ANOTHER.search(reason) else re.sub(r"\d+", "#", reason)
     kills = [about.get("memory_kills", 0) for about in (past.about, later)]
-    if kills[0] < kills[1] and past.about["host"] == later["host"]:
+    if kills[0] < kills[1] and past.about.get("host") == later["host"]:
         return OUT_OF_MEMORY
     began = past.lines[0]["time"] if past.lines else 0.0
     stacks = (folder / "logs").glob("rank-*.stacks")

@@ -474,10 +474,12 @@ def _new_folder(folder: Path) -> tuple[Path, Path | None]:
 def _set_options(config: Path) -> list[str]:
     """Return the lines of a resolved configuration that set something. Its comments are left out:
     they have numbers that follow from the mesh, and a run on a different mesh has the same
-    configuration."""
-    return [
-        line for line in config.read_text(encoding="utf-8").splitlines() if not line.startswith("#")
-    ]
+    configuration. [] for a file that is missing."""
+    try:
+        lines = config.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [line for line in lines if not line.startswith("#")]
 
 
 def _utc() -> str:

@@ -311,6 +311,9 @@ def test_exchanges_are_counted_in_a_file(tmp_path):
     for _ in range(3):
         counter.advance()
     assert (tmp_path / "begun").read_bytes() == (3).to_bytes(8, "little")
+    full = ProgressCounter("/dev/full")  # a disk without room costs the file, not the rank
+    full.advance()
+    assert full.count == 1
 
 
 def counts_of_exchanges() -> list[int]:

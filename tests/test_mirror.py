@@ -208,6 +208,38 @@ def test_a_second_signal_does_not_end_the_last_round(store, tmp_path):
     assert copies(store)["config.toml"] == b"done"
 
 
+WAITS_LITTLE = """
+import sys
+from tools import mirror
+
+mirror.LAST = 1.0
+mirror.SILENT = 0.0
+sys.exit(mirror.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("way", ["alone", "Ctrl-C"])
+def test_a_store_that_stalls_does_not_keep_the_exit_code(way, store, tmp_path):
+    """Its answers take longer than this test once the command runs. Ctrl-C ends at once."""
+    folder = tmp_path / "run"
+    words = ["-c", WAITS_LITTLE] if way == "alone" else ["-m", "tools.mirror"]
+    words += ["--seconds=0.1", URL, str(folder), *command(folder, 2.0, 75)]
+    process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=subprocess.PIPE)
+    until(lambda: AT + "logs/rank-00000.log" in store.keys())
+    store.rules({"kind": "stall", "seconds": 3600})
+    said = b""
+    if way == "Ctrl-C":
+        until(lambda: (folder / "config.toml").exists())
+        for line in process.stderr:
+            said += line
+            if b"has ended with 75" in line:
+                break
+        process.send_signal(signal.SIGINT)
+    said += process.communicate(timeout=30 * WORKERS)[1]
+    assert process.returncode == 75 and b"Traceback" not in said
+    assert f"what is missing in {URL} is still in {folder}" in said.decode()
+
+
 def test_a_run_that_goes_on_is_not_taken_over(store, tmp_path, capsys):
     """It is refused at once on the same machine. Nodes of one run do not wait for each other."""
     running = started(tmp_path / "first")

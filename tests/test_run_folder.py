@@ -683,6 +683,22 @@ def test_a_crash_loop_is_one_step_that_fails_for_one_cause(
     assert counted == times and step == (3 if times else -1)
 
 
+@pytest.mark.parametrize("left", [[], ["time.jsonl"]])
+def test_a_start_without_its_record_ends_no_later_start(left, tmp_path, monkeypatch):
+    """It was killed in its first moment, or someone has removed files. left: what is in its folder."""
+    (tmp_path / "given.toml").write_text("")
+    monkeypatch.setattr(causes, "memory_kills", lambda: 1)
+
+    def begin() -> record.Start:
+        return record.Start(tmp_path / "run", 0, [], tmp_path / "given.toml", {}, "[run]\n", {})
+
+    begin().resume(3)
+    for path in (tmp_path / "run" / "starts" / "0001").iterdir():
+        if path.name not in left:
+            path.unlink()
+    assert begin().failures() == (-1, 0, "")
+
+
 def test_accounts_of_random_histories():
     for seed in range(500):
         starts, steps, redone, productive, thrown_away = history(random.Random(seed))

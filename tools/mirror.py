@@ -17,8 +17,9 @@ Several nodes run the same command: each uploads the files that change on it, an
 have its number. A second start with the same --node is refused while the first one runs on this
 machine. For one on another machine, which may be about to be taken away, it waits until that has
 uploaded its last lines, for at most HANDOVER seconds. The exit code is the command's, whether or not
-the copies succeed; a failed copy is reported and tried again. If this process is killed, the command
-gets SIGTERM.
+the copies succeed; a failed copy is reported and tried again. When the command has ended, Ctrl-C ends
+this process, and so do LAST seconds in which the store takes nothing. If this process is killed, the
+command gets SIGTERM.
 """
 
 import argparse
@@ -54,6 +55,8 @@ WATCH = 0.5  # seconds between looks whether the command has published a checkpo
 PR_SET_PDEATHSIG = 1  # prctl(2)
 LIBC = ctypes.CDLL(None)
 HANDOVER = 180.0  # seconds that another machine may take to save, end and send
+LAST = 90.0  # seconds that the last round waits for a store which takes nothing; a request has 60
+SILENT = 3.0  # seconds of it that nothing is said
 PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -73,6 +76,8 @@ class Mirror:
         self.record = folder / f"{SENT}{node}"
         self.asked = folder.absolute() / f"{ASKING}{node}"
         self.sent = self._read_record()  # by name
+        self.moved = time.monotonic()  # when the store took something
+        self.over = threading.Event()  # set when nothing more is to be sent
 
     def fetch(self) -> int:
         """Write the files that this folder lacks or has in an older version. Returns how many.
@@ -141,6 +146,7 @@ class Mirror:
                     continue
                 arrived = self._upload(name, now[0])
                 self.sent[name] = Sent(*now, arrived.e_tag)
+                self.moved = time.monotonic()
                 count += 1
             except FileNotFoundError:  # it was removed meanwhile
                 continue
@@ -198,6 +204,7 @@ class Mirror:
             with open(self.folder / name, "rb") as file:
                 while left and (block := file.read(min(left, CHUNK))):
                     left -= len(block)
+                    self.moved = time.monotonic()
                     yield memoryview(block)
 
         return (self.key / name).upload(chunks, size)
@@ -305,21 +312,41 @@ def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -
     # Ctrl-C reaches the command itself
     before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.SIG_IGN)
     ended = threading.Event()
-    sender = threading.Thread(target=keep_sending, args=(mirror, lease, seconds, ended))
+    sender = threading.Thread(
+        target=keep_sending, args=(mirror, lease, seconds, ended), daemon=True
+    )
     sender.start()
     try:
         try:
             code = process.wait()
         finally:
             ended.set()
-            sender.join()
+        code = code if code >= 0 else 128 - code
         # Ctrl-C may end the last round; the other signals were meant for the command
+        program.decided(code)
         signal.signal(signal.SIGINT, before.pop(signal.SIGINT))
+        mirror.moved = time.monotonic()
+        threading.Thread(target=give_up, args=(mirror, code), daemon=True).start()
+        sender.join()
         send_the_rest(mirror, lease)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return code if code >= 0 else 128 - code
+    return code
+
+
+def give_up(mirror: Mirror, code: int) -> None:
+    """End this process with the command's code where the store takes nothing for LAST seconds, and
+    say before for what it waits: a scheduler would kill it, and the code were lost."""
+    where = f"what is missing in {mirror.key} is still in {mirror.folder}"
+    if mirror.over.wait(SILENT):
+        return
+    log(
+        f"the command has ended with {code}, and its last files are sent; Ctrl-C ends that: {where}"
+    )
+    while not mirror.over.wait(WATCH):
+        if time.monotonic() > mirror.moved + LAST:
+            program.leave(code, f"mirror: the store took nothing for {LAST:.0f} s: {where}")
 
 
 def send_the_rest(mirror: Mirror, lease: StoreLease) -> None:
@@ -369,6 +396,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     finally:
         give_back(lease)
+        mirror.over.set()
 
 
 def give_back(lease: StoreLease) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import tempfile
 from collections.abc import Callable
 
 
@@ -74,4 +75,8 @@ def parse(argv: list[str], description: str) -> argparse.Namespace:
         parser.error(f"--node-rank={options.node_rank} must be below --nnodes, {most}")
     if most > 1 and not options.master_addr.strip():
         parser.error(f"--nnodes={most} needs --master-addr, the address of node 0")
+    try:
+        tempfile.gettempdir()
+    except OSError:
+        parser.error("no folder for temporary files can be written: let TMPDIR name one")
     return options
