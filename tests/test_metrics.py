@@ -371,6 +371,10 @@ def test_a_run_folder_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"run.folder = .*file.* cannot be written"):
         log.setup(tmp_path / "file" / "run", 0)
+    os.mkfifo(tmp_path / "pipe")  # which would wait for a reader
+    for name in ("pipe", "."):
+        with pytest.raises(InputError, match="is no file that can be written: move it away"):
+            Lines(tmp_path / name, 0)
 
 
 # The summary, memory, the profiler ----------------------------------------------------------------

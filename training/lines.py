@@ -11,12 +11,11 @@ import os
 from io import FileIO
 from pathlib import Path
 
+from configs.schema import InputError
 from configs.words import number_of
 
 logger = logging.getLogger("plumbline")
 
-# More disk space does not help here: the path itself is wrong or forbidden.
-WRONG_PLACE = (IsADirectoryError, NotADirectoryError, PermissionError)
 # Groups of TensorBoard's curves, by how keys begin; all other keys belong to "train". Those of
 # "perf" measure the machine, not the model.
 GROUPS = {
@@ -40,7 +39,10 @@ class Lines:
     is added: a start that trains nothing leaves the file as it is."""
 
     def __init__(self, path: Path, after: int) -> None:
-        """after: the step that was loaded, 0 for a fresh start."""
+        """after: the step that was loaded, 0 for a fresh start. Raises InputError for a path that
+        more room on the disk would not make a file to write to."""
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise InputError(f"{path} is no file that can be written: move it away")
         self.path, self.after = path, after
         self.is_clean = False
         self.file: FileIO | None = None
@@ -70,8 +72,6 @@ class Lines:
     def _try(self, action) -> None:
         try:
             action()
-        except WRONG_PLACE:
-            raise
         except OSError as error:
             # where the run's folder was removed the run ends, and says so
             if not self.failed and self.path.parent.is_dir():

@@ -30,7 +30,8 @@ def summarise(run: Any, step: int) -> str:
         )
     if cfg.debug.sample_tokens and step == steps:
         lines += sample_lines(run)
-    lines.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
+    if cfg.metrics.tensorboard:
+        lines.append(f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}")
     if cfg.checkpoint.store:
         store = cfg.checkpoint.store
         lines.append(f"checkpoints in {store}; try: python -m checkpoint.verify {store}")
