@@ -34,7 +34,7 @@ stopped() {
     exit "$1"
 }
 trap "stopped 130 'interrupted before training began'" INT
-for name in TERM HUP USR1; do
+for name in TERM HUP USR1 USR2; do
     trap "stopped 75 'stopped by SIG$name before training began: run it again to go on'" "$name" # if nohup does not ignore it
 done
 unheard() {

@@ -3,8 +3,8 @@ on a run outside of training (in it, reliability/stop.py handles them).
 
     tool               Ctrl-C: exit code 130 and one word, never a traceback, after `with` and `finally`
                        have cleaned up. A second one: exit at once
-    run                Ctrl-C before training: exit code 130; SIGTERM, SIGHUP and SIGUSR1: 75, so that
-                       a scheduler starts it again. A sentence, as there is nothing to save
+    run                Ctrl-C before training: exit code 130; SIGTERM, SIGHUP, SIGUSR1, SIGUSR2: 75, so
+                       that a scheduler starts it again. A sentence, as there is nothing to save
     a child of a tool  ignores Ctrl-C, which the tool answers
 
 A tool that is silent for 5 s at a terminal prints for how long it has run, and the function it is
@@ -32,7 +32,13 @@ from typing import Any, NoReturn
 
 INTERRUPTED = 130
 STOPPED = 75  # EX_TEMPFAIL of sysexits.h: run the same command again to go on
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 HERE = Path(__file__).resolve().parent.parent
 TRAIN = HERE / "train.py"
 RUNS = ("tools.launch", "tools.mirror")  # programs that stand for a run

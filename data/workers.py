@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from configs.program import STOP_SIGNALS
 from configs.schema import Data
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.1  # between two looks at the worker processes while the trainer waits for a batch
 AHEAD = 2  # batches that a worker keeps ready: torch's own prefetch_factor
-# signals that ask a run to stop
-IGNORED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class LoaderError(Exception):
@@ -225,7 +224,7 @@ class ServedBatches:
         them, and it needs batches until it has saved."""
         self.state = self.table[worker]
         self.state[:] = torch.tensor([os.getpid(), self.IDLE])
-        for number in IGNORED_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
     def __getitem__(self, step: int) -> Batch | str:

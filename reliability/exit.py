@@ -39,15 +39,20 @@ def refuse(error: Exception) -> int:
     if isinstance(error, OSError):
         if error.errno not in CANNOT_WRITE:
             raise error
-        place = error.filename or "to the run folder"
-        sentence = (
-            f"cannot write {place}: {error.strerror}. What was saved before is untouched; make room "
-            "and run the same command again"
-        )
+        sentence = cannot_write(error)
     _say(sentence, is_common(error))
     meshes.abort_mesh()
     is_refusal = isinstance(error, InputError) and not isinstance(error, RunFailed)
     return WRONG_INPUT if is_refusal else FAILED
+
+
+def cannot_write(error: OSError) -> str:
+    """Return the sentence for a disk that takes nothing more."""
+    place = error.filename or "to the run folder"
+    return (
+        f"cannot write {place}: {error.strerror}. What was saved before is untouched; make room and "
+        "run the same command again"
+    )
 
 
 def is_common(error: BaseException | None) -> bool:

@@ -36,7 +36,7 @@ from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from reliability import causes
 from reliability.disk import NoRoom
-from reliability.exit import RunFailed
+from reliability.exit import CANNOT_WRITE, RunFailed, cannot_write
 from reliability.goodput import KINDS, ORDERLY, Clock, Past, account, folders, read, read_json
 
 logger = logging.getLogger("plumbline")
@@ -121,11 +121,30 @@ class Start:
         )
         self.writes = rank == 0
         self.path: Path | None = None
-        if rank == 0:
-            self.path, before = _new_folder(folder)
-        self.clock = Clock(self.path)
         if rank != 0:
+            self.clock = Clock(None)
             return
+        self.path, before = _new_folder(folder)
+        try:
+            self.clock = Clock(self.path)
+            self._begin(before, argv, given, overrides, resolved, environ)
+        except OSError as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            if error.errno not in CANNOT_WRITE:
+                raise
+            raise InputError(cannot_write(error)) from None
+
+    def _begin(
+        self,
+        before: Path | None,
+        argv: list[str],
+        given: Path,
+        overrides: dict,
+        resolved: str,
+        environ: Mapping,
+    ) -> None:
+        """Write what is known when a start begins. before: the folder of the start before."""
+        folder = self.folder
         self._write("given.toml", given.read_text(encoding="utf-8-sig"))
         self._write("config.toml", resolved)
         if (folder / FORECAST).is_file():
@@ -315,7 +334,8 @@ class Start:
         elif isinstance(error, NoRoom):
             self._leave_nothing()
         else:
-            refused = isinstance(error, InputError) and not self.clock.started
+            is_full = isinstance(error, OSError) and error.errno in CANNOT_WRITE
+            refused = (isinstance(error, InputError) or is_full) and not self.clock.started
             refused &= not isinstance(error, RunFailed)
             removed = self._removed()
             is_cause = removed and isinstance(error, (InputError, OSError))
@@ -326,6 +346,8 @@ class Start:
                 raise RunFailed(removed) from error
             if isinstance(error, InputError) and not refused:
                 raise RunFailed(str(error)) from error
+            if is_full and refused:
+                raise InputError(cannot_write(error)) from error
 
     def end_if(self, removed: bool) -> None:
         """End the run if its folder was removed. Called by all ranks after the same step, before

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.program import STOP_SIGNALS
 from configs.schema import Data, InputError
 from data import splice
 from data import workers as workers_of
@@ -698,7 +699,7 @@ def test_signals_that_ask_a_run_to_stop_do_not_reach_its_workers() -> None:
     stream = loader(Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 20, Data(workers=3))
     for _ in range(3):  # all three run
         next(stream)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for number in STOP_SIGNALS:
         for pid in children():
             os.kill(int(pid), number)
     assert len(list(stream)) == 17

@@ -2,6 +2,7 @@
 and that no secret is in it."""
 
 import contextlib
+import errno
 import io
 import itertools
 import json
@@ -21,6 +22,7 @@ import data.loader
 import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
+from configs.schema import InputError
 from reliability import causes, goodput, health, record
 from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
 from tests import fork_server
@@ -681,6 +683,20 @@ def test_a_crash_loop_is_one_step_that_fails_for_one_cause(
             start.end(1, reason.format(number))
     step, counted, _ = begin().failures()
     assert counted == times and step == (3 if times else -1)
+
+
+@pytest.mark.parametrize(("done", "kind", "code"), [(0, InputError, 2), (1, OSError, 1)])
+def test_a_disk_that_is_full_before_the_first_step_is_wrong_input(done, kind, code, tmp_path):
+    (tmp_path / "given.toml").write_text("")
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "rank-00000.position")
+    with (
+        pytest.raises(kind, match="No space left on device"),
+        record.Start(tmp_path, 0, [], tmp_path / "given.toml", {}, "", {}) as start,
+    ):
+        for step in range(done):
+            start.clock.step(step)
+        raise full
+    assert read(tmp_path)[0].ended["exit_code"] == code
 
 
 @pytest.mark.parametrize("left", [[], ["time.jsonl"]])

@@ -208,9 +208,9 @@ def stopped_in_step_6(
         (signal.SIGTERM, 1, 1),
         pytest.param(signal.SIGTERM, None, 2, marks=pytest.mark.torture),
         pytest.param(signal.SIGINT, None, 1, marks=pytest.mark.torture),
-        (signal.SIGUSR1, 0, 1),
+        (signal.SIGUSR2, 0, 1),
     ],
-    ids=["one rank only", "each twice, as under Slurm", "SIGINT", "SIGUSR1 to one"],
+    ids=["one rank only", "each twice, as under Slurm", "SIGINT", "SIGUSR2 to one"],
 )
 def test_all_ranks_stop_at_the_same_step(number, only, times, options, tmp_path):
     if number != signal.SIGTERM or only is None:

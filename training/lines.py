@@ -93,7 +93,7 @@ class Lines:
         """Add all that is pending, or nothing."""
         if not self.is_clean:
             self._clean()
-        if self.file and not self.path.exists():
+        if self.file and not is_at(self.file.fileno(), self.path):
             self.file.close()
             self.file = None
             first = json.loads(self.pending[0])["step"]
@@ -109,6 +109,11 @@ class Lines:
             self.file.truncate(end)
             raise
         self.pending.clear()
+
+
+def is_at(file: int, path: Path) -> bool:
+    """Return whether this open file is still the one at the path: neither removed nor replaced."""
+    return path.exists() and os.path.samestat(os.fstat(file), path.stat())
 
 
 def json_number(value: float) -> float | str:
