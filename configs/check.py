@@ -775,7 +775,7 @@ RULES = {
             and (c.checkpoint.load_path or c.checkpoint.load_hf or c.lora.rank > 0)
         ),
         "{checkpoint.branch_from} goes on with all of another run's state: it excludes "
-        "{checkpoint.load_path}, {checkpoint.load_hf} and {lora.rank}",
+        "checkpoint.load_path, checkpoint.load_hf and lora.rank",
     ),
     "load_step": (
         lambda c: c.checkpoint.load_step > c.training.steps,

@@ -48,6 +48,13 @@ def read_by_workers(batches: Batches, steps: range, cfg: Data) -> Generator[Batc
 
 
 def cannot_read(batches: Batches, step: int, error: Exception) -> str:
+    """Return the sentence for a batch that did not come. A file that someone removed is named
+    alone: the step may be a validation's."""
+    if isinstance(error, FileNotFoundError):
+        return (
+            f"{error.filename} was removed during the run, which ends here: bring it back, or start "
+            "the same command again, which prepares a cache anew"
+        )
     return f"{describe(batches, step)} cannot be read: {type(error).__name__}: {error}"
 
 

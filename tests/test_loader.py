@@ -3,6 +3,7 @@ after any resume, of one source or of a mixture; and what cannot be read ends th
 sentence."""
 
 import copy
+import errno
 import itertools
 import json
 import os
@@ -692,6 +693,13 @@ def test_what_cannot_be_read_in_process_is_named_too() -> None:
     batches.how = "raises"
     with pytest.raises(LoaderError, match=WORDS["raises"].partition(": ")[2]):
         list(loader(batches, 0, 20, Data()))
+
+
+def test_a_file_that_was_removed_is_named_alone() -> None:
+    gone = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), "cache/validation-00000.bin")
+    batches = Batches(MIXED, splice.begin(mixture()), 8, 0, 1)
+    said = workers_of.cannot_read(batches, 0, gone)
+    assert said.startswith("cache/validation-00000.bin was removed during the run"), said
 
 
 def test_signals_that_ask_a_run_to_stop_do_not_reach_its_workers() -> None:
