@@ -34,11 +34,16 @@ def write_whole(path: str, content: bytes) -> None:
     """Replace the file at `path` by one with this content. A crash leaves the old file or the new
     one, never a part."""
     temporary = f"{path}.tmp{uuid.uuid4().hex[:8]}"  # another host may write the same file
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except OSError:  # a full disk would fill up with attempts
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
     sync(os.path.dirname(path))
 
 

@@ -23,7 +23,7 @@ import train
 from checkpoint.manager import CheckpointManager
 from configs import schema
 from configs.schema import InputError
-from reliability import causes, goodput, health, record
+from reliability import causes, disk, goodput, health, record
 from reliability.goodput import KINDS, LINE_BYTES, MEASURED, Clock, Past, account, read
 from tests import fork_server
 from tests.ranks import run_ranks
@@ -683,6 +683,13 @@ def test_a_crash_loop_is_one_step_that_fails_for_one_cause(
             start.end(1, reason.format(number))
     step, counted, _ = begin().failures()
     assert counted == times and step == (3 if times else -1)
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_attempts(tmp_path):
+    (tmp_path / "data.json").mkdir()
+    with pytest.raises(OSError):
+        disk.write_whole(str(tmp_path / "data.json"), b"{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["data.json"]
 
 
 @pytest.mark.parametrize(("done", "kind", "code"), [(0, InputError, 2), (1, OSError, 1)])
