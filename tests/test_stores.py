@@ -306,6 +306,15 @@ def test_a_second_run_is_refused_and_a_released_prefix_is_not(store, tmp_path):
     assert run_ranks(1, there, resume, tmp_path)[0][:2] == (1, [1.0])
 
 
+def test_a_release_waits_for_no_store_that_stalls(store, monkeypatch, caplog):
+    monkeypatch.setattr(lease, "STALLED", 0.2)
+    mine = lease.StoreLease(location(URL) / ".lease")
+    store.rules({"kind": "stall", "seconds": 100})
+    time.sleep(3 * lease.BEAT)  # a beat waits for its answer
+    mine.release()
+    assert "the lease could not be given back: s3://" in caplog.text
+
+
 def test_a_release_whose_connection_breaks_is_sent_again(store):
     """A broken connection alone does not keep the prefix from the next run. obstore does not repeat
     a conditional put."""

@@ -27,6 +27,7 @@ from reliability.objects import Key, Unreachable, Version
 BEAT = 5.0  # seconds
 PATIENCE = 30.0  # seconds
 LEAVING = 3.0  # seconds in which a store that fails at once is asked again to release a lease
+STALLED = 10.0  # seconds that a release waits for a beat which the store does not answer
 # Conditions of a put that hold for no version of an object that is there.
 BROKEN_CONDITIONS = {
     "If-None-Match": "create",
@@ -177,7 +178,12 @@ class StoreLease:
         if self.released.is_set():
             return
         self.released.set()
-        self.thread.join()
+        self.thread.join(STALLED)
+        if (
+            self.thread.is_alive()
+        ):  # a scheduler does not wait for what the next start can do without
+            logger.warning(f"the lease could not be given back: {self.key.parent} does not answer")
+            return
         until = time.monotonic() + LEAVING
         while True:
             try:
