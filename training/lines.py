@@ -112,8 +112,9 @@ class Lines:
 
 
 def is_at(file: int, path: Path) -> bool:
-    """Return whether this open file is still the one at the path: neither removed nor replaced."""
-    return path.exists() and os.path.samestat(os.fstat(file), path.stat())
+    """Return whether this open file is still the one at the path: neither removed nor replaced. Its
+    size tells, as some file systems change inodes."""
+    return path.is_file() and path.stat().st_size == os.fstat(file).st_size
 
 
 def json_number(value: float) -> float | str:
