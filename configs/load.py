@@ -311,8 +311,13 @@ def read_toml(path: Path) -> dict[str, object]:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
+        if path.parts[0].endswith(":"):
+            raise ConfigError([f"{label}: a URL; give a TOML file of this machine"]) from None
         known = [
-            str(other) for folder in (path.parent, HERE) for other in sorted(folder.glob("*.toml"))
+            str(other)
+            for folder in (path.parent, HERE)
+            for other in sorted(folder.glob("*.toml"))
+            if other.name != "pyproject.toml"
         ]
         near = get_close_matches(path.name, [Path(other).name for other in known], n=1)
         hints = [

@@ -314,6 +314,7 @@ BAD_ARGUMENTS = {
         "configs/llama_8b: no such file; did you mean|llama_8b.toml?",
     ),
     "nothing near": (["xyzzy"], "xyzzy: no such file"),
+    "a URL": (["s3://bucket/a.toml"], "s3:/bucket/a.toml: a URL; give a TOML file of this machine"),
     "a folder": (["folder"], "folder: a folder; give a TOML file"),
     "a pipe": (["pipe"], "pipe: a special file; give a TOML file"),
     "below a file": (["y.toml/x.toml"], "y.toml/x.toml: cannot be read: Not a directory"),
