@@ -62,6 +62,12 @@ def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
         )
 
 
+def is_text(argument: str) -> bool:
+    """Return whether an argument of the command line was UTF-8: Python keeps other bytes as
+    surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in argument)
+
+
 def mistakes(args: argparse.Namespace, place: Path | Key) -> Iterator[str]:
     """Yield a sentence for each argument that no text can be made with, and does not go with the
     others or with the checkpoint."""
@@ -73,6 +79,8 @@ def mistakes(args: argparse.Namespace, place: Path | Key) -> Iterator[str]:
         yield f"--temperature={args.temperature:g}: must be 0 or a positive number"
     elif args.speculative and args.temperature:
         yield "--speculative takes the likeliest tokens: give --temperature=0 too"
+    if not all(map(is_text, [*(args.chat or ()), *(args.prompt or ())])):
+        yield "--prompt and --chat must be UTF-8: what was given has another encoding"
     if args.chat and args.prompt:
         yield "--chat asks and --prompt continues a text: give one of them"
     if args.chat_template and not args.chat:

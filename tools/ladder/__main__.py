@@ -30,7 +30,17 @@ SMALLEST, LARGEST = 1 / 50, 1 / 2.5  # of the configuration's N
 
 
 def main(argv: list[str] | None = None) -> int:
-    flags, rest = arguments(sys.argv[1:] if argv is None else argv)
+    """Returns the exit code: 2 for a mistake in the call or the configuration, or that of a run."""
+    try:
+        flags, rest = arguments(sys.argv[1:] if argv is None else argv)
+        return climb(flags, rest)
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def climb(flags: argparse.Namespace, rest: list[str]) -> int:
+    """Train the models that are missing, and write the page. Raises InputError."""
     made = planned(flags, rest)
     print(listing(made))
     if flags.dry_run:
