@@ -415,3 +415,8 @@ def test_numbers_that_no_text_can_be_drawn_with_are_refused(number, capsys):
     assert main(["runs/nope", number]) == 2
     option, _, value = number.partition("=")
     assert f"{option}={value}: must be" in capsys.readouterr().err
+
+
+def test_a_prompt_of_another_encoding_is_a_sentence(capsys):
+    assert main(["runs/nope", "--prompt=\udcff"]) == 2  # as Python reads a byte that is no UTF-8
+    assert "--prompt and --chat must be UTF-8" in capsys.readouterr().err
