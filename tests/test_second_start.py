@@ -321,6 +321,15 @@ def test_a_part_that_is_removed_is_written_again_and_said(alone, tmp_path):
     )
 
 
+def test_metrics_that_cannot_be_written_are_refused_on_all_ranks(alone, tmp_path):
+    _, options = alone
+    folder = tmp_path / "run"
+    (folder / "metrics.jsonl").mkdir(parents=True)
+    first, second = run_ranks(2, main, folder, options)
+    assert first[0] == second[0] == 2 and second[1] == "", "one rank says what all of them raise"
+    assert first[1] == f"{folder / 'metrics.jsonl'} is no file that can be written: move it away\n"
+
+
 @pytest.mark.parametrize(
     "moment",
     [

@@ -10,7 +10,7 @@ from configs.cpu import bfloat16_is_fast, bfloat16_slowness
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Config
+from configs.schema import Config, InputError
 from parallelisms import dp
 from parallelisms.mesh import Mesh
 from training.experts import ExpertLoad
@@ -23,7 +23,7 @@ logger = logging.getLogger("plumbline")
 
 def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[MetricsWriter, "Meter"]:
     """Open the metrics writer and the meter of a run that continues after step `start`. Logs a
-    summary of the model, its size and its mesh.
+    summary of the model, its size and its mesh. Called by all ranks, and raises InputError on all.
 
     job: a train.Job; family: a models/family.py::Family; sources: how many the run trains on.
     """
@@ -32,9 +32,14 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     device_name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "cpu"
     peak = peak_flops(device_name, dtype=dtype)
     folder = Path(cfg.run.folder)
-    metrics = MetricsWriter(
-        cfg.metrics, folder, mesh.rank == 0, start, cfg.training.last_step, peak
-    )
+    metrics = problem = None
+    try:
+        metrics = MetricsWriter(
+            cfg.metrics, folder, mesh.rank == 0, start, cfg.training.last_step, peak
+        )
+    except InputError as error:
+        problem = str(error)
+    refuse_all(mesh.gather(problem))
     logger.info(model_summary(family, args, job.model, mesh, dtype, cfg.training, job.optimizer))
     if warning := slow_bfloat16(cfg, mesh.device):
         logger.warning(warning)
@@ -45,6 +50,14 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     flops_per_token = family.flops_per_token(args, cfg.training.seq_len)
     experts = ExpertLoad(mesh, args) if getattr(args, "n_experts", 0) else None
     return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token, experts)
+
+
+def refuse_all(problems: list[str | None]) -> None:
+    """Raise InputError on all ranks if there is a problem on one: others would fail for its loss."""
+    if said := next(filter(None, problems), None):
+        error = InputError(said)
+        error.is_common = True  # type: ignore[attr-defined]
+        raise error
 
 
 def begin(start: int, last: int) -> str:
