@@ -495,8 +495,10 @@ def allowed(option: dict) -> str:
             for alternative in option["anyOf"]
             if alternative.get("type") != "null"
         )
-    if _literals(option):
-        return _either(_toml(value) for value in _literals(option))
+    if literals := _literals(option):
+        if len(literals) > 8:  # on one line of --help
+            return f"one of {', '.join(map(str, literals))}"
+        return _either(map(_toml, literals))
     if option["type"] == "array":
         if "items" in option:
             return f"a list, each {allowed(option['items'])}"

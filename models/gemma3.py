@@ -67,11 +67,12 @@ class GeGLU(layers.FeedForward):
 class Block(nn.Module):
     """One layer of the decoder, with a norm before and after attention and the feed-forward layer."""
 
-    def __init__(self, args: Args, number: int):
+    def __init__(self, args: layers.Args, attention: nn.Module, table: int):
+        """table: which of the rotary tables is its."""
         super().__init__()
-        self.table = 0 if has_window(args, number) else 1  # which of the rotary tables is its
+        self.table = table
         self.attention_norm = ZeroCentredRMSNorm(args.dim, eps=args.norm_eps)
-        self.attention = Attention(args, number)
+        self.attention = attention
         self.post_attention_norm = ZeroCentredRMSNorm(args.dim, eps=args.norm_eps)
         self.ffn_norm = ZeroCentredRMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = GeGLU(args.dim, args.hidden_dim)
@@ -94,7 +95,7 @@ class Gemma3(layers.Decoder):
             self.norm = ZeroCentredRMSNorm(args.dim, eps=args.norm_eps)
 
     def block(self, args: Args, number: int) -> nn.Module:
-        return Block(args, number)
+        return Block(args, Attention(args, number), 0 if has_window(args, number) else 1)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Scale by sqrt(dim) as rounded to the type of the step, as published: 33.94 is 34 in

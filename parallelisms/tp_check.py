@@ -187,8 +187,8 @@ def check_forms(
         raise watch.cannot_compute(error) from None
 
 
-def hidden_states(h: Tensor, weight: Tensor) -> Tensor:
-    """Return the hidden states; takes the place of a loss head."""
+def hidden_states(h: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
+    """Return the hidden states; takes the place of a loss head. cap: of logits, not used."""
     return h
 
 

@@ -3,14 +3,17 @@ and pairs of our model and transformers' own with the same weights."""
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from checkpoint import hf
 from models import (
     FORMATS,
     deepseek_v3,
+    gemma2,
     gemma3,
     gpt_oss,
     kimi_linear,
@@ -181,6 +184,24 @@ GEMMA3 = gemma3.Args(
     rope_factor=4.0,
     query_scalar=17,
 )
+# Layers 1, 3 and 5 have a window; the caps bend scores and logits of random weights.
+GEMMA2 = gemma2.Args(
+    dim=42,
+    n_layers=5,
+    n_heads=6,
+    n_kv_heads=2,
+    head_dim=10,
+    hidden_dim=53,
+    vocab_size=97,
+    rope_theta=20000.0,
+    norm_eps=1e-5,
+    max_seq_len=64,
+    tied_embeddings=True,
+    window=7,
+    query_scalar=17,
+    attention_cap=5.0,
+    logit_cap=10.0,
+)
 # KDA, attention, KDA, attention, and attention in the last layer too; two layers are dense.
 KIMI_LINEAR = kimi_linear.Args(
     dim=42,
@@ -248,6 +269,7 @@ SHAPES = {  # name -> the family and its numbers
         qwen3_next.FAMILY,
         replace(QWEN3_NEXT, n_layers=4, attention_interval=3, tied_embeddings=True),
     ),
+    "gemma2": (gemma2.FAMILY, GEMMA2),
     "gemma3": (gemma3.FAMILY, GEMMA3),
     "gemma3 untied": (
         gemma3.FAMILY,
@@ -322,3 +344,23 @@ def random_pair(
     pairs = list(found.items())
     ours.load_state_dict({mine: as_ours(theirs.state_dict(), hf) for mine, hf in pairs})
     return theirs, ours, pairs
+
+
+def exported(folder: Path, family: Any, args: Any) -> Any:
+    """Return a model of random weights, after writing its files."""
+    torch.manual_seed(0)
+    ours = family.build(args)
+    for name, weight in ours.named_parameters():
+        torch.nn.init.normal_(weight, 1.0 if name.endswith("norm.weight") else 0.0, 0.1)
+    weights = dict(ours.named_parameters())
+    shapes = {name: list(weight.shape) for name, weight in weights.items()}
+    source = hf.TensorSource(
+        shapes,
+        dict.fromkeys(shapes, torch.float32),
+        lambda names: (weights[name].detach() for name in names),
+    )
+    formats = FORMATS[family.name]
+    hf.write_model(
+        folder, folder, hf.Export(source, formats, args, hf.config_of(formats, args), {})
+    )
+    return ours

@@ -38,7 +38,7 @@ from tests.parity import (
 )
 from tests.ranks import run_ranks
 from tests.runs import EP2
-from training.loss import plain_cross_entropy
+from training.loss_passes import plain_cross_entropy
 
 FACTORS = (
     {"experts": EXPERTS | {"deepseek_v3": [*EXPERTS["deepseek_v3"], "--model.mtp_depth=1"]}}

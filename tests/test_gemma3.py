@@ -1,6 +1,6 @@
-"""Gemma 3: norms with a gain of 1 + weight before and after each layer, a scaled embedding, windows
-in five of six layers, two rotary tables, and the text model of files that have more than one.
-tests/test_hf_parity.py compares logits, loss and gradients with transformers."""
+"""Gemma 2 and 3: soft caps, norms with a gain of 1 + weight before and after each layer, a scaled
+embedding, windows in some layers, two rotary tables, and the text model of files that have more than
+one. tests/test_hf_parity.py compares logits, loss and gradients with transformers."""
 
 import json
 from dataclasses import replace
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from checkpoint import hf
 from configs.schema import InputError
 from models import FORMATS, MODELS, arithmetic
+from models.formats.gemma2 import FORMATS as of_gemma2
 from models.formats.gemma3 import FORMATS as formats
 from models.gemma3 import FAMILY as GEMMA
 from models.layers import AttentionSpec
@@ -21,34 +22,34 @@ from models.norms import ZeroCentredRMSNorm
 from tests.parity import DOCUMENTS, FLOAT64, NUMBERS, check, combination_of
 from tests.ranks import run_ranks
 from tests.runs import ULYSSES
+from tests.shapes import GEMMA2 as GEMMA2_ARGS
 from tests.shapes import GEMMA3, random_pair
 from tools import convert
 
-MODEL = [
-    "--model.family=gemma3",
-    "--model.n_layers=4",
-    "--model.window=5",
-    "--model.window_pattern=3",
-]
+MODEL = ["--model.family=gemma3", "--model.n_layers=4", "--model.window=5"]
+GEMMA2 = ["--model.family=gemma2", *MODEL[1:], "--model.attention_cap=0.2", "--model.logit_cap=0.5"]
+MODEL.append("--model.window_pattern=3")
 DOCUMENTED = NUMBERS | {"documents": {"masked": [DOCUMENTS]}}
 
 
 @pytest.mark.parametrize(
-    "mesh, more",
+    "mesh, model",
     [
-        # a slice of the sequence after each norm, the scale in the first stage, the head in the last
-        ("pp2xtp2", []),
-        ("cp2", []),
-        pytest.param("cp2", [ULYSSES], marks=pytest.mark.slow),
-        pytest.param("fsdp2xtp2", [], marks=pytest.mark.slow),
+        # a slice of the sequence after each norm, the scale in the first stage, the head in the last;
+        # a cap of logits whose rows the ranks share
+        ("pp2xtp2", GEMMA2),
+        ("cp2", MODEL),
+        pytest.param("pp2xtp2", MODEL, marks=pytest.mark.slow),
+        pytest.param("cp2", [*MODEL, ULYSSES], marks=pytest.mark.slow),
+        pytest.param("fsdp2xtp2", MODEL, marks=pytest.mark.slow),
     ],
 )
-def test_a_mesh_equals_the_plain_model(mesh, more):
+def test_a_mesh_equals_the_plain_model(mesh, model):
     combination = {
         factor: chosen for factor, chosen in combination_of().items() if factor in NUMBERS
     }
     combination |= {"embeddings": "tied", "documents": "masked"}
-    check(mesh, [combination], [*MODEL, FLOAT64, *more], factors=DOCUMENTED)
+    check(mesh, [combination], [*model, FLOAT64], factors=DOCUMENTED)
 
 
 # The pieces -----------------------------------------------------------------------------------------
@@ -195,6 +196,32 @@ def test_what_the_family_cannot_express_is_refused(change, words):
 def test_what_transformers_does_not_have_is_refused_before_training(change, words):
     with pytest.raises(ValueError, match=words):
         formats.hf_config(replace(GEMMA3, **change))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"layer_types": [FULL, LOCAL] * 3}, "layer_types is .* in turn are supported"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "of type 'linear'"),
+    ],
+)
+def test_what_gemma_2_cannot_express_is_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        of_gemma2.args_from_hf(of_gemma2.hf_config(GEMMA2_ARGS) | change)
+
+
+def test_a_gemma_2_without_caps_comes_back():
+    args = replace(GEMMA2_ARGS, attention_cap=0.0, logit_cap=0.0)
+    assert of_gemma2.args_from_hf(of_gemma2.hf_config(args)) == args
+
+
+def test_a_loss_head_that_knows_of_no_cap_raises():
+    """Rather than to train on other logits. transformers' are compared by tests/test_hf_parity.py."""
+    model = MODELS["gemma2"].build(GEMMA2_ARGS)
+    with pytest.raises(TypeError, match="cap"):
+        model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4), lambda h, weight: h.sum())
 
 
 # The text model of one that sees images --------------------------------------------------------------

@@ -14,7 +14,8 @@ import torch
 from models import layers
 from tests.ranks import run_ranks
 from tests.shapes import SHAPES, as_ours, random_pair
-from training.loss import linear_cross_entropy, plain_cross_entropy
+from training.loss import linear_cross_entropy
+from training.loss_passes import plain_cross_entropy
 
 
 def both(shape: str) -> dict:

@@ -417,6 +417,46 @@ WITH_EXPERTS = {  # repository -> family and flavor, and what config.json says
         for flavor, layers_, experts in (("20B", 24, 32), ("120B", 36, 128))
     },
 }
+GEMMA2 = {  # flavor -> the config.json of google/gemma-2-...
+    "2B": {
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+    },
+    "9B": {
+        "hidden_size": 3584,
+        "intermediate_size": 14336,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 8,
+    },
+    "27B": {
+        "head_dim": 128,
+        "hidden_size": 4608,
+        "intermediate_size": 36864,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 144,
+    },
+}
+GEMMA2_OF_ALL = {
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
 GEMMA3 = {  # flavor -> the config.json of google/gemma-3-...; of 4B and more, its text_config
     "270M": {
         "hidden_size": 640,
@@ -558,6 +598,9 @@ def published() -> list:
                 }
             )
         rows.append(pytest.param(name, flavor, config, id=repository))
+    for flavor, config in GEMMA2.items():
+        numbers = GEMMA2_OF_ALL | config
+        rows.append(pytest.param("gemma2", flavor, numbers, id=f"google/gemma-2-{flavor}"))
     for flavor, config in GEMMA3.items():
         common = GEMMA3_OF_TEXT if flavor in ("270M", "1B") else GEMMA3_OF_IMAGES
         rows.append(pytest.param("gemma3", flavor, common | config, id=f"google/gemma-3-{flavor}"))
@@ -591,6 +634,7 @@ SHORTEST = {
     "gpt_oss": ("gpt_oss", {}),
     "qwen3_next": ("qwen3_next", {}),
     "kimi_linear": ("kimi_linear", {"linear_attn_config": KIMI_LAYERS}),
+    "gemma2": ("gemma2", {}),
     "gemma3_text": ("gemma3", {}),
 }
 

@@ -23,7 +23,7 @@ from models import FORMATS, MODELS, mtp
 from models.deepseek_v3 import DeepSeekV3
 from models.terms import AuxiliaryTerms
 from tests.ranks import run_ranks
-from tests.shapes import DEEPSEEK, QWEN3_NEXT
+from tests.shapes import DEEPSEEK, QWEN3_NEXT, exported
 from tools import generate, sampling
 from tools.parity import in_memory
 from training.recurrent_cache import CachedState
@@ -318,26 +318,6 @@ def test_a_model_that_drafts_nothing_is_refused(capsys):
 
 
 # Files --------------------------------------------------------------------------------------------
-
-
-def exported(folder: Path, family: Any, args: Any) -> Any:
-    """Return a model of random weights, after writing its files."""
-    torch.manual_seed(0)
-    ours = family.build(args)
-    for name, weight in ours.named_parameters():
-        torch.nn.init.normal_(weight, 1.0 if name.endswith("norm.weight") else 0.0, 0.1)
-    weights = dict(ours.named_parameters())
-    shapes = {name: list(weight.shape) for name, weight in weights.items()}
-    source = hf.TensorSource(
-        shapes,
-        dict.fromkeys(shapes, torch.float32),
-        lambda names: (weights[name].detach() for name in names),
-    )
-    formats = FORMATS[family.name]
-    hf.write_model(
-        folder, folder, hf.Export(source, formats, args, hf.config_of(formats, args), {})
-    )
-    return ours
 
 
 def deepseek_of_transformers(folder: Path, args: Any) -> tuple[Any, Any]:

@@ -240,6 +240,7 @@ def test_a_family_is_proved_again_when_one_of_its_files_changes(tmp_path: Path) 
 
     assert changed_by("qwen3.py") == changed_by("flavors/qwen3.py") == {"qwen3"}
     assert changed_by("formats/qwen3.py") == set()
+    assert changed_by("gemma3.py") == {"gemma2", "gemma3"}  # whose blocks it has
     assert changed_by("layers.py") == changed_by("kernels/cpu/causal_attention.py") == set(MODELS)
 
 

@@ -77,6 +77,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.cores",  # which modules are cores of mixers
         "models.kernels.precision",
         "models.kernels.ruled_attention",
+        "models.kernels.soft_cap",
         "models.terms",
         "parallelisms.mesh",
         "parallelisms.boxes",  # which box of a tensor this rank holds

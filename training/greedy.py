@@ -33,11 +33,13 @@ class LossAndMistakes:
         chunk_tokens: int,
         each: Tensor,
         z_loss: None,
+        cap: float = 0.0,
     ) -> Tensor:
         # `each` is one microbatch of `Microbatches.losses`, and this is the same one of `mistakes`
         own = self.mistakes.as_strided(each.shape, each.stride(), each.storage_offset())
         own.copy_(mistakes(h, weight, labels, chunk_tokens))
-        return linear_cross_entropy(h, weight, labels, chunk_tokens, each=each)
+        # a soft cap leaves the order of logits as it is
+        return linear_cross_entropy(h, weight, labels, chunk_tokens, each=each, cap=cap)
 
 
 def mistakes(h: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:

@@ -12,13 +12,12 @@ Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this ran
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from models.kernels import precision
 from parallelisms.boxes import box_of
-from training.loss_passes import EAGER, LossPasses, add_matmul
+from training.loss_passes import EAGER, LossPasses, add_matmul, capped
 from training.z_loss import ZLoss
 
 IGNORE = -100  # a label that does not count; torch's own convention
@@ -105,6 +104,7 @@ def linear_cross_entropy(
     each: Tensor | None = None,
     z_loss: ZLoss | None = None,
     passes: LossPasses = EAGER,
+    cap: float = 0.0,
 ) -> Tensor:
     """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all
     tensor-parallel ranks.
@@ -121,7 +121,11 @@ def linear_cross_entropy(
     z_loss: its gradient is added, and the returned sum is without it.
 
     passes: the elementwise work on logits (training/loss_passes.py).
+
+    cap: logits become cap * tanh(logit / cap); 0: they stay.
     """
+    if cap:
+        passes = capped(passes, cap)
     group = None
     first_row = 0
     if isinstance(weight, DTensor):
@@ -145,12 +149,4 @@ def linear_cross_entropy(
         each,
         z_loss,
         passes,
-    )
-
-
-def plain_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the reference for `linear_cross_entropy` from whole logits [B, T, V], for tests and
-    benchmarks."""
-    return F.cross_entropy(
-        precision.wide(logits.flatten(0, 1)), labels.flatten(), ignore_index=IGNORE, reduction="sum"
     )

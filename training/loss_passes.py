@@ -11,6 +11,7 @@ from functools import cache, partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from configs.schema import Compile
@@ -32,6 +33,7 @@ class LossPasses(NamedTuple):
     largest: Callable[..., Tensor]
     sums: Callable[..., tuple[Tensor, Tensor]]
     gradient: Callable[..., Tensor]
+    backend: str = ""  # that has compiled them
 
 
 def _largest(logits, wide):
@@ -68,7 +70,7 @@ def compiled(backend: str) -> LossPasses:
         torch.compile(one, backend=backend, fullgraph=True)
         for one in (largest_logit, sum_exponentials, replace_by_gradient)
     )
-    return LossPasses(False, largest, sums, gradient)
+    return LossPasses(False, largest, sums, gradient, backend)
 
 
 def largest_logit(logits: Tensor, _: Tensor) -> Tensor:
@@ -92,6 +94,26 @@ def replace_by_gradient(
     return logits.copy_(probs - is_label.to(probs.dtype))
 
 
+@cache
+def capped(passes: LossPasses, cap: float) -> LossPasses:
+    """Return passes over logits with a soft cap, cap * tanh(logit / cap), which the first one puts in
+    their place; compiled where `passes` are."""
+
+    def largest(logits: Tensor, wide: Tensor) -> Tensor:
+        return largest_logit(logits.div_(cap).tanh_().mul_(cap), wide)
+
+    def gradient(logits: Tensor, *more: Tensor) -> Tensor:
+        slope = 1 - (precision.wide(logits) / cap).square()
+        return replace_by_gradient(logits, *more).mul_(slope)
+
+    if not passes.backend:
+        return LossPasses(False, largest, sum_exponentials, gradient)
+    compiled_largest, compiled_gradient = (
+        torch.compile(one, backend=passes.backend, fullgraph=True) for one in (largest, gradient)
+    )
+    return passes._replace(largest=compiled_largest, gradient=compiled_gradient)
+
+
 def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Compute total += a @ b. total [V, D], a [V, C], b [C, D]; total may have a wider type.
 
@@ -102,3 +124,11 @@ def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
+
+
+def plain_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the reference for `linear_cross_entropy` from whole logits [B, T, V], for tests and
+    benchmarks."""
+    return F.cross_entropy(
+        precision.wide(logits.flatten(0, 1)), labels.flatten(), ignore_index=-100, reduction="sum"
+    )

@@ -81,9 +81,9 @@ class Microbatches:
         return self.real.sum()
 
     def __call__(self, a: int) -> Inputs:
-        def loss_head(h: Tensor, weight: Tensor) -> Tensor:
+        def loss_head(h: Tensor, weight: Tensor, **more: float) -> Tensor:
             """Return the loss of the hidden states; the model calls it inside its forward, where
-            FSDP has gathered `weight`."""
+            FSDP has gathered `weight`. more: the `cap` of a model that has one."""
             with record_function("loss"):
                 return self.loss(
                     h,
@@ -92,6 +92,7 @@ class Microbatches:
                     self.chunk_tokens,
                     each=self.losses[a],
                     z_loss=self.z_loss,
+                    **more,
                 )
 
         head = loss_head if self.further is None else self.further.head(a, loss_head)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from configs.schema import InputError
 from models.cores import ATTENTION, CONVOLUTION, STATE, of_kind
 from models.kernels.ruled_attention import PLAIN, AttentionSpec, masked_attention
+from models.kernels.soft_cap import soft_cap
 from parallelisms import cores
 from training import recurrent_cache
 from training.attention import for_many_shapes
@@ -264,9 +265,9 @@ def sample_stream(
         # [B], where in this forward
         newest = torch.tensor([len(window) - 1 for window in windows], device=device)
 
-        def logits_of_newest(h: Tensor, weight: Tensor) -> Tensor:
+        def logits_of_newest(h: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
             h_of_newest = _whole(h)[torch.arange(len(newest), device=device), newest]  # [B, D]
-            return h_of_newest @ _whole(weight).t()  # [B, V]
+            return soft_cap(h_of_newest @ _whole(weight).t(), cap)  # [B, V]
 
         forward = model
         if memory:

@@ -30,7 +30,7 @@ from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.stack import HIDDEN_EXCHANGE, load_stack
 from tools.plan.workers import in_processes
-from training.loss import plain_cross_entropy
+from training.loss_passes import plain_cross_entropy
 
 TABLE = Path(__file__).resolve().parent / "published.toml"
 CLASSES = ("dense", "tp", "cp", "pipeline", "experts")

@@ -52,12 +52,17 @@ def layer_types(args: Args) -> list[str]:
     return [kinds[has_window(args, number)] for number in range(args.n_layers)]
 
 
-def hf_config(args: Args) -> dict[str, Any]:
-    """Return the fields of config.json. Raises ValueError for numbers that transformers refuses."""
+def check(args: Any) -> None:
+    """Raise ValueError for numbers that transformers refuses."""
     if not args.window:
-        raise ValueError("transformers' Gemma 3 has windows, and model.window is 0")
+        raise ValueError("transformers' Gemma has windows, and model.window is 0")
     if args.dim % args.n_heads:
         raise ValueError(f"transformers wants n_heads ({args.n_heads}) to divide dim ({args.dim})")
+
+
+def hf_config(args: Args) -> dict[str, Any]:
+    """Return the fields of config.json. Raises ValueError as `check`."""
+    check(args)
     scaling = None
     if args.rope_factor != 1.0:
         scaling = {"rope_type": "linear", "factor": args.rope_factor}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import ActivationCheckpoint, Compile
+from models.kernels.soft_cap import soft_cap
 from models.mtp import LossAhead
 from models.terms import AuxiliaryTerms
 from parallelisms import blocks
@@ -24,9 +25,9 @@ NOTHING = 1e-12  # a gradient that is smaller, relative to the loss, is none
 Gradients = dict[str, Tensor]
 
 
-def loss_head(labels: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-    """Return the summed cross entropy of these labels, int64 [B, T]."""
-    logits = h @ weight.t()
+def loss_head(labels: Tensor, h: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
+    """Return the summed cross entropy of these labels, int64 [B, T]. cap: of the logits; 0: none."""
+    logits = soft_cap(h @ weight.t(), cap)
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 

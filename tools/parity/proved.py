@@ -6,6 +6,7 @@ proves all families, and writes models/proved.json.
 """
 
 import argparse
+import ast
 import hashlib
 import json
 import logging
@@ -29,8 +30,8 @@ IN_RUN = "proved.json"  # in a run's folder
 
 def digest(family: str, folder: Path = MODELS_FOLDER) -> str:
     """Return a hash of the files that a family's model may be made of: all of models/ but the files
-    of other families and the formats of published weights."""
-    others = {f"{name}.py" for name in FAMILIES if name != family}
+    of families that it does not import, and the formats of published weights."""
+    others = {f"{name}.py" for name in set(FAMILIES) - rests_on(family, folder)}
     total = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         place = path.relative_to(folder)
@@ -39,6 +40,22 @@ def digest(family: str, folder: Path = MODELS_FOLDER) -> str:
         total.update(f"{place.as_posix()}\n".encode())
         total.update(path.read_bytes())
     return total.hexdigest()[:32]
+
+
+def rests_on(family: str, folder: Path) -> set[str]:
+    """Return the families whose modules this one imports, itself among them, and what these import."""
+    found: set[str] = set()
+    names = [family]
+    while names:
+        name = names.pop()
+        found.add(name)
+        imported: set[str] = set()
+        for node in ast.walk(ast.parse((folder / f"{name}.py").read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                words = [getattr(node, "module", None) or "", *(one.name for one in node.names)]
+                imported |= set(".".join(words).split("."))
+        names += imported & set(FAMILIES) - found
+    return found
 
 
 def recorded(path: Path) -> dict[str, str]:

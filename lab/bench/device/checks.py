@@ -45,6 +45,7 @@ from models.delta_net import GatedDeltaCore
 from models.kernels import document_attention as masked
 from models.kernels.delta_rule import recurrent
 from models.kernels.float8_product import RECIPES, float8_linear
+from models.kernels.soft_cap import soft_cap
 from parallelisms import contract, delta_kernel, dp, tp
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh, close_mesh
@@ -178,10 +179,10 @@ def share_of(batch: dict[str, Tensor], job: train.Job) -> dict[str, Tensor]:
     }
 
 
-def logits(h: Tensor, weight: Tensor) -> Tensor:
-    """Return the logits of the head, on whole tensors."""
+def logits(h: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
+    """Return the logits of the head, on whole tensors; cap: their soft cap."""
     h, weight = (x.full_tensor() if isinstance(x, DTensor) else x for x in (h, weight))
-    return h @ weight.t()
+    return soft_cap(h @ weight.t(), cap)
 
 
 def differences(seen: Seen, wanted: Seen) -> dict[str, float]:
