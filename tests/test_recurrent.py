@@ -18,7 +18,7 @@ from parallelisms import cores, cp_state
 from parallelisms.mesh import world
 from tests import hybrid, parity
 from tests.ranks import run_ranks
-from tests.runs import CONTEXT_MESHES, CP2, MESHES, ULYSSES
+from tests.runs import CONTEXT_MESHES, CP2, ULYSSES
 from tools.parity import properties, trajectory
 from tools.parity.tiny import Tiny, copy_of
 from tools.plan import report
@@ -27,7 +27,6 @@ from training.sample import KeyValueCache, Sampling, sample_stream
 HYBRID = [parity.FLOAT64, *parity.ADAMW, "--training.max_norm=0.1"]
 # sequences of two tokens for each part, with four parts: less than the convolution sees
 SHORT = "--training.seq_len=8"
-ONE_TOKEN = "one token"  # every other document has one token
 
 
 def hybrid_runs(runs: Sequence[list[str]], dp_size: int = 1, bug: Callable | None = None) -> list:
@@ -59,14 +58,12 @@ RUNS = {
         [ULYSSES, parity.DOCUMENTS, parity.TWO_MICROBATCHES],
     ],
     "cp2xtp2": [[parity.DOCUMENTS], [ULYSSES]],
-    "pp2xcp2": [[parity.DOCUMENTS, parity.TWO_MICROBATCHES], [ULYSSES]],
-    "fsdp2": [[parity.DOCUMENTS]],
 }
 
 
 @pytest.mark.parametrize("mesh", RUNS)
 def test_a_mesh_computes_what_one_process_does(mesh, oracles):
-    ranks, options, dp_size = (MESHES | CONTEXT_MESHES)[mesh]
+    ranks, options, dp_size = CONTEXT_MESHES[mesh]
     runs = [[*options, *more] for more in RUNS[mesh]]
     results = run_ranks(ranks, hybrid_runs, runs, dp_size)
     for number, more in enumerate(RUNS[mesh]):
@@ -173,8 +170,7 @@ def sampled(options: list[str], caches: Sequence[bool]) -> list[list[list[int | 
 def test_a_cache_keeps_states_on_a_mesh():
     [[without, with_cache]] = run_ranks(1, sampled, [], [False, True])
     assert with_cache == without
-    ranks, options, _ = CONTEXT_MESHES["cp2xtp2"]
-    for [on_mesh] in run_ranks(ranks, sampled, options, [True]):
+    for [on_mesh] in run_ranks(2, sampled, [CP2], [True]):
         assert on_mesh == without
 
 
@@ -332,10 +328,9 @@ def test_documents_of_a_forks_own_class_tell_states_where_they_are(made, monkeyp
     assert found.endswith("make it a dataclass with a field `within: Tensor | None = None`")
 
 
-@pytest.mark.parametrize("method", [[], [ULYSSES]])
-def test_its_types_fit(method):
+def test_its_types_fit():
     types = pytest.importorskip("tools.prove.types", reason="spmd_types is not installed")
-    options = ["configs/llama_debug.toml", CP2, *method, "--parallelism.tensor_parallel=2"]
+    options = ["configs/llama_debug.toml", CP2, "--parallelism.tensor_parallel=2"]
     with hybrid.instead_of_llama():
         cfg = load_config([*options, "--training.seq_len=32"], 8, 8)
         assert types.first_mistake(cfg, 8, 8) == ""
