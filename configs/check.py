@@ -891,8 +891,8 @@ RULES = {
     ),
     "lora_targets": (
         lambda c: c.lora.rank > 0 and (c.unknown_layers or not c.lora.targets),
-        "{lora.targets} must name layers that get adapters of {lora.rank}, and this model.family has "
-        'none called "{unknown_layers}": it has {layers}',
+        "{lora.targets} must name layers that get adapters of {lora.rank}, some of those that this "
+        "model.family has: {layers}",
     ),
     "lora_base": (
         lambda c: c.lora.rank > 0 and not (c.checkpoint.load_hf or c.checkpoint.load_path),

@@ -206,9 +206,10 @@ def check_documents(model: nn.Module) -> None:
         block = model.layers[name.split(".")[1]]
         if not says(block, "separates_documents", True):
             raise InputError(
-                f"data.mask_documents = true, and {name} ({mixer}) has no attention core and does "
-                f"not say that it keeps documents apart: write separates_documents = True in "
-                f"{mixer} if its forward honours `documents`, or set mask_documents to false"
+                f"data.mask_documents = true, and {name} ({mixer}) has no attention core, state or "
+                f"convolution, and does not say that it keeps documents apart: write in {mixer} "
+                "mixes_tokens = False if it works on single tokens, separates_documents = True if its "
+                "forward honours `documents`, or set mask_documents to false"
             )
     try:
         documents_of(model.cores(), torch.arange(2)[None], torch.device("cpu"))

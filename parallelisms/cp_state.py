@@ -37,13 +37,16 @@ class GatherParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        everyone = funcol.wait_tensor(funcol.all_gather_tensor(x, 0, group))
+        everyone = funcol.wait_tensor(
+            torch.ops._c10d_functional.all_gather_into_tensor(x, group.size(), group.group_name)
+        )
         return everyone.unflatten(0, (-1, len(x)))  # [ranks, ...]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         joined = grad.flatten(0, 1).contiguous()
-        own = funcol.reduce_scatter_tensor(joined, "sum", 0, ctx.group)
+        size, name = ctx.group.size(), ctx.group.group_name
+        own = torch.ops._c10d_functional.reduce_scatter_tensor(joined, "sum", size, name)
         return funcol.wait_tensor(own), None
 
 

@@ -629,6 +629,18 @@ RULE_CASES = {
         "parallelism.tensor_parallel=2",
         4,
     ),
+    "flash_delta_keys": (
+        "model.family=qwen3_next model.delta_key_dim=320 training.delta_rule=flash run.device=auto "
+        "training.param_dtype=bfloat16",
+        'training.delta_rule = "flash" has keys of at most 256 numbers, but model.delta_key_dim = 320',
+        "model.delta_key_dim=256",
+    ),
+    "flash_kda_keys": (
+        "model.family=kimi_linear model.delta_dim=320 training.delta_rule=flash run.device=auto "
+        "training.param_dtype=bfloat16",
+        'training.delta_rule = "flash" has keys of at most 256 numbers, but model.delta_dim = 320',
+        "model.delta_dim=256",
+    ),
     "mtp_tied": (
         "model.family=deepseek_v3 model.mtp_depth=1 model.tied_embeddings=true "
         "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
@@ -1145,7 +1157,7 @@ RULE_CASES = {
     ),
     "lora_targets": (
         'lora.rank=4 lora.targets=["wq","q_proj"] checkpoint.load_hf=x',
-        'lora.targets = ["wq", "q_proj"] must name|lora.rank = 4|none called "q_proj": it has wq, '
+        'lora.targets = ["wq", "q_proj"] must name|lora.rank = 4|that this model.family has: wq, '
         "wk, wv, wo, w1, w2, w3",
         'lora.targets=["wq"]',
     ),

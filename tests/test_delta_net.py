@@ -1,6 +1,7 @@
 """The gated delta rule (models/kernels/delta_rule.py) against its definition, and the layer that has it
 (models/delta_net.py) against transformers'."""
 
+import warnings
 from types import SimpleNamespace
 from unittest import mock
 
@@ -386,6 +387,7 @@ def test_tensor_parallelism_splits_heads():
 def shared(zigzag: bool, ranks: int) -> list[Tensor]:
     """Return output and gradients of the tokens of this rank of so many, in the order of the sequence;
     zigzag: a rank has two parts, as in `parallelisms/mesh.py::Mesh.token_ranges`."""
+    warnings.simplefilter("error", FutureWarning)  # a user would see it in every run
     T = 24
     given = inputs(T)
     within = first_tokens(T).logical_not().long()

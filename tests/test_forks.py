@@ -111,7 +111,7 @@ def test_a_layer_without_attention_says_what_it_does_with_other_tokens():
     assert no_core in refusal(Mixer, 2, False)
     assert "write mixes_tokens = False in Mixer" in refusal(Mixer, 2, False)
     assert no_core in refusal(Mixer, 1, True)
-    assert "write separates_documents = True in Mixer" in refusal(Mixer, 1, True)
+    assert "write in Mixer mixes_tokens = False if it works on single" in refusal(Mixer, 1, True)
     assert refusal(Local, 2, True) == refusal(Apart, 1, True) == ""
     with pytest.raises(InputError, match="layers.1.attention .Mixer. has no attention core"):
         KeyValueCache(model_of(Mixer), 8)

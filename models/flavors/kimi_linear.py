@@ -80,6 +80,11 @@ RULES = {key: deepseek_v3.RULES[key] for key in _RULES} | {
         "{parallelism.tensor_parallel} does not divide {model.delta_heads}: each rank computes whole "
         "heads of Kimi delta attention",
     ),
+    "flash_kda_keys": (
+        lambda c: c.training.delta_rule == "flash" and c.model.delta_dim > 256,
+        "{training.delta_rule} has keys of at most 256 numbers, but {model.delta_dim}: set delta_rule "
+        'to "auto"',
+    ),
 }
 
 

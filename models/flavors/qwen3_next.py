@@ -130,6 +130,11 @@ RULES = (
             "{parallelism.tensor_parallel} does not divide {model.delta_key_heads}: each rank "
             "computes whole key heads of a gated delta net, with their value heads",
         ),
+        "flash_delta_keys": (
+            lambda c: c.training.delta_rule == "flash" and c.model.delta_key_dim > 256,
+            "{training.delta_rule} has keys of at most 256 numbers, but {model.delta_key_dim}: set "
+            'delta_rule to "auto"',
+        ),
     }
 )
 

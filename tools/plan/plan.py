@@ -1,6 +1,7 @@
 """A plan: one configuration on GPUs that need not exist, with its memory, its FLOPs, its time and
 its cost."""
 
+import fnmatch
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -143,8 +144,8 @@ class Plan:
         return self.inputs.gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
 
     def flops(self) -> tuple[float, float, float]:
-        """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed,
-        which the counted ones do not include."""
+        """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed, or
+        computed by several ranks, which the counted ones do not include."""
         counted = recomputed = 0
         for rank in self.ranks:
             of_rank = rank.flops()
@@ -154,7 +155,22 @@ class Plan:
         per_token = pipelines / self.tokens_per_step
         family, args = train.architecture(self.cfg)
         derived = family.flops_per_token(args, self.cfg.training.seq_len)
-        return derived, counted * per_token, recomputed * per_token
+        again = self.repeated
+        return derived, counted * per_token - again, recomputed * per_token + again
+
+    @cached_property
+    def repeated(self) -> float:
+        """Return the FLOPs per token that further ranks of tensor parallelism repeat: those of the
+        weights that none of them splits, `whole_linear`."""
+        tp = self.cfg.parallelism.tensor_parallel
+        family, args = train.architecture(self.cfg)
+        whole = [row for row, style in family.tp_plan(args).items() if style == "whole_linear"]
+        if tp == 1 or not whole or self.cfg.lora.rank:
+            return 0.0
+        with torch.device("meta"):
+            modules = dict(family.build(args).named_modules())
+        names = {name for row in whole for name in fnmatch.filter(modules, row)}
+        return 6.0 * (tp - 1) * sum(modules[name].weight.numel() for name in names)
 
     @property
     def mfu(self) -> float:

@@ -402,6 +402,8 @@ def speed(plan: Plan) -> list[str]:
     weights = "4N" if plan.cfg.lora.rank else "6N"
     of_adapters = "+ 6n of adapters " if plan.cfg.lora.rank else ""
     formula = f"{weights} {active}{of_adapters}+ {'6LH(W+V)T' if latent else '12LHET'}"
+    if mixers(plan):
+        formula += " of layers with attention + states"
     if attention(plan):
         formula += ", of the keys that windows leave"
     fullest = ""
@@ -416,7 +418,8 @@ def speed(plan: Plan) -> list[str]:
     return [
         f"FLOPs per token  {derived:.4g} derived ({formula}), {counted:.4g} counted "
         f"({counted / derived - 1:+.2%}{fullest}); "
-        f"recomputed{' or padded' * latent} on top of those {recomputed:.3g} "
+        f"recomputed{' or padded' * latent}{' or repeated' * bool(plan.repeated)} on top of those "
+        f"{recomputed:.3g} "
         f"({recomputed / derived:.1%})",
         f"Time of a step   {time_text(t.seconds)}{whose}: matmuls {time_text(t.matmul)} "
         f"at {d.matmul_efficiency:.0%} of "
