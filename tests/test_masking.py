@@ -30,7 +30,8 @@ from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import COMPILED, Count, series, tiny_run, whole
 from tests.shapes import SHAPES, random_pair
-from training.loss import IGNORE, linear_cross_entropy, plain_cross_entropy
+from training.loss import IGNORE, linear_cross_entropy
+from training.loss_passes import plain_cross_entropy
 
 SEQ, VOCAB = 24, 263
 ROWS = (  # of two steps: the lengths of the documents of each window

@@ -20,7 +20,8 @@ from tests.runs import run, tiny_run
 from tests.shapes import SHAPES, formats, random_pair
 from tools import adapters, convert, lora_to_peft, sampling
 from tools.adapters import Adapter
-from training.loss import linear_cross_entropy, plain_cross_entropy
+from training.loss import linear_cross_entropy
+from training.loss_passes import plain_cross_entropy
 
 RANK, ALPHA = 3, 7.5
 LIMIT = 1e-5

@@ -21,7 +21,8 @@ from tests.parity import DEEPSEEK, DOCUMENTS, EQUAL, TWO_MICROBATCHES
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, COMPILED, CONTEXT_MESHES, MESHES, run, tiny_run
 from training.experts import ExpertLoad
-from training.loss import linear_cross_entropy, plain_cross_entropy
+from training.loss import linear_cross_entropy
+from training.loss_passes import plain_cross_entropy
 from training.terms import TermLog
 from training.z_loss import ZLoss
 
