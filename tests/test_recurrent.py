@@ -51,13 +51,12 @@ def kind_of(more: Sequence[str]) -> tuple[str, ...]:
 
 RUNS = {
     "cp2": [
-        [],
         [parity.DOCUMENTS, "--activation_checkpoint.mode=selective"],
         [SHORT, parity.DOCUMENTS],
         [ULYSSES, SHORT, "--activation_checkpoint.mode=full"],
         [ULYSSES, parity.DOCUMENTS, parity.TWO_MICROBATCHES],
     ],
-    "cp2xtp2": [[parity.DOCUMENTS], [ULYSSES]],
+    "cp2xtp2": [[], [ULYSSES, parity.DOCUMENTS]],
 }
 
 
