@@ -21,6 +21,7 @@ FAMILIES = (
     "olmo2",
     "gpt_oss",
     "qwen3_next",
+    "qwen3_5",
     "gemma2",
     "gemma3",
     "kimi_linear",

@@ -10,7 +10,7 @@ September 2025 and Qwen3NextForCausalLM of transformers, with which tests compar
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,18 +60,18 @@ class Args:
     balancing_bias: ClassVar[bool] = False
 
 
-def has_attention(args: Args, number: int) -> bool:
+def has_attention(args: Any, number: int) -> bool:
     """Return True if this layer has attention, and False if it has a gated delta net. One that
     predicts a further token has attention."""
     return number >= args.n_layers or (number + 1) % args.attention_interval == 0
 
 
-def attention_layers(args: Args) -> int:
+def attention_layers(args: Any) -> int:
     """Count the layers with attention, those that predict further tokens included."""
     return args.n_layers // args.attention_interval + args.mtp_depth
 
 
-def delta_layers(args: Args) -> int:
+def delta_layers(args: Any) -> int:
     return mtp.layers_in_all(args) - attention_layers(args)
 
 
@@ -85,7 +85,7 @@ def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(layers.Attention):
     """Attention with QK-norm, partial rotary positions and a gate for every number of its heads."""
 
-    def __init__(self, args: Args):
+    def __init__(self, args: Any):
         super().__init__(args)
         self.wg = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False)
         self.q_norm = ZeroCentredRMSNorm(args.head_dim, eps=args.norm_eps)
@@ -139,13 +139,16 @@ class Qwen3Next(mtp.MultiTokenDecoder):
         return PredictionBlock(args, number)
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the part of a head that is rotated, float32 [..., rope_dim]."""
-        args = self.args
-        frequencies = layers.rope_frequencies(args.rope_dim, args.rope_theta, positions.device)
-        return layers.rope_tables(frequencies, positions)
+        return rope(self.args, positions)
 
 
-def initial_values(args: Args) -> list[tuple[str, str, float]]:
+def rope(args: Any, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the part of a head that is rotated, float32 [..., rope_dim]."""
+    frequencies = layers.rope_frequencies(args.rope_dim, args.rope_theta, positions.device)
+    return layers.rope_tables(frequencies, positions)
+
+
+def initial_values(args: Any) -> list[tuple[str, str, float]]:
     """Return how weights are drawn: matrices as in all our decoders, gains at 1."""
     gains = [("*.attention.norm.weight", "ones", 0.0), ("*norm.weight", "zeros", 0.0)]
     return gains + delta_net.initial_values(args) + layers.initial_values(args)
@@ -157,9 +160,16 @@ DECAY = [*delta_net.DECAY, ("*.attention.norm.weight", False), ("*", True)]
 
 
 def tp_plan(args: Args) -> dict[str, str]:
-    """Return a plan that splits the heads of both kinds of layers over the ranks, a key head with
-    the value heads that it serves, and the shared expert's hidden units."""
-    plan = dict(layers.TP_PLAN)
+    """Return a plan that splits heads, and the shared expert's hidden units, over the ranks."""
+    gate = {"layers.*.feed_forward.shared_gate": "slice_linear"}
+    plan = layers.TP_PLAN | tp_plan_of_mixers(args) | moe.tp_plan(args) | gate
+    return plan | moe.TP_PLAN_OF_SHARED | mtp.tp_plan(args)
+
+
+def tp_plan_of_mixers(args: Any) -> dict[str, str]:
+    """Return the rows that split the heads of both kinds of layers, a key head with the value heads
+    that it serves."""
+    plan = {}
     for number in range(mtp.layers_in_all(args)):
         name = f"layers.{number}.attention"
         if has_attention(args, number):
@@ -173,24 +183,27 @@ def tp_plan(args: Args) -> dict[str, str]:
                 plan[f"{name}.{row}"] = layers.TP_PLAN_OF_ATTENTION[f"layers.*.attention.{row}"]
         else:
             plan |= delta_net.tp_plan(str(number))
-    gate = {"layers.*.feed_forward.shared_gate": "slice_linear"}
-    return plan | moe.tp_plan(args) | gate | moe.TP_PLAN_OF_SHARED | mtp.tp_plan(args)
+    return plan
 
 
 # Arithmetic ---------------------------------------------------------------------------------------
 
 
-def multiplied(args: Args, experts: int) -> int:
-    """Count the weights that are multiplied, where so many of the routed experts count."""
+def weights_of_mixers(args: Any) -> int:
+    """Count the weights of both kinds of layers that a token is multiplied with."""
     # wq, wg and wo, wk and wv
     attention = args.dim * args.head_dim * (3 * args.n_heads + 2 * args.n_kv_heads)
-    mixers = attention_layers(args) * attention + delta_layers(args) * delta_net.multiplied(args)
+    return attention_layers(args) * attention + delta_layers(args) * delta_net.multiplied(args)
+
+
+def multiplied(args: Args, experts: int) -> int:
+    """Count the weights that are multiplied, where so many of the routed experts count."""
     shared = 3 * args.dim * args.shared_dim + args.dim
     mixtures = mtp.layers_in_all(args) * (moe.weights(args, experts) + shared)
-    return mixers + mixtures + args.dim * args.vocab_size
+    return weights_of_mixers(args) + mixtures + args.dim * args.vocab_size
 
 
-def _not_multiplied(args: Args) -> int:
+def not_multiplied(args: Any) -> int:
     """Count the parameters that are not multiplied: an embedding that is not tied, the norms, the
     vectors of gated delta nets, and what layers that predict further tokens have more."""
     embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
@@ -201,21 +214,26 @@ def _not_multiplied(args: Args) -> int:
 
 
 def parameters(args: Args) -> int:
-    return multiplied(args, args.n_experts) + _not_multiplied(args)
+    return multiplied(args, args.n_experts) + not_multiplied(args)
 
 
 def active_parameters(args: Args) -> int:
     """Count the parameters that work on a token."""
-    return multiplied(args, args.experts_per_token) + _not_multiplied(args)
+    return multiplied(args, args.experts_per_token) + not_multiplied(args)
+
+
+def flops_of_tokens(args: Any, seq_len: int) -> float:
+    """Count the FLOPs per token of attention, and of the states of gated delta nets, whose cost does
+    not depend on the length."""
+    attention = 12.0 * args.n_heads * args.head_dim * attention_layers(args) * seq_len
+    state = delta_net.flops_per_token(args) - 6.0 * delta_net.multiplied(args)
+    return attention + delta_layers(args) * state
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
-    """Count FLOPs as `models/arithmetic.py::flops_per_token` does, with the states of the gated
-    delta nets, whose cost does not depend on the length."""
-    attention = 12.0 * args.n_heads * args.head_dim * attention_layers(args) * seq_len
-    state = delta_net.flops_per_token(args) - 6.0 * delta_net.multiplied(args)
+    """Count FLOPs as `models/arithmetic.py::flops_per_token` does, with those of states."""
     weights = multiplied(args, args.experts_per_token) + args.mtp_depth * mtp.multiplied(args)
-    return 6.0 * weights + attention + delta_layers(args) * state
+    return 6.0 * weights + flops_of_tokens(args, seq_len)
 
 
 def describe(args: Args) -> str:

@@ -2,7 +2,7 @@
 and pairs of our model and transformers' own with the same weights."""
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from models import (
     llama,
     olmo2,
     qwen3,
+    qwen3_5,
     qwen3_next,
 )
 from models.family import Family, Formats, TensorLayout
@@ -184,6 +185,11 @@ GEMMA3 = gemma3.Args(
     rope_factor=4.0,
     query_scalar=17,
 )
+_NEXT = asdict(QWEN3_NEXT)
+QWEN3_5 = qwen3_5.Args(
+    **{field.name: _NEXT[field.name] for field in fields(qwen3_5.Args) if field.name in _NEXT},
+    hidden_dim=53,
+)
 # Layers 1, 3 and 5 have a window; the caps bend scores and logits of random weights.
 GEMMA2 = gemma2.Args(
     dim=42,
@@ -269,6 +275,7 @@ SHAPES = {  # name -> the family and its numbers
         qwen3_next.FAMILY,
         replace(QWEN3_NEXT, n_layers=4, attention_interval=3, tied_embeddings=True),
     ),
+    "qwen3_5": (qwen3_5.FAMILY, QWEN3_5),
     "gemma2": (gemma2.FAMILY, GEMMA2),
     "gemma3": (gemma3.FAMILY, GEMMA3),
     "gemma3 untied": (

@@ -63,6 +63,7 @@ ROTATED = (
 ).split()
 ROTATED_ALIKE = {  # options that give every layer attention, and the same frequencies
     "qwen3_next": ["--model.attention_interval=1"],
+    "qwen3_5": ["--model.attention_interval=1"],
     "gemma3": ["--model.window=0", "--model.rope_factor=1"],
 }
 

@@ -16,20 +16,22 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint import hf
 from configs.schema import InputError
-from models import FORMATS, qwen3_next
+from models import FORMATS, qwen3_5, qwen3_next
 from models.formats.layouts import Grouped
 from models.formats.qwen3_next import FORMATS as OURS
 from tests import parity
 from tests.parity import DOCUMENTS, LORA_NEXT, QWEN3_NEXT
 from tests.runs import ULYSSES
+from tests.shapes import QWEN3_5, exported, random_pair
 from tests.shapes import QWEN3_NEXT as ARGS
-from tests.shapes import exported, random_pair
 from training import init
 from training.optim import first_match
 
 # --------------------------------------------------------------------------------------------------
 # meshes
 
+STATES = [option for option in QWEN3_NEXT if "delta" in option or "interval" in option]
+STATES.append("--model.rope_dim=4")
 MORE = ["--model.expert_dim=12", "--model.mtp_depth=1"]
 # and further options; the other way of sharing a sequence is tests/test_kimi_linear.py's
 MESHES = {"experts on ep2 of tp2": [], "ep2 of cp2": [ULYSSES], "pp2": []}
@@ -44,6 +46,15 @@ def test_meshes_equal_the_plain_model() -> None:
     exactly = parity.combination_of(dtype="float64")
     for mesh, more in MESHES.items():
         parity.check(mesh, [exactly], [*QWEN3_NEXT, *MORE, DOCUMENTS, *more])
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_qwen3_5_on_a_mesh_equals_the_plain_model() -> None:
+    """The same mixers with dense layers."""
+    exactly = parity.combination_of(dtype="float64")
+    for mesh in "tp2", "cp2", "pp2":
+        parity.check(mesh, [exactly], ["--model.family=qwen3_5", *STATES, DOCUMENTS])
 
 
 @pytest.mark.slow
@@ -108,6 +119,25 @@ def test_without_a_depth_mtp_is_ignored_and_anything_else_is_not(tmp_path: Path)
     save_file(tensors | {"model.layers.0.linear_attn.bias": torch.zeros(2)}, path)
     with pytest.raises(InputError, match="linear_attn.bias is not a tensor of such a model"):
         hf.weights(tmp_path, OURS, ARGS, shapes)
+
+
+def test_the_text_model_of_a_qwen3_5_that_sees_images_is_read(tmp_path: Path):
+    """Its tensors have other names there; what sees images, and MTP, are left out."""
+    family = qwen3_5.FAMILY
+    ours = dict(exported(tmp_path, family, QWEN3_5).named_parameters())
+    path = tmp_path / "model.safetensors"
+    renamed = {n.replace("model.", "model.language_model."): x for n, x in load_file(path).items()}
+    others = {name: torch.zeros(2) for name in ("model.visual.pos_embed.weight", "mtp.fc.weight")}
+    save_file(renamed | others, path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_5", "text_config": config})
+    )
+    assert hf.read_model(tmp_path, FORMATS) == ("qwen3_5", QWEN3_5)
+    shapes = {name: list(weight.shape) for name, weight in ours.items()}
+    stored = hf.weights(tmp_path, FORMATS["qwen3_5"], QWEN3_5, shapes)
+    for name, weight in ours.items():
+        assert torch.equal(stored[name].read(), weight), name
 
 
 KINDS = ["linear_attention", "full_attention"]
