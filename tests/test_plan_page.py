@@ -6,9 +6,7 @@ from html import unescape
 import pytest
 
 from configs.load import load_config
-from configs.schema import SCHEDULES
-from parallelisms import schedules
-from parallelisms.schedules import BACKWARD, FORWARD, Action, Timeline
+from parallelisms.schedules import FORWARD, Action, Timeline
 from tools.plan import compare
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
@@ -17,7 +15,6 @@ from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.report import report
 from tools.plan.stages import Window, stages, windows
 
-MANY = 256  # microbatches
 PIPELINE = [
     "--model.n_layers=8",
     "--training.seq_len=64",
@@ -29,44 +26,10 @@ PIPELINE = [
 ]
 
 
-def played(schedule: str, ranks: int, microbatches: int, head: float = 1.3) -> Timeline:
-    """Return a schedule whose last stage is slower, with messages that take time."""
-    placement = schedules.placement(schedule, ranks)
-    last = len(placement) - 1
-
-    def seconds(action: schedules.Action) -> float:
-        of_stage = head if action.stage == last else 1.0
-        return of_stage * (2.1 if action.kind == BACKWARD else 1.0)
-
-    table = schedules.table(schedule, ranks, 0, microbatches)
-    return schedules.timeline(table, placement, seconds, lambda *_: 0.02)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", (2, 8))
-def test_of_many_microbatches_the_beginning_some_and_the_end_are_drawn(schedule, ranks):
-    plan = played(schedule, ranks, MANY)
-    beginning, middle, end = windows(plan, MANY)
-    assert beginning.begin == 0 and end.end == max(actions[-1][2] for actions in plan)
-    assert beginning.end < middle.begin < middle.end < end.begin
-    # the beginning and the end show everything that is ever done
-    kinds = {(action.kind, action.stage) for actions in plan for action, _, _ in actions}
-    for window in beginning, end:
-        seen = {(a.kind, a.stage) for a, _ in drawn_in(plan, window)}
-        assert seen == kinds or schedule == "dualpipe_v", window
-
-
 def drawn_in(plan: Timeline, window: Window) -> list[tuple[Action, float]]:
     """Return the actions that a window shows, at least in part, and when they begin."""
     entries = [entry for actions in plan for entry in actions]
     return [(a, begin) for a, begin, end in entries if begin < window.end and end > window.begin]
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_few_microbatches_are_drawn_whole(schedule):
-    plan = played(schedule, 4, 16)
-    [window] = windows(plan, 16)
-    assert len(drawn_in(plan, window)) == sum(map(len, plan))
 
 
 def test_the_page_draws_the_actions_of_the_plan():
@@ -130,11 +93,6 @@ def test_the_page_sets_every_word_of_the_report_in_tables_and_paragraphs(two_pla
         assert all(title.startswith(begin) for title, begin in zip(titles, expected))
         assert re.search(r"<td>live at the peak</td><td>[\d.]+ \w+</td>", shown)
         assert "<b>Time of a step</b>" in shown
-
-
-def test_a_comparison_of_a_plan_with_itself_shows_no_difference(two_plans):
-    plan, _ = two_plans
-    assert all(row[3] in ("", "=") for rows in compare.blocks(plan, plan).values() for row in rows)
 
 
 @pytest.mark.parametrize(

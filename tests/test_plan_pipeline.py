@@ -36,7 +36,7 @@ MODEL = (
     "--model.dim=120 --model.n_layers=9 --model.n_heads=8 --model.n_kv_heads=4 "
     "--model.head_dim=14 --model.hidden_dim=308 "
     "--model.vocab_size=1031 --data.tokenizer=bytes --training.seq_len=64 "
-    "--training.global_batch_size=8 "
+    "--training.global_batch_size=4 "
     "--training.local_batch_size=1 --training.loss_chunk_tokens=50 --lr_schedule.warmup_steps=0 "
     "--training.param_dtype=bfloat16 "
     "--parallelism.pipeline_parallel=2"
@@ -47,15 +47,11 @@ FULL, TIED, TP2 = (
     "--parallelism.tensor_parallel=2",
 )
 SHARDED, CP2 = "--parallelism.accumulate_gradients=sharded", "--parallelism.context_parallel=2"
+EIGHT = "--training.global_batch_size=8"
 CASES = {  # name: (ranks, (schedule, options) of each case)
-    "2 ranks": (2, [("1f1b", TIED)]),
-    "other schedules": (
-        2,
-        [("zero_bubble",), ("1f1b", FULL), ("interleaved_1f1b",), ("zbv", TIED), ("dualpipe_v",)],
-    ),
+    "2 ranks": (2, [("zbv", TIED), ("1f1b", FULL), ("dualpipe_v",)]),
     "cp2": (4, [("zero_bubble", CP2, "--parallelism.context_parallel_method=ulysses")]),
-    "cp2, gather": (4, [("1f1b", CP2)]),
-    "4 ranks": (4, [("1f1b", SHARDED), ("interleaved_1f1b", TP2)]),
+    "4 ranks": (4, [("1f1b", SHARDED, EIGHT), ("interleaved_1f1b", TP2)]),
 }
 
 
@@ -93,15 +89,13 @@ def real_peaks(cases: list[tuple[str, ...]]) -> list[int]:
     "name",
     [
         "2 ranks",
-        "other schedules",
         pytest.param("cp2", marks=pytest.mark.exhaustive),
-        pytest.param("cp2, gather", marks=pytest.mark.exhaustive),
         pytest.param("4 ranks", marks=pytest.mark.exhaustive),
     ],
 )
 def test_memory_of_every_rank_is_that_of_a_real_step(name, monkeypatch):
     """Within 1%. The plan traced each stage alone, with three microbatches; the real ranks ran the
-    schedule with four or eight. Negative control: without the activations that an action leaves
+    schedule with four. Negative control: without the activations that an action leaves
     behind, the plan is not within 1%."""
     (ranks, cases), stages = CASES[name], Stages()
     of_ranks = run_ranks(ranks, real_peaks, cases, timeout=200)
@@ -220,8 +214,7 @@ def all_asleep(names: list[str], microbatches: int, unit: float) -> list[list[tu
     return [asleep(schedule, microbatches, unit) for schedule in names]
 
 
-@pytest.mark.slow
-@pytest.mark.alone
+@pytest.mark.exhaustive
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
@@ -303,7 +296,7 @@ def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
     tied = make_plan(config(2, "1f1b", layers, TIED), inputs, stages)
     weight = Ring(2, 2).seconds("send", 1031 * 120 * 4, slow)  # float32 [V, D]
     hidden = Ring(2, 2).seconds("send", 64 * 120 * 2, slow)  # bfloat16 [T, D]
-    assert 2 * hidden < plain.pipeline.p2p < 2 * 8 * hidden < weight
+    assert 2 * hidden < plain.pipeline.p2p < 2 * 4 * hidden < weight
     assert tied.pipeline.p2p == pytest.approx(plain.pipeline.p2p + 2 * weight, rel=0.01)
     assert tied.time.seconds - plain.time.seconds == pytest.approx(2 * weight, rel=0.01)
 
@@ -350,17 +343,12 @@ def test_a_search_tries_pipelines(tmp_path, capsys):
         "[a]\npeak_tflops = 100\nmemory_gib = 8\nmemory_gb_per_s = 1000\nlink_gb_per_s = "
         "0.01\nfabric_gb_per_s = 0.01\n"
     )
-    argv = [
-        "--training.seq_len=64",
-        "--model.n_layers=2",
-        "--training.global_batch_size=4",
-        "--gpus",
-        "2",
-        "--gpus-per-node",
-        "1",
-        "--search",
-    ]
-    assert main([*argv, "--device", str(device)]) == 0
+    best = tmp_path / "best.toml"
+    argv = ["--training.seq_len=64", "--model.n_layers=2", "--training.global_batch_size=4"]
+    where = ["--gpus=2", "--gpus-per-node=1", f"--device={device}"]
+    assert main([*argv, *where, "--search", f"--write={best}"]) == 0
+    chosen = load_config([str(best)], 2, 1)
+    assert (chosen.training.seq_len, chosen.parallelism.pipeline_parallel) == (64, 2)
     ranking = capsys.readouterr().out.split("The first of these")[0].splitlines()[1:]
     assert ranking[0].split()[4] == "2" and {"1f1b", "zero_bubble", "-"} <= {
         word for row in ranking for word in row.split()
@@ -382,7 +370,7 @@ def test_first_forwards_begin_when_their_weights_come():
 
 
 def test_gathering_ahead_is_planned_between_gathers_on_demand_and_none():
-    cfg = config(4, "interleaved_1f1b")
+    cfg = config(4, "interleaved_1f1b", EIGHT, "--model.n_layers=4")
     slow = load_device("h100").model_copy(update={"link_gb_per_s": 0.5})
     stages, seconds = Stages(), {}
     for name, p, early in (

@@ -108,14 +108,8 @@ def test_every_operator_gives_what_fake_tensor_mode_gives():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forgotten", ("shapes", "order"))
-def test_negative_control_arguments_that_differ_are_seen(monkeypatch, forgotten):
-    def hasty(tensors: list[torch.Tensor]) -> bool:
-        if forgotten == "shapes":
-            return all(tensor.is_contiguous() for tensor in tensors)
-        return True
-
-    monkeypatch.setattr(quick, "have_equal_layout", hasty)
+def test_negative_control_arguments_that_differ_are_seen(monkeypatch):
+    monkeypatch.setattr(quick, "have_equal_layout", lambda tensors: True)
     assert "aten.add.Tensor" in differences()
 
 
@@ -131,7 +125,6 @@ def test_shards_are_those_of_fsdp(ranks, rows):
 
 
 MESHES = {
-    "FSDP": [],
     "TP": ["--parallelism.tensor_parallel=2"],
     "experts": [
         *"--model.family=deepseek_v3 --model.flavor=debug --parallelism.expert_parallel=2".split(),

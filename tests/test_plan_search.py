@@ -1,6 +1,6 @@
 """tools/plan/search.py finds what a search without bounds and without shared traces finds."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,11 +10,10 @@ import pytest
 from configs import check
 from configs.load import load_config
 from configs.schema import Config, InputError
-from tools.plan import bounds, pipeline, search
+from tools.plan import pipeline, search
 from tools.plan.bounds import Bounds, Profile, profile
-from tools.plan.choices import Candidate, Choice, every_choice, replicated, without_pipeline
+from tools.plan.choices import Candidate, Choice, every_choice, replicated
 from tools.plan.device import load_device
-from tools.plan.estimate import Playback
 from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan
 from tools.plan.search import by_speed, candidate, planned
@@ -56,25 +55,22 @@ def nothing(*_: object) -> str:
 
 
 class Space:
-    """Everything that can be chosen, or `choices`, traced choice by choice, on machines with
-    different memory. run: where the traces are made, as `in_processes`."""
+    """Everything that can be chosen, traced choice by choice, on machines with different memory."""
 
     def __init__(
         self,
         options: list[str],
         inputs: PlanInputs,
-        choices: list[Choice] | None = None,
-        run: Callable = in_processes,
     ) -> None:
         self.cfg = load_config(options)
-        self.choices = choices or every_choice(self.cfg, inputs)
+        self.choices = every_choice(self.cfg, inputs)
         of_replicas = [choice for choice in self.choices if choice.pipeline_parallel == 1]
         self.hybrids = []
         for choice in of_replicas:
             self.hybrids += replicated([choice], self.cfg, inputs)
         everything = self.choices + self.hybrids
         calls = [(choice, self.cfg, [inputs]) for choice in everything]
-        found = run(traced_alone, calls)
+        found = in_processes(traced_alone, calls)
         self.plain: Plain = {choice: one for choice, (one,) in zip(everything, found)}
         self.inputs = inputs
         self.asked = 0  # choices that a search has traced
@@ -167,13 +163,6 @@ def test_the_search_finds_what_tracing_everything_finds(small):
 
 
 @pytest.mark.slow
-def test_the_search_traces_less(small):
-    """Searches for the best alone, of 15 choices and a replica."""
-    small.searched(small.of_memory(100.0), 1)
-    assert small.asked < 14
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ("seconds", "needed"))
 def test_negative_control_a_bound_that_is_too_tight_changes_the_answer(small, monkeypatch, name):
     exact = getattr(Bounds, name)
@@ -207,49 +196,6 @@ def test_no_plan_is_below_its_bounds(small):
     assert not broken_bounds(small)
 
 
-def one_by_one(function: Callable, calls: list[tuple]) -> list:
-    """In this process, where a patch holds."""
-    return [function(*call) for call in calls]
-
-
-def broken_bounds_of_ulysses() -> list[str]:
-    """Return the broken bounds of two hosts that share each sequence. It is so long, and their link
-    so slow, that all-to-alls are a good part of the step."""
-    inputs = PlanInputs(2, 1, SLOW.model_copy(update={"fabric_gb_per_s": 0.1}))
-    base = Choice(1, 1, "full", 1, "whole", context_parallel=2, method="ulysses")
-    options = [*SMALL, "--training.global_batch_size=2", "--training.seq_len=8192"]
-    choices = without_pipeline(base, load_config(options), inputs)
-    assert len(choices) == 9
-    return broken_bounds(Space(options, inputs, choices, one_by_one))
-
-
-@pytest.mark.slow
-def test_no_plan_with_ulysses_is_below_its_bounds():
-    assert not broken_bounds_of_ulysses()
-
-
-@pytest.mark.slow
-def test_negative_control_all_to_alls_of_ulysses_that_are_counted_twice_are_seen(monkeypatch):
-    """Count them as if compute waited for them as it waits for rows of experts."""
-
-    def of_every_dimension(playback: Playback) -> float:
-        lines = playback.result.lines.items()
-        return sum(line.exposed for (_, kind), line in lines if kind == "all-to-all")
-
-    monkeypatch.setattr(bounds, "exchange_exposed", of_every_dimension)
-    assert broken_bounds_of_ulysses()
-
-
-@pytest.mark.slow
-def test_where_nothing_fits_the_nearest_is_named(small, monkeypatch):
-    monkeypatch.setattr(search, "workers", small.workers)
-    monkeypatch.setattr(search, "what_would_do", nothing)
-    nearest = min((small.plain[choice][0] for choice in small.choices), key=search.by_memory)
-    with pytest.raises(InputError, match="nothing fits") as error:
-        search.search(small.cfg, small.of_memory(0.1))
-    assert f"the nearest is {nearest.choice}, which" in str(error.value)
-
-
 @pytest.mark.slow
 def test_where_backward_is_split_full_recomputation_needs_more():
     """Full recomputation that does not fit says nothing of the other modes."""
@@ -263,20 +209,6 @@ def test_where_backward_is_split_full_recomputation_needs_more():
     assert halves in state.legal
     assert not state.leaner(halves)
     assert state.leaner(halves._replace(schedule="interleaved_1f1b"))
-
-
-@pytest.mark.slow
-def test_plans_that_share_traces_are_those_that_do_not():
-    """Pipelines with one and with two stages on each rank, whose stages have 4 and 2 layers."""
-    cfg = load_config([*SMALL, "--model.n_layers=8"])
-    inputs = PlanInputs(2, 1, SLOW)
-    pipelines = [
-        Choice(1, 1, "full", 1, "whole", 2, "1f1b", 1),
-        Choice(1, 1, "full", 1, "whole", 2, "interleaved_1f1b", 2),
-    ]
-    calls = [([pipelines[0]], cfg, inputs), ([pipelines[1]], cfg, inputs), (pipelines, cfg, inputs)]
-    (first, _), (second, _), (shared, _) = in_processes(planned, calls)
-    assert shared == first + second and first[0].seconds != second[0].seconds
 
 
 @pytest.mark.slow

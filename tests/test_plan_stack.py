@@ -4,16 +4,13 @@ and the table of published runs."""
 import contextlib
 import io
 import re
-import sys
 from dataclasses import replace
-from xml.etree import ElementTree
 
 import pytest
 
 from configs.load import load_config
 from configs.schema import Config, InputError
 from lab.bench import published
-from lab.bench.scatter import BAND, Point, scatter
 from tests.steps import apart
 from tools.plan import unmodelled
 from tools.plan.__main__ import main
@@ -21,13 +18,13 @@ from tools.plan.arguments import arguments
 from tools.plan.cluster import Cluster, answer
 from tools.plan.command import read_inputs
 from tools.plan.device import load_device
-from tools.plan.estimate import Playback, Ring, attention_seconds, op_seconds
+from tools.plan.estimate import Ring, attention_seconds, op_seconds
 from tools.plan.pipeline import Stages
 from tools.plan.plan import PlanInputs, make_plan, with_kernel
 from tools.plan.report import hosts, report
 from tools.plan.routing import Chosen
-from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack, scaling_loss
-from tools.plan.step import Op, Step, Stretch, Where
+from tools.plan.stack import HIDDEN_TENSOR, OURS, Software, load_stack
+from tools.plan.step import Op, Where
 from tools.plan.trace import tracing
 
 H100 = load_device("h100")
@@ -63,13 +60,6 @@ def test_a_narrow_matmul_is_less_efficient():
     assert slower[0] > 1.3 > 1.1 > slower[1] > 1
 
 
-def test_float8_makes_matmuls_of_blocks_faster_and_nothing_else():
-    stack = Software(float8=1.6)
-    op = product(4096, 4096, 4096)
-    assert seconds(op, OURS) / seconds(op, stack) == pytest.approx(1.6)
-    assert seconds(op, stack, in_block=False) == seconds(op, OURS, in_block=False)
-
-
 @pytest.mark.parametrize(
     ("op", "phase", "field"),
     [
@@ -83,11 +73,6 @@ def test_what_a_stack_has_no_kernel_for_costs_nothing(op, phase, field):
     outside = Where(0, "optimizer", -1)
     adding = Software(fused_accumulation=True)
     assert seconds(op, adding, outside) == seconds(op, OURS, outside) > 0
-
-
-def test_fused_kernels_move_what_compiled_ones_do():
-    op = Op("aten.mul.Tensor", traffic=3000, fused=1000)
-    assert seconds(op, OURS) == pytest.approx(3 * seconds(op, Software(fused_kernels=True)))
 
 
 def test_a_token_is_sent_once_to_a_host():
@@ -113,20 +98,6 @@ def test_a_token_is_sent_once_to_a_host():
     assert fewer / every == pytest.approx(outside, rel=0.01)
 
 
-def step_of(*rows: Op, **groups: list[int]) -> Step:
-    return Step([Stretch(IN_BLOCK, list(rows))], {}, 1, 1, groups, {})
-
-
-@pytest.mark.parametrize(("ranks", "hides"), [([0, 1], True), ([0, 8], False)])
-def test_tensor_parallelism_hides_inside_a_host_alone(ranks, hides):
-    step = step_of(Op("gather", kind="all-gather", dimension="tp", message=1 << 28), tp=ranks)
-    hiding = Software(hidden_tensor=HIDDEN_TENSOR)
-    played = [Playback(step, H100, 8, True, False, stack).play() for stack in (OURS, hiding)]
-    exposed = [estimate.exposed for estimate in played]
-    share = 1 - HIDDEN_TENSOR if hides else 1
-    assert exposed[1] == pytest.approx(share * exposed[0]) and exposed[0] > 0
-
-
 def test_async_tensor_parallel_and_float8_change_the_stack_of_a_run():
     cfg = load_config(SMALL)
     assert OURS.of_run(cfg) == OURS
@@ -138,15 +109,6 @@ def test_async_tensor_parallel_and_float8_change_the_stack_of_a_run():
     )
     stack = OURS.of_run(asked)
     assert stack.hidden_tensor == HIDDEN_TENSOR and stack.float8 > 1
-
-
-def test_early_gathers_of_a_pipeline_cost_nothing():
-    gather = Op("gather", kind="all-gather", dimension="dp_shard", message=1 << 28, background=True)
-    step = step_of(gather, Op("fsdp.split_with_sizes_copy", wait=True), dp_shard=[0, 1])
-    late = Playback(step, H100, 8, True, False)
-    early = Playback(step, H100, 8, True, False)
-    early.early_gathers = True
-    assert early.play().seconds == 0 < late.play().seconds
 
 
 def with_attention(kernel: str) -> Config:
@@ -209,28 +171,6 @@ def test_documents_and_windows_have_a_kernel_of_their_own(operator, rate):
     assert attention_seconds(narrow, device) == pytest.approx(1 / rate / 0.6)
 
 
-def test_a_stack_has_one_number_for_a_device():
-    stack = Software(gemm={"h100": 0.7}, attention="fast")
-    on = stack.on(H100, "h100")
-    assert on.matmul_efficiency == 0.7
-    assert on.attention_efficiency == H100.fast_attention_efficiency
-    assert stack.on(H100, "b200").matmul_efficiency == H100.matmul_efficiency
-    assert OURS.on(H100, "h100") == H100
-    with pytest.raises(InputError, match="known are plumbline"):
-        load_stack("nonsense")
-
-
-@pytest.mark.parametrize("name", ["gb200", "gb300", "b300", "h800", "mi355x", "a100-40gb"])
-def test_devices_have_a_peak_and_a_source(name):
-    device = load_device(name)
-    assert device.peak > 3e14 and "sheet" in device.source or "arXiv" in device.source
-
-
-def test_scaling_loss_is_a_range():
-    assert scaling_loss(8) == scaling_loss(128) == (0, 0)
-    assert scaling_loss(512) == (0, pytest.approx(1 - 0.95**2))
-
-
 def inputs_of(*argv: str) -> PlanInputs:
     return read_inputs(*arguments([*SMALL, *argv]))[1]
 
@@ -289,19 +229,6 @@ def test_nothing_is_ignored_in_silence():
     assert turned_off - MODELLED <= {row.option for row in unmodelled.ROWS}
 
 
-def test_what_is_not_modelled_is_named():
-    cfg = load_config([*SMALL, "--validation.interval=0"])
-    assert unmodelled.not_modelled(cfg, H100) == []
-    masked = cfg.model_copy(update={"data": cfg.data.model_copy(update={"mask_documents": True})})
-    (line,) = unmodelled.not_modelled(masked, H100)
-    assert line.startswith("data.mask_documents: ") and "upper bound" in line
-    training = cfg.training.model_copy(update={"attention": "cudnn"})
-    chosen = cfg.model_copy(update={"training": training})
-    assert unmodelled.not_modelled(chosen, H100) == []  # modelled there
-    (line,) = unmodelled.not_modelled(chosen, load_device("a100"))
-    assert line.startswith("training.attention: ")
-
-
 def test_every_published_run_is_a_configuration():
     runs = published.load_runs()
     assert len({run.id for run in runs}) == len(runs) > 72
@@ -332,39 +259,11 @@ def test_a_calibration_finds_the_efficiency_that_made_the_speed():
     assert (stack, device) == ("fms", "a100") and float(best) == pytest.approx(0.6, abs=0.006)
 
 
-def test_the_tables_of_published_runs():
-    run = published.load_runs()[0]
-    rows = [published.Planned(run, run.speed * factor) for factor in (0.9, 1.3)]
-    total, held_out, others = published.summary(rows, split=True)[:3]
-    assert total == ["all", "2", "20.0%", "30%", "50%"]
-    assert sorted([held_out[1], others[1]]) == ["0", "2"]
-    assert published.cells(rows[0])[7] == "-10.0%"
-
-
-def test_the_picture_is_whole():
-    points = [Point("a <b>", "dense", 100, 110), Point("c", "tp", 2000, 1500)]
-    root = ElementTree.fromstring(scatter(points, ("dense", "tp")))
-    name = "{http://www.w3.org/2000/svg}"
-    circles = root.findall(f"{name}circle")
-    assert len(circles) == len(points) + 2  # and two of the legend
-    band = root.find(f"{name}polygon").get("points").split()
-    assert len(band) == 4 and BAND > 0
-    # above the diagonal: planned faster, so nearer to the top
-    first, second = circles[0], circles[1]
-    assert float(first.get("cy")) > float(second.get("cy"))
-
-
 @pytest.mark.slow
 def test_a_published_run_is_planned():
     """The smallest: within what docs/planning.md says of dense runs."""
     run = next(run for run in published.load_runs() if run.id == "mpt1b-h8")
     assert abs(published.planned(run).error) < 0.2
-
-
-def test_a_name_that_no_published_run_has_is_a_sentence(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["plan", "--only=nonsense"])
-    with pytest.raises(InputError, match="no run of published.toml has this"):
-        published.main()
 
 
 def cluster_of(device: str, gpus: int, days: float, hours: float) -> Cluster:
@@ -403,8 +302,6 @@ def test_how_many_gpus_is_answered():
     assert code == 0 and "h100" in said and "smallest" in said
     code, said = apart(question, "--tokens=1e15", "--days=0.001")
     assert code == 1 and "none; nearest" in said
-    _, slower = apart(question, "--tokens=1e15", "--days=0.001", "--gemm-efficiency=0.01")
-    assert slower != said  # what is overridden counts here too
 
 
 @pytest.mark.parametrize(
