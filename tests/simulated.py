@@ -195,14 +195,6 @@ def other_order() -> None:
     torch.cuda.synchronize()
 
 
-def other_type() -> None:
-    rank = open_group()
-    dist.all_reduce(
-        torch.ones(4, device="cuda", dtype=torch.float32 if rank == 0 else torch.bfloat16)
-    )
-    torch.cuda.synchronize()
-
-
 def sends_at_the_same_time() -> None:
     """Make each rank create the two-rank communicator of its own send first, which blocks until the
     other one joins it."""
@@ -233,59 +225,6 @@ def closes_alone() -> None:
     else:
         dist.barrier(group=dist.new_group([1], backend="gloo"))
         os._exit(0)
-
-
-def collectives() -> dict[str, list[float]]:
-    """Run every kind of collective, on small numbers; closes its groups."""
-    rank = open_group()
-    size = dist.get_world_size()
-    mine = torch.arange(size, device="cuda", dtype=torch.float32) + 10 * rank
-    seen = {}
-
-    def note(name: str, x: torch.Tensor) -> None:
-        seen[name] = x.tolist()
-
-    for name, op in {
-        "sum": dist.ReduceOp.SUM,
-        "max": dist.ReduceOp.MAX,
-        "avg": dist.ReduceOp.AVG,
-    }.items():
-        x = mine.clone()
-        dist.all_reduce(x, op)
-        note(name, x)
-    x = mine.to(torch.int64)
-    dist.all_reduce(x, dist.ReduceOp.MIN)
-    note("min", x)
-    out = torch.empty(size * size, device="cuda")
-    dist.all_gather_into_tensor(out, mine)
-    note("all_gather", out)
-    part = torch.empty(1, device="cuda")
-    dist.reduce_scatter_tensor(part, mine)
-    note("reduce_scatter", part)
-    out = torch.empty(size, device="cuda")
-    dist.all_to_all_single(out, mine)
-    note("all_to_all", out)
-    sizes = [1] + [0] * (size - 2) + [size - 1]  # uneven: rank r sends sizes[i] rows to rank i
-    received = [sizes[rank]] * size
-    out = torch.empty(sum(received), device="cuda")
-    dist.all_to_all_single(out, mine, received, sizes)
-    note("uneven all_to_all", out)
-    x = mine.clone()
-    dist.broadcast(x, 1)
-    note("broadcast", x)
-    right, left = (rank + 1) % size, (rank - 1) % size
-    got = torch.empty_like(mine)
-    for work in dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, mine, right), dist.P2POp(dist.irecv, got, left)]
-    ):
-        work.wait()
-    note("ring", got)
-    dist.destroy_process_group()
-    return seen
-
-
-def numbered(number: int) -> int:
-    return number
 
 
 def ruled_attention(dtype: torch.dtype) -> dict[str, float]:

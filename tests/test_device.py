@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -17,12 +16,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity
 
 import train
 from checkpoint import state
 from configs.load import load_config
-from configs.schema import InputError
 from lab.bench import delta_net, idle
 from lab.bench.__main__ import BENCHES, FILES
 from lab.bench.__main__ import main as run_bench
@@ -33,7 +30,7 @@ from lab.bench.device.record import Record
 from models import moe
 from models.kernels import document_attention as masked
 from parallelisms import delta_kernel
-from tests import flash_double, fork_server
+from tests import flash_double
 from tests.ranks import run_ranks
 from tools.plan.arguments import arguments as plan_arguments
 from tools.plan.command import read_inputs
@@ -45,23 +42,19 @@ ROOT = Path(__file__).resolve().parent.parent
 # --------------------------------------------------------------------------------------------------
 # the checks
 
-ON_ONE = {
-    name: check.run for name, check in checks.CHECKS.items() if check.ranks == 1 and name != "error"
-}
-ON_CPU = {name: run for name, run in ON_ONE.items() if not name.endswith("compiled")}
+RUN = {name: check.run for name, check in checks.CHECKS.items()}
 # inductor would take 20 s
-ON_CPU["compiled"] = functools.partial(checks.compiled, backend="aot_eager")
+RUN["compiled"] = functools.partial(checks.compiled, backend="aot_eager")
 
 
 def errors_of(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
-    return {name: ON_CPU[name](CPU, folder / name) for name in names}
+    return {name: RUN[name](CPU, folder / name) for name in names}
 
 
 @pytest.mark.slow
-def test_the_checks_pass_on_a_cpu(tmp_path):
-    """The CPU counterpart of tests/test_gpu.py."""
-    seen = run_ranks(1, errors_of, list(ON_CPU), tmp_path)[0]
-    assert len(seen) > 7
+def test_checks_that_no_simulated_gpu_runs_pass_on_a_cpu(tmp_path):
+    """tests/test_simulate.py runs the others."""
+    seen = run_ranks(1, errors_of, ["compiled", "control", "recorded"], tmp_path)[0]
     wrong = {
         name: checks.failures(errors, checks.CHECKS[name].limit) for name, errors in seen.items()
     }
@@ -82,22 +75,6 @@ def test_the_package_for_gated_delta_nets_is_compared_and_timed(monkeypatch):
         real = flash_double.by_pieces
         monkeypatch.setattr(flash_double, "by_pieces", lambda q, *rest: real(q * 2, *rest))
         assert checks.failures(checks.delta_rule(CPU, Path()), limit)
-
-
-def errors_on_ranks(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
-    return {name: checks.CHECKS[name].run(CPU, folder / name) for name in names}
-
-
-@pytest.mark.slow
-def test_the_checks_of_two_ranks_pass_on_a_cpu(tmp_path):
-    names = [name for name, check in checks.CHECKS.items() if check.ranks == 2]
-    assert len(names) == 6
-    for seen in run_ranks(2, errors_on_ranks, names, tmp_path):
-        wrong = {
-            name: checks.failures(errors, checks.CHECKS[name].limit)
-            for name, errors in seen.items()
-        }
-        assert not any(wrong.values()), wrong
 
 
 def on_a_shared_gpu(brings_back: bool) -> dict[str, float]:
@@ -129,11 +106,14 @@ def test_a_rank_of_a_check_says_what_it_raised(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "0.json").read_text()) == "rank 0: ValueError('the reason')"
 
 
-@pytest.mark.slow
-def test_checks_that_start_processes_pass_on_a_cpu(tmp_path):
-    """A rank that raises; and the command, which starts the ranks of a check itself."""
-    errors = checks.CHECKS["error"].run(CPU, tmp_path / "error")
+@pytest.mark.exhaustive
+def test_a_rank_that_raises_ends_the_check(tmp_path):
+    errors = checks.error(CPU, tmp_path / "error")
     assert not checks.failures(errors, 0), errors
+
+
+@pytest.mark.slow
+def test_the_command_starts_the_ranks_of_a_check():
     too_large, errors = checks.apart("pipeline")
     assert not too_large and errors["gradients"] < checks.ROUNDING
 
@@ -141,10 +121,6 @@ def test_checks_that_start_processes_pass_on_a_cpu(tmp_path):
 MISTAKES = {  # check -> a mistake that it must see
     # the loss is divided by a wrong number of tokens
     "float32": lambda: mock.patch.object(train, "IGNORE", 3),
-    "fsdp": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
-    "fsdp_and_tp": lambda: mock.patch.dict(
-        checks.tp.STYLES, columns=checks.tp.STYLES["vocab_weight"]
-    ),
     # a limit that lets everything pass
     "control": lambda: mock.patch.object(checks, "ROUNDING", 10.0),
     "sampling": lambda: mock.patch.object(
@@ -159,7 +135,6 @@ MISTAKES = {  # check -> a mistake that it must see
     "recorded": lambda: mock.patch.object(
         train, "clip_grad_norm", mock.Mock(side_effect=map(torch.tensor, itertools.count(1.0)))
     ),
-    "offload": lambda: mock.patch.object(train, "clip_grad_norm", lambda *_: torch.tensor(0.1)),
 }
 
 
@@ -168,7 +143,7 @@ def errors_with_a_mistake(folder: Path) -> dict[str, dict[str, float] | str]:
     for name, mistake in MISTAKES.items():
         with mistake():
             try:
-                seen[name] = ON_CPU[name](CPU, folder / name)
+                seen[name] = RUN[name](CPU, folder / name)
             except Exception as error:  # a mistake may also end it
                 seen[name] = repr(error)
     return seen
@@ -301,30 +276,6 @@ def test_the_budget_ends_a_part_and_lists_the_others(place):
     assert seen["last"]["state"] == "not run" and "s were left" in seen["last"]["why"]
 
 
-def test_ctrl_c_keeps_what_is_measured_and_says_how_to_go_on(place, capsys, monkeypatch):
-    real = command.run
-
-    def interrupted(part, *args):
-        if part.name == "sleep":
-            raise KeyboardInterrupt
-        return real(part, *args)
-
-    monkeypatch.setattr(command, "run", interrupted)
-    assert (
-        main([f"--json={place}/out.json"], [fake("good"), fake("sleep"), fake("gpu", 1, "cuda")])
-        == 130
-    )
-    said = capsys.readouterr().out
-    assert "| good | done |" in said and said.endswith(
-        "stopped; the same command goes on with what is missing: sleep\n"
-    )
-    assert (
-        set(parts_of(place)) == {"good"}
-        and main([f"--json={place}/out.json", "--only", "good"], [fake("good")]) == 0
-    )
-    assert "missing" not in capsys.readouterr().out
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
 def test_a_second_call_goes_on_after_kill_9(place):
     parts = [fake("good"), fake("sleep", 50), fake("last")]
@@ -410,14 +361,6 @@ def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
     assert arrived.memory_gb_per_s == pytest.approx(5125) and arrived.link_gb_per_s == 450
 
 
-def test_a_gpu_that_no_table_knows_gets_its_measured_rate_as_peak():
-    rates = measure.Rates(50e12, 60e12, 55e12, 61e12, 1e12, 20e9)
-    device = measure.as_device("A GPU of tomorrow", 10, rates)
-    assert device.peak == 50e12 and device.matmul_efficiency == device.attention_efficiency == 1
-    assert device.fast_attention_efficiency == device.narrow_attention == 1
-    assert "assumed" in device.source
-
-
 # ------------------------------------------------------------------------- what is read of a GPU,
 # on made-up input
 
@@ -427,26 +370,6 @@ def test_idle_share_of_overlapping_kernels():
     assert idle.idle_share([(30, 40), (0, 10), (5, 20), (6, 7)], 40) == pytest.approx(0.25)
     assert idle.idle_share([(0, 10)], 10) == 0
     assert idle.idle_share([], 0) is None
-
-
-def test_kernel_times_of_a_real_profile():
-    """On a CPU with its operators in place of kernels."""
-    a = torch.randn(300, 300)
-
-    def work() -> None:
-        for _ in range(20):
-            torch.mm(a, a)
-
-    times, whole = idle.kernel_times(work, ProfilerActivity.CPU, ("cpu_op",))
-    assert len(times) >= 20 and 0 <= idle.idle_share(times, whole) < 1
-    assert idle.kernel_times(work, ProfilerActivity.CPU) == ([], 0)  # no kernels of a GPU
-
-
-def test_most_layers_by_the_memory_of_each():
-    assert measure.most_layers(100, lambda layers: 20 + 3 * layers) == 26
-    assert measure.most_layers(23.5, lambda layers: 20 + 3 * layers) == 1
-    with pytest.raises(InputError, match="not even one layer"):
-        measure.most_layers(22, lambda layers: 20 + 3 * layers)
 
 
 @pytest.mark.slow
@@ -463,102 +386,6 @@ def test_planned_and_run(tmp_path):
     assert "n_layers" in theirs[1] and "n_layers" in theirs[2] and not any(theirs[3:]), theirs
     assert written["numbers"]["answers"]["small"][0]["seconds"] > 0
     assert "1 planned and run; error of seconds: median" in written["notes"]
-
-
-def test_a_configuration_whose_seconds_are_used_up_says_so():
-    runner = planned.started("--training.seq_len=64")
-    began = time.monotonic()
-    assert planned.answer(runner, began) == {"why": "not run: the seconds were used up"}
-    assert time.monotonic() - began < 30
-
-
-@pytest.mark.parametrize(
-    "error, expected",
-    [
-        (torch.OutOfMemoryError("CUDA out of memory"), True),
-        (
-            RuntimeError(
-                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-                "4 bytes"
-            ),
-            True,
-        ),
-        (
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
-            ),
-            True,
-        ),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-    ],
-)
-def test_what_counts_as_out_of_memory(error, expected):
-    assert planned.out_of_memory(error) == expected
-
-
-NUMBERS = {
-    "seconds": 0.75,
-    "tokens_per_second": 10922.0,
-    "gflops": 440e3,
-    "product_gflops": 700e3,
-    "mfu": 0.445,
-    "memory_gib": 121.0,
-    "live_gib": 108.5,
-    "idle": 0.012,
-    "sections": dict.fromkeys(measure.sections.SECTIONS, 0.15),
-}
-
-
-def test_a_step_on_a_gpu_has_as_many_layers_as_fit(monkeypatch):
-    """The code of a GPU with the driver, the step and the plan made up."""
-    asked, given = [], []
-
-    def plan(options: list[str]) -> dict:
-        asked.append(options)
-        layers = int(options[-1].split("=")[1])
-        return {"live": 20 + 3.6 * layers, "needed": 25 + 4.5 * layers}
-
-    monkeypatch.setattr(measure, "GPU", True)
-    monkeypatch.setattr(measure, "KIND", "cuda")
-    monkeypatch.setattr(measure, "ask_plan", plan)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, int(139.8 * 2**30)))
-    monkeypatch.setattr(
-        measure.sections, "one", lambda options, rounds: given.append(options) or NUMBERS
-    )
-    report = measure.one_step("8B layers")
-    assert [options[-1] for options in asked] == [f"--model.n_layers={n}" for n in (2, 4, 25)]
-    assert (
-        given[0][-1] == "--model.n_layers=25"
-        and given[0][:-1] == measure.STEPS["8B layers"]["cuda"].split()
-    )
-    row = dict(zip(report["columns"], report["rows"][0], strict=True))
-    assert (row["layers"], row["plan GiB"], row["live GiB"], row["idle"]) == (
-        "25",
-        "110.00",
-        "108.50",
-        "1.2%",
-    )
-    assert (
-        row["MFU"] == "44.5%"
-        and row["of products"] == "63% of 700,000"
-        and row["configuration"] == "8B layers"
-    )
-    with pytest.raises(InputError, match="no step of a cuda"):
-        measure.one_step("70B")
-
-
-def plans_on_a_gpu(layers: int) -> float:
-    measure.GPU = True
-    return measure.plan(
-        [*measure.STEPS["8B layers"]["cuda"].split(), f"--model.n_layers={layers}"]
-    )["live"]
-
-
-def test_the_plan_of_8b_layers():
-    """A layer more takes at least its weights (bfloat16 and float32), gradient and moments: 18
-    bytes for each of 218 million."""
-    two, four = (fork_server.call(plans_on_a_gpu, layers) for layers in (2, 4))
-    assert 18 * 218.1e6 / 2**30 * 0.95 < (four - two) / 2 < 5
 
 
 def subjects(folder: Path) -> tuple[dict, dict, tuple]:
@@ -617,25 +444,6 @@ def test_the_front_lists_and_runs_benchmarks(arguments, code, sentence, capsys, 
     said = capsys.readouterr()
     assert ended == code
     assert sentence in said.out + said.err
-
-
-@pytest.mark.parametrize(
-    "words, code, sentence",
-    [
-        ("lab.bench nonsense", 2, "nonsense: no such benchmark"),
-        ("lab.bench.device.planned lengths", 1, "run as: python -m lab.bench device.planned"),
-    ],
-    ids=["", "a command of before"],
-)
-def test_the_front_is_a_program(words, code, sentence):
-    done = subprocess.run(
-        [sys.executable, "-m", *words.split()],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == code and sentence in done.stderr, done
 
 
 def test_every_part_can_be_started():

@@ -587,7 +587,7 @@ def error(device: torch.device, folder: Path) -> dict[str, float]:
     program.write_text(ONE_RAISES)
     run = [
         *config_words(device),
-        "--data.source=stdlib",
+        f"--data.source={ROOT}/lab/*.py",
         f"--data.cache={folder / 'cache'}",
         f"--run.folder={folder / 'run'}",
     ]
