@@ -1,11 +1,10 @@
 """The launchers around run_train.sh: Slurm on a real controller and two real node daemons,
-Kubernetes manifests against the published schemas, Ray Train on a local Ray, SkyPilot's file
-against its own parser.
+Kubernetes manifests against the published schemas, Ray Train on a local Ray, SkyPilot's file.
 
     python -m pytest tests/test_launchers.py -m slow         what is not installed is skipped, and says so
 
-Slurm: Debian's slurm-wlm and munge, and root; .ci/run installs them where it can. SkyPilot: pip
-install skypilot. The rest is in requirements-test.txt.
+Slurm: Debian's slurm-wlm and munge, and root; .ci/run installs them where it can. The rest is in
+requirements-test.txt.
 """
 
 import fcntl
@@ -268,29 +267,6 @@ def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, 
 
 @pytest.mark.slow
 @pytest.mark.cap(500)
-def test_slurm_warns_before_the_time_limit(slurm, options, tmp_path):
-    """The warning comes 20 to 50 s after the start, in any state of the ranks: Slurm checks every
-    30 s and warns 30 s early. Before the script runs it would be lost. The rest of the limit is
-    enough for a machine on which the ranks have only begun to import torch."""
-    log, folder = tmp_path / "job.log", tmp_path / "run"
-    endless = [
-        *options,
-        ON_ONE_RANK,
-        "--training.steps=1000000",
-        "--metrics.interval=1000",
-        f"--run.folder={folder}",
-    ]
-    limit = ("--time=5", "--signal=B:USR1@250", ONE_RANK_EACH)
-    job = slurm.submit(log, *limit, "tools/launch/slurm.sh", *endless)
-    until(
-        lambda: log.exists() and "stopped on request: requeued" in log.read_text(), 90, slurm.logs
-    )
-    assert "DUE TO TIME LIMIT" not in log.read_text()
-    slurm("scancel", job)
-
-
-@pytest.mark.slow
-@pytest.mark.cap(500)
 def test_slurm_requeues_after_a_node_failure(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
@@ -430,15 +406,6 @@ def test_the_kubernetes_manifest_keeps_checkpoints_where_all_pods_find_them(valu
     assert bool(config.checkpoint.store) != ("persistentVolumeClaim" in volume)
     assert bool(config.run.mirror) == bool(config.checkpoint.store)
     assert config.run.folder.startswith("/runs/")
-
-
-@pytest.mark.slow
-def test_skypilots_own_parser_takes_the_file(monkeypatch, tmp_path):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    sky = pytest.importorskip("sky", reason='pip install "skypilot"')
-    task = sky.Task.from_yaml(str(ROOT / "tools" / "launch" / "skypilot.yaml"))
-    assert task.num_nodes == 1 and "./run_train.sh" in task.run
-    assert not task.file_mounts, "a mounted bucket knows no rename"
 
 
 def test_the_skypilot_file_names_what_run_train_needs():

@@ -31,6 +31,8 @@ from lab import session
 from tests import fork_server
 from tests.published import first_layers, published
 from tests.ranks import run_ranks
+from tools.plan.arguments import arguments as plan_arguments
+from tools.plan.command import read_inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 AGENTS = ROOT / "AGENTS.md"
@@ -57,11 +59,16 @@ NEEDS = (
         r"^python -m tools\.plan .*--routing runs/x",
         "a run of this model (tests/test_plan_experts.py)",
     ),
-    (r"^python -m tools\.plan .*--device cpu", "an idle machine: it measures (tests/test_plan.py)"),
     (
-        r"^python -m tools\.plan .*--search",
-        "minutes of processor time (tests/test_plan.py searches fewer meshes)",
+        r"^python -m tools\.plan .*(--device cpu|--search|--html|--days|128k|30b)",
+        "processor time; its arguments are read (tests/test_plan*.py have smaller models)",
     ),
+    (
+        r"\bruns/(try|before|after|mlp)\b|^\./run_train\.sh configs/(llama|deepseek_v3)_debug\.toml$",
+        "processor time: README.md has such runs, and such a comparison",
+    ),
+    (r"^NGPU=4 .*qwen3_moe", "processor time (tests/test_experts.py)"),
+    (r"^python -m tools\.prove .*llama_70b", "processor time (tests/test_prove.py)"),
     (
         r"^python -m tools\.ladder (?!.*--dry-run)",
         "an hour of processor time (tests/test_ladder.py)",
@@ -84,10 +91,6 @@ NEEDS = (
     (r"\bs3://bucket/", "a bucket (tests/test_stores.py, tests/test_stored_corpora.py)"),
     (r"--on ray\b", "a Ray cluster (tests/test_prepare_on_ray.py)"),
     (r"^head=", "Slurm"),
-    (
-        r"^python -m tools\.plan .*--tokens 1e12 --days 30$",
-        "minutes of processor time (tests/test_plan_stack.py)",
-    ),
     (r"^export \w+=", "a shell that goes on"),
     (r"^pip ", "a download"),
     (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),
@@ -238,8 +241,9 @@ def test_a_row_has_a_command(pattern):
     dict.fromkeys(
         command
         for _, command in ALL
-        if re.search(r"run_train\.sh|slurm\.sh|lab\.simulate", command)
-        and not re.search(OWN_MODEL, command)  # its file is written by the command before
+        if re.search(r"run_train\.sh|slurm\.sh|lab\.simulate|tools\.plan configs", command)
+        # a file is written by the command before
+        and not re.search(rf"{OWN_MODEL}|--routing runs/x|--device cpu", command)
     ),
 )
 def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
@@ -248,6 +252,9 @@ def test_the_configuration_of_a_command_is_legal(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     command = re.sub(r"^python -m lab\.simulate --gpus (\d+)", r"NGPU=\1 ./run_train.sh", command)
     words = shlex.split(re.sub(r"\[--.*?\]", "", command))
+    if words[:3] == ["python", "-m", "tools.plan"]:
+        read_inputs(*plan_arguments(words[3:]))
+        return
     start = next(i for i, word in enumerate(words) if word.endswith(("run_train.sh", "slurm.sh")))
     arguments = [word for word in words[start + 1 :] if word not in ("--help", "--preflight")]
     preset = ROOT / next(

@@ -109,35 +109,12 @@ def test_after_a_kill_a_freeze_and_a_hang_the_run_equals_the_uninterrupted_one(o
 
 
 @pytest.mark.slow
-def test_without_restarts_it_ends(options, tmp_path):
-    """The control: --max-restarts=0, the default."""
-    codes, said = ended(nodes(options, tmp_path / "run", "0 SIGKILL 8 1", each=1))
-    assert codes == [128 + signal.SIGKILL] and "launch: restart" not in said, said
-    assert max(series(tmp_path / "run")) == 7
-
-
-@pytest.mark.slow
 @pytest.mark.cap(300)
 def test_what_fails_at_one_step_again_and_again_is_not_restarted_for_ever(options, tmp_path):
     launchers = nodes(options, tmp_path / "run", "0 raise 8 99", "--max-restarts=9", each=1)
     codes, said = ended(launchers, 250)
     assert codes == [76] and "restart 3 of 9" in said and "restart 4" not in said, said
     assert len(list((tmp_path / "run" / "starts").iterdir())) == 4
-
-
-@pytest.mark.slow
-def test_a_signal_to_one_rank_before_the_first_step_is_done_is_75(options, tmp_path):
-    """The other ranks fail without it; the exit code is 75 all the same, and nothing is
-    restarted."""
-    codes, said = ended(nodes(options, tmp_path / "run", "1 SIGTERM 1 9", "--max-restarts=2"))
-    assert (
-        codes == [75]
-        and "launch: restart" not in said
-        and "Traceback" not in said.partition("launch:")[2]
-    ), said
-    assert not (tmp_path / "run" / "checkpoints").is_dir() or not list(
-        (tmp_path / "run" / "checkpoints").glob("step-*")
-    )
 
 
 def two(port: int, least: int = 2) -> list[str]:

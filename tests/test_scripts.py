@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import WORKERS
-from tests.runs import environment, free_port
+from tests.runs import environment
 from tools.launch.launcher import _named as named
 from tools.launch.launcher import listen
 
@@ -38,20 +38,10 @@ if action != "default":
         signal.signal(number, lambda number, frame: stop.append(number) if action != "deaf" else None)
 write = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one piece, unlike print
 write("ready", rank, os.getpid())
-def alive(pid):
-    try: return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError: return False
-
 failing = Path(__file__).with_name("failing")
 if action == "raise":
-    if rank == 1:
-        failing.write_text(str(os.getpid()))
-    else:  # fails once rank 1 has ended, as a rank does that waits for it
-        for _ in range(100): print("noise of rank 0", file=sys.stderr)
-        while not failing.exists() or not failing.read_text() or alive(failing.read_text()): time.sleep(0.005)
-    raise ValueError("the cause" if rank == 1 else "a consequence")
-if action == "raise-slowly":
     if rank == 0:  # fails while rank 1 is about to end, as a rank does that is sent nothing any more
+        for _ in range(100): print("noise of rank 0", file=sys.stderr)
         while not failing.exists(): time.sleep(0.005)
         raise ValueError("a consequence")
     cause = ValueError("the cause")
@@ -160,16 +150,10 @@ LAUNCH = (sys.executable, "-m", "tools.launch")
 # The launcher -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "codes, expected", [("0 2", 2), pytest.param("0 9", 9, marks=pytest.mark.slow)]
-)
-def test_exit_code_of_the_failing_rank(stand_in: Path, codes: str, expected: int) -> None:
-    done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "exit", *codes.split())
-    assert done.returncode == expected
-    named = f"launch: rank 1 on {socket.gethostname()} ended with exit code 9\n"
-    assert done.stderr == (named if expected == 9 else ""), (
-        "one line for a failure; the ranks have explained a 2"
-    )
+def test_exit_code_of_the_failing_rank(stand_in: Path) -> None:
+    done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "exit", "0", "9")
+    assert done.returncode == 9
+    assert done.stderr == f"launch: rank 1 on {socket.gethostname()} ended with exit code 9\n"
 
 
 def test_ranks_of_a_run_that_failed_in_a_sentence_are_not_named_too(repository: Path) -> None:
@@ -178,6 +162,7 @@ def test_ranks_of_a_run_that_failed_in_a_sentence_are_not_named_too(repository: 
 
 
 def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> None:
+    """Another one fails because of it and ends sooner."""
     done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise")
     assert done.returncode == 1
     closing = done.stderr[
@@ -191,13 +176,6 @@ def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> N
         "it begins with the script, as if started by hand"
     )
     assert "noise" not in "".join(closing)
-
-
-@pytest.mark.slow
-def test_a_rank_that_takes_long_to_end_is_still_the_first_to_fail(stand_in: Path) -> None:
-    """Another one fails because of it and ends sooner."""
-    done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise-slowly")
-    assert done.stderr.splitlines()[-1] == "ValueError: the cause", done.stderr
 
 
 def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> None:
@@ -226,17 +204,12 @@ def test_the_store_of_several_nodes_listens_on_the_masters_own_address() -> None
             assert listener.getsockname()[0] == expected, address
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
-)
-def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(
-    stand_in: Path, number: signal.Signals
-) -> None:
+def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(stand_in: Path) -> None:
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
-    started.process.send_signal(number)
+    started.process.send_signal(signal.SIGINT)
     code, out, err, _ = started.end()
     assert (code, err) == (75, "")
-    assert out.count(f"stopped by {number.name}") == 2, "both ranks saved, each told once"
+    assert out.count("stopped by SIGINT") == 2, "both ranks saved, each told once"
 
 
 @pytest.mark.slow
@@ -308,47 +281,6 @@ def test_kill_9_of_the_launcher_ends_the_ranks(stand_in: Path, tmp_path: Path) -
     started.end()
 
 
-def test_two_nodes_meet_at_the_master_and_stop_together(stand_in: Path) -> None:
-    where = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-    nodes = [
-        subprocess.Popen(
-            [*LAUNCH, *where, f"--node-rank={rank}", stand_in, "wait"],
-            cwd=ROOT,
-            env=environment(),
-            text=True,
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    assert [node.stdout.readline().split()[:2] for node in nodes] == [
-        ["ready", "0"],
-        ["ready", "1"],
-    ]
-    for node in nodes:
-        node.send_signal(signal.SIGTERM)
-    assert [node.communicate(timeout=60)[0] for node in nodes] == ["stopped by SIGTERM\n"] * 2
-    assert [node.returncode for node in nodes] == [75, 75]
-
-
-@pytest.mark.slow
-def test_a_master_port_that_is_taken_is_one_sentence(stand_in: Path) -> None:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        done = run(
-            *LAUNCH,
-            "--nnodes=2",
-            "--master-addr=127.0.0.1",
-            f"--master-port={port}",
-            stand_in,
-            "exit",
-        )
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    node = f"launch: node 0 of 2 on {socket.gethostname()}"
-    assert f"{node} could not meet the others at 127.0.0.1:{port}: " in done.stderr
-
-
 # run_train.sh -------------------------------------------------------------------------------------
 
 
@@ -356,10 +288,8 @@ def test_a_master_port_that_is_taken_is_one_sentence(stand_in: Path) -> None:
     "settings, words",
     [
         ({"NGPU": "two"}, "NGPU=two: must be a whole number"),
-        ({"NGPU": "0"}, "at least 1 process"),
         ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK below NNODES"),
         ({"NNODES": "2"}, "needs MASTER_ADDR"),
-        ({"SLURM_JOB_NUM_NODES": "2"}, "srun --ntasks-per-node=1"),
         ({"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8"}, "8 Slurm tasks on 1 nodes"),
         # and 3 processes: configs/check.py says so
         ({"NGPU": "3"}, "parallelism.data_parallel_shard = 1"),
@@ -423,38 +353,6 @@ def test_ranks_share_out_the_cores_and_meet_on_the_loopback(repository: Path) ->
         1 <= int(s["OMP_NUM_THREADS"]) <= max(1, len(os.sched_getaffinity(0)) // 4) for s in shown
     )
     assert all(s["MASTER_ADDR"] == "127.0.0.1" and int(s["MASTER_PORT"]) > 0 for s in shown)
-
-
-@pytest.mark.slow
-def test_slurm_tells_the_nodes_who_they_are(
-    repository: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Only scontrol, which turns Slurm's list of nodes into names, is stood in for."""
-    (repository / "train.py").write_text(PRINT_ENVIRONMENT)
-    scontrol = tmp_path_factory.mktemp("slurm") / "scontrol"
-    scontrol.write_text(
-        '#!/bin/sh\n[ "$*" = "show hostnames node[1-2]" ] && printf "127.0.0.1\\n127.0.0.2\\n"\n'
-    )
-    scontrol.chmod(0o755)
-    settings = environment(
-        SLURM_JOB_NUM_NODES="2",
-        SLURM_STEP_NUM_NODES="2",
-        SLURM_STEP_NUM_TASKS="2",
-        SLURM_STEP_NODELIST="node[1-2]",
-        MASTER_PORT=str(free_port()),
-    )
-    settings["PATH"] = f"{scontrol.parent}:{settings['PATH']}"
-    command = [repository / "run_train.sh", "--training.local_batch_size=1"]
-    nodes = [
-        subprocess.Popen(
-            command, env=settings | {"SLURM_NODEID": str(rank)}, text=True, stdout=subprocess.PIPE
-        )
-        for rank in range(2)
-    ]
-    shown = [json.loads(node.communicate(timeout=60)[0]) for node in nodes]
-    assert [s["RANK"] for s in shown] == [s["GROUP_RANK"] for s in shown] == ["0", "1"]
-    assert all(s["WORLD_SIZE"] == "2" and s["MASTER_ADDR"] == "127.0.0.1" for s in shown)
-    assert [node.returncode for node in nodes] == [0, 0]
 
 
 def test_a_run_of_one_node_in_a_step_of_two_has_node_rank_0(repository: Path) -> None:
@@ -572,10 +470,9 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first, build", [("probe===1.4", "1.4"), ("probe===7", "1.4+cpu")])
-def test_ci_gets_the_build_that_people_get(first: str, build: str, tmp_path: Path) -> None:
-    """CI installs the CPU wheel of the pinned version, or the wheel that INSTALL_FIRST names if
-    there is one."""
+def test_ci_gets_the_build_that_people_get(tmp_path: Path) -> None:
+    """CI installs the wheel that INSTALL_FIRST names, where pip would choose the CPU wheel of that
+    version."""
     for version in ("1.4", "1.4+cpu"):
         wheel(tmp_path, version)
     (tmp_path / "requirements.txt").write_text("probe==1.4\n")
@@ -588,12 +485,13 @@ def test_ci_gets_the_build_that_people_get(first: str, build: str, tmp_path: Pat
         "-euc",
         f'source tools/environment.sh; find_python requirements.txt; $PYTHON -c "{words}"',
     ]
-    settings = environment(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), INSTALL_FIRST=first)
+    settings = environment(
+        PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path), INSTALL_FIRST="probe===1.4"
+    )
     done = subprocess.run(
         command, cwd=tmp_path, env=settings, text=True, capture_output=True, timeout=100
     )
-    assert done.stdout == f"{build}\n", done.stderr
-    assert ("so it chooses a build itself" in done.stderr) == (first == "probe===7"), done.stderr
+    assert done.stdout == "1.4\n", done.stderr
 
 
 # run_tests.sh and .ci/run -------------------------------------------------------------------------
@@ -679,55 +577,9 @@ def test_tests_run_in_parallel_except_those_that_must_be_alone(repository: Path)
     assert (repository / "made").read_text() == "once ", (
         "the tests that share a fixture run on one worker"
     )
-
-
-SIDE_BY_SIDE = """
-import os, time
-import pytest
-
-def note(name, seconds):
-    time.sleep(seconds)
-    with open(f"{name}.worker", "w") as file:
-        file.write(os.environ["PYTEST_XDIST_WORKER"])
-
-@pytest.mark.parametrize("i", range(20))
-def test_computes(i):
-    note(f"computes-{i}", 0.3)
-
-@pytest.mark.waits
-@pytest.mark.parametrize("i", range(4))
-def test_waits(i):
-    note(f"waits-{i}", 0.1)
-"""
-
-
-@pytest.mark.slow
-def test_tests_that_wait_run_in_parallel_with_tests_that_compute(repository: Path) -> None:
-    """One worker of three takes all that wait, although these come last in the file."""
-    (repository / "tests" / "test_it.py").write_text(SIDE_BY_SIDE)
-    done = run(repository / "run_tests.sh", "-n", "3")
-    assert done.returncode == 0 and "24 passed" in done.stdout, done.stdout
-    workers = {kind: set() for kind in ("computes", "waits")}
-    for path in repository.glob("*.worker"):
-        workers[path.stem.partition("-")[0]].add(path.read_text())
-    assert len(workers["waits"]) == 1 and len(workers["computes"]) >= 2, workers
-    assert re.search(r"^ +\d+\.\d +\d+\.\d +24  tests/test_it.py$", done.stdout, re.M), (
+    assert re.search(r"^ +\d+\.\d +\d+\.\d +22  tests/test_it.py$", done.stdout, re.M), (
         "the table of what each file cost"
     )
-
-
-@pytest.mark.slow
-def test_programs_that_tests_start_can_be_interrupted(repository: Path) -> None:
-    """Programs can also be interrupted where the suite was started with SIGINT ignored, by nohup or
-    as the background job of a script."""
-    asks = "import signal, sys; sys.exit(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
-    test = (
-        "import subprocess, sys\ndef test_it():\n    assert subprocess.run([sys.executable, "
-        f"'-c', {asks!r}]).returncode == 0\n"
-    )
-    (repository / "tests" / "test_it.py").write_text(test)
-    done = run("bash", "-c", f"trap '' INT; exec {repository}/run_tests.sh")
-    assert done.returncode == 0, done.stdout
 
 
 LISTENING = """
@@ -743,34 +595,26 @@ def hear():
 threading.Thread(target=hear, daemon=True).start()
 time.sleep(0.1)
 print("done", flush=True)
-{end}(75)
+leave(75)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end, code", [("leave", 75), ("sys.exit", -signal.SIGABRT)])
-def test_a_launcher_ends_with_its_code_while_a_thread_hears_of_other_nodes(end, code):
-    """The second row is the negative control: what Python's own exit does to such a thread."""
+def test_a_launcher_ends_with_its_code_while_a_thread_hears_of_other_nodes():
+    """Python's own exit would abort in such a thread."""
     done = subprocess.run(
-        [sys.executable, "-c", LISTENING.format(end=end)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
+        [sys.executable, "-c", LISTENING], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert (done.returncode, done.stdout) == (code, "done\n"), done.stderr
+    assert (done.returncode, done.stdout) == (75, "done\n"), done.stderr
 
 
-@pytest.mark.parametrize(
-    "program", ["tools.compare_runs", pytest.param("configs.load", marks=pytest.mark.slow)]
-)
-def test_a_program_whose_reader_has_left_ends_quietly(program):
+def test_a_program_whose_reader_has_left_ends_quietly():
     """`... | head`: the pipe is closed before the program writes."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as closed:
         done = subprocess.run(
-            [sys.executable, "-m", program, "--help"],
+            [sys.executable, "-m", "configs.load", "--help"],
             cwd=ROOT,
             stdout=closed,
             stderr=subprocess.PIPE,

@@ -57,9 +57,9 @@ def test_arguments_that_can_be_meant():
     assert options.script == ["train.py", "--x=1"]
 
 
-@pytest.mark.parametrize("node", ["0", pytest.param("1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "address", ["nowhere.invalid", pytest.param("127.0.0.1", marks=pytest.mark.slow)]
+    "address, node",
+    [("nowhere.invalid", "0"), pytest.param("127.0.0.1", "1", marks=pytest.mark.slow)],
 )
 def test_an_address_where_no_other_node_is_found_is_two_sentences(address, node):
     where = ["--nnodes=2", f"--master-addr={address}", "--master-port=1", f"--node-rank={node}"]
@@ -93,16 +93,12 @@ def test_half_a_world_is_a_sentence(settings, words, monkeypatch):
         mesh.world()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"RANK": "0"}, pytest.param({"RANK": "0", "WORLD_SIZE": "2"}, marks=pytest.mark.slow)],
-)
-def test_train_says_what_is_missing_of_the_world(settings, tmp_path):
+def test_train_says_what_is_missing_of_the_world(tmp_path):
     clean = {name: value for name, value in os.environ.items() if name not in WORLD}
     done = subprocess.run(
         [sys.executable, "train.py", "--run.device=cpu", f"--run.folder={tmp_path}/run"],
         cwd=ROOT,
-        env=clean | settings,
+        env=clean | {"RANK": "0"},
         text=True,
         capture_output=True,
         timeout=300,
@@ -172,16 +168,11 @@ ASKED = {  # arguments -> exit code, and what is said
     ("lab.bench", "nope"): (2, "nope: no such benchmark"),
     ("tools.parity.proved", "--now"): (2, "unrecognized arguments: --now"),
     ("lab.reading", "nope"): (2, "nope cannot be read: No such file"),
-    ("lab.reading", "README.md"): (2, "README.md is not Python"),
     ("lab.simulate", "--gpus=99"): (2, "--gpus 99: between 1 and 16"),
     ("lab.tour", "README.md"): (2, "README.md cannot be made: File exists"),
     ("tools.compare_runs", "nope", "nope"): (2, "nope is not the folder of a run"),
     ("tools.convert", "to-hf", "nope", "out"): (2, "there is no checkpoint in 'nope'"),
-    ("tools.convert", "from-hf", "nope", "out"): (2, "HF_FOLDER 'nope': there is no such file"),
-    ("tools.convert", "from-hf", "docs", "out"): (2, "docs has no config.json: give a folder"),
-    ("tools.convert", "from-meta", "docs", "out"): (2, "docs has no params.json: give a folder"),
     ("tools.convert", "from-dcp", "docs", "out"): (2, "docs has no .metadata: give a folder"),
-    ("tools.convert", "config", "docs", "o.toml"): (2, "docs has no config.json: give a folder"),
     ("tools.convert", "config", "README.md", "LICENSE"): (2, "LICENSE exists already: give"),
     ("tools.evaluate", "nope"): (2, "there is no checkpoint in 'nope'"),
     ("tools.generate", "nope"): (2, "there is no checkpoint in 'nope'"),
@@ -189,23 +180,12 @@ ASKED = {  # arguments -> exit code, and what is said
     ("tools.hang", "nope"): (2, "nope has no positions of ranks"),
     ("tools.launch", "nope.py"): (2, "there is no script nope.py"),
     ("tools.parity", "nope.toml"): (2, "nope.toml: no such file"),
-    ("tools.parity", "configs/llama_debug.toml", "--meshes=gpu8"): (2, "gpu8: not a mesh"),
-    ("tools.plan", "nope.toml"): (2, "nope.toml: no such file"),
-    ("tools.plan", "--compare", "nope.toml"): (2, "nope.toml: no such file"),
     ("tools.plan", "--device=h10"): (2, 'did you mean "h100"?'),
-    ("tools.plan", "--gemm-efficiency=56"): (2, "--gemm-efficiency 56: give a share"),
-    ("tools.plan", "--html=no/such/x.html"): (2, "--html no/such/x"),
-    ("tools.plan", "--routing=even"): (2, "--routing even: give balanced, a factor"),
     ("tools.plan", "--stack=nemmo"): (2, "--stack nemmo: unknown; known are"),
-    ("tools.plan", "--trainin.steps=3"): (2, "did you mean training.steps?"),
-    ("tools.preflight", "--device=h10"): (2, 'did you mean "h100"?'),
     ("tools.preflight", "--only=sleep"): (2, "--only=sleep: no such check"),
-    ("tools.preflight", "nope.toml"): (2, "nope.toml: no such file"),
-    ("tools.prove", "--gpus=8", "--device=h10"): (2, 'did you mean "h100"?'),
     ("tools.prove", "--gpus=8", "nope.toml"): (2, "nope.toml: no such file"),
     ("tools.replay", "nope", "--steps=3"): (2, "nope is neither the folder of a run nor"),
     ("tools.report", "nope"): (2, "nope is not the folder of a run"),
-    ("train.py", "nope.toml"): (2, "nope.toml: no such file"),
     ("train.py", "--trainin.steps=3"): (2, "did you mean training.steps?"),
 }
 HELP = {

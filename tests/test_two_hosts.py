@@ -8,7 +8,6 @@ slowed down and put back, and a host dies. What is shared is what a cluster shar
 """
 
 import re
-import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from tests.hosts import (
 )
 from tests.launched import Launcher
 from tests.ranks import WORKERS
-from tests.runs import ROOT, logged, losses_of_four, series, tiny_run
+from tests.runs import losses_of_four, series, tiny_run
 
 # Seconds; the grace is for a machine with other things to do: it takes a few. With other tests a
 # step, too, takes longer.
@@ -168,32 +167,3 @@ def test_two_hosts_train_as_one_through_cuts_and_the_death_of_either(
         hosts.unlimited()
     assert resumed(folder) == 10
     assert series(folder) == unbroken, "bitwise: it is the same mesh"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.cap(400)
-def test_the_step_time_over_a_slower_cable(
-    hosts: Hosts, options: list[str], tmp_path: Path
-) -> None:
-    """Prints (-s) the time of a step for each speed; the losses must not depend on it."""
-    larger = [
-        *options,
-        *"--model.dim=128 --model.hidden_dim=512 --model.n_layers=4 --model.head_dim=32".split(),
-        *"--training.steps=8 --checkpoint.interval=0".split(),
-    ]
-    folder, said = tmp_path / "run", tmp_path / "said"
-    hosts.limit("10gbit")
-    running = hosts.launch(ROOT / "train.py", [*larger, f"--run.folder={folder}"], said)
-    until(lambda: logged(folder, 3), 120, lambda: words(said))
-    hosts.limit("100mbit")
-    changed = len(series(folder)) + 1  # the step under way had some of each speed
-    assert changed < 8, "the cable was slowed down too late"
-    assert ended(running, 150, said) == [0, 0], words(said)
-    seconds = series(folder, "step_seconds")
-    for rate, some in {
-        "10gbit": [seconds[step] for step in seconds if 1 < step < changed],
-        "100mbit": [seconds[step] for step in seconds if step > changed],
-    }.items():
-        print(f"{rate}: median step {statistics.median(some or [0]):.3f} s of {len(some)}")
-    hosts.unlimited()
-    assert series(folder) == losses_of_four(tmp_path / "one", larger)
