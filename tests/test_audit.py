@@ -3,8 +3,6 @@ and with broken orders, which must be found."""
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,16 +64,10 @@ def audited(run) -> audit.Audited:
     return audit.open_run(str(run))
 
 
-def command(*args: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "data.audit", *args],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode, done.stdout, done.stderr
+def command(capsys: pytest.CaptureFixture, *args: str) -> tuple[int, str, str]:
+    code = audit.main(list(args))
+    said = capsys.readouterr()
+    return code, said.out, said.err
 
 
 def test_each_segment_deals_other_slots_to_its_sources(audited):
@@ -195,37 +187,37 @@ def test_a_broken_order_is_found(audited, monkeypatch, bug):
     assert audit.prove(audited.order, STEPS)
 
 
-def test_the_command_line(run):
-    code, out, _ = command(str(run))
+def test_the_command_line(run, capsys):
+    code, out, _ = command(capsys, str(run))
     assert (
         code == 0
         and "steps 1 to 60, 1,920 samples: none is repeated or skipped" in out
         and " web: " in out
     )
-    code, out, _ = command(str(run), "--steps", "41:42")
+    code, out, _ = command(capsys, str(run), "--steps", "41:42")
     assert code == 0 and "web:" in out and out.count("\n") > 4 * G
-    code, out, _ = command(str(run), "--steps", "1:90", "--json", "--find", "code:2")
+    code, out, _ = command(capsys, str(run), "--steps", "1:90", "--json", "--find", "code:2")
     lines = [json.loads(line) for line in out.splitlines()]
     assert (
         code == 0 and len(lines) == 40 * G + 50 * 2 * G + 1 and lines[-1]["name"].endswith(".txt")
     )
-    code, out, _ = command(str(run), "--find", "web document 1")
+    code, out, _ = command(capsys, str(run), "--find", "web document 1")
     assert code == 0 and "of epoch 0: seen" in out and ": to come" in out
 
 
-def test_what_cannot_be_audited_is_a_sentence(run, tmp_path):
-    assert command(str(tmp_path))[0] == 2
-    code, _, error = command(str(run), "--steps", "5:99")
+def test_what_cannot_be_audited_is_a_sentence(run, tmp_path, capsys):
+    assert command(capsys, str(tmp_path))[0] == 2
+    code, _, error = command(capsys, str(run), "--steps", "5:99")
     assert code == 2 and "steps 1 to 90" in error
-    code, _, error = command(str(run), "--steps", "all")
+    code, _, error = command(capsys, str(run), "--steps", "all")
     assert code == 2 and "FIRST:LAST" in error
     record = json.loads((run / "data.json").read_text())
     swapped = dict(zip(record["folders"], reversed(record["folders"].values()), strict=True))
     (tmp_path / "data.json").write_text(json.dumps(record | {"folders": swapped}))
-    code, _, error = command(str(tmp_path))
+    code, _, error = command(capsys, str(tmp_path))
     assert code == 2 and "has changed since this run read it" in error
     (tmp_path / "data.json").write_text(
         json.dumps(record | {"folders": dict.fromkeys(record["folders"], "/none")})
     )
-    code, _, error = command(str(tmp_path))
+    code, _, error = command(capsys, str(tmp_path))
     assert code == 2 and "gone from /none" in error

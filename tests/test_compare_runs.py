@@ -4,18 +4,15 @@ how much they part, and why."""
 import json
 import math
 import shutil
-import subprocess
-import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from tests.checkpoints import rewrite_header, set_hash
 from tests.ranks import run_ranks
-from tests.runs import MESHES, ROOT, run, tiny_run
+from tests.runs import MESHES, run, tiny_run
 from tools import compare_runs
 from tools.compare_runs import compare
 from tools.differences import parse_tolerance, relative
@@ -24,10 +21,8 @@ from training.lines import GROUPS
 RUNS = {  # name -> ranks, options that differ from the first's
     "first": (1, []),
     "same": (1, ["--data.workers=1"]),
-    "seed": (1, ["--run.seed=1"]),
     "lr": (1, ["--optimizer.lr=0.011"]),
     "mesh": (2, MESHES["fsdp2"][1]),
-    "longer": (1, ["--training.steps=13", "--lr_schedule.kind=constant"]),
 }
 
 
@@ -127,25 +122,6 @@ def test_another_learning_rate_shows_one_step_later_than_in_the_metric_itself(ru
     )
 
 
-def test_another_seed_parts_at_the_first_step(runs):
-    found = compare(runs["first"], runs["seed"], tolerance=1e-3)
-    assert (
-        found.code == 1
-        and rows(found)["loss"].first_beyond == 1
-        and found.config == {"run.seed": [0, 1]}
-    )
-    assert rows(found)["lr"].first_difference is None
-
-
-def test_a_longer_run_is_compared_as_far_as_the_shorter_goes(runs):
-    found = compare(runs["first"], runs["longer"])
-    assert found.steps == [1, 11] and "B goes on to 13" in found.verdict
-    assert rows(found)["loss"].steps == 11 and found.config.keys() == {
-        "training.steps",
-        "lr_schedule.kind",
-    }
-
-
 # Runs that were altered by hand -------------------------------------------------------------------
 
 
@@ -209,6 +185,15 @@ def test_changed_code_data_and_versions_are_named(runs, altered):
     )
 
 
+def test_a_longer_run_is_compared_as_far_as_the_shorter_goes(runs, altered):
+    path = altered / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if json.loads(line)["step"] < 10))
+    found = compare(runs["first"], altered)
+    assert found.steps == [1, 9] and "A goes on to 11" in found.verdict
+    assert rows(found)["loss"].steps == 9
+
+
 def test_runs_without_a_record_are_compared_by_what_there_is(runs, altered):
     for name in ("starts", "checkpoints"):
         shutil.rmtree(altered / name)
@@ -235,13 +220,6 @@ def test_difference(a, b, expected):
     assert relative(a, b) == relative(b, a) == expected
 
 
-def test_arrays_are_compared_as_numbers_are():
-    ones = np.ones(4, np.float32)
-    assert relative(ones, ones * 3) == pytest.approx(2 / 3)
-    assert relative(ones, ones[:3]) == math.inf
-    assert relative(ones * math.nan, ones * math.nan) == 0
-
-
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "small"])
 def test_a_tolerance_that_means_nothing_is_refused(text):
     with pytest.raises(ArgumentTypeError, match="a number, not negative"):
@@ -259,16 +237,6 @@ def test_folders_that_cannot_be_compared_are_a_sentence(runs, altered, capsys):
     assert "line 1" in capsys.readouterr().err
 
 
-def test_from_the_command_line(runs):
-    command = [sys.executable, "-m", "tools.compare_runs", str(runs["first"]), str(runs["lr"])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert (
-        done.returncode == 1
-        and "they part at step 1" in done.stdout
-        and "optimizer.lr: A 0.01, B 0.011" in done.stdout
-    ), done.stderr
-
-
 def test_json_is_json(runs, capsys):
     assert compare_runs.main([str(runs["first"]), str(runs["same"]), "--json"]) == 0
     about = json.loads(capsys.readouterr().out)
@@ -277,7 +245,7 @@ def test_json_is_json(runs, capsys):
 
 def test_a_picture_of_the_differences(runs, tmp_path, capsys):
     words = {}
-    for other in "same", "mesh", "seed":
+    for other in "same", "mesh", "lr":
         place = tmp_path / f"{other}.svg"
         compare_runs.main([str(runs["first"]), str(runs[other]), f"--picture={place}"])
         drawn = ElementTree.parse(place).getroot()

@@ -48,14 +48,14 @@ def write_database(tree: Path) -> None:
 EXAMPLES = {
     "mlp": Example(meshes=[TP2]),
     "attention": Example(meshes=[CP2, TP2]),
-    "family": Example(["--model.family=parallel"], meshes=[TP2, PP2]),
+    "family": Example(["--model.family=parallel"], meshes=[PP2]),
     "term": Example(meshes=[PP2]),
     # no export for Hugging Face: models/formats/llama.py does not know its layer
-    "multi_token": Example(meshes=[TP2, CP2, PP2]),
+    "multi_token": Example(meshes=[CP2, PP2]),
     "optimizer": Example(["--optimizer.kind=lion", "--optimizer.lr=1e-3"], meshes=[TP2]),
     # of an eigenbasis float32 leaves too little, where a gradient has no full rank
     "soap": Example(
-        ["--optimizer.kind=soap", "--training.param_dtype=float64"], [TP2, FROM_FSDP2_TO_TP2]
+        ["--optimizer.kind=soap", "--training.param_dtype=float64"], [FROM_FSDP2_TO_TP2]
     ),
     "ema": Example(["--optimizer.kind=averaged", "--training.max_norm=0.1"]),
     "learning_rates": Example(),

@@ -16,7 +16,6 @@ from training import graphs
 CPU = torch.device("cpu")
 TWO = "--training.local_batch_size=2"
 KINDS = {
-    "float32": (TWO,),
     "bfloat16": (TWO, "--training.param_dtype=bfloat16"),
     "experts": (TWO, *checks.EXPERTS, "--training.z_loss=1e-4"),
 }

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from configs.load import load_config
-from configs.schema import InputError
 from tests.examples import fork
 from tests.runs import ROOT, environment
 from tools.parity import __main__ as tool
@@ -64,21 +63,6 @@ def test_a_family_that_is_right_is_equal_on_every_mesh(tree: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.cap(240)
-def test_muon_of_a_file_iterates_in_the_type_of_the_check(tree: Path) -> None:
-    """In bfloat16, its default, a right mesh would differ."""
-    path = tree / "configs" / "llama_debug.toml"
-    before = path.read_text()
-    assert before.count("[optimizer]\n") == 1
-    path.write_text(before.replace("[optimizer]\n", '[optimizer]\nkind = "muon"\n'))
-    try:
-        code, said = ask(tree, *SMALL, "--meshes", "fsdp2")
-    finally:
-        path.write_text(before)
-    assert code == 0, said
-
-
-@pytest.mark.slow
-@pytest.mark.cap(240)
 @pytest.mark.parametrize("where", MISTAKES)
 def test_a_planted_mistake_is_found(where: str, tree: Path) -> None:
     wrong, expected = MISTAKES[where]
@@ -89,11 +73,6 @@ def test_a_planted_mistake_is_found(where: str, tree: Path) -> None:
     try:
         code, said = ask(tree, *SMALL, "--meshes", "cp2", "fsdp2")
         assert code == 1 and expected in said and "fsdp2: " not in said, said
-        if where == "forward":  # the control: float32 would not tell it from rounding
-            code, said = ask(tree, *SMALL, "--meshes", "cp2", "--dtype", "float32")
-            assert said.endswith("all are equal\n"), said
-            # the length of a forward counts, and a cache has forwards of one token
-            assert code == 1 and "\ncache         FAILS     layers.0" in said, said
     finally:
         path.write_text(right)
 
@@ -173,12 +152,6 @@ def test_meshes_are_named_as_in_the_matrix() -> None:
     assert (mesh.ranks, mesh.data_parallel) == (32, 8)
     mesh = meshes.parse("ep2xfsdp4")
     assert (mesh.ranks, mesh.data_parallel) == (4, 4)
-
-
-@pytest.mark.parametrize("name", ["fsdp1", "tp", "fsdp2tp2", "tp2xtp2", "gpu8", "tp2x"])
-def test_a_name_that_is_no_mesh_is_a_sentence(name: str) -> None:
-    with pytest.raises(InputError, match=f"--meshes {name}: "):
-        meshes.parse(name)
 
 
 @pytest.mark.parametrize(

@@ -39,23 +39,9 @@ DEBUG = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        8,
-        "llama_debug",
-        (
-            TP,
-            "--parallelism.data_parallel_replicate=2",
-            "--parallelism.context_parallel=2",
-            "--parallelism.context_parallel_method=ulysses",
-        ),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
         8, "llama_debug_lora", (TP, "--parallelism.pipeline_parallel=2"), marks=pytest.mark.slow
     ),
-    pytest.param(512, "llama_405b", (), marks=pytest.mark.slow),
-    pytest.param(512, "deepseek_v3_671b", (), marks=pytest.mark.slow),
-    pytest.param(64, "llama_8b_128k", (), marks=pytest.mark.slow),
-    pytest.param(128, "olmo2_32b", (TP,), marks=pytest.mark.slow),
+    (4, "olmo2_7b", (TP, "--model.n_layers=1", "--training.global_batch_size=32")),
 ]
 
 
@@ -125,7 +111,6 @@ def test_a_mistake_that_computes_in_silence_is_named(
     preset: str, owner: object, name: str, wrong: Callable, where: str
 ) -> None:
     options = ["--model.n_layers=1", "--training.global_batch_size=32"]
-    assert mistake(4, preset, TP, *options) == ""
     with mock.patch.object(owner, name, wrong):
         assert where in mistake(4, preset, TP, *options).split(":")[0]
 
@@ -166,7 +151,6 @@ def test_a_mistake_in_the_call_is_a_sentence(
     ("gpus", "preset", "options", "meshes"),
     [
         (1, "llama_debug", (), []),
-        (64, "llama_8b", (TP,), ["fsdp2xtp2"]),
         (8, "llama_debug", ("--parallelism.data_parallel_replicate=4",), ["hsdp2x2"]),
         (16, "qwen3_30b_a3b", (), ["fsdp2xep2"]),
         (

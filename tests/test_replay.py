@@ -4,8 +4,6 @@ a fault there is nothing to find, and the run is not touched."""
 
 import hashlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +22,11 @@ from configs.load import load_config
 from configs.schema import InputError
 from data import loader
 from models.kernels.ruled_attention import AttentionSpec
-from models.moe import Experts
 from parallelisms import dp, pp
 from parallelisms.mesh import world
 from tests.checkpoints import open_manager
 from tests.ranks import run_ranks
-from tests.runs import ROOT, environment, run, series, tiny_run
+from tests.runs import run, series, tiny_run
 from tools.replay import __main__ as tool
 from tools.replay import command, steps
 from tools.replay.locate import located
@@ -163,13 +160,6 @@ def wrong_product(patch: Patch) -> str:
     return "forward   "
 
 
-def wrong_sum(patch: Patch) -> str:
-    """Lose what rank 1 adds to a gradient on the way to rank 0."""
-    if world().rank == 1:
-        of_operator(patch, "c10d::_reduce_scatter_base_", 2)
-    return "backward   "
-
-
 def wrong_exchange(patch: Patch) -> str:
     """Rank 1 gets a wrong row in a dispatch of tokens."""
     if world().rank == 1:
@@ -198,27 +188,6 @@ def wrong_message(patch: Patch) -> str:
     return "forward   layers.2"
 
 
-class ScaledExperts(Experts):
-    def weights(self) -> list[torch.Tensor]:
-        *others, last = super().weights()
-        scales = torch.ones(len(last), 1, 1)
-        scales[3] = 1.01
-        return [*others, last * scales]
-
-
-def wrong_scale(patch: Patch) -> str:
-    """The third expert of a layer is multiplied by 1.01."""
-    real = train.build
-
-    def build(cfg: Any) -> train.Job:
-        job = real(cfg)
-        job.model.layers["2"].feed_forward.experts.__class__ = ScaledExperts
-        return job
-
-    patch.setattr(train, "build", build)
-    return "forward   layers.2.feed_forward "
-
-
 def skipped_microbatch(patch: Patch) -> str:
     patch.setattr(microbatches.Microbatches, "__len__", lambda self: len(self.tokens) - 1)
     return "microbatches   rank 0 ran 1 of 2 "
@@ -230,10 +199,8 @@ COMPUTED = {  # fault -> the tool's arguments
     dropped_reduction: ["--mesh", "fsdp2"],
     skipped_microbatch: ["--mesh", "fsdp2"],
     wrong_product: ["--mesh", "fsdp2"],
-    wrong_sum: ["--mesh", "fsdp2"],
     wrong_exchange: ["--mesh", "ep2"],
     wrong_message: ["--mesh", "pp2"],
-    wrong_scale: ["--against", "RUN"],
 }
 
 
@@ -242,12 +209,9 @@ NAMED = {  # fault -> the operator or collective that is named; none is at fault
     wrong_mask: f"operator   {RULED} in layers.1.attention.core, models/kernels/",
     dropped_reduction: "collective   no c10d._reduce_scatter_base_ of layers.1 on rank 0, 1   inf",
     wrong_product: "operator   aten.mm in layers.0.feed_forward.w3 on rank 1, models/layers.py:",
-    wrong_sum: "collective   c10d._reduce_scatter_base_ of layers.2 on rank 0, ",
     wrong_exchange: "collective   _c10d_functional.all_to_all_single of layers.1.feed_forward "
     "on rank 1, parallelisms/ep_dispatch.py:",
     wrong_message: "message   the hidden of stage 0, microbatch 1, from rank 0 to rank 1 ",
-    wrong_scale: "operator   aten.ones in place of plumbline.grouped_product in "
-    "layers.2.feed_forward.experts, ",
 }
 
 
@@ -334,7 +298,7 @@ def test_a_healthy_run_is_equal_in_every_bit_and_is_not_touched(healthy, capsys)
 @pytest.mark.slow
 def test_a_healthy_run_is_equal_on_meshes(healthy, capsys) -> None:
     before = contents(healthy)
-    for more in ["--mesh=fsdp2"], ["--mesh=pp2xfsdp2", "--dtype=float64"], ["--mesh=ep2xcp2"]:
+    for more in ["--mesh=pp2", "--dtype=float64"], ["--mesh=ep2"]:
         code, said = ask([str(healthy), ASKED, *more], capsys)
         assert code == 0, said
     assert contents(healthy) == before
@@ -433,19 +397,17 @@ def test_another_rope_base_is_located(healthy, tmp_path, capsys) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments, compared", [(["--against=RUN"], 2000), (["--mesh=ep2"], 300)])
-def test_no_operator_of_a_healthy_step_is_named(arguments, compared, healthy, tmp_path) -> None:
+def test_no_operator_of_a_healthy_step_is_named(healthy, tmp_path) -> None:
     """Looking into the whole model. What a mesh does in another way is not compared."""
-    given = [word.replace("RUN", str(healthy)) for word in arguments]
-    plan = command.plan_of(*tool.arguments([str(healthy), "--steps=3", *given]), tmp_path)
+    plan = command.plan_of(*tool.arguments([str(healthy), "--steps=3", "--mesh=ep2"]), tmp_path)
     ranks, (other,) = command.operators_of(plan, 3, "", compute_on_ranks, 90)
     assert located(ranks, other, "one process", plan.limits, True) == []
     noted: set[str] = set()
     for seen in ranks:
         noted |= seen.operators.by_token.keys() | seen.operators.summed.keys()
-        assert len(ranks) == 1 or len(seen.operators.collectives) > 10
+        assert len(seen.operators.collectives) > 10
     common = noted & (other.operators.by_token.keys() | other.operators.summed.keys())
-    assert len(common) + len(other.operators.operations) > compared
+    assert len(common) + len(other.operators.operations) > 300
 
 
 def compute_on_ranks(ranks: int, seconds: float, work: Callable, *args: Any) -> list:
@@ -457,9 +419,10 @@ LORA = "--lora.rank=3 --lora.alpha=6 --checkpoint.interval=1 --checkpoint.keep_l
 
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Run a whole model, and adapters on it."""
+    """Run a whole model, and adapters on it; of streamed text, with averages in bfloat16."""
     place = tmp_path_factory.mktemp("adapters")
     options = [*tiny_run(place), "--training.steps=3", "--metrics.gradient_interval=1"]
+    options += ["--data.stream=true", "--data.streams=4", "--optimizer.moment_dtype=bfloat16"]
     base, trained = place / "base", place / "trained"
     assert run_ranks(1, run, options, base) == [(0, "")]
     more = [*LORA, '--lora.targets=["wq", "wo"]', f"--checkpoint.load_path={base}"]
@@ -469,9 +432,8 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 def test_a_run_of_adapters_is_replayed(adapters, capsys) -> None:
-    for step in "1", "3":
-        code, said = ask([str(adapters[1]), f"--steps={step}", "--tolerance=0"], capsys)
-        assert code == 0 and f"checkpoints of [{step}], gradients of [{step}]" in said, said
+    code, said = ask([str(adapters[1]), "--steps=3", "--tolerance=0"], capsys)
+    assert code == 0 and "checkpoints of [3], gradients of [3]" in said, said
 
 
 @pytest.mark.slow
@@ -486,16 +448,6 @@ def test_adapters_on_another_base_are_refused(adapters, tmp_path, capsys) -> Non
         path.write_text(options.replace(str(adapters[0]), str(tmp_path / "another")))
     with pytest.raises(AssertionError, match="load_path or load_hf are no longer these"):
         ask([str(other), "--steps=3"], capsys)
-
-
-@pytest.mark.slow
-def test_a_run_of_streamed_text_with_averages_in_bfloat16_is_replayed(tmp_path, capsys) -> None:
-    given = [*tiny_run(tmp_path), "--training.steps=4", "--checkpoint.interval=2"]
-    more = ["--data.stream=true", "--data.streams=4", "--optimizer.moment_dtype=bfloat16"]
-    folder = tmp_path / "run"
-    assert run_ranks(1, run, [*given, *more], folder) == [(0, "")]
-    code, said = ask([str(folder), "--steps=3:4", "--tolerance=0"], capsys)
-    assert code == 0 and "metrics of steps [3, 4], checkpoints of [4]" in said, said
 
 
 @pytest.mark.slow
@@ -545,21 +497,14 @@ def test_a_replay_judges_spikes_by_the_steps_before_its_checkpoint(tmp_path):
     assert found["loss"] == [losses[1], losses[2]] and len(found["grad_norm"]) == 2
 
 
-@pytest.mark.parametrize("dtype, warned", [("auto", True), ("float32", False)])
-def test_a_tolerance_that_proves_nothing_is_said(dtype, warned, tmp_path, capsys):
-    given = [*tiny_run(tmp_path), "--training.steps=3", f"--training.param_dtype={dtype}"]
+def test_a_tolerance_that_proves_nothing_is_said(healthy, tmp_path, capsys):
+    warning = "5% is the rounding of bfloat16, and no proof"
+    _, said = ask([str(healthy), "--steps=3"], capsys)
+    assert warning not in said
+    given = [*tiny_run(tmp_path), "--training.steps=3", "--training.param_dtype=bfloat16"]
     assert run_ranks(1, run, given, tmp_path / "run") == [(0, "")]
     code, said = ask([str(tmp_path / "run"), "--steps=1"], capsys)
-    assert code == 0 and ("5% is the rounding of bfloat16, and no proof" in said) == warned, said
-
-
-@pytest.mark.slow
-@pytest.mark.cap(200)
-def test_from_the_command_line(healthy) -> None:
-    """The ranks are its own."""
-    command = [sys.executable, "-m", "tools.replay", str(healthy), ASKED, "--mesh", "tp2"]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0 and "\nequal to 1e-05" in done.stdout, done.stderr + done.stdout
+    assert code == 0 and warning in said, said
 
 
 def test_runs_of_other_sequences_are_refused(healthy, tmp_path, capsys) -> None:

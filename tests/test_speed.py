@@ -27,9 +27,8 @@ from models.kernels.cpu import causal_attention as causal
 from parallelisms import blocks, dp
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.runs import COMPILED
+from tests.runs import COMPILED, ROOT
 
-DEBUG = Path(__file__).resolve().parent.parent / "configs" / "llama_debug.toml"
 SMALL = (
     "--model.dim=64 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=2 "
     "--model.hidden_dim=160 --model.vocab_size=263 "
@@ -88,11 +87,7 @@ def both_ways(options: list[str]) -> list[tuple[list[float], list[torch.Tensor]]
 @pytest.mark.parametrize(
     "options",
     [
-        [],
-        pytest.param(
-            ["--model.tied_embeddings=true", "--activation_checkpoint.mode=selective"],
-            marks=pytest.mark.slow,
-        ),
+        ["--model.tied_embeddings=true", "--activation_checkpoint.mode=selective"],
         pytest.param(COMPILED, marks=pytest.mark.slow),
     ],
     ids=" ".join,
@@ -202,17 +197,6 @@ def test_several_forwards_may_come_before_their_backwards(checkpointing):
     assert all(torch.equal(a, b) for a, b in zip(gradients(), one_by_one, strict=True))
 
 
-def test_an_edit_between_forward_and_backward_is_an_error():
-    """The gradient would be of other weights than the loss. PyTorch says so of a plain model, too."""
-    model, attention = small_with_masters()
-    loss = model(TOKENS, POSITIONS).sum()
-    with torch.no_grad():
-        attention.wq.weight.mul_(0.5)
-        model(TOKENS, POSITIONS)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_only_parameters_that_are_trained_get_a_copy():
     """A router's bias is float32, or an integer count, and no gradient changes it. A weight may be
     frozen later."""
@@ -253,9 +237,7 @@ def plain_attention(q, k, v):
 @pytest.mark.parametrize(
     "shape",
     [
-        (2, 8, 4, 512, 64),
         (3, 6, 2, 77, 10),
-        (2, 3, 1, 130, 6),
         (1, 8, 8, 64, 16),
         (1, 2, 1, 2049, 8),
     ],
@@ -352,7 +334,7 @@ def test_float32_products_are_left_to_mkl_elsewhere(precision, tmp_path):
 )
 @pytest.mark.parametrize(
     "shape",
-    [(2048, 256, 704), (704, 2048, 256), (1024, 256, 4096), (3, 5, 7), (1, 4096, 17)],
+    [(2048, 256, 704), (3, 5, 7), (1, 4096, 17)],
     ids=str,
 )
 def test_float32_products_are_of_float32(shape, precision, tmp_path):
@@ -382,7 +364,7 @@ def test_a_tensor_takes_the_memory_that_another_gave_back():
     """In a separate process: a fork's heap is full of its parent's holes."""
     command, here = (
         [sys.executable, "-c", PAGES],
-        {"PYTHONPATH": str(DEBUG.parent.parent), "OMP_NUM_THREADS": "1"},
+        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     kept, not_kept = (
         int(
@@ -436,15 +418,13 @@ class Work(TorchDispatchMode):
         return out
 
 
-# The debug model, two microbatches of 2 x 128 tokens: (type, ranks) -> operators, bytes allocated
-# by the second step of rank 0. Measured on torch 2.13.0 on CPU, where they are exact; another torch
+# SMALL, two microbatches of 2 x 80 tokens: (type, ranks) -> operators, bytes allocated by the
+# second step of rank 0. Measured on torch 2.13.0 on CPU, where they are exact; another torch
 # may decompose differently, so it gets SLACK. More is a regression (or a feature that is worth it:
 # then write the new number); fewer is a reason to write it down too.
 WORK = {
-    ("float32", 1): (2857, 327_336_436),
-    ("bfloat16", 1): (3406, 312_565_236),
-    ("float32", 2): (3343, 454_085_508),
-    ("bfloat16", 2): (3811, 391_315_844),
+    ("bfloat16", 1): (1356, 14_165_659),
+    ("float32", 2): (1333, 17_838_171),
 }
 MEASURED_HERE = torch.__version__.startswith("2.13.")
 SLACK = 0.002 if MEASURED_HERE else 0.15
@@ -457,13 +437,12 @@ def work(dtype: str, extra: bool = False) -> tuple[int, int]:
         layers.Block.forward = lambda self, x, *rest: forward(self, x.clone(), *rest)
     options = [
         f"--training.param_dtype={dtype}",
-        "--training.seq_len=128",
         "--training.local_batch_size=2",
         f"--training.global_batch_size={4 * world().size}",
     ]
-    cfg = load_config([str(DEBUG), *options], world().size, world().local_size)
+    cfg = load_config([*SMALL, *options], world().size, world().local_size)
     job = train.build(cfg)
-    window = torch.arange(2 * 2 * 129).view(2, 2, 129)
+    window = torch.arange(2 * 2 * 81).view(2, 2, 81) % 263
     for _ in range(2):
         batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
         with Work() as counted:
@@ -487,7 +466,7 @@ def test_a_step_does_no_more_than_it_did(dtype, ranks):
     reason="with the slack of another torch a copy per block is too little to be noticed",
 )
 def test_negative_control_one_copy_per_block_is_noticed():
-    seen, known = run_ranks(1, work, "float32", True)[0], WORK["float32", 1]
+    seen, known = run_ranks(1, work, "bfloat16", True)[0], WORK["bfloat16", 1]
     assert seen[0] / known[0] - 1 > SLACK and seen[1] / known[1] - 1 > SLACK
 
 
@@ -565,9 +544,7 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
     ("ranks", "options"),
     [
         (1, []),
-        pytest.param(1, ["--optimizer.moment_dtype=bfloat16"], marks=pytest.mark.slow),
-        (2, []),
-        pytest.param(2, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.slow),
+        (2, ["--parallelism.tensor_parallel=2"]),
     ],
     ids=str,
 )
