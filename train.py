@@ -46,7 +46,7 @@ from reliability.objects import check_mirrored
 from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
 from tools.parity import proved
-from training import attention, digests, graphs, init, log
+from training import attention, digests, graphs, init, log, transfer
 from training.balance import move_biases, sum_counts
 from training.evaluate import open_tasks, run_evaluation
 from training.further import open_further
@@ -87,7 +87,8 @@ class Job:
 def architecture(cfg: Config) -> tuple[Family, Any]:
     """Return the family of the model and its numbers, an instance of the family's `Args`."""
     family = lora.adapted(MODELS[cfg.model.family], cfg.lora)
-    return family, family.Args(**check.architecture(cfg.model))
+    args = family.Args(**check.architecture(cfg.model))
+    return transfer.adapted(family, args, cfg.model), args
 
 
 def build(cfg: Config) -> Job:
@@ -115,7 +116,7 @@ def build(cfg: Config) -> Job:
     cores.check_flops(model, family.flops_per_token, cfg.training.seq_len)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(
-        model, family.decay, cfg.optimizer, family.matrices, mesh, cfg.compile
+        model, family.decay, cfg.optimizer, family.matrices, mesh, cfg.compile, family.scales
     )
     return Job(cfg, mesh, args, model, optimizer, compute)
 

@@ -39,6 +39,8 @@ from configs.schema import (
 from models import NUMBERS
 from models.options import Numbers
 
+TRANSFER = ("width_base", "depth_base")  # options of [model] that are no numbers of the network
+
 
 def architecture(model: Model) -> dict:
     """Resolve the sizes of the model, the family's Args: its flavor's row, with the overrides of
@@ -47,6 +49,8 @@ def architecture(model: Model) -> dict:
     given = {key: value for key, value in vars(model).items() if value is not None}
     family = given.pop("family")
     flavor = given.pop("flavor")
+    for key in TRANSFER:
+        given.pop(key, None)
     of_family = NUMBERS[family]
     flavors = of_family.flavors
     if flavor not in flavors and published.is_folder(flavor):
@@ -882,6 +886,27 @@ RULES = {
         "matrices would be orthogonalised on the CPU: set cpu_offload = false, or use kind = "
         '"adamw"',
     ),
+    # Transfer over width and depth.
+    "transfer_tied": (
+        lambda c: c.model.width_base and c.model.tied_embeddings,
+        "{model.width_base} scales the embedding and the output projection differently, and "
+        "{model.tied_embeddings} makes them one: set tied_embeddings = false, or remove width_base",
+    ),
+    "transfer_depth": (
+        lambda c: c.model.depth_base and not c.family.branch_ends,
+        "{model.depth_base} scales what a block adds to the residual stream, and in the family "
+        "{family_name} a norm follows there that would undo it: remove depth_base",
+    ),
+    "transfer_sgd": (
+        lambda c: (c.model.width_base or c.model.depth_base) and c.optimizer.kind == "sgd",
+        "{model.width_base} and {model.depth_base} scale the learning rates of AdamW and Muon: "
+        'remove them, or set optimizer.kind = "adamw"',
+    ),
+    "transfer_lora": (
+        lambda c: (c.model.width_base or c.model.depth_base) and c.lora.rank,
+        "{model.width_base} and {model.depth_base} have no effect on adapters: remove them, or "
+        "{lora.rank}",
+    ),
     # Adapters.
     "lora_unused": (
         lambda c: (
@@ -1006,7 +1031,8 @@ def broken_rules(
         applicable = rules(cfg.model.family)
         wrong = {key for key in Model.model_fields if not hasattr(cfg.model, key)}
         c.model = SimpleNamespace(
-            **{key: value for key, value in numbers.items() if key not in wrong}
+            **{key: value for key, value in numbers.items() if key not in wrong},
+            **{key: getattr(cfg.model, key) for key in TRANSFER if key not in wrong},
         )
         words["model"], words["numbers"] = _named("model", c.model), c.model
         for key in vars(c.model):

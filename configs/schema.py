@@ -253,6 +253,12 @@ class Architecture(Table):
     flavor: str = "debug"
     """A row of FLAVORS in that file (debug, 8B, ...), or a folder of Hugging Face's, whose numbers
     count."""
+    width_base: int = Field(0, ge=0)
+    """Width for which the learning rate was found: muP transfers it to this model's; 0: it is used as
+    it is."""
+    depth_base: int = Field(0, ge=0)
+    """Number of blocks for which it was found: CompleteP transfers it to this model's; 0: it is used
+    as it is."""
 
 
 def _overrides() -> dict:
@@ -295,6 +301,7 @@ def _short_name(value: str) -> str:
 
 
 Name = Annotated[str, AfterValidator(_short_name)]
+Factor = Annotated[float, Field(gt=0)]
 Step = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
 
@@ -512,6 +519,12 @@ class Optimizer(Table):
     """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
     adamw_lr_scale: float = Field(1.0, gt=0)
     """With muon: the learning rate of AdamW's parameters, as a multiple of lr."""
+    lr_multipliers: Annotated[
+        tuple[Annotated[tuple[str, Factor], BeforeValidator(_as_tuple)], ...],
+        BeforeValidator(_as_tuple),
+    ] = ()
+    """Learning rate of parameters, as a multiple of lr: [[pattern of a name, factor], ...]; the first
+    that matches counts."""
 
 
 class Lora(Table):

@@ -11,8 +11,8 @@ Nothing outside this folder knows the names of a family's layers or numbers. To 
 need none of this: it is for those who add a family.
 """
 
-from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -68,6 +68,9 @@ class Family:
     matrices: Sequence[tuple[str, bool]] = layers.MATRICES
     """Rows (pattern of the parameter's name, whether it is a hidden matrix, or a stack of them
     [experts, out, in]), of which the first that matches counts. Muon updates these."""
+    scales: Mapping[str, Any] = field(default_factory=dict)
+    """Parameter's name -> its training/transfer.py::Scale, of a run that transfers its learning
+    rate."""
     active_parameters: Callable[[Any], int] | None = None
     """(args) -> how many of the parameters work on a token. None: all of them."""
     trained_parameters: Callable[[Any], int] | None = None

@@ -24,6 +24,20 @@ def dense_toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
     }
 
 
+WIDTHS = (
+    "dim",
+    "n_heads",
+    "n_kv_heads",
+    "hidden_dim",
+    "expert_dim",
+    "shared_dim",
+    "delta_heads",
+    "delta_key_heads",
+    "delta_value_heads",
+)
+BRANCH_ENDS = ("*.wo.weight", "*.w2.weight", "*.experts.w2")
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Sizes, options and rules of a family, without torch: `NUMBERS` in
@@ -53,6 +67,11 @@ class Numbers:
     hidden_units: str = "hidden_dim"
     """The number of hidden units of a feed-forward layer, which tensor parallelism splits. Empty for
     a family that has no such layer."""
+    widths: tuple[str, ...] = WIDTHS
+    """The numbers that grow with the width of a model, as far as it has them: heads keep theirs."""
+    branch_ends: tuple[str, ...] = BRANCH_ENDS
+    """Patterns of the parameters whose products and sums a block adds to the residual stream. Empty
+    for a family that normalises these: a factor would not be seen."""
     layers: tuple[str, ...] = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
     """The linear layers of a block, by the last word of their names: those that lora.targets may
     name. Experts have w1, w2 and w3."""

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from configs.schema import Config, InputError
+from models import lora
 from parallelisms import freezing, tp_check
 from parallelisms.mesh import Mesh
 
 
 def check(family: Any, args: Any, mesh: Mesh, cfg: Config, stages: Sequence[range]) -> None:
-    """Raise InputError for a pattern of `training.freeze` or a plan of tensor parallelism that does
-    not fit the model.
+    """Raise InputError for a pattern of `training.freeze` or `optimizer.lr_multipliers`, or a plan of
+    tensor parallelism, that does not fit the model.
 
     family: a `models/family.py::Family`; args: its `Args`. stages: of the pipeline, the layers of
     each.
@@ -24,6 +25,10 @@ def check(family: Any, args: Any, mesh: Mesh, cfg: Config, stages: Sequence[rang
     freezing.thaw(model)  # as it will be when it is sharded
     if mesh.tp > 1:
         tp_check.check(family.tp_plan(args), model, mesh.tp_mesh)
+    if cfg.lora.rank:
+        lora.add(model, cfg.lora)
+    patterns = [pattern for pattern, _ in cfg.optimizer.lr_multipliers]
+    freezing.check_patterns(model, "optimizer.lr_multipliers", patterns)
 
 
 def check_count(family: Any, args: Any) -> None:

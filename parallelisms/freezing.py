@@ -60,19 +60,25 @@ def freeze(model: nn.Module, names: Sequence[str], patterns: Sequence[str]) -> N
 def check(model: nn.Module, patterns: Sequence[str], stages: Sequence[range]) -> None:
     """Raise InputError for a pattern that matches no weight of the whole model, and for a stage of
     the pipeline (a range of layers) that has nothing left to train."""
+    check_patterns(model, "training.freeze", patterns)
     names = [name for name, _ in model.named_parameters()]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise InputError(
-                f"training.freeze: {pattern!r} matches no parameter of the model, which has "
-                f"{', '.join(names[:3])} ... {names[-1]}: correct or remove it"
-            )
     left = set(names).difference(frozen(model, patterns))
     for stage, layers in enumerate(stages):
         if not any(_is_in(name, layers, model.args.n_layers) for name in left):
             where = f"stage {stage} of the pipeline" if len(stages) > 1 else "the model"
             raise InputError(
                 f"training.freeze leaves {where} nothing to train: freeze less, or use fewer stages"
+            )
+
+
+def check_patterns(model: nn.Module, option: str, patterns: Sequence[str]) -> None:
+    """Raise InputError for a pattern of this option that matches no parameter of the whole model."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(
+                f"{option}: {pattern!r} matches no parameter of the model, which has "
+                f"{', '.join(names[:3])} ... {names[-1]}: correct or remove it"
             )
 
 

@@ -534,12 +534,31 @@ def test_the_learning_rate_that_is_written_is_that_of_the_next_step(warmup):
     cfg = load_config(
         ["configs/llama_debug.toml", "--training.steps=100", f"--lr_schedule.{warmup}"]
     )
-    weight = "layers.0.attention.wq.weight"
+    family, args = train.architecture(cfg)
+    trained = {"layers.0.attention.wq.weight": (256, 256)}
     for step in 0, 1, 9, 10, 99:
         manifest = {"step": step, "facts": {"config": dump(cfg)}}
-        (options,) = to_dcp.param_groups(Path("x"), manifest, MODELS["llama"], [weight]).values()
+        (options,) = to_dcp.param_groups(Path("x"), manifest, family, args, trained).values()
         want = learning_rate(step, 100, cfg.optimizer.lr, cfg.lr_schedule)
         assert options["lr"] == want, (step, options["lr"], want)
+
+
+def test_rates_that_are_transferred_or_multiplied_are_written():
+    cfg = load_config(
+        [
+            "configs/llama_debug.toml",
+            "--model.width_base=128",
+            '--optimizer.lr_multipliers=[["output.weight", 3]]',
+        ]
+    )
+    family, args = train.architecture(cfg)
+    trained = {"layers.0.attention.wq.weight": (256, 256), "output.weight": (4096, 256)}
+    manifest = {"step": 0, "facts": {"config": dump(cfg)}}
+    wq, output = to_dcp.param_groups(Path("x"), manifest, family, args, trained).values()
+    assert wq["initial_lr"] == cfg.optimizer.lr / 2
+    assert output["initial_lr"] == cfg.optimizer.lr / 2 * 3
+    assert wq["weight_decay"] == cfg.optimizer.weight_decay * 2
+    assert wq["eps"] == cfg.optimizer.eps / 2
 
 
 # TorchTitan itself -------------------------------------------------------------------------------

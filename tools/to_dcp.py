@@ -37,7 +37,9 @@ from reliability import disk, objects
 from tools import adapters, dcp, new_checkpoint
 from tools.dcp import Key
 from tools.new_checkpoint import progress_bar
+from training import transfer
 from training.optim import first_match, learning_rate
+from training.optimizers import ADAMW, rates_of
 
 OURS = "plumbline"  # the value by which a folder is known as ours
 KEPT = ("exp_avg", "exp_avg_sq", "step")  # by AdamW, of each parameter
@@ -154,7 +156,7 @@ def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
     if manifest["optimizer"] == "none":
         return written
     trained = new_checkpoint.trained(family.name, args)
-    options = param_groups(path, manifest, family, trained)
+    options = param_groups(path, manifest, family, args, {n: parameters[n] for n in trained})
     states = torchtitan.states({ours: theirs[ours] for ours in trained}, fused)
     for name, group in states.items():
         join = partial(torchtitan.join, family.name, group, args=args)
@@ -164,6 +166,11 @@ def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
             if kept == "step":
                 parts = parts[:1]
             written.items.append(FolderTensor([key], parts, join))
+        if any(options[ours] != options[group[0]] for ours in group):
+            raise InputError(
+                f"{path}: optimizer.lr_multipliers gives {' and '.join(group)} different learning "
+                "rates, and TorchTitan has them as one parameter: use --names plumbline"
+            )
         for option, value in options[group[0]].items():
             written.values["optimizer", f"param_groups.{name}.{option}"] = value
     written.values |= progress_of(manifest)
@@ -201,10 +208,11 @@ def progress_of(manifest: dict) -> dict[Key, Any]:
 
 
 def param_groups(
-    path: Path, manifest: dict, family: Any, trained: list[str]
+    path: Path, manifest: dict, family: Any, args: Any, trained: dict[str, tuple[int, ...]]
 ) -> dict[str, dict[str, Any]]:
     """Return AdamW's options by parameter, as torch.optim has them. The learning rate is that of
-    the next step. Raises InputError for a checkpoint that does not know its configuration."""
+    the next step. trained: shapes of these parameters. Raises InputError for a checkpoint that does
+    not know its configuration."""
     try:
         tables = dropped.without(tomli.loads(manifest["facts"]["config"]))
         cfg = derive(Config.model_validate(tables), None)
@@ -216,10 +224,7 @@ def param_groups(
     next_step = min(manifest["step"], steps - 1)
     lr = learning_rate(next_step, steps, cfg.optimizer.lr, cfg.lr_schedule)
     options = {
-        "lr": lr,
-        "initial_lr": cfg.optimizer.lr,
         "betas": tuple(cfg.optimizer.betas),
-        "eps": cfg.optimizer.eps,
         "amsgrad": False,
         "maximize": False,
         "foreach": False,
@@ -228,10 +233,18 @@ def param_groups(
         "fused": True,
         "decoupled_weight_decay": True,
     }
+    scales = transfer.adapted(family, args, cfg.model).scales
     groups = {}
-    for name in trained:
-        decays = first_match(family.decay, name)
-        groups[name] = options | {"weight_decay": cfg.optimizer.weight_decay if decays else 0.0}
+    for name, shape in trained.items():
+        rates = rates_of(cfg.optimizer, ADAMW, name, shape, scales.get(name))
+        groups[name] = options | {
+            "lr": lr * rates.lr,
+            "initial_lr": cfg.optimizer.lr * rates.lr,
+            "eps": cfg.optimizer.eps * rates.eps,
+            "weight_decay": 0.0,
+        }
+        if first_match(family.decay, name):
+            groups[name]["weight_decay"] = cfg.optimizer.weight_decay * rates.decay
     return groups
 
 

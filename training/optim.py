@@ -2,11 +2,9 @@
 whole mesh."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
-
-from configs.cpu import bfloat16_is_fast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +14,13 @@ from torch.distributed.tensor import DTensor
 from configs.schema import Compile, LRSchedule, Optimizer
 from parallelisms.mesh import Mesh
 from training import one_pass
-from training.optimizers import OPTIMIZERS, adamw_options
+from training.optimizers import (
+    OPTIMIZERS,
+    adamw_options,
+    options_of_group,
+    rates_of,
+    with_dtype,
+)
 
 
 def build_optimizer(
@@ -26,6 +30,7 @@ def build_optimizer(
     matrix_rows: Sequence[tuple[str, bool]] = (),
     mesh: Mesh | None = None,
     compiled: Compile | None = None,
+    scales: Mapping[str, Any] = {},
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the model's own (sharded) parameters: call it after
     `parallelisms.parallelize`, never before, or it would update tensors that the model no longer
@@ -33,13 +38,11 @@ def build_optimizer(
 
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches
     counts. matrix_rows: in the same form, whether it is a hidden matrix. mesh: None for a model
-    that is not sharded. compiled: of the run, which may ask for AdamW in one pass.
+    that is not sharded. compiled: of the run, which may ask for AdamW in one pass. scales: of
+    parameters by name (training/transfer.py).
     """
     kind = OPTIMIZERS[cfg.kind]
-    if cfg.ns_dtype == "auto":
-        on_gpu = any(param.device.type == "cuda" for param in model.parameters())
-        chosen = "bfloat16" if on_gpu or bfloat16_is_fast() else "float32"
-        cfg = cfg.model_copy(update={"ns_dtype": chosen})
+    cfg = with_dtype(cfg, model)
     # One fused kernel updates many parameters, if they are on one mesh.
     groups: dict[tuple, dict[str, Any]] = {}
     for name, param in model.named_parameters():
@@ -49,17 +52,10 @@ def build_optimizer(
         is_matrix = kind.matrices is not kind.others and first_match(matrix_rows, name)
         rule = kind.matrices if is_matrix else kind.others
         place = param.device_mesh if isinstance(param, DTensor) else None
-        key = (not decays, rule.name, place)
+        rates = rates_of(cfg, rule, name, param.shape, scales.get(name))
+        key = (not decays, rule.name, place, rates)
         if key not in groups:
-            scale = rule.lr_scale(cfg)
-            groups[key] = {
-                "params": [],
-                "rule": rule.name,
-                "lr": cfg.lr * scale,
-                "lr_scale": scale,
-                "weight_decay": cfg.weight_decay if decays else 0.0,
-                **rule.options(cfg),
-            }
+            groups[key] = {"params": [], **options_of_group(rule, cfg, decays, rates)}
         groups[key]["params"].append((name, param))
     # those that decay come first
     in_order = [groups[key] for key in sorted(groups, key=lambda key: key[0])]

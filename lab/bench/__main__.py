@@ -21,6 +21,7 @@ BENCHES = {
     "faults": "seconds to detect and survive a kill, a freeze and other faults, and goodput",
     "plan": "plans against published runs",
     "step": "tokens/s of a step against a bare loop, Hugging Face and TorchTitan",
+    "transfer": "best learning rates over the width of a model, with and without model.width_base",
     "tasks": "task scores of a model against lm-evaluation-harness's",
 }
 FILES = {

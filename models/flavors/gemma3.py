@@ -89,5 +89,8 @@ OPTIONS_OF_GEMMA = {
 
 
 NUMBERS = Numbers(
-    flavors=FLAVORS, options=OPTIONS | OPTIONS_OF_WINDOWS | OPTIONS_OF_GEMMA, rules=RULES
+    flavors=FLAVORS,
+    options=OPTIONS | OPTIONS_OF_WINDOWS | OPTIONS_OF_GEMMA,
+    rules=RULES,
+    branch_ends=(),
 )

@@ -3,14 +3,15 @@ file."""
 
 from typing import Any
 
-from models.options import OPTIONS as DENSE_OPTIONS
 from models.options import (
+    BRANCH_ENDS,
     OPTIONS_OF_EXPERTS,
     OPTIONS_OF_WINDOWS,
     RULES_OF_EXPERTS,
     Numbers,
     dense_toy,
 )
+from models.options import OPTIONS as DENSE_OPTIONS
 from models.options import RULES as DENSE_RULES
 
 # Sources: arXiv:2508.10925, section 2 (layers, experts, window, YaRN), and the config.json of
@@ -88,4 +89,11 @@ def toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
     return numbers
 
 
-NUMBERS = Numbers(flavors=FLAVORS, options=OPTIONS, rules=RULES, hidden_units="", toy=toy)
+NUMBERS = Numbers(
+    flavors=FLAVORS,
+    options=OPTIONS,
+    rules=RULES,
+    hidden_units="",
+    branch_ends=(*BRANCH_ENDS, "*.wo.bias", "*.experts.b2"),
+    toy=toy,
+)

@@ -134,4 +134,6 @@ FLAVORS["3-7B-8k"] = FLAVORS["3-7B"] | BEFORE_EXTENSION
 FLAVORS["3-32B-8k"] = FLAVORS["3-32B"] | BEFORE_EXTENSION
 
 
-NUMBERS = Numbers(flavors=FLAVORS, options=OPTIONS | OPTIONS_OF_WINDOWS, rules=RULES)
+NUMBERS = Numbers(
+    flavors=FLAVORS, options=OPTIONS | OPTIONS_OF_WINDOWS, rules=RULES, branch_ends=()
+)

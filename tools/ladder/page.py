@@ -152,14 +152,19 @@ class Plot:
     """One plot: x linear or logarithmic, y linear."""
 
     def __init__(
-        self, across: tuple[float, float], up: tuple[float, float], log: bool = False
+        self,
+        across: tuple[float, float],
+        up: tuple[float, float],
+        log: bool = False,
+        title: str = "",
     ) -> None:
+        """title: of a picture that is a file of its own."""
         self.scale: Callable[[float], float] = math.log10 if log else float
         self.across = self.scale(across[0]), self.scale(across[1])
         margin = 0.05 * (up[1] - up[0]) or 0.1
         self.up = up[0] - margin, up[1] + margin
         self.log = log
-        self.picture = Picture(WIDTH, HEIGHT)
+        self.picture = Picture(WIDTH, HEIGHT, title)
 
     def x(self, value: float) -> float:
         low, high = self.across
@@ -186,8 +191,10 @@ class Plot:
             return [low + above for above in ticks(high - low)]
         return [10 ** (low + (high - low) * i / 4) for i in range(5)]
 
-    def curve(self, points: Sequence[tuple[float, float]], color: str) -> None:
-        self.picture.curve([(self.x(x), self.y(y)) for x, y in points], color, 1.5)
+    def curve(
+        self, points: Sequence[tuple[float, float]], color: str, dashes: str = "none"
+    ) -> None:
+        self.picture.curve([(self.x(x), self.y(y)) for x, y in points], color, 1.5, dashes)
 
     def point(self, x: float, y: float, color: str, tip: str) -> None:
         self.picture.circle(self.x(x), self.y(y), 4, color, tip)

@@ -7,6 +7,7 @@
 - Tokens: so many per weight; Hoffmann et al., arXiv:2203.15556, take 20.
 - Batch and learning rate: N^(2/3) and N^(-1/3), through the values of the configuration: Porian et
   al., arXiv:2406.19146, and the ladder of Bhagia et al., arXiv:2412.04403, which has these exponents.
+  With model.width_base the rate stays: it is transferred (training/transfer.py).
 - Schedule: the same shape; a warm-up that is given in steps becomes a share of the run.
 
 N: the weights that a token is multiplied with, the output projection included. For a mixture: those
@@ -25,7 +26,6 @@ from configs.schema import Config, InputError
 from models import MODELS, NUMBERS
 
 BEGUN = ("load_path", "branch_from")  # options of [checkpoint] that give a run its first weights
-WIDTHS = ("hidden_dim", "expert_dim", "dense_hidden_dim", "shared_expert_dim")
 MULTIPLE = 8  # of the widths of feed-forward layers
 BATCH_EXPONENT = 2 / 3
 RATE_EXPONENT = -1 / 3
@@ -155,14 +155,17 @@ def _shape(
 ) -> dict[str, int]:
     share = dim / numbers["dim"]
     shape = {"n_heads": heads, "n_layers": layers, "dim": dim}
-    options = NUMBERS[base.model.family].options
+    of_family = NUMBERS[base.model.family]
+    options = of_family.options
     if "n_kv_heads" in options:
         wanted = max(1, round(numbers["n_kv_heads"] * heads / numbers["n_heads"]))
         divisors = [k for k in range(1, heads + 1) if heads % k == 0]
         shape["n_kv_heads"] = min(divisors, key=lambda k: (abs(k - wanted), k))
-    for name in WIDTHS:
-        if name in options and name in numbers:
-            shape[name] = max(MULTIPLE, round(numbers[name] * share / MULTIPLE) * MULTIPLE)
+    for name in of_family.widths:
+        if name not in numbers or name not in options or name in shape:
+            continue
+        unit = 1 if name.endswith("heads") else MULTIPLE
+        shape[name] = max(unit, round(numbers[name] * share / unit) * unit)
     return shape
 
 
@@ -194,7 +197,7 @@ def _rung(
             "--training.stop_after=0",
             f"--training.steps={steps}",
             f"--training.global_batch_size={batch}",
-            f"--optimizer.lr={base.optimizer.lr * growth**RATE_EXPONENT:.4g}",
+            f"--optimizer.lr={_rate(base, growth):.4g}",
             f"--lr_schedule.warmup_fraction={warmup:.4g}",
             f"--validation.interval={max(1, steps // EVALUATIONS)}",
             f"--validation.steps={max(1, round(held_out / batch))}",
@@ -209,6 +212,13 @@ def _rung(
     return Rung(
         folder.name, cfg.model_copy(update={"lr_schedule": _without_steps(cfg)}), size, ratio
     )
+
+
+def _rate(base: Config, growth: float) -> float:
+    """Return the learning rate of a model with so many times the weights."""
+    if base.model.width_base:
+        return base.optimizer.lr
+    return base.optimizer.lr * growth**RATE_EXPONENT
 
 
 def _data_parallel(base: Config, ranks: int) -> int:

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs import program
+from configs import check, program
 from configs.load import load_config
 from configs.schema import Config, InputError
 from configs.words import number_of
@@ -104,11 +104,16 @@ def row(name: str, result: Parity) -> str:
 
 def properties_of(cfg: Config, verdicts: dict[str, list]) -> int:
     """Print a line for each property of the model, and return the exit code."""
-    import train  # here, because it imports torch
+    from models import MODELS, lora  # here, because it imports torch
     from tools.parity import properties
 
+    family = lora.adapted(MODELS[cfg.model.family], cfg.lora)
+    args = family.Args(**check.architecture(cfg.model))
+    table = list(properties.TABLE)
+    if cfg.model.width_base:
+        table.append(properties.COORDINATES)
     code = 0
-    for verdict in properties.report(*train.architecture(cfg), cfg.lora):
+    for verdict in properties.report(family, args, cfg.lora, table):
         verdicts["properties"].append(
             {
                 "property": verdict.of.name,

@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.schema import Lora
 from models.family import Family
-from tools.parity import cached, declared, forwards, gradients
+from tools.parity import cached, coordinates, declared, forwards, gradients
 from tools.parity.tiny import Tiny, copy_of, one_thread
 
 
@@ -91,6 +91,13 @@ TABLE = (
     ),
     Property("files", "an export is read back bit by bit", declared.files, ("declarations",)),
 )
+# of a run that transfers its learning rate over width
+COORDINATES = Property(
+    "coordinates",
+    f"in the first steps, outputs move as far at {coordinates.GROWTHS[-1]} times the width",
+    coordinates.coordinates,
+    ("gradients", "declarations"),
+)
 
 # Those that no right model breaks and that cost a second together (tools/parity/proved.py).
 AT_START = (
@@ -161,7 +168,9 @@ def raised(error: Exception) -> str:
     return f"{place}raised {type(error).__name__}: {lines[0]}"
 
 
-def report(family: Family, args: Any, lora: Lora) -> list[PropertyResult]:
+def report(
+    family: Family, args: Any, lora: Lora, table: Sequence[Property] = TABLE
+) -> list[PropertyResult]:
     """Print one line for each property, and return the verdicts."""
     tiny = copy_of(family, args, lora)
     small = tiny.args
@@ -175,7 +184,7 @@ def report(family: Family, args: Any, lora: Lora) -> list[PropertyResult]:
             f"{tiny.limit:g} alone; models/kernels/precision.py::wide would keep float64"
         )
     verdicts = []
-    for verdict in tried(tiny):
+    for verdict in tried(tiny, table):
         print(verdict, flush=True)
         verdicts.append(verdict)
     return verdicts
