@@ -519,6 +519,9 @@ class Optimizer(Table):
     """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
     adamw_lr_scale: float = Field(1.0, gt=0)
     """With muon: the learning rate of AdamW's parameters, as a multiple of lr."""
+    average_decay: float = Field(0.0, ge=0, lt=1)
+    """Keep an exponential moving average of the weights with this decay, which is validated too; 0:
+    none."""
     lr_multipliers: Annotated[
         tuple[Annotated[tuple[str, Factor], BeforeValidator(_as_tuple)], ...],
         BeforeValidator(_as_tuple),

@@ -57,7 +57,6 @@ EXAMPLES = {
     "soap": Example(
         ["--optimizer.kind=soap", "--training.param_dtype=float64"], [FROM_FSDP2_TO_TP2]
     ),
-    "ema": Example(["--optimizer.kind=averaged", "--training.max_norm=0.1"]),
     "convolution": Example(meshes=[CP2]),
     "recurrence": Example(["--data.mask_documents=true"], meshes=[CP2]),
     "schedule": Example(["--lr_schedule.kind=wsd_sqrt", "--lr_schedule.decay_fraction=0.6"]),

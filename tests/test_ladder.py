@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from configs.load import load_config
 from configs.schema import Config, InputError
 from tools.ladder import __main__ as command
-from tools.ladder import forecast, law, page, rungs, runs
+from tools.ladder import budget, forecast, law, page, rungs, runs
 from tools.plan import command as plan
 from training import forecast as registered
 
@@ -75,6 +76,26 @@ def test_runs_that_cannot_tell_the_terms_apart_are_refused(sizes, ratios, words)
     d = n * np.tile(ratios, len(sizes))
     with pytest.raises(ValueError, match=words):
         law.fit(n, d, published(n, d))
+
+
+def test_the_best_size_of_a_budget_is_that_of_the_law():
+    found = law.fit(SIZES, TOKENS, published(SIZES, TOKENS))
+    rows = budget.front(found, 1e12, 1e3)
+    for row in rows:
+        flops = row.usd * 1e12
+        assert 6 * row.parameters * row.tokens == pytest.approx(flops)
+        sizes = row.parameters * np.geomspace(0.5, 2, 101)
+        losses = found.law(sizes, flops / 6 / sizes)
+        assert losses.argmin() == 50 and row.low <= row.loss <= row.high
+    assert [row.loss for row in rows] == sorted((row.loss for row in rows), reverse=True)
+    lines = budget.words(rows, 2e6)
+    assert "1,000" in lines[4]
+
+
+def test_a_law_without_one_of_its_terms_has_no_best_size():
+    flat = law.Law(1.0, 0.0, 1.0, 0.3, 0.3, 1.0, 1.0)
+    with pytest.raises(InputError, match="no size is the best"):
+        budget.best_size(flat, 1e15)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo2"])
@@ -253,3 +274,9 @@ def test_a_ladder_runs_what_is_missing_and_a_plan_registers_its_forecast(tmp_pat
     cfg = load_config([f"--run.folder={run}", "--training.steps=20000"])
     assert "90% band" in plan.forecast_of(cfg, tmp_path)
     assert registered.read(run)[0].ladder == str(tmp_path)
+    hours = SimpleNamespace(usd_per_gpu_hour=2.0)
+    made = SimpleNamespace(cfg=cfg, inputs=hours, gpu_hours=lambda: 10.0)
+    of_budget = plan.best_for(made, tmp_path, 20).splitlines()[4].split()
+    size, tokens = float(of_budget[1]), float(of_budget[2])
+    spent = rungs.parameters_of(cfg) * rungs.tokens_of(cfg)
+    assert size * tokens == pytest.approx(spent, rel=0.02)  # the same dollars buy the same FLOPs

@@ -33,6 +33,7 @@ from tools import (
     places,
     torchtitan_config,
 )
+from tools import average as averages
 from tools import lora_to_peft as peft
 from tools.new_checkpoint import newest, progress_bar, shapes
 from tools.to_dcp import from_dcp, to_dcp
@@ -369,6 +370,11 @@ def storages(path: Path) -> list[tuple[int, int]]:
     return [found[i] for i in sorted(found)]
 
 
+def average(source: Path | Key, out: Path) -> str:
+    path, manifest = newest(source)
+    return averages.write(path, manifest, out, saved_tokenizer(path))
+
+
 def config(source: Path, out: Path, gpus: int) -> str:
     """Write a configuration of ours, of a folder of Hugging Face's or a file of TorchTitan's."""
     if source.is_dir():
@@ -383,6 +389,7 @@ COMMANDS = {  # of tools.convert
     "to-torch": to_torch,
     "to-dcp": to_dcp,
     "from-dcp": from_dcp,
+    "average": average,
     "lora-to-peft": lora_to_peft,
     "lora-merge": lora_merge,
     "config": config,

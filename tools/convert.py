@@ -7,6 +7,7 @@ memory at a time.
     python -m tools.convert to-torch     CHECKPOINT OUT.pt     one file for torch.load
     python -m tools.convert to-dcp       CHECKPOINT OUT        a folder for torch.distributed.checkpoint, or TorchTitan
     python -m tools.convert from-dcp     DCP_FOLDER OUT        such a folder, of ours or TorchTitan's
+    python -m tools.convert average      CHECKPOINT OUT        a checkpoint of the averages of the weights
     python -m tools.convert lora-to-peft RUN OUT               a folder for peft's PeftModel.from_pretrained
     python -m tools.convert lora-merge   RUN OUT               base and adapters in one, for from_pretrained
     python -m tools.convert config       HF_FOLDER OUT.toml    a configuration that fine-tunes such a model
@@ -81,6 +82,11 @@ COMMANDS = {
         ("DCP_FOLDER", "a folder with .metadata, of to-dcp or of TorchTitan"),
         ("OUT", "a new folder; in it appears checkpoints/step-..., from which a run goes on"),
         "A checkpoint of a folder of torch.distributed.checkpoint.",
+    ),
+    "average": (
+        CHECKPOINT,
+        RUN,
+        "A checkpoint of the averages of a run's weights (optimizer.average_decay).",
     ),
     "lora-to-peft": (
         ADAPTERS,

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from configs.schema import Compile, LRSchedule, Optimizer
 from parallelisms.mesh import Mesh
-from training import one_pass
+from training import averages, one_pass
 from training.optimizers import (
     OPTIMIZERS,
     adamw_options,
@@ -123,6 +123,7 @@ def step_if(fine: Tensor, optimizer: Any) -> None:
         del optimizer.found_inf
     elif fine.item():
         optimizer.step()
+    averages.update(optimizer, fine)
 
 
 @torch.no_grad()

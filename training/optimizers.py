@@ -165,6 +165,8 @@ def options_of_group(rule: Rule, cfg: Optimizer, decays: bool, rates: Rates) -> 
         "weight_decay": cfg.weight_decay * rates.decay if decays else 0.0,
         **rule.options(cfg),
     }
+    if cfg.average_decay:
+        options["average_decay"] = cfg.average_decay
     if rates.eps != 1 and rule.name == "AdamW":
         options["eps"] = cfg.eps * rates.eps
     return options
@@ -258,13 +260,21 @@ def rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     raise KeyError(f"the optimizer {name} has no row in training/optimizers.py")
 
 
+def kept_of(rule: Rule, group: Group) -> dict[str, Kept]:
+    """Return what is kept of each parameter of a group: by its rule, and the average of its weights
+    (training/averages.py)."""
+    if not group.get("average_decay"):
+        return rule.state(group)
+    return rule.state(group) | {"average": LIKE, "average_steps": SCALAR}
+
+
 def sizes_kept(
     optimizer: torch.optim.Optimizer, group: Group, param: nn.Parameter
 ) -> list[tuple[int, int]]:
     """Return the bytes of this rank's part and of the whole, for each tensor of the optimizer's
     state of a parameter that is no scalar."""
     sizes = []
-    for kept in rule_of(optimizer, group).state(group).values():
+    for kept in kept_of(rule_of(optimizer, group), group).values():
         shapes = kept.shapes(param)
         if shapes is not None and shapes[1]:
             width = (kept.dtype or param.dtype).itemsize
@@ -281,7 +291,7 @@ def materialise(optimizer: torch.optim.Optimizer) -> None:
     1 (pytorch#164929). Raises KeyError for an optimizer without a row in the table.
     """
     for group in optimizer.param_groups:
-        forms = rule_of(optimizer, group).state(group)
+        forms = kept_of(rule_of(optimizer, group), group)
         for param in group["params"] if forms else ():
             state = optimizer.state[param]
             # a fused optimizer reads a scalar on its parameter's device, the others on the CPU

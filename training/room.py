@@ -15,7 +15,7 @@ import torch
 from configs.schema import Config, InputError
 from parallelisms import dp, freezing
 from parallelisms import mesh as meshes
-from training.optimizers import OPTIMIZERS
+from training.optimizers import OPTIMIZERS, Rates, kept_of, options_of_group
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # of this container, by cgroup v2; "max": no limit
@@ -37,8 +37,9 @@ def state_bytes(cfg: Config, family: Any, args: Any) -> int:
             trained = count - freezing.count(family.build(args), cfg.training.freeze)
         frozen = master
     rule = OPTIMIZERS[cfg.optimizer.kind].matrices
-    group = {"momentum": cfg.optimizer.momentum, **rule.options(cfg.optimizer)}
-    kept = [one for one in rule.state(group).values() if one.like_parameter]
+    group = options_of_group(rule, cfg.optimizer, decays=True, rates=Rates())
+    group.setdefault("momentum", cfg.optimizer.momentum)
+    kept = [one for one in kept_of(rule, group).values() if one.like_parameter]
     of_optimizer = sum((one.dtype or master).itemsize for one in kept)
     return trained * (2 * master.itemsize + of_optimizer) + (count - trained) * frozen.itemsize
 

@@ -12,7 +12,7 @@ from data import text_bytes
 from data.loader import Batch, loader
 from parallelisms import dp, pp
 from parallelisms.mesh import Mesh
-from training import forecast
+from training import averages, forecast
 from training.loss import IGNORE, linear_cross_entropy
 from training.microbatches import Microbatches, to_host_async
 
@@ -36,24 +36,37 @@ def run_validation(run: Any, step: int, stop: Any) -> bool:
     cfg = job.cfg
     if not run.held_out:
         return False
-    patience = cfg.run.step_timeout_seconds + cfg.data.timeout_seconds
+    sums = sums_of_sets(run, stop)
+    stopping = ended_by_stop(run, step, stop, run_validation)
+    if not stopping and cfg.optimizer.average_decay:
+        with averages.in_place(job.optimizer):
+            of_average = sums_of_sets(run, stop)
+            stopping = ended_by_stop(run, step, stop, run_validation)
+    if not stopping:
+        found = scores(sums)
+        if cfg.optimizer.average_decay:
+            found["average/validation_loss"] = scores(of_average)["validation_loss"]
+        run.metrics.log(step, found | forecast.judged(cfg, step, found["validation_loss"]))
+    run.clock.record("validation")
+    return stopping
 
+
+def sums_of_sets(run: Any, stop: Any) -> dict[str, Tensor]:
+    """Return the sums of `validate` over each held-out set, incomplete where a stop is requested
+    meanwhile."""
+    cfg = run.job.cfg
+    patience = cfg.run.step_timeout_seconds + cfg.data.timeout_seconds
     sums = {}
     tokenizer = run.corpora.tokenizer
     token_bytes = text_bytes.of_ids(tokenizer)
     for name, rows in run.held_out.items():
         read = loader(rows, 0, cfg.validation.steps, cfg.data)
         sized = text_bytes.sized(read, rows, tokenizer)
-        batches = until_stopped(sized, job.mesh, stop, run.watchdog, patience)
+        batches = until_stopped(sized, run.job.mesh, stop, run.watchdog, patience)
         sums[name] = validate(
-            job.model, job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes
+            run.job.model, run.job.mesh, batches, cfg.training.loss_chunk_tokens, token_bytes
         )
-    stopping = ended_by_stop(run, step, stop, run_validation)
-    if not stopping:
-        found = scores(sums)
-        run.metrics.log(step, found | forecast.judged(cfg, step, found["validation_loss"]))
-    run.clock.record("validation")
-    return stopping
+    return sums
 
 
 def until_stopped(

@@ -55,6 +55,8 @@ def check_question(flags: argparse.Namespace) -> None:
         raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     if flags.days < 0 or flags.usd < 0:
         raise InputError("--days and --usd are limits, more than 0")
+    if flags.usd and flags.usd_per_gpu_hour <= 0:
+        raise InputError("--usd needs --usd-per-gpu-hour, the price of a GPU")
     if not asks_how_many(flags):
         return
     for name in ("gpus", "search", "stages", "write", "html", "compare", "ladder"):
@@ -62,12 +64,12 @@ def check_question(flags: argparse.Namespace) -> None:
             raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
     if flags.tokens <= 0:
         raise InputError("--days and --usd need --tokens, what the run trains on, as 15e12")
-    if flags.usd and flags.usd_per_gpu_hour <= 0:
-        raise InputError("--usd needs --usd-per-gpu-hour, the price of a GPU")
 
 
 def asks_how_many(flags: argparse.Namespace) -> bool:
-    return bool(flags.days or flags.usd)
+    """Return whether the question is how many GPUs it takes. With a ladder, dollars ask for the best
+    size."""
+    return bool(flags.days or (flags.usd and not flags.ladder))
 
 
 OVERRIDES = {  # option -> what it gives in the place of the device's number
@@ -106,7 +108,9 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     add("--gpus", type=int, help="of the whole run (8)")
     text = "with --tokens and without --gpus: how many GPUs finish in so many days"
     add("--days", type=float, default=0, help=text)
-    add("--usd", type=float, default=0, help="the same, or also, for at most so many dollars")
+    text = "the same, or also, for at most so many dollars; with --ladder, the size and the tokens that "
+    text += "reach the least loss for them"
+    add("--usd", type=float, default=0, help=text)
     add("--gpus-per-node", type=int, default=8, help="of each host (8)")
     text = "a row of tools/plan/devices.toml, a TOML file of your own, or cpu (h100)"
     add("--device", help=text)

@@ -11,7 +11,7 @@ from tools.plan.arguments import asks_how_many, configuration, second
 from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
 from tools.plan.page import page
-from tools.plan.plan import PlanInputs, make_plan
+from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.report import report
 from tools.plan.routing import load_routing
 from tools.plan.search import search, table
@@ -100,6 +100,20 @@ def forecast_of(cfg: Config, ladder: Path) -> str:
     return "\n".join(["", *words(found), f"written: {written}"])
 
 
+def best_for(plan: Plan, ladder: Path, usd: float) -> str:
+    """Return a table of the runs that reach the least loss for about so many dollars, at the price of
+    this plan's FLOPs. Raises InputError."""
+    from tools.ladder import budget
+    from tools.ladder.forecast import fitted
+    from tools.ladder.rungs import parameters_of, tokens_of
+
+    done, found = fitted(ladder)
+    flops = 6.0 * parameters_of(plan.cfg) * tokens_of(plan.cfg)
+    price = plan.gpu_hours() * plan.inputs.usd_per_gpu_hour
+    rows = budget.front(found, flops / price, usd)
+    return "\n".join(budget.words(rows, max(run.parameters for run in done)))
+
+
 def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -126,6 +140,8 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
     print(text)
     if flags.ladder:
         print(forecast_of(configuration(flags, rest), flags.ladder))
+    if flags.ladder and flags.usd:
+        print(best_for(plan, flags.ladder, flags.usd))
     if flags.write:
         Path(flags.write).write_text(dump(plan.cfg), encoding="utf-8")
         print(f"\nwritten: {flags.write}")

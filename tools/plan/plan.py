@@ -239,6 +239,14 @@ class Plan:
         _, write, stall = self.saving()
         return expected(self.mtbf, stall, self.inputs.restart_seconds, interval, write)
 
+    def gpu_hours(self) -> float:
+        """Return the hours of all GPUs until the run ends, with what interruptions cost."""
+        seconds = self.steps * self.time.seconds
+        _, write, _ = self.saving()
+        interval = self.cfg.checkpoint.interval * self.time.seconds or seconds
+        goodput = self.goodput(max(interval, write))
+        return self.inputs.gpus * seconds / goodput / 3600 if goodput else float("inf")
+
     @property
     def best_interval(self) -> float:
         """Return the seconds of work between saves that lose least. A save is written before the

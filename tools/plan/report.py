@@ -455,7 +455,7 @@ def run(plan: Plan) -> list[str]:
     interval = configured * step_seconds or seconds
     goodput = plan.goodput(max(interval, write))
     best = plan.best_interval
-    hours = inputs.gpus * seconds / goodput / 3600 if goodput else float("inf")
+    hours = plan.gpu_hours()
     dollars = ""
     if inputs.usd_per_gpu_hour:
         cost = hours * inputs.usd_per_gpu_hour
