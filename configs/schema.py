@@ -526,8 +526,8 @@ class Optimizer(Table):
         tuple[Annotated[tuple[str, Factor], BeforeValidator(_as_tuple)], ...],
         BeforeValidator(_as_tuple),
     ] = ()
-    """Learning rate of parameters, as a multiple of lr: [[pattern of a name, factor], ...]; the first
-    that matches counts."""
+    """Learning rates as multiples of lr: [[pattern of a parameter, factor], ...]; the first match
+    counts."""
 
 
 class Lora(Table):

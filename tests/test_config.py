@@ -1150,6 +1150,26 @@ RULE_CASES = {
         'optimizer.kind = "muon" together with parallelism.cpu_offload = true is not supported',
         "parallelism.cpu_offload=false",
     ),
+    "transfer_tied": (
+        "model.width_base=64 model.tied_embeddings=true",
+        "set tied_embeddings = false, or remove width_base",
+        "model.tied_embeddings=false",
+    ),
+    "transfer_depth": (
+        "model.family=olmo2 model.depth_base=2",
+        "a norm follows there that would undo it: remove depth_base",
+        "model.depth_base=0",
+    ),
+    "transfer_sgd": (
+        "model.width_base=64 optimizer.kind=sgd",
+        'remove them, or set optimizer.kind = "adamw"',
+        "optimizer.kind=adamw",
+    ),
+    "transfer_lora": (
+        'model.width_base=64 lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x',
+        "have no effect on adapters",
+        "model.width_base=0",
+    ),
     "lora_unused": (
         'lora.targets=["wq"]',
         'lora.alpha = 16.0 and lora.targets = ["wq"] have no effect with lora.rank = 0',

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import train
-from configs.load import ConfigError, load_config
+from configs.load import load_config
 from configs.schema import InputError, Model, Optimizer
 from models import MODELS, NUMBERS
 from parallelisms import family_check
@@ -192,23 +192,6 @@ def test_a_pattern_without_a_parameter_is_refused():
     cfg = load_config([*CONFIG, '--optimizer.lr_multipliers=[["*.wz.weight", 2]]'], 1, 1)
     with pytest.raises(InputError, match=r"lr_multipliers: '\*.wz.weight' matches no parameter"):
         family_check.check(*train.architecture(cfg), SimpleNamespace(tp=1), cfg, [range(4)])
-
-
-@pytest.mark.parametrize(
-    "options, sentence",
-    [
-        (["--model.width_base=16", "--model.tied_embeddings=true"], "set tied_embeddings = false"),
-        (["--model.family=olmo2", "--model.depth_base=2"], "a norm follows there"),
-        (["--model.width_base=16", "--optimizer.kind=sgd"], 'optimizer.kind = "adamw"'),
-        (
-            ["--model.depth_base=2", "--lora.rank=2", '--lora.targets=["wq"]'],
-            "have no effect on adapters",
-        ),
-    ],
-)
-def test_what_cannot_be_transferred_is_refused(options, sentence):
-    with pytest.raises(ConfigError, match=sentence):
-        load_config([*CONFIG, *options], 1, 1)
 
 
 @pytest.mark.slow
