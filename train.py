@@ -33,7 +33,7 @@ from data import turns
 from data.loader import Corpora, PreparedBatches
 from data.open import open_corpora
 from data.workers import LoaderError
-from models import FORMATS, MODELS, lora
+from models import FORMATS, MODELS, lora, transfer
 from models.family import Family
 from models.terms import AuxiliaryTerms
 from parallelisms import contract, cores, dp, family_check, parallelize, pp
@@ -46,7 +46,7 @@ from reliability.objects import check_mirrored
 from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
 from tools.parity import proved
-from training import attention, digests, graphs, init, log, transfer
+from training import attention, digests, graphs, init, log
 from training.balance import move_biases, sum_counts
 from training.evaluate import open_tasks, run_evaluation
 from training.further import open_further

@@ -69,7 +69,7 @@ class Family:
     """Rows (pattern of the parameter's name, whether it is a hidden matrix, or a stack of them
     [experts, out, in]), of which the first that matches counts. Muon updates these."""
     scales: Mapping[str, Any] = field(default_factory=dict)
-    """Parameter's name -> its training/transfer.py::Scale, of a run that transfers its learning
+    """Parameter's name -> its models/transfer.py::Scale, of a run that transfers its learning
     rate."""
     active_parameters: Callable[[Any], int] | None = None
     """(args) -> how many of the parameters work on a token. None: all of them."""

@@ -207,6 +207,7 @@ def test_models_import_torch_and_models_alone():
                     "collections",
                     "dataclasses",
                     "functools",
+                    "fnmatch",
                     "typing",
                     "models",
                 }, f"{path.name} imports {name}"

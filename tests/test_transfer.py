@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import train
+from configs import check
 from configs.load import load_config
 from configs.schema import InputError, Model, Optimizer
-from models import MODELS, NUMBERS
+from models import MODELS, NUMBERS, transfer
 from parallelisms import family_check
-from tests.test_properties import tiny
 from tools.parity import __main__ as tool
 from tools.parity import coordinates
-from training import init, transfer
+from tools.parity.tiny import Tiny, copy_of
+from training import init
 from training.optim import build_optimizer, set_learning_rate
 
 TINY = SimpleNamespace(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
@@ -30,6 +31,12 @@ CONFIG = [
 ]
 BASED = ["--model.width_base=16", "--model.depth_base=1"]
 UNTIED = "--model.tied_embeddings=false"
+
+
+def tiny(preset: str) -> Tiny:
+    cfg = load_config([f"configs/{preset}.toml"], None, None)
+    family = MODELS[cfg.model.family]
+    return copy_of(family, family.Args(**check.architecture(cfg.model)), cfg.lora)
 
 
 def architecture(*options: str):

@@ -30,16 +30,16 @@ from configs.check import architecture, derive
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from configs.words import number_of
-from models import MODELS
+from models import MODELS, transfer
 from models.formats import torchtitan
 from parallelisms.dp import master_dtype
 from reliability import disk, objects
 from tools import adapters, dcp, new_checkpoint
 from tools.dcp import Key
 from tools.new_checkpoint import progress_bar
-from training import transfer
 from training.optim import first_match, learning_rate
-from training.optimizers import ADAMW, rates_of
+from training.optimizers import ADAMW
+from training.rates import rates_of
 
 OURS = "plumbline"  # the value by which a folder is known as ours
 KEPT = ("exp_avg", "exp_avg_sq", "step")  # by AdamW, of each parameter

@@ -14,13 +14,8 @@ from torch.distributed.tensor import DTensor
 from configs.schema import Compile, LRSchedule, Optimizer
 from parallelisms.mesh import Mesh
 from training import averages, one_pass
-from training.optimizers import (
-    OPTIMIZERS,
-    adamw_options,
-    options_of_group,
-    rates_of,
-    with_dtype,
-)
+from training.optimizers import OPTIMIZERS, adamw_options, with_dtype
+from training.rates import options_of_group, rates_of
 
 
 def build_optimizer(
@@ -39,7 +34,7 @@ def build_optimizer(
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches
     counts. matrix_rows: in the same form, whether it is a hidden matrix. mesh: None for a model
     that is not sharded. compiled: of the run, which may ask for AdamW in one pass. scales: of
-    parameters by name (training/transfer.py).
+    parameters by name (models/transfer.py).
     """
     kind = OPTIMIZERS[cfg.kind]
     cfg = with_dtype(cfg, model)

@@ -10,8 +10,7 @@ with what a step really leaves. A new optimizer is a row here, and a name in
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from configs.cpu import bfloat16_is_fast
 
@@ -133,43 +132,6 @@ class Rule:
     # Whether one kernel updates all elements of a group, each by itself. Then the plan of a deep
     # model may follow from that of a shallow one: the work grows with the elements alone.
     is_one_kernel: bool = False
-
-
-class Rates(NamedTuple):
-    """Factors of the options of a parameter."""
-
-    lr: float = 1.0
-    decay: float = 1.0
-    eps: float = 1.0
-
-
-def rates_of(
-    cfg: Optimizer, rule: Rule, name: str, shape: Sequence[int], scale: Any = None
-) -> Rates:
-    """Return the factors of a parameter's options: those of its scale (training/transfer.py), and the
-    multiplier of its learning rate. shape: of the whole parameter."""
-    rates = Rates() if scale is None else scale.rates(rule, cfg, tuple(shape))
-    for pattern, factor in cfg.lr_multipliers:
-        if fnmatchcase(name, pattern):
-            return rates._replace(lr=rates.lr * factor)
-    return rates
-
-
-def options_of_group(rule: Rule, cfg: Optimizer, decays: bool, rates: Rates) -> Group:
-    """Return the options of a group of parameters."""
-    lr_scale = rule.lr_scale(cfg) * rates.lr
-    options = {
-        "rule": rule.name,
-        "lr": cfg.lr * lr_scale,
-        "lr_scale": lr_scale,
-        "weight_decay": cfg.weight_decay * rates.decay if decays else 0.0,
-        **rule.options(cfg),
-    }
-    if cfg.average_decay:
-        options["average_decay"] = cfg.average_decay
-    if rates.eps != 1 and rule.name == "AdamW":
-        options["eps"] = cfg.eps * rates.eps
-    return options
 
 
 def with_dtype(cfg: Optimizer, model: nn.Module) -> Optimizer:

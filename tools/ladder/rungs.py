@@ -7,7 +7,7 @@
 - Tokens: so many per weight; Hoffmann et al., arXiv:2203.15556, take 20.
 - Batch and learning rate: N^(2/3) and N^(-1/3), through the values of the configuration: Porian et
   al., arXiv:2406.19146, and the ladder of Bhagia et al., arXiv:2412.04403, which has these exponents.
-  With model.width_base the rate stays: it is transferred (training/transfer.py).
+  With model.width_base the rate stays: it is transferred (models/transfer.py).
 - Schedule: the same shape; a warm-up that is given in steps becomes a share of the run.
 
 N: the weights that a token is multiplied with, the output projection included. For a mixture: those

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from configs.schema import Model, Optimizer
+from models import transfer
 from tools.parity.forwards import outputs
 from tools.parity.gradients import batch, mean_loss
 from tools.parity.outputs import MODEL
 from tools.parity.tiny import Tiny, built
-from training import init, transfer
+from training import init
 from training.optim import build_optimizer
 
 GROWTHS = (1, 2, 4, 8)  # widths, as multiples of the copy's

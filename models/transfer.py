@@ -21,18 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from configs.schema import Model, Optimizer
 from models.family import Family
 from models.moe import Experts
-from training.muon import LR_FACTORS
-from training.optimizers import MUON, Rates, Rule
 
 
 @dataclass(frozen=True)
 class Scale:
     """Numbers of a parameter relative to the base. inputs, outputs: how many times as many it has,
     1 where they do not grow and for a vector; factor: of its product in forward; epsilon: of AdamW,
-    behind that factor."""
+    behind that factor. training/rates.py has the learning rates that follow."""
 
     inputs: float
     outputs: float
@@ -44,28 +41,10 @@ class Scale:
         """Return the factor of the initial deviation."""
         return self.factor / math.sqrt(self.inputs)
 
-    def rates(self, rule: Rule, cfg: Optimizer, shape: tuple[int, ...]) -> Rates:
-        """Return the factors of its options. rule: that updates it; shape: of the whole parameter,
-        [..., outputs, inputs]."""
-        if rule is MUON:
-            lr = self.factor * self.of_spectral_norm(cfg, shape)
-        else:
-            lr = self.factor / self.inputs
-        return Rates(lr=lr, decay=1 / lr, eps=self.epsilon / self.factor)
 
-    def of_spectral_norm(self, cfg: Optimizer, shape: tuple[int, ...]) -> float:
-        """Return the factor of Muon's learning rate that lets the spectral norm of an update grow as
-        sqrt(outputs / inputs) (Yang, Simon and Bernstein, arXiv:2310.17813)."""
-        rows, columns = shape[-2:]
-        lr_factor = LR_FACTORS[cfg.adjust_lr_fn]
-        at_base = lr_factor(rows / self.outputs, columns / self.inputs)
-        wanted = math.sqrt(self.outputs / self.inputs)
-        return wanted * at_base / lr_factor(rows, columns)
-
-
-def adapted(family: Family, args: Any, cfg: Model) -> Family:
+def adapted(family: Family, args: Any, cfg: Any) -> Family:
     """Return the family of a model with these numbers, with the scales of its parameters and initial
-    values that follow them; without a base: the family."""
+    values that follow them; without a base: the family. cfg: a configs/schema.py::Model."""
     if not (cfg.width_base or cfg.depth_base):
         return family
     base = {}
@@ -89,7 +68,7 @@ def scaled_row(
     raise ValueError(f"no row of initial_values() matches the parameter {name}")
 
 
-def scales_of(family: Family, args: Any, cfg: Model) -> dict[str, Scale]:
+def scales_of(family: Family, args: Any, cfg: Any) -> dict[str, Scale]:
     """Return the scale of every parameter of a model, by name. Which of its axes grow is seen in a
     model that is twice as wide."""
     width = args.dim / cfg.width_base if cfg.width_base else 1.0
