@@ -52,5 +52,8 @@ OPTIONS_OF_CAPS = {
 }
 
 NUMBERS = Numbers(
-    flavors=FLAVORS, options=OPTIONS | OPTIONS_OF_WINDOWS | OPTIONS_OF_CAPS, rules=RULES
+    flavors=FLAVORS,
+    options=OPTIONS | OPTIONS_OF_WINDOWS | OPTIONS_OF_CAPS,
+    rules=RULES,
+    branch_ends=(),
 )
