@@ -11,7 +11,7 @@ from training.muon import LR_FACTORS
 from training.optimizers import MUON, Group, Rule
 
 
-class Rates(NamedTuple):
+class RateFactors(NamedTuple):
     """Factors of the options of a parameter."""
 
     lr: float = 1.0
@@ -21,17 +21,17 @@ class Rates(NamedTuple):
 
 def rates_of(
     cfg: Optimizer, rule: Rule, name: str, shape: Sequence[int], scale: Any = None
-) -> Rates:
+) -> RateFactors:
     """Return the factors of a parameter's options. shape: of the whole parameter; scale: its
     models/transfer.py::Scale, or None."""
-    rates = Rates() if scale is None else transferred(scale, rule, cfg, shape)
+    rates = RateFactors() if scale is None else transferred(scale, rule, cfg, shape)
     for pattern, factor in cfg.lr_multipliers:
         if fnmatchcase(name, pattern):
             return rates._replace(lr=rates.lr * factor)
     return rates
 
 
-def transferred(scale: Any, rule: Rule, cfg: Optimizer, shape: Sequence[int]) -> Rates:
+def transferred(scale: Any, rule: Rule, cfg: Optimizer, shape: Sequence[int]) -> RateFactors:
     """Return the factors that keep a learning rate right over width and depth: of AdamW, table 3 of
     Yang et al., arXiv:2203.03466. The decay of a step, lr * weight_decay, stays as it is."""
     lr = scale.factor
@@ -39,7 +39,7 @@ def transferred(scale: Any, rule: Rule, cfg: Optimizer, shape: Sequence[int]) ->
         lr *= of_spectral_norm(scale, cfg, shape)
     else:
         lr /= scale.inputs
-    return Rates(lr=lr, decay=1 / lr, eps=scale.epsilon / scale.factor)
+    return RateFactors(lr=lr, decay=1 / lr, eps=scale.epsilon / scale.factor)
 
 
 def of_spectral_norm(scale: Any, cfg: Optimizer, shape: Sequence[int]) -> float:
@@ -52,7 +52,7 @@ def of_spectral_norm(scale: Any, cfg: Optimizer, shape: Sequence[int]) -> float:
     return wanted * at_base / lr_factor(rows, columns)
 
 
-def options_of_group(rule: Rule, cfg: Optimizer, decays: bool, rates: Rates) -> Group:
+def options_of_group(rule: Rule, cfg: Optimizer, decays: bool, rates: RateFactors) -> Group:
     """Return the options of a group of parameters."""
     lr_scale = rule.lr_scale(cfg) * rates.lr
     options = {

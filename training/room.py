@@ -16,7 +16,7 @@ from configs.schema import Config, InputError
 from parallelisms import dp, freezing
 from parallelisms import mesh as meshes
 from training.optimizers import OPTIMIZERS, kept_of
-from training.rates import Rates, options_of_group
+from training.rates import RateFactors, options_of_group
 
 GIB = 2**30
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # of this container, by cgroup v2; "max": no limit
@@ -38,7 +38,7 @@ def state_bytes(cfg: Config, family: Any, args: Any) -> int:
             trained = count - freezing.count(family.build(args), cfg.training.freeze)
         frozen = master
     rule = OPTIMIZERS[cfg.optimizer.kind].matrices
-    group = options_of_group(rule, cfg.optimizer, True, Rates())
+    group = options_of_group(rule, cfg.optimizer, True, RateFactors())
     group.setdefault("momentum", cfg.optimizer.momentum)
     kept = [one for one in kept_of(rule, group).values() if one.like_parameter]
     of_optimizer = sum((one.dtype or master).itemsize for one in kept)
