@@ -22,7 +22,7 @@ class Overlapped(NamedTuple):
     behind: list[int]  # GEMMs between the start of every other all-gather in a block and its wait
 
 
-def overlapped(options: list[str], dp_size: int, enabled: bool = True) -> Overlapped:
+def overlapped(options: list[str], dp_size: int) -> Overlapped:
     """Emulate symmetric memory on a CPU: the operators are PyTorch's own plain versions of them,
     all-gather then matmul, matmul then scatter, so that the rewritten graph runs for real."""
     import torch._functorch.config
@@ -33,8 +33,6 @@ def overlapped(options: list[str], dp_size: int, enabled: bool = True) -> Overla
     config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     config.compile_threads = 1  # a pool of compilers costs more than these few kernels
     torch.distributed.is_nccl_available, async_tp.SYMMETRIC_MEMORY = lambda: True, ("cpu",)
-    if not enabled:
-        _symmetric_memory.enable_symm_mem_for_group = lambda name: None
     counts, library = dict.fromkeys(FUSED, 0), torch.library.Library("symm_mem", "IMPL")
 
     def counted(name: str, plainly: Callable) -> Callable:

@@ -14,6 +14,7 @@ ranks and microbatches. A run is a combination of one setting per factor (FACTOR
 import functools
 import os
 import warnings
+from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from checkpoint.storage import box_of, local
 from configs.load import load_config
 from models import NUMBERS as NUMBERS_OF
 from parallelisms.mesh import Mesh, world
-from tests.covering import Pair
+from tests.covering import covering_array, every_pair
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, SMALL_MODEL, ULYSSES
 from tools.parity import in_memory
@@ -310,17 +311,22 @@ def trajectories(runs: list[list[str]], dp_size: int) -> list[dict]:
     return [trajectory(options, dp_size) for options in runs]
 
 
-def matrix(factors: dict, simple: list[str], composed: list[str]) -> tuple[dict, set[Pair]]:
-    """Return the arguments of `tests/covering.py::covering_array`: the mesh and each of `factors`
-    -> its settings, and the pairs that need not meet. Every setting meets every simple mesh. The
-    composed meshes leave out BETWEEN_OTHERS."""
-    settings = {"mesh": [*simple, *composed]}
-    needless = set()
-    for factor, table in factors.items():
-        settings[factor] = list(table)
-        for setting in BETWEEN_OTHERS:
-            needless |= {frozenset({("mesh", mesh), (factor, setting)}) for mesh in composed}
-    return settings, needless
+def pairwise(
+    factors: dict, simple: list[str], composed: list[str], meeting: Collection[str]
+) -> list[Combination]:
+    """Return combinations of a mesh and a setting of each of `factors`, in which every setting meets
+    each simple mesh, and every two settings of the factors `meeting` meet. A composed mesh meets two
+    settings of each factor: the last ones, without BETWEEN_OTHERS."""
+    settings = {factor: list(table) for factor, table in factors.items()}
+    needless = set(every_pair(settings))
+    needless -= set(every_pair({factor: settings[factor] for factor in meeting}))
+    fewer = {}
+    for factor, options in settings.items():
+        fewer[factor] = [option for option in options if option not in BETWEEN_OTHERS][-2:]
+    return [
+        *covering_array({"mesh": simple} | settings, needless),
+        *covering_array({"mesh": composed} | fewer, every_pair(fewer)),
+    ]
 
 
 def combination_of(**settings: str) -> Combination:

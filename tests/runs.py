@@ -56,18 +56,13 @@ CP2, ULYSSES = "--parallelism.context_parallel=2", "--parallelism.context_parall
 CONTEXT_MESHES = {  # as MESHES
     "cp2": MESHES["cp2"],
     "cp3": (3, ["--parallelism.context_parallel=3"], 1),
-    "cp4": (4, ["--parallelism.context_parallel=4"], 1),
     "fsdp2xcp2": (4, [CP2], 2),
     "cp2xtp2": (4, [CP2, "--parallelism.tensor_parallel=2"], 1),
     "pp2xcp2": (4, [CP2, "--parallelism.pipeline_parallel=2"], 1),
-    "fsdp2xcp2xtp2": (8, [CP2, "--parallelism.tensor_parallel=2"], 2),
-    "hsdp2x2xcp2": (8, [CP2, "--parallelism.data_parallel_replicate=2"], 4),
-    "pp2xfsdp2xcp2": (8, [CP2, "--parallelism.pipeline_parallel=2"], 2),
 }
 EP2 = "--parallelism.expert_parallel=2"
 EXPERT_MESHES = {  # as MESHES
     "ep2": (2, [EP2], 2),
-    "ep4": (4, ["--parallelism.expert_parallel=4"], 4),
     "ep2xfsdp2": (4, [EP2], 4),
     "ep2xhsdp2": (4, [EP2, "--parallelism.data_parallel_replicate=2"], 4),
     "ep2xpp2": (4, [EP2, "--parallelism.pipeline_parallel=2"], 2),

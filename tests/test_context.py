@@ -1,11 +1,8 @@
 """Context parallelism: ranks that share a sequence compute what one process computes.
 
 `tests/parity.py` says what is compared. As in tests/test_parallel.py, the runs of a mesh are few
-combinations of settings, such that every two settings of the factors meet in the runs of all
-meshes. Mistakes that others made are in tests/test_museum.py.
+combinations of settings (`tests/parity.py::pairwise`). Mistakes that others made are in tests/test_museum.py.
 """
-
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +16,6 @@ from models.kernels.ruled_attention import PLAIN
 from parallelisms import cp
 from parallelisms.mesh import Mesh, world
 from reliability.collectives import Watch
-from tests.covering import covering_array
 from tests.parity import (
     BATCH,
     CONTEXT,
@@ -31,7 +27,7 @@ from tests.parity import (
     VOCAB,
     check,
     combination_of,
-    matrix,
+    pairwise,
     plain,
     trajectories,
 )
@@ -43,14 +39,11 @@ from tests.runs import (
     data_rank,
 )
 from tools.parity import in_memory
-from tools.plan import trace
 from training.validate import scores, validate
 
-FACTORS = (
-    NUMBERS | {factor: EXECUTION[factor] for factor in ("checkpointing", "accumulation")} | CONTEXT
-)
-MESHES = ["cp2", "fsdp2xcp2", "cp2xtp2", "pp2xcp2"]  # the others have fewer runs
-PAIRWISE = covering_array(*matrix(FACTORS, MESHES[:1], MESHES[1:]))
+FACTORS = NUMBERS | EXECUTION | CONTEXT
+MESHES = ["cp2", "fsdp2xcp2", "pp2xcp2"]  # the others have fewer runs
+PAIRWISE = pairwise(FACTORS, MESHES[:1], MESHES[1:], CONTEXT)
 
 
 def settings(**chosen: str) -> dict[str, str]:
@@ -73,57 +66,31 @@ def test_mesh_equals_the_plain_model(mesh):
     )
 
 
-EIGHT_RANKS = {
-    "fsdp2xcp2xtp2": {
-        "model": "qwen3",
-        "embeddings": "tied",
-        "checkpointing": "selective",
-        "accumulation": "reduced once",
-    },
-    "hsdp2x2xcp2": {
-        "method": "ulysses",
-        "labels": "at the beginning",
-        "model": "qwen3",
-        "accumulation": "reduced each time",
-    },
-    "pp2xfsdp2xcp2": {
-        "embeddings": "tied",
-        "labels": "at the beginning",
-        "checkpointing": "selective",
-        "accumulation": "reduced once",
-    },
-}
-
-
-@pytest.mark.exhaustive  # CI has three other meshes of eight ranks, in tests/test_any_mesh.py
-@pytest.mark.cap(300)
-@pytest.mark.parametrize("mesh", EIGHT_RANKS)
-def test_eight_ranks_equal_the_plain_model(mesh):
-    check(
-        mesh,
-        [settings(documents="masked", clipping="in force", **EIGHT_RANKS[mesh])],
-        factors=FACTORS,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_three_ranks_equal_the_plain_model():
-    check(
-        "cp3",
-        [settings(documents="masked", labels="at the beginning")],
-        ["--training.seq_len=24"],
-        factors=FACTORS,
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
-    "chosen", [{"documents": "masked"}, {"method": "ulysses"}], ids=["gather", "ulysses"]
+    "mesh, chosen, more",
+    [
+        ("cp3", {}, ["--training.seq_len=24"]),
+        (
+            "cp2xtp2",
+            {"method": "ulysses", "model": "qwen3", "embeddings": "tied", "clipping": "in force"},
+            [],
+        ),
+    ],
+    ids=["cp3", "cp2xtp2"],
 )
-def test_a_compiled_mesh_equals_the_plain_model(chosen):
-    check("cp2", [settings(checkpointing="selective", **chosen)], COMPILED, factors=FACTORS)
+def test_further_meshes_equal_the_plain_model(mesh, chosen, more):
+    """`gather` on cp2xtp2: tests/test_lora.py and tests/test_experts_tp.py."""
+    both = {"documents": "masked", "labels": "at the beginning"}
+    check(mesh, [settings(**both, **chosen)], more, factors=FACTORS)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_a_compiled_mesh_equals_the_plain_model():
+    chosen = settings(checkpointing="selective", documents="masked")
+    check("cp2", [chosen], COMPILED, factors=FACTORS)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +129,12 @@ def compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/test_masking.py has the same on one process
 @pytest.mark.cap(180)
 def test_other_documents_do_not_recompile():
     """Once for the first table, and once more for each of its four sizes that is found to change;
     the blocks share the code."""
     assert max(run_ranks(2, compilations)) <= 5
-
-
-@pytest.mark.slow
-def test_offloaded_weights_equal_the_plain_model():
-    check("cp2", [settings()], ["--parallelism.cpu_offload=true"], factors=FACTORS)
 
 
 @pytest.mark.slow
@@ -187,61 +149,6 @@ def test_bfloat16_is_near_float32():
             assert np.max(np.abs(np.array(seen["loss"]) / np.array(oracle["loss"]) - 1)) < 2**-8
             for n, want in oracle["grad"].items():
                 assert np.linalg.norm(seen["grad"][n] - want) / np.linalg.norm(want) < 0.05, n
-
-
-def gradients_of_keys(ranks: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Return what each of so many simulated ranks adds to the gradients of 256 keys and values: the
-    positions of its keys, and the gradients, in this type."""
-    T = 256
-    generator = torch.Generator().manual_seed(0)
-    shapes = (T, 8, 64), (T, 2, 64), (T, 2, 64), (T, 8, 64)
-    tensors = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
-    length = T // (2 * ranks)
-    tokens = torch.arange(T)
-    parts = [tokens[rank * length :][:length] for rank in range(2 * ranks)]
-    of_ranks = [[parts[rank], parts[2 * ranks - 1 - rank]] for rank in range(ranks)]
-    gathered = torch.cat([part for own in of_ranks for part in own])
-    added = []
-    for own in of_ranks:
-        ranges = [range(int(part[0]), int(part[-1]) + 1) for part in own]
-        mesh = SimpleNamespace(cp=ranks, token_ranges=lambda _, ranges=ranges: ranges)
-        table = cp.GatheredPieces.of(tokens[None], torch.device("cpu"), mesh)
-        keys = gathered[table.keys.long()]
-        places = torch.cat(own), keys, keys, torch.cat(own)
-        q, k, v, grad = (x[rows].to(dtype) for x, rows in zip(tensors, places, strict=True))
-        out, lse = kernels.piece_attention(q, k, v, table.pieces)
-        saved = kernels.Saved(q, k, v, out, lse)
-        _, dk, dv = kernels.piece_attention_backward(grad, saved, table.pieces)
-        added.append((keys, torch.cat((dk, dv), -1)))
-    return added
-
-
-def summed(added: list[tuple[Tensor, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Sum as the ranks of `gather` do if their messages have this type."""
-    total = torch.zeros(256, 2, 128, dtype=dtype)
-    for keys, gradients in added:
-        of_rank = torch.zeros_like(total).index_add_(0, keys, gradients.to(dtype))
-        total = total + of_rank
-    return total
-
-
-@pytest.mark.slow
-def test_what_a_sum_of_bfloat16_gradients_of_keys_costs():
-    """docs/parallelism.md says these figures: more ranks round more often, which a sum in float32
-    would not, for a third more bytes."""
-    exact = summed(gradients_of_keys(1, torch.float64), torch.float64)
-    errors = {}
-    for ranks in 2, 16:
-        added = gradients_of_keys(ranks, torch.bfloat16)
-        for dtype in torch.bfloat16, torch.float32:
-            found = summed(added, dtype).bfloat16().double()
-            errors[ranks, dtype] = ((found - exact).norm() / exact.norm()).item()
-    nearest = (exact.bfloat16().double() - exact).norm() / exact.norm()
-    assert nearest.item() == pytest.approx(1.7e-3, rel=0.05)
-    assert errors[2, torch.bfloat16] == pytest.approx(3.0e-3, rel=0.1)
-    assert errors[16, torch.bfloat16] == pytest.approx(5.9e-3, rel=0.1)
-    assert errors[2, torch.float32] == pytest.approx(2.5e-3, rel=0.1)
-    assert errors[16, torch.float32] == pytest.approx(2.5e-3, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -385,9 +292,13 @@ class Numbers(Watch):
             self.seen.append(args[0].numel())
 
 
-def sent_by_latent_attention(method: list[str]) -> list[int]:
+def sent_by_latent_attention() -> list[list[int]]:
     """In a forward and backward of one layer without experts: 2 sequences of 16 tokens, of which
-    this rank has half."""
+    this rank has half. By each method."""
+    return [sent_in_a_step([]), sent_in_a_step([ULYSSES])]
+
+
+def sent_in_a_step(method: list[str]) -> list[int]:
     family = [
         "--model.family=deepseek_v3",
         "--model.n_layers=1",
@@ -413,24 +324,25 @@ def sent_by_latent_attention(method: list[str]) -> list[int]:
     return numbers.seen
 
 
-@pytest.mark.parametrize("method", ["gather", "ulysses"])
-def test_latent_attention_sends_no_padding(method):
+def test_latent_attention_sends_no_padding():
     """Kernels want values as wide as keys, 48 numbers of each head here, and values have 32. A rank
     sends the 32: keys and values are all-gathered twice and their gradients reduce-scattered, or
     queries, keys and values swapped, and the result swapped back."""
     tokens, heads, key, value = 2 * 8, 4, 32 + 16, 32
-    wanted = {
-        # the reduce-scatter is of the gradients of all ranks' tokens
-        "gather": [(key + value)] * 2 + [2 * (key + value)],
-        "ulysses": [2 * key + value, value] + [value, 2 * key + value],
-    }[method]
-    options = [ULYSSES] if method == "ulysses" else []
-    for seen in run_ranks(2, sent_by_latent_attention, options):
-        assert seen == [tokens * heads * width for width in wanted]
+    # the reduce-scatter is of the gradients of all ranks' tokens
+    gather = [(key + value)] * 2 + [2 * (key + value)]
+    ulysses = [2 * key + value, value] + [value, 2 * key + value]
+    wanted = [[tokens * heads * width for width in widths] for widths in (gather, ulysses)]
+    assert run_ranks(2, sent_by_latent_attention) == [wanted] * 2
 
 
-def kept(options: list[str], seq_len: int) -> int:
-    """Return the bytes that autograd keeps on this rank between forward and backward."""
+def kept(runs: list[list[str]]) -> list[int]:
+    """Return for each run the bytes that autograd keeps on this rank between forward and backward for
+    the second half of 512 tokens."""
+    return [kept_of(options, 512) - kept_of(options, 256) for options in runs]
+
+
+def kept_of(options: list[str], seq_len: int) -> int:
     job, batch = job_and_batch(
         *options, "--parallelism.reshard_after_forward=false", seq_len=seq_len, rows=1
     )
@@ -450,25 +362,26 @@ def kept(options: list[str], seq_len: int) -> int:
 
 @pytest.mark.slow
 def test_activations_fall_with_the_number_of_ranks():
-    """The second half of 512 tokens needs on each of 4 ranks a quarter of what it needs on one
-    process. (Weights are in both numbers of a difference.) The keys of all ranks, were they kept,
-    would be 21% more. With ulysses the output of attention is kept as it was computed and as it was
-    swapped back: 48 numbers for each of 64 tokens in 3 layers."""
-
-    def of_tokens(ranks: int, *options: str) -> float:
-        long, short = (run_ranks(ranks, kept, list(options), seq_len)[0] for seq_len in (512, 256))
-        return long - short
-
-    alone = of_tokens(1)
-    for method, more in ([], 0), ([ULYSSES], 3 * 64 * 48 * 4):
-        seen = of_tokens(4, "--parallelism.context_parallel=4", *method)
-        assert seen == pytest.approx(alone / 4 + more, rel=0.005), method
+    """The second half of 512 tokens needs on each of 2 ranks half of what it needs on one process.
+    (Weights are in both numbers of a difference.) The keys of all ranks, were they kept, would be 7%
+    more. With ulysses the output of attention is kept as it was computed and as it was swapped back:
+    48 numbers for each of 128 tokens in 3 layers."""
+    [alone] = run_ranks(1, kept, [[]])[0]
+    gather, ulysses = run_ranks(2, kept, [[CP2], [CP2, ULYSSES]])[0]
+    assert gather == pytest.approx(alone / 2, rel=0.005)
+    assert ulysses == pytest.approx(alone / 2 + 3 * 128 * 48 * 4, rel=0.005)
 
 
-def score(options: list[str], is_per_rank: bool) -> dict[str, float]:
+def scores_of(runs: list[list[str]]) -> list[dict[str, float]]:
+    """Return the score of each run, and then again with the mistake that counts the tokens of each
+    rank."""
+    right = [score(options) for options in runs]
+    Mesh.sum_over_tokens = lambda mesh, x: x
+    return right + [score(options) for options in runs]
+
+
+def score(options: list[str]) -> dict[str, float]:
     """Validation on two batches, half of whose labels do not count, most of them late in a window."""
-    if is_per_rank:
-        Mesh.sum_over_tokens = lambda mesh, x: x
     job, batch = job_and_batch(*options)
     T = job.cfg.training.seq_len
     positions = torch.cat(
@@ -479,47 +392,9 @@ def score(options: list[str], is_per_rank: bool) -> dict[str, float]:
 
 
 def test_validation_counts_the_tokens_of_all_ranks():
-    """The mistake that counts the tokens of each rank: put in, it is seen."""
-    alone = run_ranks(1, score, [], False)[0]
-    for options in [CP2], [CP2, ULYSSES]:
-        right, wrong = (run_ranks(2, score, options, is_per_rank) for is_per_rank in (False, True))
+    alone = run_ranks(1, scores_of, [[]])[0][0]
+    for seen in run_ranks(2, scores_of, [[CP2], [CP2, ULYSSES]]):
         for key, value in alone.items():
-            assert all(seen[key] == pytest.approx(value, rel=1e-6) for seen in right), key
-            assert all(seen[key] != pytest.approx(value, rel=1e-4) for seen in wrong), key
-
-
-LONG = [
-    *SGD,
-    "--model.flavor=1B",
-    "--model.n_layers=1",
-    "--model.n_heads=4",
-    "--model.head_dim=16",
-    "--training.max_norm=0",
-]
-
-
-def long_step(options: list[str]) -> tuple[float, float, int]:
-    """Loss and gradient norm of one sequence of 8,192 tokens, and the most memory of the next step
-    in MiB: that of its tensors, since what the process has depends on what its allocator kept."""
-    job, batch = job_and_batch(*LONG, *options, seq_len=2**13, rows=1)
-    result = train.train_step(job, batch)
-    with trace.Trace() as accountant:
-        step = trace.run_step(accountant, job, batch, 1)
-    return result.loss, result.grad_norm, step.peak()[0] >> 20
-
-
-@pytest.mark.slow
-@pytest.mark.cap(400)
-def test_a_long_sequence_on_four_ranks_is_that_on_one():
-    [(loss, norm, memory)] = run_ranks(1, long_step, [], timeout=200)
-    for method in [], [ULYSSES]:
-        shared = run_ranks(4, long_step, ["--parallelism.context_parallel=4", *method], timeout=200)
-        for seen_loss, seen_norm, seen_memory in shared:
-            assert seen_loss == pytest.approx(loss, rel=1e-6) and seen_norm == pytest.approx(
-                norm, rel=1e-5
-            )
-            assert seen_memory < 0.8 * memory
-            print(
-                f"{method}: a step takes at most {seen_memory} MiB of a rank, {memory} MiB of one "
-                "process"
-            )
+            right = [of_run[key] == pytest.approx(value, rel=1e-6) for of_run in seen]
+            wrong = [of_run[key] != pytest.approx(value, rel=1e-4) for of_run in seen]
+            assert right[:2] == wrong[2:] == [True, True], key
