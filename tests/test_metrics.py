@@ -39,7 +39,6 @@ from training.metrics import (
     PEAK_TFLOPS,
     MetricsWriter,
     in_bytes,
-    memory_gib,
     model_summary,
     peak_flops,
 )
@@ -86,16 +85,6 @@ def test_the_formula_is_what_torch_counts(tied: bool) -> None:
         model(tokens, positions).sum().backward()
     assert (
         counter.get_total_flops() == llama.FAMILY.flops_per_token(args, seq_len) * batch * seq_len
-    )
-
-
-def test_the_formula_for_the_published_model() -> None:
-    """Llama 3 8B has 8,030,261,248 parameters, of which 128256 * 4096 are the embedding and 65 *
-    4096 the norms."""
-    multiplied = 8_030_261_248 - 128256 * 4096 - 65 * 4096
-    assert (
-        llama.FAMILY.flops_per_token(llama.Args(**llama.NUMBERS.flavors["8B"]), 8192)
-        == 6 * multiplied + 12 * 32 * 4096 * 8192
     )
 
 
@@ -164,14 +153,6 @@ def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     assert series(tmp_path) == [{"step": 1, "loss": 3.0}], "a fresh start in the same folder"
 
 
-def test_other_ranks_write_to_their_log_alone(tmp_path: Path, logger: logging.Logger) -> None:
-    with MetricsWriter(schema.Metrics(), tmp_path, False, start=0, steps=9) as metrics:
-        metrics.log(1, {"loss": 1.5})
-    assert [path.name for path in tmp_path.iterdir()] == ["logs"] and "loss 1.5000" in log_of(
-        tmp_path
-    )
-
-
 def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(
     tmp_path: Path, logger: logging.Logger
 ) -> None:
@@ -227,70 +208,7 @@ def test_tensorboard_shows_one_series_over_a_restart(tmp_path: Path) -> None:
     ]
 
 
-def test_tensorboard_shows_curves_in_groups(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    groups = {
-        "train": ["loss", "grad_norm", "lr", "loss/wiki", "balance_loss"],
-        "perf": ["tokens_per_second", "mfu", "goodput", "late/forward/rank-1"],
-        "eval": ["validation_loss", "evaluation/arc/acc"],
-    }
-    keys = [key for keys in groups.values() for key in keys]
-    with MetricsWriter(schema.Metrics(progress="off"), tmp_path, True, start=0, steps=9) as metrics:
-        metrics.log(1, dict.fromkeys(keys, 1.0))
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    wanted = {f"{group}/{key}" for group, keys in groups.items() for key in keys}
-    wanted = wanted - {"eval/evaluation/arc/acc"} | {"eval/arc/acc"}
-    assert set(events.Tags()["scalars"]) == wanted
-    assert set(series(tmp_path)[0]) == {"step", *keys}, "the file keeps its names"
-
-
 # The console and the log --------------------------------------------------------------------------
-
-
-def test_the_line_for_a_person(tmp_path: Path, logger: logging.Logger) -> None:
-    with MetricsWriter(QUIET, tmp_path, True, start=0, steps=100) as metrics:
-        values = {"loss": 2.34567, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_second": 12345.6}
-        values |= {
-            "tflops_per_device": 0.0123,
-            "memory_gib": 1.5,
-            "data_wait": 0.005,
-            "step_seconds": 61.0,
-        }
-        metrics.log(40, values)
-        metrics.log(41, {"tokens_per_second": 100.0})
-        metrics.log(42, {"tokens_per_second": 300.0})
-        metrics.log(43, {"tokens_per_second": 120.0})
-        assert metrics.summary() == "120 tokens/s", (
-            "the median without the first, which holds the start-up"
-        )
-    line = log_of(tmp_path).splitlines()[0].split(" INFO ")[1]
-    assert line == (
-        "step 40/100  loss 2.3457  grad norm 1.250  lr 3.00e-04  12,346 tokens/s  0.0123 TFLOP/s  "
-        "1.50 GiB  "
-        "data wait 0.5%  ETA 1:01:00"
-    )
-
-
-@pytest.mark.usefixtures("logger")  # which puts logging back
-def test_lines_stand_above_a_short_bar(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    def console(progress: str) -> tuple[str, str]:
-        folder = tmp_path / progress
-        logger = log.setup(folder, 0)
-        with MetricsWriter(
-            schema.Metrics(tensorboard=False, progress=progress), folder, True, start=0, steps=9
-        ) as metrics:
-            metrics.log(3, {"loss": 1.5})
-            logger.info("checkpoint written")
-        assert "loss 1.5000" in log_of(folder)
-        return capsys.readouterr()
-
-    out, err = console("on")
-    assert "step 3/9  loss 1.5000\n" in out and "checkpoint written\n" in out
-    bars = [text.strip() for text in err.split("\r") if "3/9" in text]
-    assert bars and all(len(bar) <= 80 and "loss" not in bar for bar in bars)
-    out, err = console("auto")  # not a terminal here
-    assert "step 3/9  loss 1.5000\n" in out and err == ""
 
 
 AT_A_TERMINAL = """
@@ -418,13 +336,6 @@ def test_the_summary_counts_what_is_sharded() -> None:
     assert sgd.endswith(f"{step} 4 microbatches of 2")
 
 
-def test_memory_of_this_process() -> None:
-    before = memory_gib(torch.device("cpu"))
-    ballast = b"1" * 2**30  # written to, so that it is there
-    after = memory_gib(torch.device("cpu"))
-    assert 0.05 < before and len(ballast) / 2**30 <= after <= before + 1.5
-
-
 # tracing from the first step on, there is none
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
 @pytest.mark.parametrize("start_step, steps, done", [(1, 2, 5), (3, 2, 5), (3, 9, 4)])
@@ -447,12 +358,6 @@ def test_the_trace_holds_the_steps_asked_for(
     assert found == {
         f"work of step {step}" for step in range(start_step, min(start_step + steps - 1, done) + 1)
     }
-
-
-def test_the_profiler_is_off_unless_asked_for(tmp_path: Path) -> None:
-    with profiler(schema.Profiler(), tmp_path, 0) as profile:
-        profile.step()
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no CUDA")

@@ -98,18 +98,6 @@ def test_a_step_that_does_not_count_changes_nothing():
     assert all(map(torch.equal, before, everything()))
 
 
-@pytest.mark.slow
-def test_without_a_factor_it_is_fused_adamw():
-    model, other = a_model(), a_model()
-    fused, one = optimizers(model, other, "eager")
-    for optimizer, network in ((fused, model), (one, other)):
-        for param in network.parameters():
-            param.grad = torch.ones_like(param)
-        clip_grad_norm(network.parameters(), 0, lambda x: x, scaling(optimizer))
-        step_if(torch.tensor(True), optimizer)
-    assert far(model, other, fused, one) == 0
-
-
 def test_it_is_refused_without_a_gpu_and_checkpoints_call_it_adamw():
     assert type(optimizers(a_model(), a_model(), "eager")[1]).__name__ == "AdamW"
     cpu = torch.device("cpu")

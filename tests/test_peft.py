@@ -137,16 +137,6 @@ def without(folder: Path, *keys: str) -> None:
     path.write_text(json.dumps(config))
 
 
-def drop_the_scale(monkeypatch):
-    """alpha / rank is 1."""
-    write = lora_to_peft.write
-
-    def wrong(out, tensors, family, args, rank, alpha, base):
-        write(out, tensors, family, args, rank, rank, base)
-
-    monkeypatch.setattr(lora_to_peft, "write", wrong)
-
-
 def keep_the_scale_of_one_part(monkeypatch):
     """The rank of gate and up is twice that of either, and alpha is not."""
     write = lora_to_peft.write
@@ -156,15 +146,6 @@ def keep_the_scale_of_one_part(monkeypatch):
         without(out, "alpha_pattern")
 
     monkeypatch.setattr(lora_to_peft, "write", wrong)
-
-
-def forget_that_rows_take_turns(monkeypatch):
-    """All rows of gate, and then all of up, where gpt-oss has them in turns."""
-
-    def rows(place, outputs):
-        return slice(place.turn * outputs, (place.turn + 1) * outputs)
-
-    monkeypatch.setattr(lora_to_peft.PeftTarget, "rows", rows)
 
 
 def forget_that_experts_take_turns(monkeypatch):
@@ -180,9 +161,7 @@ def forget_that_experts_take_turns(monkeypatch):
 @pytest.mark.parametrize(
     "bug, shape",
     [
-        (drop_the_scale, "llama3"),
         (keep_the_scale_of_one_part, "qwen3 experts"),
-        (forget_that_rows_take_turns, "gpt_oss"),
         (forget_that_experts_take_turns, "qwen3 experts"),
     ],
 )

@@ -234,8 +234,3 @@ def test_the_embedding_counts_by_its_memory_and_the_head_by_its_matmuls():
 def test_more_stages_than_layers():
     with pytest.raises(ValueError, match="3 layers are too few for 4 stages"):
         stage_layers(3, 4, 0, 0)
-
-
-def test_layers_are_named_as_their_weights_are():
-    names = [schedules.layers_text(layers) for layers in (range(3, 6), range(3, 4))]
-    assert names == ["3-5", "3"]
