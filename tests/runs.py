@@ -86,7 +86,6 @@ EXPERT_MESHES |= {
         "tp2": (2, [], 1),
         "ep2 of tp2": (2, [EP2], 1),
         "ep2xtp2": (4, [EP2], 2),
-        "hsdp2xtp2": (4, ["--parallelism.data_parallel_replicate=2"], 2),
         "ep4 of cp2xtp2": (4, [CP2, "--parallelism.expert_parallel=4"], 1),
         "ep4xtp2 by host": (4, ["--parallelism.expert_parallel=4", *BY_HOST], 2),
     }.items()

@@ -19,7 +19,7 @@ from models.kernels.ruled_attention import AttentionSpec
 from models.layers import AttentionCore, Documents
 from parallelisms.progress import record_flights
 from reliability.position import Position
-from tests import parity, ruled
+from tests import parity
 from training.sample import sample
 
 PATIENCE = timedelta(seconds=60)
@@ -250,12 +250,6 @@ def ruled_attention(dtype: torch.dtype) -> dict[str, float]:
             error = (mine - right).abs().max() / right.abs().max()
             found[f"{name}{' in documents' * masked}"] = error.item()
     return found
-
-
-def of_rules(options: list[str]) -> dict:
-    """Run the model of tests/ruled.py, without the soft cap, which has no kernel."""
-    ruled.use(ruled.without_cap)
-    return trajectories([options], 1)[0]
 
 
 # ------------------------------------------------------------------------------------- ways to hang

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounter
 
 import train
 from configs.load import load_config
@@ -25,8 +24,7 @@ from parallelisms import cores, cp
 from tests import parity, simulated
 from tests.parity import DOCUMENTS
 from tests.ranks import run_ranks
-from tests.ruled import SPECS_OF_LAYERS, Alternating, use
-from tests.runs import ADAMW, COMPILED, CONTEXT_MESHES, CP2, SMALL_MODEL, ULYSSES
+from tests.runs import ADAMW, CONTEXT_MESHES, CP2, SMALL_MODEL, ULYSSES
 from tools.plan import report, trace
 from training import sample
 from training.sample import KeyValueCache
@@ -43,6 +41,35 @@ SPECS = {
     "sinks": AttentionSpec(sinks=True),
     "all": AttentionSpec(window=7, scale=0.9, soft_cap=2.0, sinks=True),
 }
+
+
+SPECS_OF_LAYERS = {
+    True: AttentionSpec(window=5, scale=0.6, sinks=True),
+    False: AttentionSpec(soft_cap=3.0, sinks=True),
+}
+
+
+class Alternating(llama.Llama):
+    """A small Llama, every other layer of which has a window; all have sinks."""
+
+    def block(self, args, number):
+        attention = layers.Attention(args, SPECS_OF_LAYERS[number % 2 == 0])
+        return layers.Block(args, attention, layers.FeedForward(args.dim, args.hidden_dim))
+
+
+def alternating_flops(args, seq_len):
+    specs = [SPECS_OF_LAYERS[number % 2 == 0] for number in range(args.n_layers)]
+    return arithmetic.flops_per_token(args, seq_len, specs=specs)
+
+
+def use_alternating() -> None:
+    """Make the family Llama that model, in this process."""
+    llama.FAMILY = dataclasses.replace(
+        llama.FAMILY,
+        build=Alternating,
+        flops_per_token=alternating_flops,
+        initial_values=lambda args: [("*.sinks", "normal", 1.0), *layers.initial_values(args)],
+    )
 
 
 def naive(
@@ -152,14 +179,6 @@ def test_the_operator_is_a_good_one(with_documents):
     torch.library.opcheck(ruled_attention.forward_operator, arguments)
 
 
-def test_the_table_of_whole_windows_is_that_of_flash_attention():
-    """int32, the only type that it takes."""
-    whole = VarlenMetadata(None, None, 4, 4)
-    every, of_keys, *_ = ruled_attention._with_tables(torch.empty(12, H, E), whole)
-    assert every is of_keys and every.dtype == torch.int32
-    assert every.tolist() == [0, 4, 8, 12]
-
-
 def test_queries_and_keys_of_other_numbers_of_pieces_are_an_error():
     """Without the check the queries of the last pieces would have no output."""
     q, k, v, sinks = inputs(torch.float32, SPECS["all"])
@@ -169,14 +188,6 @@ def test_queries_and_keys_of_other_numbers_of_pieces_are_an_error():
     ruled_attention.attend(*tokens, sinks, VarlenMetadata(two, two, T, T), SPECS["all"])
     with pytest.raises(ValueError, match="shorter"):
         ruled_attention.attend(*tokens, sinks, VarlenMetadata(two, one, T, T), SPECS["all"])
-
-
-def test_scores_exist_for_one_block_at_a_time():
-    """Scores exist only for the keys that the block's window reaches."""
-    pieces = [(slice(0, 1000), slice(0, 1000))]
-    blocks = list(ruled_attention._blocks(pieces, 10, torch.device("cpu")))
-    assert {len(hidden) for *_, hidden in blocks} == {128, 1000 % 128}
-    assert max(hidden.shape[1] for *_, hidden in blocks) == 128 + 10 - 1
 
 
 # On a mesh ----------------------------------------------------------------------------------------
@@ -213,7 +224,7 @@ MISTAKES = {f.__name__: f for f in (of_first_layer, without_window, without_sink
 def on_ranks(runs: list[list[str]], dp_size: int, mistakes: Sequence[str] = ()) -> list[dict]:
     """Return trajectories on this rank: of each run, and with each of the mistakes of the first
     run."""
-    use()
+    use_alternating()
     seen = [parity.trajectory(run, dp_size) for run in runs]
     for mistake in mistakes:
         with mock.patch.object(cp, "gathering", MISTAKES[mistake]):
@@ -234,55 +245,22 @@ RUNS = [  # options, whether there are documents
     (GATHER, False),
     ([ULYSSES], True),
     ([*GATHER, *SELECTIVE], True),
-    ([ULYSSES, *SELECTIVE], False),
 ]
 
 
-@pytest.mark.parametrize(
-    "mesh, runs",
-    [
-        ("cp2", RUNS),
-        pytest.param("cp2xtp2", RUNS[1:3], marks=pytest.mark.slow),
-        pytest.param("pp2xcp2", RUNS[2:], marks=pytest.mark.slow),
-    ],
-)
-def test_a_mesh_equals_one_process(mesh, runs, oracles):
-    ranks, options, dp_size = CONTEXT_MESHES[mesh]
-    given = [[*ADAMW, *options, *more, *[DOCUMENTS] * masked] for more, masked in runs]
-    mistakes = list(MISTAKES) if mesh == "cp2" else []
-    seen = run_ranks(ranks, on_ranks, given, dp_size, mistakes)
-    for number, (more, masked) in enumerate(runs):
+def test_a_mesh_equals_one_process(oracles):
+    """And each mistake is seen. On meshes of more dimensions: the families with windows and sinks, in
+    tests/test_olmo2.py, test_gemma3.py and test_experts_tp.py."""
+    ranks, options, dp_size = CONTEXT_MESHES["cp2"]
+    given = [[*ADAMW, *options, *more, *[DOCUMENTS] * masked] for more, masked in RUNS]
+    seen = run_ranks(ranks, on_ranks, given, dp_size, list(MISTAKES))
+    for number, (more, masked) in enumerate(RUNS):
         whole = parity.whole_model([of_rank[number] for of_rank in seen])
         assert not parity.compare(f"{more} {masked}", whole, oracles[masked])
-    for number, mistake in enumerate(mistakes, len(runs)):
+    for number, mistake in enumerate(MISTAKES, len(RUNS)):
         assert parity.compare(mistake, seen[0][number], oracles[False], 1e-3), (
             f"{mistake} would go unnoticed"
         )
-
-
-def windows_of_documents(options: list[str]) -> list[int]:
-    """Return the ones for which the model of this rank says what attention must keep apart."""
-    job = train.build(load_config(options, 4, 4))
-    length = job.cfg.training.seq_len
-    documents = job.model.documents(torch.arange(length)[None], job.mesh.device)
-    return sorted(documents.by_window)
-
-
-def test_documents_are_told_for_the_windows_of_all_stages_of_a_rank():
-    """The last of OLMo 3's four layers, each a stage, is the only one that sees whole documents.
-    Its rank has the second layer too."""
-    options = [
-        *SMALL_MODEL,
-        "--model.family=olmo2",
-        "--model.n_layers=4",
-        "--training.seq_len=256",
-        "--parallelism.pipeline_parallel=2",
-        "--parallelism.pipeline_schedule=interleaved_1f1b",
-        "--training.local_batch_size=1",
-        CP2,
-        *GATHER,
-    ]
-    assert run_ranks(4, windows_of_documents, options) == [[64], [64], [0, 64], [0, 64]]
 
 
 def keys_of_whole_windows(options: list[str]) -> list[tuple[int, int, int]]:
@@ -312,71 +290,18 @@ def test_a_piece_gathers_the_keys_of_its_window_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
-def test_a_compiled_mesh_equals_one_process(oracles):
-    run = [*ADAMW, CP2, *GATHER, *COMPILED, *SELECTIVE, DOCUMENTS]
-    [seen] = run_ranks(2, on_ranks, [run], 1, timeout=250)[0]
-    assert not parity.compare(f"{run}", seen, oracles[True])
-
-
-def test_checkpointing_on_one_rank(oracles):
-    seen = run_ranks(1, on_ranks, [[*ADAMW, *SELECTIVE]], 1)[0]
-    assert not parity.compare("selective", seen[0], oracles[False])
-
-
-@pytest.mark.slow
 @pytest.mark.simulated
 @pytest.mark.skipif(build.missing() is not None, reason=build.missing() or "")
 def test_on_a_simulated_gpu(tmp_path):
-    """By FlashAttention's operators in 16 bits, in blocks of matmuls in float32."""
+    """By FlashAttention's operators."""
     with Simulator() as simulator:
         how = {"environment": {"PLUMBLINE_SIMULATED_NCCL_SECONDS": "60"}}
-        for dtype, limit in (torch.float32, 1e-5), (torch.bfloat16, 0.02):
-            place = tmp_path / str(dtype)
-            outcome = simulator.run(1, simulated.ruled_attention, dtype, folder=place, **how)
-            assert outcome.whole, outcome.explain()
-            assert max(outcome.results[0].values()) < limit
-            used = outcome.records[0]["operators"]
-            assert ("aten::_flash_attention_backward" in used) == (dtype == torch.bfloat16)
-        options = [*ADAMW, "--training.param_dtype=bfloat16", "--model.head_dim=8", DOCUMENTS]
-        seen = []
-        for gpus, more in (1, []), (2, [CP2, *GATHER]):
-            place = tmp_path / f"{gpus} GPUs"
-            outcome = simulator.run(
-                gpus, simulated.of_rules, [*options, *more], folder=place, **how
-            )
-            assert outcome.whole, outcome.explain()
-            assert not outcome.findings
-            seen.append(outcome.results[0])
-        equal_weights, _ = parity.apart(seen[1], seen[0])
-        assert max(equal_weights.values()) < 0.03
-
-
-def compiled_graphs(specs: list[AttentionSpec]) -> int:
-    """Return how often torch.compile compiles blocks with these specs."""
-    torch._dynamo.reset()
-    counter = CompileCounter()
-    args = llama.Args(**llama.NUMBERS.flavors["debug"])
-    at = torch.arange(12)
-    cos, sin = layers.rope_tables(layers.rope_frequencies(args.head_dim, 1e4, at.device), at)
-    h = torch.randn(2, 12, args.dim, requires_grad=True)
-    for spec in specs:
-        attention = layers.Attention(args, spec)
-        block = layers.Block(args, attention, layers.FeedForward(args.dim, args.hidden_dim))
-        for weight in block.parameters():
-            torch.nn.init.normal_(weight, std=0.02)
-        plain = block(h, cos, sin)
-        out = torch.compile(block.forward, backend=counter, fullgraph=True)(h, cos, sin)
-        torch.testing.assert_close(out, plain)
-    return counter.frame_count
-
-
-@pytest.mark.slow
-def test_torch_compile_compiles_one_block_for_each_rule():
-    first = AttentionSpec(window=5, scale=0.6, sinks=True)
-    second = AttentionSpec(window=7, scale=0.7, sinks=True)
-    assert compiled_graphs([AttentionSpec()] * 4) == 1
-    assert compiled_graphs([first, AttentionSpec(), second] * 3) == 3
+        of = (simulated.ruled_attention, torch.bfloat16)
+        outcome = simulator.run(1, *of, folder=tmp_path / "run", **how)
+        assert outcome.whole, outcome.explain()
+        assert not outcome.findings
+        assert max(outcome.results[0].values()) < 0.02
+        assert "aten::_flash_attention_backward" in outcome.records[0]["operators"]
 
 
 # Sampling -----------------------------------------------------------------------------------------
@@ -407,25 +332,19 @@ def logits_of_last(model, length: int, cached: bool) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mistake", [None, "window", "scale", "soft_cap", "sinks", "first layer's"])
-def test_the_cache_keeps_every_rule(mistake):
+@pytest.mark.parametrize("mistaken", [False, True])
+def test_the_cache_keeps_every_rule(mistaken):
+    """The mistake: every layer has the first one's spec."""
     model = restless()
     want = logits_of_last(model, 14, cached=False)
     real = sample.to_all_before
 
     def wrong(positions, length, spec):
-        if mistake == "first layer's":
-            return real(positions, length, SPECS_OF_LAYERS[True])
-        if mistake == "sinks":
-            attend = real(positions, length, spec)
-            return lambda q, k, v, documents, sinks: attend(q, k, v, documents, sinks * 0 - 1e9)
-        if mistake is not None:
-            spec = dataclasses.replace(spec, **{mistake: None})
-        return real(positions, length, spec)
+        return real(positions, length, SPECS_OF_LAYERS[True] if mistaken else spec)
 
     with mock.patch.object(sample, "to_all_before", wrong):
         error = (logits_of_last(model, 14, cached=True) - want).norm() / want.norm()
-    assert error < 1e-5 if mistake is None else error > 1e-3
+    assert error > 1e-3 if mistaken else error < 1e-5
 
 
 def test_sampling_gives_the_tokens_that_it_gives_without_the_cache():
@@ -486,6 +405,10 @@ def refusal(model_class, options: list[str], count=arithmetic.flops_per_token) -
     return ""
 
 
+def refusals(cases: list[tuple]) -> str:
+    return "\n".join(refusal(*case) for case in cases)
+
+
 def planned(model_class) -> str:
     family = dataclasses.replace(llama.FAMILY, build=model_class)
     with mock.patch.object(llama, "FAMILY", family):
@@ -497,8 +420,7 @@ def planned(model_class) -> str:
 
 
 def test_a_core_that_says_nothing_is_refused_by_name():
-    here = planned(WithSilent)
-    for said in here, *run_ranks(1, of_silent, []), *run_ranks(2, of_silent, [CP2]):
+    for said in planned(WithSilent), *run_ranks(2, refusals, [(WithSilent, [CP2])]):
         assert "the attention core Silent has a forward of its own" in said
     model = WithSilent(llama.Args(**llama.NUMBERS.flavors["debug"]))
     with pytest.raises(InputError, match="Silent"):
@@ -519,28 +441,19 @@ def test_a_kernel_that_knows_no_rule_is_refused():
     cores.check(plain, mesh, with_kernel("cudnn"))
 
 
-def of_silent(options: list[str]) -> str:
-    return refusal(WithSilent, options)
-
-
-def of_own(options: list[str]) -> str:
-    return refusal(WithOwn, options)
-
-
-def of_none(options: list[str]) -> str:
-    return refusal(WithoutCores, options)
-
-
 def test_a_core_of_its_own_runs_alone():
-    assert run_ranks(1, of_own, [])[0] == ""
-    for method in GATHER, [ULYSSES]:
-        for said in run_ranks(2, of_own, [CP2, *method]):
-            assert said == (
-                "parallelism.context_parallel = 2 replaces attention, and the attention core Own "
-                "does not support AttentionSpec: set it to 1"
-            )
-    for said in run_ranks(2, of_none, [CP2]):
-        assert "WithoutCores.cores() leaves out the attention core layers.0.attention.core" in said
+    assert run_ranks(1, refusals, [(WithOwn, [])]) == [""]
+    cases = [(WithOwn, [CP2, *GATHER]), (WithOwn, [CP2, ULYSSES]), (WithoutCores, [CP2])]
+    for said in run_ranks(2, refusals, cases):
+        *of_own, of_none = said.splitlines()
+        assert of_own == [
+            "parallelism.context_parallel = 2 replaces attention, and the attention core Own "
+            "does not support AttentionSpec: set it to 1"
+        ] * len(of_own)
+        assert len(of_own) == 2
+        assert "WithoutCores.cores() leaves out the attention core layers.0.attention.core" in (
+            of_none
+        )
 
 
 def test_sampling_from_a_core_of_its_own_keeps_nothing():
@@ -565,12 +478,8 @@ def test_flops_count_the_keys_of_each_window():
     assert missing == per_key * (16 - 5)
 
 
-def of_plain_count(options: list[str]) -> str:
-    return refusal(Alternating, options, count=plain_windows)
-
-
 def test_a_count_that_knows_no_window_is_refused():
-    [said] = run_ranks(1, of_plain_count, [])
+    [said] = run_ranks(1, refusals, [(Alternating, [], plain_windows)])
     assert "sees a window of 5 tokens, and its flops_per_token counts 16 keys" in said
 
 
@@ -582,9 +491,8 @@ def test_a_count_that_knows_no_window_is_refused():
     [
         [],
         pytest.param([CP2, *GATHER], marks=pytest.mark.slow),
-        pytest.param([CP2, ULYSSES], marks=pytest.mark.slow),
     ],
-    ids=["one", "gather", "ulysses"],
+    ids=["one", "gather"],
 )
 def test_the_plan_counts_the_keys_of_each_window(mesh):
     """All ranks together do what the family derives from the sizes, and the time is that of what

@@ -6,7 +6,7 @@ experts must be the same.
 """
 
 import json
-import re
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ from models.terms import AuxiliaryTerms
 from parallelisms.mesh import world
 from reliability.health import mismatching_replicas
 from tests import checkpoints
-from tests.checkpoints import flip, load_pattern, save_pattern
+from tests.checkpoints import load_pattern, save_pattern
 from tests.ranks import run_ranks
 from tests.runs import TINY, run, said, series, tiny_run
 from tools.compare_runs import compare
@@ -137,19 +137,6 @@ def test_a_collapse_is_warned_of_by_layer(monkeypatch):
     assert "last 2 steps. Raise training.expert_bias_speed" in warnings[0]
 
 
-def test_a_report_of_no_step_is_empty(monkeypatch):
-    """All steps since the last report were skipped."""
-    args = SimpleNamespace(
-        n_layers=2, n_experts=4, experts_per_token=1, balance_loss=0.0, balancing_bias=False
-    )
-    alone = dict.fromkeys(("sum_over_tokens", "sum_over_tp", "sum_over_pp"), lambda x: x)
-    load = ExpertLoad(SimpleNamespace(device="cpu", **alone), args)
-    assert load.report(3, SimpleNamespace(mixtures=dict)) == (
-        {},
-        {"step": 3, "steps": 0, "counts": {}},
-    )
-
-
 def test_a_record_is_read_back(tmp_path):
     (tmp_path / experts.FILE).write_text('{"step": 3, "steps": 3, "counts": {"1": [1, 2]}}\n')
     assert experts.recorded(tmp_path) == [{"step": 3, "steps": 3, "counts": {1: [1, 2]}}]
@@ -244,7 +231,7 @@ def test_runs_that_share_their_experts_otherwise_are_equal_to_rounding(runs):
 # What is saved comes back -------------------------------------------------------------------------
 
 EP2, EP4 = "--parallelism.expert_parallel=2", "--parallelism.expert_parallel=4"
-HYBRID, STAGES = "--parallelism.data_parallel_replicate=2", "--parallelism.pipeline_parallel=2"
+HYBRID = "--parallelism.data_parallel_replicate=2"
 # Of six experts two ranks have three each, and FSDP gives two of them to one rank and one to the
 # other. Of two experts a rank has one. FSDP shards its w2 [1, 32, 11] along the next dimension, but
 # gives w1 and w3 [1, 11, 32] whole to one rank.
@@ -269,43 +256,18 @@ def with_experts(fn, *args: object) -> object:
 
 
 def save_and_load(place: Path) -> list[list[list[str]]]:
-    """On four ranks: what is not bitwise what was saved, on each of these meshes."""
-    save_pattern(place / "ep2", [*SIX, EP2])
-    save_pattern(place / "ep2 of two", [*TWO, EP2])
-    save_pattern(place / "stages", [*SIX, EP2, STAGES])
-    of_six = [place / name for name in ("one", "ep2", "stages")]
-    meshes = [], [EP2], [EP2, HYBRID], [EP2, STAGES]
-    return [load_pattern(of_six, [*SIX, *mesh]) for mesh in meshes] + [
-        load_pattern([place / "ep2 of two"], TWO)
-    ]
+    """Return what is not bitwise what was saved on a mesh of experts, on another one and on none."""
+    found = []
+    for name, model in ("six", SIX), ("two", TWO):
+        save_pattern(place / name, [*model, EP2])
+        found.append(load_pattern([place / name], model))
+    return [*found, load_pattern([place / "six"], [*SIX, EP2, HYBRID])]
 
 
 @pytest.mark.slow
-def test_state_is_bitwise_the_same_on_another_ep_mesh(tmp_path):
-    """Weights, moments and biases of experts that two meshes shard."""
-    run_ranks(1, with_experts, save_pattern, tmp_path / "one", SIX)
-    assert run_ranks(4, with_experts, save_and_load, tmp_path) == [[[[]] * 3] * 4 + [[[]]]] * 4
-    of_six = [tmp_path / name for name in ("ep2", "stages")]
-    assert run_ranks(1, with_experts, load_pattern, of_six, SIX) == [[[], []]]
-    assert run_ranks(1, with_experts, load_pattern, [tmp_path / "ep2 of two"], TWO) == [[[]]]
-    for folder in [tmp_path / "one", *of_six]:
-        manifest = verify.verify(folder / "step-00000007")
-        assert manifest["mesh"]["ep"] == (1 if folder.name == "one" else 2)
-        assert manifest["tensors"]["model.layers.1.feed_forward.experts.w1"]["shape"] == [6, 11, 32]
-
-
-def test_a_damaged_shard_of_an_expert_is_named(tmp_path):
-    """Rank 1 has the last three of six experts. A bit of the first one's gate changes, in that
-    rank's file."""
-    run_ranks(2, with_experts, save_pattern, tmp_path, [*SIX, EP2])
-    folder, part = verify.newest(tmp_path), "model.layers.2.feed_forward.experts.w1[3:6,0:11,0:32]"
-    with verify.Shard(folder, verify.verify(folder), 1) as shard:
-        place = shard.parts[part]["start"]
-    flip(folder / verify.file_name(1), place)
-    with pytest.raises(
-        verify.Damaged, match=re.escape(f"rank-00001.safetensors ({part}) at byte {place}: hash")
-    ):
-        verify.verify(folder)
+def test_state_of_unevenly_shared_experts_is_bitwise_the_same_on_another_mesh(tmp_path):
+    """Weights, moments and biases. Even numbers of experts: tests/test_any_mesh.py."""
+    assert run_ranks(4, with_experts, save_and_load, tmp_path) == [[[[]]] * 3] * 4
 
 
 def flipped_bit() -> tuple[list[str], list[str]]:
@@ -335,20 +297,28 @@ def whole_state(folder: Path) -> dict[str, torch.Tensor]:
     return dict(zip(names, hf.read_whole(path, manifest, names), strict=True))
 
 
+def on_hosts_of_two(options: list[str], folder: Path) -> tuple[int, str]:
+    """Run as ranks on hosts of two ranks do."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(min(2, dist.get_world_size()))
+    return run(options, folder)
+
+
 @pytest.fixture(scope="module")
 def moved(runs) -> Path:
-    """Return the run of `runs` again, two steps on each of three meshes, and exported at its
-    end."""
+    """Return the run of `runs` again, two steps on each of three meshes, the first of them with the
+    exchange by host, and exported at its end."""
     folder = runs["one"].parent / "moved"
     folder.mkdir()
     options = [option for option in tiny_experts_again(runs) if "training.steps" not in option]
     for steps, (ranks, more) in {
-        2: (4, [EP4]),
+        2: (4, [EP4, "--parallelism.expert_exchange=hierarchical"]),
         4: (1, []),
         6: (4, [EP2, "--checkpoint.export_hf=float32"]),
     }.items():
         assert (
-            run_ranks(ranks, run, [*options, *more, f"--training.steps={steps}"], folder)
+            run_ranks(
+                ranks, on_hosts_of_two, [*options, *more, f"--training.steps={steps}"], folder
+            )
             == [(0, "")] * ranks
         )
     return folder

@@ -23,7 +23,6 @@ from tests.parity import (
     LORA_MLA,
     LORA_OLMO2,
     LORA_OSS,
-    LORA_QWEN,
     OPTIONS,
     VOCAB,
     check,
@@ -178,15 +177,11 @@ def slowly(*values):
     "mesh, settings, more",
     [
         ("fsdp2", RECOMPUTED, LORA_DENSE),
-        ("tp2", KEPT | {"dtype": "float64"}, LORA_DENSE),
-        slowly("ep2", KEPT, LORA_QWEN),
+        slowly("tp2", KEPT | {"dtype": "float64"}, LORA_DENSE + COMPILED),
         slowly("pp2", CLIPPED | {"accumulation": "reduced once"}, LORA_DENSE + ZBV),
-        slowly("ep2xhsdp2", CLIPPED, LORA_QWEN),
         slowly("experts on ep2xtp2", CLIPPED, [*LORA_MLA, "--model.expert_dim=12"]),
-        slowly("tp2", CLIPPED, LORA_DENSE + COMPILED),
-        ("ep2", CLIPPED, LORA_OSS),
+        ("ep2", RECOMPUTED, LORA_OSS),
         slowly("cp2xtp2", KEPT, LORA_OLMO2),
-        slowly("ep2xpp2", RECOMPUTED, LORA_OSS),
     ],
 )
 def test_adapters_on_a_mesh_equal_the_plain_model(mesh, settings, more):
@@ -227,28 +222,6 @@ def test_negative_control_a_gradient_that_is_not_reduced():
 KINDS = "attention", "feed_forward"
 
 
-def with_mistake(mistake: str, options: list[str]) -> dict:
-    if mistake == "scale":
-        lora.scale_of = lambda options: 1.0
-    else:
-        on_a_mesh.freeze = lambda *_: None
-    return trajectory(options)
-
-
-@pytest.mark.slow
-def test_negative_control_alpha_and_rank_are_dropped():
-    [seen] = run_ranks(1, with_mistake, "scale", [*ADAMW, *LORA_DENSE])
-    assert any("loss off" in problem for problem in compare("scale", seen, plain(*LORA_DENSE)))
-
-
-@pytest.mark.slow
-def test_negative_control_a_base_that_is_trained():
-    [seen] = run_ranks(1, with_mistake, "frozen", [*ADAMW, *LORA_DENSE])
-    assert "norm.weight" in seen["grad"]
-    with pytest.raises(AssertionError):
-        compare("trained", seen, plain(*LORA_DENSE))
-
-
 # Types of numbers -----------------------------------------------------------------------------------
 
 
@@ -277,7 +250,7 @@ def test_the_base_has_the_type_of_forward_and_adapters_have_float32_masters():
     assert on_cpu == one
 
 
-# # Runs, and what they save ---------------------------------------------------------------------------
+# Runs, and what they save ---------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -339,9 +312,8 @@ def test_a_checkpoint_holds_adapters_and_names_their_base(runs):
     [
         (1, []),
         pytest.param(2, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.slow),
-        pytest.param(2, ["--parallelism.pipeline_parallel=2"], marks=pytest.mark.slow),
     ],
-    ids=["one", "tp2", "pp2"],
+    ids=["one", "tp2"],
 )
 def test_a_run_resumes_on_any_mesh(runs, tmp_path, ranks, mesh):
     folder = from_step_5(runs, tmp_path)
@@ -382,7 +354,7 @@ def hash_of_base(options: list[str]) -> str:
 @pytest.mark.slow
 def test_the_hash_of_a_base_is_the_same_on_a_mesh():
     """A router's bias, which is no DTensor, counts once too."""
-    ranks, options, _ = EXPERT_MESHES["experts on hsdp2xtp2"]
+    ranks, options, _ = EXPERT_MESHES["experts on ep2 of tp2"]
     model = [*LORA_MLA, "--model.expert_dim=12"]
     [one] = run_ranks(1, hash_of_base, model)
     assert run_ranks(ranks, hash_of_base, [*options, *model]) == [one] * ranks
