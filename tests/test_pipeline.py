@@ -4,7 +4,6 @@ computes: tests/test_parallel.py."""
 import contextlib
 import gc
 import os
-import re
 import signal
 import time
 import weakref
@@ -25,7 +24,6 @@ from parallelisms import mesh as meshes
 from parallelisms import pp, schedules
 from parallelisms.p2p_warmup import p2p_pairs
 from reliability import collectives
-from reliability.health import mismatching_replicas
 from tests.ranks import run_ranks, step_timeout
 from tests.runs import MESHES, STEPS, ends, killed, run, said, samples, tiny_run, trained
 from tools import compare_runs
@@ -194,31 +192,11 @@ def test_a_stage_that_fails_or_hangs_ends_the_others_which_name_it(kind, options
         assert cause < neighbour
 
 
-def flipped_gain(options: list[str]) -> list[str]:
-    """Return the messages after a bit of a norm's gain flipped on the last rank of two stages of
-    two tensor-parallel ranks."""
-    job = train.build(load_config([*options, *MESHES["pp2xtp2"][1]], 4, 4))
-    assert mismatching_replicas(job.model, job.optimizer, job.mesh, loss=1.0) == []
-    if job.mesh.rank == 3:
-        job.model.layers["3"].ffn_norm.weight.data.to_local().view(torch.int32)[5] ^= 1
-    return mismatching_replicas(job.model, job.optimizer, job.mesh)
-
-
-def test_a_flipped_bit_of_a_stage_is_named(options):
-    """debug.replica_check_interval: all ranks say it, those of the other stage too."""
-    for lines in run_ranks(4, flipped_gain, options):
-        assert lines == ["ranks 2, 3 of tp: 1 tensor, layers.3.ffn_norm.weight among them"]
-
-
 # What one of two ranks does instead of its part of a step, for debug.check_collectives.
 
 
 def other_type(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
     job.model.dtype = torch.float64
-
-
-def other_shape(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
-    batch |= {name: x[..., :8].contiguous() for name, x in batch.items()}
 
 
 def other_order(job: train.Job, batch: dict[str, torch.Tensor]) -> None:
@@ -261,7 +239,6 @@ def test_messages_that_are_not_the_expected_ones_are_named(options):
     hidden, gradient = "hidden of stage 0, microbatch", "gradient of stage 1, microbatch"
     for fault, rank, expected, sent in [
         (other_type, 1, f"{hidden} 0, float64[2, 16, 32]", f"{hidden} 0, float32[2, 16, 32]"),
-        (other_shape, 1, f"{hidden} 0, float32[2, 8, 32]", f"{hidden} 0, float32[2, 16, 32]"),
         (other_order, 0, f"{gradient} 0, float32[2, 16, 32]", f"{gradient} 1, float32[2, 16, 32]"),
     ]:
         said = run_ranks(2, step_with, options, fault, True)[rank]
@@ -354,39 +331,6 @@ def test_each_half_of_a_backward_has_the_products_of_its_own_gradients(options):
     assert alive[-1] == 0, f"rows of experts that are in memory after each microbatch: {alive}"
 
 
-def slow_stage(options: list[str], folder: Path, kind: str) -> tuple[int, str]:
-    """Do a run whose second stage of two is slow in forward or in backward."""
-    real = pp.PipelineStep.forward if kind == "forward" else pp.PipelineStep.backward
-
-    def slow(self, *args):
-        time.sleep(0.1 * self.model.mesh.pp_rank)
-        real(self, *args)
-
-    setattr(pp.PipelineStep, kind, slow)
-    train.STRAGGLER_STEPS = 3
-    return run(options, folder)
-
-
-@pytest.mark.slow
-def test_a_slow_stage_is_named_with_the_half_of_the_step_in_which_it_is_slow(options, tmp_path):
-    few = [
-        "--training.steps=3",
-        "--validation.interval=0",
-        "--debug.sample_tokens=0",
-    ]
-    for kind in "forward", "backward":
-        (folder := tmp_path / kind).mkdir()
-        assert (
-            run_ranks(2, slow_stage, [*options, *few, *MESHES["pp2"][1]], folder, kind)
-            == [(0, "")] * 2
-        )
-        late = re.findall(
-            r"rank (\d) is late: the others wait ([\d.]+) s per step for its (\w+)", said(folder)
-        )
-        slowest = max(late, key=lambda line: float(line[1]))
-        assert (slowest[0], slowest[2]) == ("1", kind) and float(slowest[1]) > 0.2, late
-
-
 def connect_as_nccl_does() -> None:
     """From now on the first message between two ranks of a group, whether it is sent or received,
     blocks until the other rank comes to one as well. NCCL makes the pair's communicator then. (With
@@ -450,15 +394,14 @@ def test_ranks_whose_connections_are_lazy_do_not_wait_for_each_other(name, optio
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAZY)
-def test_negative_control_ranks_that_have_not_met_wait_for_each_other(name, options):
-    given = [*options, *MESHES["pp2"][1], *LAZY[name]]
+def test_negative_control_ranks_that_have_not_met_wait_for_each_other(options):
+    given = [*options, *MESHES["pp2"][1], *LAZY["one microbatch"]]
     stuck = "rank 0 did not end in time\nrank 1 did not end in time"
     with pytest.raises(AssertionError, match=stuck):
         run_ranks(2, sample_and_step, given, connect_as_nccl_does, False, timeout=2)
 
 
-@pytest.mark.parametrize("ranks", range(2, 9))
+@pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_all_ranks_that_send_each_other_something_meet(ranks):
     pairs = p2p_pairs(ranks)
     assert len(set(pairs)) == len(pairs)
