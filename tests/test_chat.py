@@ -156,27 +156,6 @@ def test_answers_are_what_the_assistant_said_and_its_end_token(folders):
     assert parts(tok, made.ids, made.answers) == ["a<|begin|>b;"]
 
 
-def test_the_tokenizer_of_a_run_is_one_for_conversations(folders, tmp_path):
-    """The tokenizer is the tokenizer.json in its folder, which has no template."""
-    tok = open_tokenizer(str(folders["chatml"] / "tokenizer.json"))
-    path = tmp_path / "tokenizer.json"
-    tok.save(str(path))
-    assert open_tokenizer(str(path)).fingerprint == tok.fingerprint
-    source = write(tmp_path / "talks.jsonl", TALKS)
-    made = quietly(data(source, tokenizer=str(path), chat_template="chatml"))
-    assert made.tokenizer.fingerprint == tok.fingerprint
-    with pytest.raises(InputError, match="has no chat template"):
-        quietly(data(source, tokenizer=str(path), chat_template=""))
-
-
-def test_a_completion_is_tokenised_with_its_prompt():
-    tok = byte_tokenizer()
-    made = answers.Completions(tok, False, True).encode({"prompt": "1+1=", "completion": "2"})
-    assert tok.decode(made.ids) == "1+1=2<|endoftext|>"
-    assert parts(tok, made.ids, made.answers) == ["2<|endoftext|>"]
-    assert made.answers[-1] and made.bytes == 5
-
-
 def test_a_prompt_has_the_tokens_that_it_has_without_its_completion(folders):
     """A token across the border would be half an answer; and a model is asked with the prompt alone."""
     tok = open_tokenizer(str(folders["chatml"] / "tokenizer.json"))
@@ -400,14 +379,6 @@ def test_windows_hold_as_many_whole_documents_as_fit():
         assert inside == [i for i, size in enumerate(lengths) if size <= room]
 
 
-def test_a_window_has_room_for_a_conversation_of_one_token_more_than_its_inputs(corpus):
-    """T inputs and T labels are T + 1 tokens."""
-    borders = np.append(corpus.train.document_starts, len(corpus.train))
-    longest = int(np.diff(borders).max())
-    assert not len(corpus.train.too_long(longest - 1))
-    assert len(corpus.train.too_long(longest - 2))
-
-
 # --------------------------------------------------------------------------------------------------
 # batches
 
@@ -478,18 +449,11 @@ def answers_cut(patch) -> None:
     patch.setattr(PackedTokens, "windows", windows)
 
 
-def one_mask_for_all(patch) -> None:
-    real = PackedTokens.are_answers
-    patch.setattr(PackedTokens, "are_answers", lambda self, a, b: real(self, 0, b - a))
-
-
 def one_document(patch) -> None:
     patch.setattr("data.loader.document_begins", lambda *given: np.zeros((1, given[-1]), bool))
 
 
-@pytest.mark.parametrize(
-    "bug", [loss_on_the_prompt, end_token_left_out, answers_cut, one_mask_for_all, one_document]
-)
+@pytest.mark.parametrize("bug", [loss_on_the_prompt, end_token_left_out, answers_cut, one_document])
 def test_a_wrong_mask_would_be_caught(bug, corpus, monkeypatch):
     bug(monkeypatch)
     with pytest.raises(AssertionError):
@@ -663,8 +627,7 @@ def compare(results: list[dict], oracle: dict) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "mesh",
-    ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("cp2", "pp2"))],
+    "mesh", ["fsdp2", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("cp2", "pp2"))]
 )
 def test_a_mesh_computes_what_one_process_computes(mesh, options, oracle):
     ranks, more, _ = MESHES[mesh]
@@ -673,14 +636,13 @@ def test_a_mesh_computes_what_one_process_computes(mesh, options, oracle):
     results = run_ranks(ranks, trajectory, [*options, *more, local])
     assert not compare(results, oracle)
     without = [0 in (seen["labels"][step] for seen in results) for step in range(3)]
-    expected = {"fsdp2": 1, "ddp2": 1, "fsdp2xtp2": 1, "cp2": 2}.get(mesh)
+    expected = {"fsdp2": 1, "cp2": 2}.get(mesh)
     assert without == [step == expected for step in range(3)]
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("cp2", marks=pytest.mark.slow)])
-def test_negative_control_a_loss_over_the_answers_of_each_rank(mesh, options, oracle):
+def test_negative_control_a_loss_over_the_answers_of_each_rank(options, oracle):
     """Every number shows it, and not only where a rank has no answers."""
-    ranks, more, _ = MESHES[mesh]
+    ranks, more, _ = MESHES["fsdp2"]
     problems = "\n".join(
         compare(run_ranks(ranks, trajectory, [*options, *more], "own count"), oracle)
     )
@@ -725,15 +687,6 @@ def test_a_run_that_stops_goes_on_bitwise_and_tells_what_it_saw(options, tmp_pat
     with contextlib.redirect_stderr(io.StringIO()) as errors:
         assert audit.main([str(folder), "--show", "2:99"]) == 2
     assert "rows 0 to 7" in errors.getvalue()
-
-
-def test_another_template_is_named_on_resume(options, tmp_path):
-    short = [*options, "--training.steps=2", "--lr_schedule.warmup_steps=0"]
-    assert run_ranks(1, run, short, tmp_path)[0][0] == 0
-    other = tmp_path / "other.jinja"
-    other.write_text(chat.PLAIN.replace("'\\nassistant:'", "'assistant:'").replace(":'", ">'"))
-    code, error = run_ranks(1, run, [*options, f"--data.chat_template={other}"], tmp_path)[0]
-    assert code == 2 and "the text of data.source or how it is tokenised has changed" in error
 
 
 def test_the_file_that_ships_has_one_form_of_answer(tmp_path):

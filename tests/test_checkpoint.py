@@ -14,7 +14,6 @@ import pickle
 import random
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -30,19 +29,14 @@ import torch
 import torch._dynamo
 import torch._refs
 
-import train
 from checkpoint import layout, lease, state, storage, verify
 from checkpoint.manager import CheckpointManager
-from checkpoint.place import PATIENCE, CheckpointFolder
 from checkpoint.retention import Retention, expired
 from checkpoint.verify import Damaged
 from configs.boxes import Box
-from configs.load import load_config
 from configs.schema import Checkpoint, InputError, Parallelism, Run
 from parallelisms import mesh as meshes
-from reliability.disk import NoRoom
 from tests.checkpoints import (
-    MODEL,
     Attack,
     build,
     compare_no_hashes,
@@ -65,49 +59,34 @@ from tests.checkpoints import (
     values_on_disk,
 )
 from tests.ranks import run_ranks
-from training.optimizers import materialise
 
 # What is saved comes back
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "more"),
-    [  # all pairs are in tests/test_torture_checkpoint.py
-        ("1x1", "2x2", []),
-        pytest.param("2x1", "2x1", ["--optimizer.kind=sgd"], marks=pytest.mark.slow),
-    ],
-)
-def test_state_is_bitwise_the_same_on_another_mesh(source, target, more, tmp_path):
-    ranks, options = mesh_options(source, *more)
+def test_state_is_bitwise_the_same_on_another_mesh(tmp_path):
+    """All pairs are in tests/test_torture_checkpoint.py."""
+    ranks, options = mesh_options("1x1")
     run_ranks(ranks, save_pattern, tmp_path / "c", options)
-    ranks, options = mesh_options(target, *more)
+    ranks, options = mesh_options("2x2")
     assert run_ranks(ranks, load_pattern, [tmp_path / "c"], options) == [[[]]] * ranks
 
 
-def saved_and_loaded(deep: Path, one: Path, options: list[str]) -> list[list[list[str]]]:
-    """On four ranks: save with two stages, load that with four, and load what one process has
-    saved."""
-    save_pattern(
-        deep, [*options, "--parallelism.pipeline_parallel=2", "--parallelism.tensor_parallel=2"]
-    )
-    return [
-        load_pattern([deep], [*options, "--parallelism.pipeline_parallel=4"]),
-        load_pattern(
-            [one],
-            [*options, "--parallelism.pipeline_parallel=2", "--parallelism.pipeline_schedule=zbv"],
-        ),
-    ]
+def saved_and_loaded(staged: Path, one: Path, options: list[str]) -> list[list[str]]:
+    """On two stages: save, and load what one process has saved."""
+    options = [*options, "--parallelism.pipeline_parallel=2"]
+    save_pattern(staged, options)
+    return load_pattern([one], [*options, "--parallelism.pipeline_schedule=zbv"])
 
 
 @pytest.mark.slow
 def test_state_is_bitwise_the_same_on_another_number_of_stages(tmp_path):
     """Weights, moments and the tied weight, of which the stages of a pipeline hold one each."""
-    deep, one = tmp_path / "deep", tmp_path / "one"
+    staged, one = tmp_path / "staged", tmp_path / "one"
     options = ["--model.n_layers=4", "--model.tied_embeddings=true"]
     run_ranks(1, save_pattern, one, options)
-    assert run_ranks(4, saved_and_loaded, deep, one, options) == [[[[]], [[]]]] * 4
-    assert run_ranks(1, load_pattern, [deep], options) == [[[]]]
-    of_both = [verify.read_manifest(folder / "step-00000007")["tensors"] for folder in (deep, one)]
+    assert run_ranks(2, saved_and_loaded, staged, one, options) == [[[]]] * 2
+    assert run_ranks(1, load_pattern, [staged], options) == [[[]]]
+    of_both = [verify.read_manifest(at / "step-00000007")["tensors"] for at in (staged, one)]
     # each rank has a generator
     names = [{name for name in tensors if not name.startswith("rng.")} for tensors in of_both]
     assert names[0] == names[1]
@@ -126,9 +105,9 @@ def test_hybrid_sharding_writes_every_part_once(tmp_path):
 
 
 def test_the_rule_of_parts_cuts_every_tensor_into_boxes_that_fill_it():
-    """3,000 random rows: what `box_of_rank` gives to the ranks, and what `parts_in` finds, against
+    """1,000 random rows: what `box_of_rank` gives to the ranks, and what `parts_in` finds, against
     counting."""
-    for seed in range(3000):
+    for seed in range(1000):
         rng = random.Random(seed)
         shape, split, stride = [rng.randrange(12) for _ in range(rng.randrange(4))], [], 1
         for _ in range(rng.randrange(4) if shape else 0):
@@ -159,87 +138,6 @@ def _places(box: Box) -> list[tuple[int, ...]]:
     return list(
         itertools.product(*(range(start, start + n) for start, n in zip(*box, strict=True)))
     )
-
-
-def _stages(folder: Path) -> tuple[list[str], int]:
-    """Each rank holds tensors that no other has, as stages of a pipeline do, and one that both
-    have."""
-    rank = torch.distributed.get_rank()
-    live = {
-        f"model.stage{rank}": torch.full((5, 3), rank + 1.0),
-        "model.shared": torch.full((70_000,), 7.0),
-    }
-    rows = storage.share_rows(
-        storage.describe(live, 2, range(rank, rank + 1)), torch.distributed.group.WORLD
-    )
-    plan = storage.SavePlan.make(live, rows, rank)
-    folder.mkdir(exist_ok=True)
-    files = [None, None]
-    torch.distributed.all_gather_object(files, storage.write(folder, plan, storage.OneByOne(live)))
-    manifest = {"format": 2, "files": files, "tensors": rows}
-    into = {name: torch.zeros(row["shape"]) for name, row in rows.items()}
-    storage.read(
-        folder, manifest, {name: storage.box_of(name, t) for name, t in into.items()}, into
-    )
-    assert (
-        (into["model.stage0"] == 1).all()
-        and (into["model.stage1"] == 2).all()
-        and (into["model.shared"] == 7).all()
-    )
-    return list(plan.boxes), len(rows)
-
-
-def test_every_rank_may_have_tensors_of_its_own(tmp_path):
-    assert run_ranks(2, _stages, tmp_path / "c") == [
-        (["model.stage0", "model.shared"], 3),
-        (["model.stage1"], 3),
-    ]
-
-
-def _train_with(materialised: bool) -> dict[str, torch.Tensor]:
-    job = train.build(load_config([*MODEL, "--optimizer.lr=0.1"]))
-    if materialised:
-        materialise(job.optimizer)
-    torch.manual_seed(0)
-    for _ in range(3):
-        for param in job.model.parameters():
-            param.grad = torch.randn_like(param)
-        job.optimizer.step()
-    return tensors(job)
-
-
-def test_state_made_in_advance_changes_no_step():
-    """`get_optimizer_state_dict` before the first step does: it counts a step that never was."""
-    plain, ahead = run_ranks(1, _train_with, False)[0], run_ranks(1, _train_with, True)[0]
-    assert plain.keys() == ahead.keys() and all(
-        torch.equal(plain[name], ahead[name]) for name in plain
-    )
-
-
-def _generators(folder: Path, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    job = build()
-    checkpoints = open_manager(job, folder)
-    torch.manual_seed(100 * save + job.mesh.rank)
-    if save:
-        checkpoints.save(1, job.model, job.optimizer, {})
-    else:
-        checkpoints.load(job.model, job.optimizer)
-    checkpoints.close()
-    return torch.rand(4), torch.rand(4)
-
-
-@pytest.mark.slow
-def test_generators_go_on_where_they_were_on_the_same_mesh(tmp_path):
-    first = run_ranks(2, _generators, tmp_path, True)
-    again = run_ranks(2, _generators, tmp_path, False)
-    assert all(
-        torch.equal(a, b)
-        for x, y in zip(first, again, strict=True)
-        for a, b in zip(x, y, strict=True)
-    )
-    assert not torch.equal(first[0][0], first[1][0])
-    elsewhere = run_ranks(1, _generators, tmp_path, False)
-    assert not torch.equal(first[0][0], elsewhere[0][0])
 
 
 def _hyperparameters(folder: Path) -> tuple[dict, list[str]]:
@@ -279,8 +177,6 @@ def _save_and_change(folder: Path, bug: str | None) -> None:
     for step in range(1, 21):
         fill(job, step)
         checkpoints.save(step, job.model, job.optimizer, {"step": step})
-        if bug == "impatient":  # the optimizer does not wait for the copy
-            checkpoints.copied.set()
         for param in job.model.parameters():
             param.grad = torch.ones_like(param)
         job.optimizer.step()  # changes weights, moments and AdamW's step
@@ -290,9 +186,9 @@ def _save_and_change(folder: Path, bug: str | None) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bug", [None, "aliased", "impatient"])
+@pytest.mark.parametrize("bug", [None, "aliased"])
 def test_a_save_holds_the_state_of_its_call(bug, tmp_path):
-    """With controls that show that the test sees a torn save."""
+    """With a control that shows that the test sees a torn save."""
     run_ranks(2, _save_and_change, tmp_path, bug)
     torn = [s for s in range(1, 21) if values_on_disk(tmp_path / verify.step_name(s, 0)) != [s]]
     assert len(torn) > 10 if bug else not torn
@@ -463,42 +359,43 @@ def test_a_step_that_is_saved_is_not_written_again(saved, tmp_path):
     run_ranks(1, _saves_again, copy_of(saved, tmp_path))
 
 
-def _refused(folder: Path, facts: dict, options: list[str]) -> str:
-    job = build(*(o for o in options if o != "bfloat16"))
-    if "bfloat16" in options:
-        job.model.to(torch.bfloat16)
-    before = {name: t.clone() for name, t in tensors(job).items()}
-    checkpoints = open_manager(job, folder, {"must_match": facts})
-    with pytest.raises(InputError) as refusal:
-        checkpoints.load(job.model, job.optimizer)
-    assert all(torch.equal(t, before[name]) for name, t in tensors(job).items())
-    return str(refusal.value)
+REFUSED = [  # facts, options, what is said
+    ({"data": "xyz"}, [], 'data is "abc" in the checkpoint and "xyz" here'),
+    ({"run.seed": 3}, [], "run.seed is 0 in the checkpoint and 3 here"),
+    ({"model": {"n_heads": 4, "new": 1}}, [], "model.n_heads is 8 in the checkpoint and 4 here"),
+    (
+        {},
+        ["--model.hidden_dim=40"],
+        "model.layers.0.feed_forward.w1.weight has shape [44, 50] there and [40, 50] here",
+    ),
+    ({}, ["--model.n_layers=1"], "layers.1.attention.wk.weight is in it and not in this run"),
+    ({}, ["--model.n_layers=3"], "layers.2.attention_norm.weight is missing from it"),
+    ({}, ["--optimizer.kind=sgd"], 'optimizer is "AdamW" in the checkpoint and "SGD" here'),
+    ({}, ["bfloat16"], "model.tok_embeddings.weight has type F32 there and BF16 here"),
+]
 
 
-@pytest.mark.parametrize(
-    ("facts", "options", "words"),
-    [
-        ({"data": "xyz"}, [], 'data is "abc" in the checkpoint and "xyz" here'),
-        ({"run.seed": 3}, [], "run.seed is 0 in the checkpoint and 3 here"),
-        (
-            {"model": {"n_heads": 4, "new": 1}},
-            [],
-            "model.n_heads is 8 in the checkpoint and 4 here",
-        ),
-        (
-            {},
-            ["--model.hidden_dim=40"],
-            "model.layers.0.feed_forward.w1.weight has shape [44, 50] there and [40, 50] here",
-        ),
-        ({}, ["--model.n_layers=1"], "layers.1.attention.wk.weight is in it and not in this run"),
-        ({}, ["--model.n_layers=3"], "layers.2.attention_norm.weight is missing from it"),
-        ({}, ["--optimizer.kind=sgd"], 'optimizer is "AdamW" in the checkpoint and "SGD" here'),
-        ({}, ["bfloat16"], "model.tok_embeddings.weight has type F32 there and BF16 here"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused_by_name(facts, options, words, saved, tmp_path):
-    said = run_ranks(2, _refused, copy_of(saved, tmp_path), facts, options)
-    assert said[0] == said[1] and words in said[0] and "step-00000030" in said[0]
+def _refused(folder: Path) -> list[str]:
+    said = []
+    for facts, options, _ in REFUSED:
+        job = build(*(o for o in options if o != "bfloat16"))
+        if "bfloat16" in options:
+            job.model.to(torch.bfloat16)
+        before = {name: t.clone() for name, t in tensors(job).items()}
+        checkpoints = open_manager(job, folder, {"must_match": facts})
+        with pytest.raises(InputError) as refusal:
+            checkpoints.load(job.model, job.optimizer)
+        checkpoints.close()
+        assert all(torch.equal(t, before[name]) for name, t in tensors(job).items())
+        said.append(str(refusal.value))
+    return said
+
+
+def test_a_checkpoint_of_another_run_is_refused_by_name(saved, tmp_path):
+    said = run_ranks(2, _refused, copy_of(saved, tmp_path))
+    assert said[0] == said[1]
+    for sentence, (_, _, words) in zip(said[0], REFUSED, strict=True):
+        assert words in sentence and "step-00000030" in sentence
 
 
 def _start_from(folder: Path, **options: object) -> tuple[dict | None, dict[str, float], str]:
@@ -534,7 +431,7 @@ def test_a_new_run_starts_from_the_weights_of_another(saved, tmp_path):
         1,
         [50.0],
     )
-    for path in ("nowhere", "x" * 300, "~", "../x"):
+    for path in ("nowhere", "x" * 300):
         said = run_ranks(1, partial(resume, tmp_path / "d", load_path=path))[0][2][-1]
         assert ("cannot be read" if len(path) > 255 else "there is no checkpoint in") in said
     with pytest.raises(InputError):
@@ -569,10 +466,6 @@ DAMAGES = {  # name: (what is done to the newest checkpoint, what the message na
     "shard is a pipe": (lambda c: _pipe(c / "rank-00001.safetensors"), "rank-00001.safetensors"),
     "manifest of nothing": (lambda c: (c / "manifest.json").write_text("{}"), "not a manifest"),
 }
-
-
-def size(folder: Path) -> int:
-    return (folder / "rank-00000.safetensors").stat().st_size
 
 
 def _other(folder: Path, name: str) -> None:
@@ -966,7 +859,6 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(
     (tmp_path / "file").write_text("")
     for (seconds, words), other in [
         run_ranks(2, _refused_at_start, tmp_path / "file" / "checkpoints"),
-        run_ranks(2, _refused_at_start, Path("/proc/nothing")),
         run_ranks(2, _refused_at_start, tmp_path / "c", 100_000),
     ]:
         assert seconds < 2 and words == other[1]
@@ -976,24 +868,10 @@ def test_a_folder_that_cannot_hold_checkpoints_is_refused_before_the_first_step(
         )
 
 
-def test_a_start_waits_for_the_room_that_an_earlier_run_took(tmp_path, monkeypatch):
-    waited: list[float] = []
-    usage = shutil.disk_usage("/")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=50 * len(waited)))
-    folder = CheckpointFolder(tmp_path, Checkpoint())
-    folder.retention = SimpleNamespace(wait=waited.append)
-    folder.check_room(25, 2)
-    assert waited == [PATIENCE]
-    with pytest.raises(NoRoom, match="free, one checkpoint of this run takes"):
-        folder.check_room(101, 1)
-    with pytest.raises(NoRoom, match="adds 4 checkpoints of .* or lower checkpoint.keep_last"):
-        folder.check_room(101, 4)
-
-
 # Retention
 
 
-def test_retention_of_random_histories(n: int = 2000):
+def test_retention_of_random_histories(n: int = 1000):
     """Run saves, crashes, going back, damage, changed options, against a model of what may
     disappear."""
     for seed in range(n):
@@ -1061,24 +939,32 @@ def test_retention_on_disk_and_leftovers(tmp_path):
     ]
 
 
+@pytest.fixture(scope="module")
+def five(tmp_path_factory) -> Path:
+    """Return the folder of a run with checkpoints of steps 1 to 5. Copy it."""
+    folder = tmp_path_factory.mktemp("five") / "checkpoints"
+    run_ranks(1, partial(save_all, folder, [1, 2, 3, 4, 5], keep_last=0))
+    return folder
+
+
+FIVE = [verify.step_name(step, 0) for step in range(1, 6)]
+
+
 @pytest.mark.parametrize(
     "damaged, gone",
     [
         ({}, [1, 2, 3]),
-        ({5: "short"}, [1, 2]),
         ({4: "missing", 5: "short"}, [1]),
         ({2: "torn"}, [1, 2, 3]),
         ({2: "short", 3: "torn", 4: "missing", 5: "short"}, []),
     ],
 )
-def test_a_damaged_checkpoint_does_not_count_as_kept(damaged, gone, tmp_path):
+def test_a_damaged_checkpoint_does_not_count_as_kept(damaged, gone, five, tmp_path):
     """keep_last = 2 of five: the two newest that have all their bytes stay, and no newer one is
     removed for being damaged. Of fewer than two, none is."""
-    folder = tmp_path / "c"
-    run_ranks(1, partial(save_all, folder, [1, 2, 3, 4, 5], keep_last=0))
-    names = [verify.step_name(step, 0) for step in range(1, 6)]
+    folder = copy_of(five, tmp_path)
     for step, how in damaged.items():
-        place = folder / names[step - 1]
+        place = folder / FIVE[step - 1]
         file = place / ("manifest.json" if how == "torn" else "rank-00000.safetensors")
         if how == "missing":
             file.unlink()
@@ -1086,64 +972,28 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(damaged, gone, tmp_path):
             os.truncate(file, file.stat().st_size - 1)
     held = SimpleNamespace(id="0123abcd", check=lambda: None)
     retention = Retention(folder, held, Checkpoint(keep_last=2))
-    retention.remove_expired(names, 7)
+    retention.remove_expired(FIVE, 7)
     retention.close()
-    assert sorted(retention.gone) == [names[step - 1] for step in gone]
-    left = [name for name in names if name not in retention.gone]
+    assert sorted(retention.gone) == [FIVE[step - 1] for step in gone]
+    left = [name for name in FIVE if name not in retention.gone]
     assert sorted(path.name for path in folder.glob("[!.]*")) == left
 
 
-@pytest.mark.parametrize("lost", [True, False])
-def test_nothing_is_removed_after_the_lease_is_lost(lost, tmp_path):
+def test_nothing_is_removed_after_the_lease_is_lost(five, tmp_path):
     """Another run may continue from what this one would remove."""
-    folder = tmp_path / "c"
-    names = [verify.step_name(step, 0) for step in (1, 2, 3)]
-    run_ranks(1, partial(save_all, folder, [1, 2, 3], keep_last=0))
+    folder = copy_of(five, tmp_path)
 
     def check() -> None:
-        if lost:
-            raise lease.Lost("taken over")
+        raise lease.Lost("taken over")
 
-    retention = Retention(
-        folder, SimpleNamespace(id="0123abcd", check=check), Checkpoint(keep_last=1)
-    )
-    retention.remove_expired(names, 7)
+    held = SimpleNamespace(id="0123abcd", check=check)
+    retention = Retention(folder, held, Checkpoint(keep_last=1))
+    retention.remove_expired(FIVE, 7)
     retention.close()
-    left = sorted(path.name for path in folder.glob("[!.]*"))
-    assert left == (names if lost else names[-1:]) and bool(retention.gone) != lost
+    assert sorted(path.name for path in folder.glob("[!.]*")) == FIVE and not retention.gone
 
 
 # One run per folder
-
-
-def test_a_second_run_is_refused_on_all_its_ranks(saved, tmp_path):
-    folder = copy_of(saved, tmp_path)
-    read, write = os.pipe()
-    if (pid := os.fork()) == 0:
-        lease.Lease(folder / ".lease")
-        os.write(write, b"x")
-        time.sleep(60)
-    os.read(read, 1)
-    try:
-        for step, _, words in run_ranks(2, resume, folder):
-            assert step == -1 and f"is being written by another run (process {pid} on" in words[-1]
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    assert run_ranks(2, resume, folder)[0][0] == 30
-
-
-@pytest.mark.alone
-def test_the_lease_of_a_dead_process_is_taken_over(tmp_path, monkeypatch):
-    if (pid := os.fork()) == 0:
-        lease.Lease(tmp_path / ".lease")
-        os._exit(0)  # without release
-    os.waitpid(pid, 0)
-    assert f'"pid": {pid}' in (tmp_path / ".lease").read_text()
-    began = time.monotonic()
-    lease.Lease(tmp_path / ".lease").release()
-    assert time.monotonic() - began < 1
-    assert json.loads((tmp_path / ".lease").read_text())["released"]
 
 
 def test_the_lease_of_another_host_holds_while_it_counts_on(tmp_path, monkeypatch):

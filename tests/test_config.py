@@ -3,11 +3,8 @@ written."""
 
 import os
 import re
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tomli
@@ -28,7 +25,7 @@ from configs.load import (
     load_config,
     main,
 )
-from configs.schema import Config, InputError, Model, Parallelism
+from configs.schema import Config, InputError, Model
 from models import FAMILIES, NUMBERS
 from models import options as numbers_of_dense
 from models.options import Numbers
@@ -77,7 +74,6 @@ BAD_FILES = {
         "[run]\nfolder = 'x\nseed = 1",
         "x.toml: not valid TOML|at the end, line 3|seed = 1",
     ),
-    "no value": ("[run]\nseed =\nfolder = 'x'", "x.toml: not valid TOML|line 2|seed ="),
     "a key twice": (
         "[run]\nseed = 1\nseed = 2\n[data]\n",
         "x.toml: not valid TOML|given twice|line 3|seed = 2",
@@ -90,76 +86,19 @@ BAD_FILES = {
         "[trainning]\nsteps = 1",
         "x.toml: trainning: no such table; did you mean [training]?",
     ),
-    "unknown table, nothing near": (
-        "[xyzzy]\na = 1",
-        "x.toml: xyzzy: no such table; the tables are|run|debug",
-    ),
     "unknown key": (
         "[training]\nstps = 1",
         "x.toml: training.stps: no such option; did you mean training.steps?",
-    ),
-    "key with a dash": (
-        "[training]\nseq-len = 1",
-        "training.seq-len: no such option; did you mean training.seq_len?",
-    ),
-    "unknown key, nothing near": (
-        "[compile]\nxyzzy = 1",
-        "compile.xyzzy: no such option; [compile] has enabled, backend",
     ),
     "key outside tables": (
         "momentum = 0.9",
         "momentum: is outside of any table; did you mean optimizer.momentum?",
     ),
-    "key of several tables": (
-        "steps = 5",
-        "steps: is outside of any table|training.steps or profiler.steps or validation.steps",
-    ),
-    "part of a name": (
-        "[training]\nbatch_size = 2",
-        "did you mean training.global_batch_size or training.local_batch_size?",
-    ),
     "table in a table": (
         "[training.steps]\na = 1",
         "training.steps = {a = 1}: must be an integer >= 1, not a table",
     ),
-    "number for a table": (
-        "training = 5",
-        "training = 5: a table is needed, as in training.steps = 100",
-    ),
-    "a key with a newline": (
-        '[training]\n"a\\nb" = 1',
-        "training.a\\nb|no such option; [training] has",
-    ),
-    "list for a number": (
-        "[training]\nsteps = [1]",
-        "training.steps = [1]: must be an integer >= 1, not a list",
-    ),
-    "boolean for a float": (
-        "[optimizer]\nlr = true",
-        "optimizer.lr = true: must be a finite number > 0, not a boolean",
-    ),
-    "float for an integer": (
-        "[training]\nsteps = 1e3",
-        "training.steps = 1000.0: must be an integer|not a float",
-    ),
-    "number for a text": ("[run]\nfolder = 5", "run.folder = 5: must be text|not an integer"),
     "NaN": ("[optimizer]\nlr = nan", "optimizer.lr = nan: must be a finite number > 0"),
-    "minimum above the peak": (
-        "[lr_schedule]\nmin_ratio = 1.5",
-        "lr_schedule.min_ratio = 1.5: must be|>= 0 and <= 1",
-    ),
-    "beta 1": (
-        "[optimizer]\nbetas = [0.9, 1.0]",
-        "optimizer.betas = [0.9, 1.0]: must be a list of 2|>= 0 and < 1",
-    ),
-    "betas of text": (
-        '[optimizer]\nbetas = ["a", 0.9]',
-        'optimizer.betas = ["a", 0.9]: must be a list of 2, each a finite',
-    ),
-    "numbers for texts": (
-        "[checkpoint]\nexclude_from_loading = [1, 2]",
-        "checkpoint.exclude_from_loading = [1, 2]: must be a list, each text",
-    ),
     "a row without a key": (
         '[[data.mixture]]\nname = "a"\nsource = "x"',
         "x.toml: data.mixture = |: table 1 needs weight, a finite number >= 0",
@@ -168,22 +107,6 @@ BAD_FILES = {
         '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "b"\nsorce = '
         '"x"',
         "x.toml: validation.sets = |: table 2 has sorce; did you mean source?",
-    ),
-    "a row's number": (
-        '[[data.mixture]]\nname = "a"\nsource = "x"\nweight = -1',
-        "data.mixture = |: weight of table 1 must be a finite number >= 0",
-    ),
-    "a row's name": (
-        '[[data.mixture]]\nname = "a b"\nsource = "x"\nweight = 1',
-        "data.mixture = |: name of table 1 must be 1 to 60 letters",
-    ),
-    "a row's schedule": (
-        '[[data.mixture]]\nname = "a"\nsource = "x"\nweight = 1\nschedule = [[9, 1], [5, 2]]',
-        "data.mixture = |: schedule of table 1 must name steps in ascending order",
-    ),
-    "a schedule of text": (
-        '[[data.mixture]]\nname = "a"\nsource = "x"\nweight = 1\nschedule = [[9, "x"]]',
-        "schedule of table 1 must be a list, each [an integer >= 1, a finite number >= 0]",
     ),
     "a name twice": (
         '[[validation.sets]]\nname = "a"\nsource = "x"\n[[validation.sets]]\nname = "a"\nsource = '
@@ -195,14 +118,6 @@ BAD_FILES = {
         "data.mixture = [3]: must be a list, each a table of name, source, weight, schedule, "
         "max_epochs",
     ),
-    "unknown dtype": (
-        '[training]\nparam_dtype = "float16"',
-        '"float16": must be "auto" or "float32" or "bfloat16" or "float64"; did you',
-    ),
-    "no auto in sums": (
-        '[training]\nreduce_dtype = "auto"',
-        'training.reduce_dtype = "auto": must be "float32" or "bfloat16"',
-    ),
     "unknown word": (
         '[optimizer]\nkind = "adam"',
         'optimizer.kind = "adam": must be "adamw" or "sgd" or "muon"; did you mean "adamw"?',
@@ -211,26 +126,11 @@ BAD_FILES = {
         '[run]\ndevice = "gpu"',
         'run.device = "gpu": must be "auto" or "cpu" or "cuda"; did you mean "cuda"?',
     ),
-    "a type's short name": (
-        '[training]\nparam_dtype = "fp32"',
-        'training.param_dtype = "fp32": must be|did you mean "float32"?',
-    ),
     "the nearest size": (
         '[model]\nflavor = "7B"',
         'model.flavor = "7B": models/llama.py has debug, 1B|did you mean "8B"?',
     ),
-    "a size in millions": (
-        '[model]\nfamily = "qwen3"\nflavor = "14000M"',
-        'model.flavor = "14000M": models/qwen3.py has debug|did you mean "14B"?',
-    ),
-    "typographic quotes": (
-        "[run]\nfolder = \u201cx\u201d",
-        'x.toml: not valid TOML|line 2|these are typographic quotes: write " instead',
-    ),
-    "no quotes": (
-        "[run]\nfolder = runs",
-        'x.toml: not valid TOML|line 2|write folder = "runs"',
-    ),
+    "no quotes": ("[run]\nfolder = runs", 'x.toml: not valid TOML|line 2|write folder = "runs"'),
     "Python's True in a file": (
         "[compile]\nenabled = True",
         "x.toml: not valid TOML|line 2|write enabled = true",
@@ -252,45 +152,22 @@ BAD_FILES = {
         '[run]\nfolder = "http://bucket/x"',
         'run.folder = "http://bucket/x": must be a URL such as s3://bucket/prefix',
     ),
-    "a Hugging Face folder in a store": (
-        '[checkpoint]\nload_hf = "s3://bucket/x"',
-        'checkpoint.load_hf = "s3://bucket/x": must be a path on this machine',
-    ),
     "undefined variable": (
         '[run]\nfolder = "$SCRATCH/x"',
         'run.folder = "$SCRATCH/x": must be written out: environment',
     ),
-    "newline in a path": (
-        '[run]\nfolder = "a\\nb"',
-        'run.folder = "a\\nb": must not contain control characters',
-    ),
     "NUL in a path": (
         '[data]\nsource = "a\\u0000b"',
         'data.source = "a\\u0000b": must not contain control characters',
-    ),
-    "empty path": ('[data]\ntokenizer = ""', 'data.tokenizer = "": must be text, not empty'),
-    "300 characters": (
-        f'[run]\nfolder = "{"x" * 300}"',
-        "run.folder|must be text of 1 to 240 characters",
-    ),
-    "unknown flavor": (
-        '[model]\nflavor = "8b"',
-        'model.flavor = "8b": models/llama.py has debug, 1B|did you mean "8B"?',
     ),
     "empty": ("", "x.toml: sets nothing"),
     "latin-1": (
         "[run]\nfolder = 'é'".encode("latin-1"),
         "x.toml: line 2 is not UTF-8 (byte 0xe9): save it as UTF-8",
     ),
-    "UTF-16": ("[run]\nseed = 1".encode("utf-16"), "x.toml: line 1 is not UTF-8 (byte 0xff)"),
     "binary": (b"\x7fELF\x00\x00\x01", "x.toml: not valid TOML"),
     "10 MB": (b"#" * 10_000_000, "x.toml: larger than 1,000,000 bytes"),
     "deep lists": ("[run]\nseed = " + "[" * 100_000, "x.toml: nested too deeply"),
-    "deep tables": ("a." * 5_000 + "a = 1", "x.toml: nested too deeply"),
-    "deep, but readable": (
-        "[run]\nseed = " + "[" * 300 + "]" * 300,
-        "run.seed = [[[|...: must be an integer|not a list",
-    ),
 }
 
 
@@ -309,17 +186,10 @@ BAD_ARGUMENTS = {
         ["llama8b.toml"],
         "llama8b.toml: no such file; did you mean|configs/llama_8b.toml?",
     ),
-    "no ending": (
-        [str(ROOT / "configs/llama_8b")],
-        "configs/llama_8b: no such file; did you mean|llama_8b.toml?",
-    ),
     "nothing near": (["xyzzy"], "xyzzy: no such file"),
     "a URL": (["s3://bucket/a.toml"], "s3:/bucket/a.toml: a URL; give a TOML file of this machine"),
     "a folder": (["folder"], "folder: a folder; give a TOML file"),
     "a pipe": (["pipe"], "pipe: a special file; give a TOML file"),
-    "below a file": (["y.toml/x.toml"], "y.toml/x.toml: cannot be read: Not a directory"),
-    "a name too long": (["x" * 5000], "xxx|cannot be read: File name too long"),
-    "NUL in the name": (["a\0b"], "a\\x00b|cannot be read"),
     "two files": (
         ["y.toml", "y.toml"],
         "command line: one configuration file is allowed, found y.toml, y.toml",
@@ -328,23 +198,10 @@ BAD_ARGUMENTS = {
         ["--training.stps=5"],
         "command line: training.stps: no such option; did you mean training.steps?",
     ),
-    "unknown option, a file": (
-        ["--training.stps", "y.toml"],
-        "training.stps: no such option; did you mean training.steps?",
-    ),
-    "unknown table": (
-        ["--trainning.steps=5"],
-        "trainning.steps: no such option; did you mean training.steps?",
-    ),
-    "no table": (
-        ["--tensor_parallel=2"],
-        "tensor_parallel: is outside of any table; did you mean parallelism.tensor_parallel?",
-    ),
     "nothing of that name": (
         ["--xyzzy"],
         "command line: xyzzy: no such table or option; the tables are run, model",
     ),
-    "one dash": (["-v"], "command line: -v: no such table or option"),
     "no dashes": (
         ["training.steps=10"],
         "command line: training.steps=10: did you mean --training.steps=10?",
@@ -353,34 +210,18 @@ BAD_ARGUMENTS = {
         ["-training.steps=10"],
         "command line: -training.steps=10: did you mean --training.steps=10?",
     ),
-    "a long dash": (
-        ["\u2014training.steps=10"],
-        "did you mean --training.steps=10?",
-    ),
     "--config=": (
         ["--config=y.toml"],
         "command line: --config=y.toml: the configuration file is named without an option: "
         "./run_train.sh y.toml",
     ),
-    "--config= and a file": (
-        ["--config=y.toml", "y.toml"],
-        "command line: --config=y.toml: the configuration file is named without an option",
-    ),
     "typographic quotes": (
         ["--training.steps=\u201c10\u201d"],
         "command line: --training.steps=|typographic quotes: write --training.steps=10",
     ),
-    "typographic quotes of a text": (
-        ["--run.folder", "\u2018runs/x\u2019"],
-        "command line: --run.folder: these are typographic quotes: write --run.folder=runs/x",
-    ),
     "a power of ten": (
         ["--training.steps=1e3"],
         "training.steps = 1000.0: must be an integer >= 1, not a float; write 1000",
-    ),
-    "a name with hyphens": (
-        ["--global-batch-size=8"],
-        "is outside of any table; did you mean training.global_batch_size?",
     ),
     "another program's, with hyphens": (
         ["--tensor-model-parallel-size", "2"],
@@ -396,20 +237,12 @@ BAD_ARGUMENTS = {
         ["--run.seed", "--compile.enabled"],
         "--run.seed needs a value: an integer >= 0",
     ),
-    "empty value": (
-        ["--training.steps="],
-        'command line: training.steps = "": must be an integer >= 1, not a string',
-    ),
     "two lines": (["--run.seed=1\nx = 2"], 'run.seed = "1\\nx = 2": must be an integer >= 0'),
     "Python's True": (
         ["--compile.enabled=True"],
         'compile.enabled = "True": must be true or false, not a string; write true',
     ),
     "commas": (["--optimizer.betas=0.9,0.95"], 'optimizer.betas = "0.9,0.95": must be a list of 2'),
-    "infinity by overflow": (
-        ["--optimizer.lr=1e999"],
-        "optimizer.lr = inf: must be a finite number > 0",
-    ),
     "undecodable": (
         ["--run.folder=\udcff"],
         "command line: run.folder = |udcff|must be UTF-8 text",
@@ -442,819 +275,326 @@ def test_names_of_other_programs_are_answered_with_the_option_here(folder):
 # --------------------------------------------------------------------------------------------------
 # rules across tables
 
-# A case of every rule of configs/check.py. rule: (overrides, words of the problem, further overrides
-# that repair it, processes if not one, those of a host if fewer)
+# A case of every rule of configs/check.py. rule: (overrides, further overrides that repair it,
+# processes if not one, those of a host if fewer). An option whose name no other table has stands
+# without its table.
 RULE_CASES = {
     "mesh_product": (
-        "parallelism.data_parallel_replicate=2 parallelism.data_parallel_shard=3 "
-        "parallelism.tensor_parallel=4",
-        "parallelism.data_parallel_replicate = 2|parallelism.data_parallel_shard = "
-        "3|parallelism.tensor_parallel = 4"
-        "|multiply to 24|8 processes|data_parallel_shard = -1",
-        "parallelism.data_parallel_shard=1 training.local_batch_size=4",
+        "data_parallel_replicate=2 data_parallel_shard=3 tensor_parallel=4",
+        "data_parallel_shard=1 local_batch_size=4",
         8,
     ),
     "mesh_rest": (
-        "parallelism.data_parallel_replicate=2 parallelism.tensor_parallel=4",
-        "parallelism.data_parallel_shard = -1|parallelism.data_parallel_replicate = 2 times "
-        "parallelism.context_parallel = 1 times parallelism.tensor_parallel = 4 times "
-        "parallelism.pipeline_parallel = 1 must "
-        "divide the 12 processes of the run (NGPU on each node)",
-        "parallelism.data_parallel_replicate=1 training.global_batch_size=24",
+        "data_parallel_replicate=2 tensor_parallel=4",
+        "data_parallel_replicate=1 global_batch_size=24",
         12,
         4,
     ),
-    "tp_host": (
-        "parallelism.tensor_parallel=4",
-        "parallelism.tensor_parallel = 4 does not divide the 2 processes of a "
-        "host|tensor_parallel_across_hosts = true",
-        "parallelism.tensor_parallel_across_hosts=true",
-        4,
-        2,
-    ),
+    "tp_host": ("tensor_parallel=4", "tensor_parallel_across_hosts=true", 4, 2),
     "tp_heads": (
-        "parallelism.tensor_parallel=4 model.n_heads=6 model.n_kv_heads=2 model.head_dim=32",
-        "parallelism.tensor_parallel = 4 does not divide model.n_heads = 6: each rank computes "
-        "whole query heads",
-        "model.n_heads=8 model.n_kv_heads=4",
+        "tensor_parallel=4 n_heads=6 n_kv_heads=2 head_dim=32",
+        "n_heads=8 n_kv_heads=4",
         4,
     ),
-    "tp_kv_heads": (
-        "parallelism.tensor_parallel=8",
-        "parallelism.tensor_parallel = 8 does not divide model.n_kv_heads = 4 (of flavor "
-        "debug)|not duplicated"
-        "|at most n_kv_heads",
-        "model.n_kv_heads=8",
-        8,
-    ),
-    "tp_shared": (
-        "model.family=deepseek_v3 parallelism.tensor_parallel=4 model.expert_dim=90",
-        "parallelism.tensor_parallel = 4 does not divide model.n_shared_experts = 1 (of flavor "
-        "debug) times model.expert_dim = 90|share",
-        "model.expert_dim=92",
-        4,
-    ),
-    "tp_hidden": (
-        "parallelism.tensor_parallel=4 model.hidden_dim=702",
-        "parallelism.tensor_parallel = 4 does not divide model.hidden_dim = 702|equal share",
-        "model.hidden_dim=704",
-        4,
-    ),
-    "tp_sequence": (
-        "parallelism.tensor_parallel=4 training.seq_len=255",
-        "parallelism.tensor_parallel = 4 does not divide training.seq_len = 255|equal part of the "
-        "sequence",
-        "training.seq_len=256",
-        4,
-    ),
-    "tp_vocabulary": (  # 9 rows each: 31 ranks take all 279
-        "parallelism.tensor_parallel=32 model.n_heads=32 model.n_kv_heads=32 model.vocab_size=279 "
-        "data.tokenizer=bytes",
-        "parallelism.tensor_parallel = 32 leaves a rank without a row of the vocabulary, "
-        "model.vocab_size = 279",
-        "model.vocab_size=280",
+    "tp_kv_heads": ("tensor_parallel=8", "n_kv_heads=8", 8),
+    "tp_shared": ("family=deepseek_v3 tensor_parallel=4 expert_dim=90", "expert_dim=92", 4),
+    "tp_hidden": ("tensor_parallel=4 hidden_dim=702", "hidden_dim=704", 4),
+    "tp_sequence": ("tensor_parallel=4 seq_len=255", "seq_len=256", 4),
+    "tp_vocabulary": (
+        "tensor_parallel=32 n_heads=32 n_kv_heads=32 vocab_size=279 tokenizer=bytes",
+        "vocab_size=280",
         32,
     ),
-    "tp_offload": (
-        "parallelism.tensor_parallel=2 parallelism.cpu_offload=true",
-        "parallelism.cpu_offload = true together with parallelism.tensor_parallel = 2 is not "
-        "supported",
-        "parallelism.tensor_parallel=1 training.local_batch_size=4",
-        2,
-    ),
+    "tp_offload": ("tensor_parallel=2 cpu_offload=true", "tensor_parallel=1 local_batch_size=4", 2),
     "tp_reshard": (
-        "parallelism.tensor_parallel=2 parallelism.reshard_after_forward=2 "
-        "training.local_batch_size=2",
-        "parallelism.reshard_after_forward = 2|parallelism.tensor_parallel = 2, "
-        "parallelism.context_parallel = 1 and "
-        'parallelism.pipeline_parallel = 1 is not supported|"default"',
-        "parallelism.reshard_after_forward=true",
+        "tensor_parallel=2 reshard_after_forward=2 local_batch_size=2",
+        "reshard_after_forward=true",
         8,
     ),
-    "ep_experts": (
-        "parallelism.expert_parallel=2",
-        "parallelism.expert_parallel = 2 has no effect on a model without experts",
-        "model.family=qwen3 model.flavor=debug_moe",
-        2,
-    ),
-    "ep_ranks": (
-        "model.family=deepseek_v3 parallelism.expert_parallel=4",
-        "parallelism.expert_parallel = 4 does not divide 2 times parallelism.context_parallel = 1",
-        "parallelism.expert_parallel=2",
-        2,
-    ),
+    "ep_experts": ("expert_parallel=2", "family=qwen3 flavor=debug_moe", 2),
+    "ep_ranks": ("family=deepseek_v3 expert_parallel=4", "expert_parallel=2", 2),
     "ep_hosts": (
-        "model.family=deepseek_v3 parallelism.expert_parallel=4 "
-        "parallelism.expert_exchange=hierarchical training.local_batch_size=1",
-        'parallelism.expert_exchange = "hierarchical"|all ranks of several hosts|'
-        "parallelism.expert_parallel = 4 is no such multiple of the 4 processes of a host|"
-        'use "flat"',
-        "parallelism.expert_parallel=8",
+        "family=deepseek_v3 expert_parallel=4 expert_exchange=hierarchical local_batch_size=1",
+        "expert_parallel=8",
         8,
         4,
     ),
     "expert_exchange_unused": (
-        "model.family=deepseek_v3 parallelism.expert_exchange=hierarchical",
-        'parallelism.expert_exchange = "hierarchical" has no effect with '
-        "parallelism.expert_parallel = 1|remove it",
-        "parallelism.expert_exchange=flat",
+        "family=deepseek_v3 expert_exchange=hierarchical",
+        "expert_exchange=flat",
     ),
-    "expert_chunks_unused": (
-        "model.family=deepseek_v3 parallelism.expert_chunks=2",
-        "parallelism.expert_chunks = 2 has no effect with parallelism.expert_parallel = 1|"
-        "remove it",
-        "parallelism.expert_chunks=1",
-    ),
+    "expert_chunks_unused": ("family=deepseek_v3 expert_chunks=2", "expert_chunks=1"),
     "ep_reshard": (
-        "model.family=qwen3 model.flavor=debug_moe parallelism.expert_parallel=4 "
-        "parallelism.reshard_after_forward=2 "
-        "training.local_batch_size=1",
-        "parallelism.reshard_after_forward = 2, a number of ranks, together with "
-        "parallelism.expert_parallel = 4 is not "
-        'supported|"default"',
-        "parallelism.expert_parallel=1",
+        "family=qwen3 flavor=debug_moe expert_parallel=4 reshard_after_forward=2 "
+        "local_batch_size=1",
+        "expert_parallel=1",
         8,
     ),
     "experts": (
-        "model.family=qwen3 model.flavor=debug_moe model.n_experts=8 model.experts_per_token=9",
-        "model.experts_per_token = 9 is above model.n_experts = 8",
-        "model.experts_per_token=8",
+        "family=qwen3 flavor=debug_moe n_experts=8 experts_per_token=9",
+        "experts_per_token=8",
     ),
-    "experts_ep": (
-        "model.family=deepseek_v3 model.n_experts=12 parallelism.expert_parallel=8",
-        "parallelism.expert_parallel = 8 does not divide model.n_experts = 12",
-        "parallelism.expert_parallel=4",
-        8,
-    ),
-    "no_experts": (
-        "model.family=deepseek_v3 model.n_experts=0",
-        "model.n_experts = 0, but all of model.n_layers = 5 (of flavor debug) but the first ones, "
-        "model.n_dense_layers = 1",
-        "model.n_dense_layers=5",
-    ),
-    "gpt_oss_experts": (
-        "model.family=gpt_oss model.n_experts=0",
-        "model.n_experts = 0, but every layer is a mixture of experts",
-        "model.n_experts=4",
-    ),
-    "qwen3_next_experts": (
-        "model.family=qwen3_next model.n_experts=0",
-        "model.n_experts = 0, but every layer is a mixture of experts",
-        "model.n_experts=4",
-    ),
-    "partial_rope": (
-        "model.family=qwen3_next model.rope_dim=34",
-        "model.rope_dim = 34 must be even and at most model.head_dim = 32",
-        "model.rope_dim=32",
-    ),
-    "delta_heads": (
-        "model.family=qwen3_next model.delta_value_heads=6",
-        "model.delta_key_heads = 4 (of flavor debug) does not divide model.delta_value_heads = 6",
-        "model.delta_value_heads=12",
-    ),
+    "experts_ep": ("family=deepseek_v3 n_experts=12 expert_parallel=8", "expert_parallel=4", 8),
+    "no_experts": ("family=deepseek_v3 n_experts=0", "n_dense_layers=5"),
+    "gpt_oss_experts": ("family=gpt_oss n_experts=0", "n_experts=4"),
+    "qwen3_next_experts": ("family=qwen3_next n_experts=0", "n_experts=4"),
+    "partial_rope": ("family=qwen3_next rope_dim=34", "rope_dim=32"),
+    "delta_heads": ("family=qwen3_next delta_value_heads=6", "delta_value_heads=12"),
     "tp_delta_heads": (
-        "model.family=qwen3_next model.delta_key_heads=2 parallelism.tensor_parallel=4",
-        "parallelism.tensor_parallel = 4 does not divide model.delta_key_heads = 2",
-        "parallelism.tensor_parallel=2",
+        "family=qwen3_next delta_key_heads=2 tensor_parallel=4",
+        "tensor_parallel=2",
         4,
     ),
-    "mtp_shared": (
-        "model.family=qwen3_next model.mtp_depth=2",
-        "model.mtp_depth = 2, but Qwen3-Next has one such layer",
-        "model.mtp_depth=1",
-    ),
-    "tp_kda_heads": (
-        "model.family=kimi_linear model.delta_heads=2 parallelism.tensor_parallel=4",
-        "parallelism.tensor_parallel = 4 does not divide model.delta_heads = 2",
-        "parallelism.tensor_parallel=2",
-        4,
-    ),
+    "mtp_shared": ("family=qwen3_next mtp_depth=2", "mtp_depth=1"),
+    "tp_kda_heads": ("family=kimi_linear delta_heads=2 tensor_parallel=4", "tensor_parallel=2", 4),
     "flash_delta_keys": (
-        "model.family=qwen3_next model.delta_key_dim=320 training.delta_rule=flash run.device=auto "
-        "training.param_dtype=bfloat16",
-        'training.delta_rule = "flash" has keys of at most 256 numbers, but model.delta_key_dim = 320',
-        "model.delta_key_dim=256",
+        "family=qwen3_next delta_key_dim=320 delta_rule=flash device=auto param_dtype=bfloat16",
+        "delta_key_dim=256",
     ),
     "flash_kda_keys": (
-        "model.family=kimi_linear model.delta_dim=320 training.delta_rule=flash run.device=auto "
-        "training.param_dtype=bfloat16",
-        'training.delta_rule = "flash" has keys of at most 256 numbers, but model.delta_dim = 320',
-        "model.delta_dim=256",
+        "family=kimi_linear delta_dim=320 delta_rule=flash device=auto param_dtype=bfloat16",
+        "delta_dim=256",
     ),
     "mtp_tied": (
-        "model.family=deepseek_v3 model.mtp_depth=1 model.tied_embeddings=true "
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
-        "training.local_batch_size=1",
-        'pipeline_schedule = "zero_bubble" splits the backward pass',
-        "model.tied_embeddings=false",
+        "family=deepseek_v3 mtp_depth=1 tied_embeddings=true pipeline_parallel=2 "
+        "pipeline_schedule=zero_bubble local_batch_size=1",
+        "tied_embeddings=false",
         2,
     ),
-    "dense_layers": (
-        "model.family=deepseek_v3 model.n_dense_layers=6",
-        "model.n_dense_layers = 6 is above model.n_layers = 5",
-        "model.n_layers=6",
-    ),
-    "rope_dim": (
-        "model.family=deepseek_v3 model.rope_dim=15",
-        "model.rope_dim = 15 must be even",
-        "model.rope_dim=14",
-    ),
-    "value_dim": (
-        "model.family=deepseek_v3 model.value_dim=49",
-        "model.value_dim = 49 is above model.nope_dim = 32 (of flavor debug) plus model.rope_dim "
-        "= 16",
-        "model.value_dim=48",
-    ),
-    "expert_groups": (
-        "model.family=deepseek_v3 model.n_experts=18",
-        "model.expert_groups = 4 (of flavor debug) must divide model.n_experts = 18 into groups "
-        "of two",
-        "model.expert_groups=3",
-    ),
-    "groups_per_token": (
-        "model.family=deepseek_v3 model.experts_per_token=9",
-        "model.experts_per_token = 9 cannot be chosen within model.groups_per_token = 2 (of "
-        "flavor debug) of model.expert_groups = 4",
-        "model.groups_per_token=3",
-    ),
+    "dense_layers": ("family=deepseek_v3 n_dense_layers=6", "n_layers=6"),
+    "rope_dim": ("family=deepseek_v3 rope_dim=15", "rope_dim=14"),
+    "value_dim": ("family=deepseek_v3 value_dim=49", "value_dim=48"),
+    "expert_groups": ("family=deepseek_v3 n_experts=18", "expert_groups=3"),
+    "groups_per_token": ("family=deepseek_v3 experts_per_token=9", "groups_per_token=3"),
     "experts_async": (
-        "model.family=deepseek_v3 parallelism.tensor_parallel=2 "
-        "parallelism.async_tensor_parallel=true compile.enabled=true",
-        "parallelism.async_tensor_parallel = true together with experts (model.n_experts = 16|is "
-        "not supported",
-        "parallelism.async_tensor_parallel=false",
+        "family=deepseek_v3 tensor_parallel=2 async_tensor_parallel=true compile.enabled=true",
+        "async_tensor_parallel=false",
         2,
     ),
-    "cp_sequence": (
-        "parallelism.context_parallel=3 training.seq_len=256 training.local_batch_size=1",
-        "training.seq_len = 256 is not a multiple of 6|parallelism.context_parallel = "
-        "3|parallelism.context_parallel_method",
-        "training.seq_len=252",
-        3,
-    ),
+    "cp_sequence": ("context_parallel=3 seq_len=256 local_batch_size=1", "seq_len=252", 3),
     "cp_heads": (
-        "parallelism.context_parallel=4 parallelism.tensor_parallel=2 "
-        "parallelism.context_parallel_method=ulysses",
-        "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide "
-        "model.n_kv_heads = 4"
-        '|parallelism.context_parallel_method = "ulysses"|whole key/value '
-        'heads|context_parallel_method = "gather"',
-        "parallelism.context_parallel_method=gather",
+        "context_parallel=4 tensor_parallel=2 context_parallel_method=ulysses",
+        "context_parallel_method=gather",
         8,
     ),
     "cp_latent_heads": (
-        "model.family=deepseek_v3 parallelism.context_parallel=4 parallelism.tensor_parallel=2 "
-        "parallelism.context_parallel_method=ulysses",
-        "parallelism.context_parallel = 4 times parallelism.tensor_parallel = 2 does not divide "
-        "model.n_heads = 4|whole heads",
-        "model.n_heads=8",
+        "family=deepseek_v3 context_parallel=4 tensor_parallel=2 context_parallel_method=ulysses",
+        "n_heads=8",
         8,
     ),
     "cp_attention": (
-        "parallelism.context_parallel=2 training.attention=cudnn training.param_dtype=bfloat16 "
-        "run.device=cuda",
-        'training.attention = "cudnn" has no kernel for parallelism.context_parallel_method = '
-        '"gather"|"flash"|"ulysses"',
-        "parallelism.context_parallel_method=ulysses",
+        "context_parallel=2 attention=cudnn param_dtype=bfloat16 device=cuda",
+        "context_parallel_method=ulysses",
         2,
     ),
     "cp_kernel": (
-        "parallelism.context_parallel=2 training.param_dtype=float32 run.device=cuda",
-        'context_parallel_method = "gather" with|context_parallel = 2|a 16-bit type|param_dtype = '
-        '"float32"|"ulysses"',
-        "parallelism.context_parallel_method=ulysses",
+        "context_parallel=2 param_dtype=float32 device=cuda",
+        "context_parallel_method=ulysses",
         2,
     ),
     "context_parallel_method_unused": (
-        "parallelism.context_parallel_method=ulysses",
-        'parallelism.context_parallel_method = "ulysses" has no effect with '
-        "parallelism.context_parallel = 1|above 1",
-        "parallelism.context_parallel_method=gather",
+        "context_parallel_method=ulysses",
+        "context_parallel_method=gather",
     ),
-    "reshard_ranks": (
-        "parallelism.reshard_after_forward=3 training.local_batch_size=1",
-        "parallelism.reshard_after_forward = 3 must be less than the 8 ranks|divide them",
-        "parallelism.reshard_after_forward=4",
-        8,
-    ),
-    "batch": (
-        "training.global_batch_size=24 training.local_batch_size=8",
-        "training.global_batch_size = 24 is not a multiple of 32, which is "
-        "training.local_batch_size = 8 on 4 data-"
-        "|set training.local_batch_size to 6, or training.global_batch_size to 32",
-        "training.local_batch_size=6",
-        4,
-    ),
-    "batch_ranks": (
-        "training.global_batch_size=8",
-        "training.global_batch_size = 8 is not a multiple of the 3 data-parallel ranks|set "
-        "training.global_batch_size to 6 or 9",
-        "training.global_batch_size=9",
-        3,
-    ),
-    "seq_len": (
-        "training.seq_len=8193",
-        "training.seq_len = 8193 is more|model.max_seq_len = 8192 (of flavor debug)",
-        "training.seq_len=8192",
-    ),
-    "kv_heads": (
-        "model.n_kv_heads=3",
-        "model.n_kv_heads = 3 does not divide model.n_heads = 8 (of flavor debug)",
-        "model.n_kv_heads=2",
-    ),
-    "head_dim": (
-        "model.dim=300",
-        "model.head_dim would be 37.5|whole even number|model.dim = 300|model.n_heads = 8",
-        "model.dim=304",
-    ),
-    "pipeline_schedule_unused": (
-        "parallelism.pipeline_schedule=zbv",
-        'parallelism.pipeline_schedule = "zbv" has no effect with parallelism.pipeline_parallel = '
-        "1",
-        "parallelism.pipeline_schedule=1f1b",
-    ),
-    "pipeline_stages_per_rank_unused": (
-        "parallelism.pipeline_stages_per_rank=2",
-        "parallelism.pipeline_stages_per_rank = 2 has no effect with "
-        "parallelism.pipeline_parallel = 1",
-        "parallelism.pipeline_stages_per_rank=0",
-    ),
-    "pipeline_layers_unused": (
-        "parallelism.pipeline_layers=[3,3]",
-        "parallelism.pipeline_layers = [3, 3] has no effect with parallelism.pipeline_parallel = 1",
-        "parallelism.pipeline_layers=[]",
-    ),
+    "reshard_ranks": ("reshard_after_forward=3 local_batch_size=1", "reshard_after_forward=4", 8),
+    "batch": ("global_batch_size=24 local_batch_size=8", "local_batch_size=6", 4),
+    "batch_ranks": ("global_batch_size=8", "global_batch_size=9", 3),
+    "seq_len": ("seq_len=8193", "seq_len=8192"),
+    "kv_heads": ("n_kv_heads=3", "n_kv_heads=2"),
+    "head_dim": ("dim=300", "dim=304"),
+    "pipeline_schedule_unused": ("pipeline_schedule=zbv", "pipeline_schedule=1f1b"),
+    "pipeline_stages_per_rank_unused": ("pipeline_stages_per_rank=2", "pipeline_stages_per_rank=0"),
+    "pipeline_layers_unused": ("pipeline_layers=[3,3]", "pipeline_layers=[]"),
     "pipeline_stages_per_rank": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_stages_per_rank=3 "
-        "parallelism.pipeline_schedule=zbv",
-        'parallelism.pipeline_stages_per_rank = 3, but parallelism.pipeline_schedule = "zbv" has '
-        "2 to 2 stages|there are 2",
-        "parallelism.pipeline_schedule=interleaved_1f1b",
+        "pipeline_parallel=2 pipeline_stages_per_rank=3 pipeline_schedule=zbv",
+        "pipeline_schedule=interleaved_1f1b",
         2,
     ),
-    "pipeline_stages": (
-        "parallelism.pipeline_parallel=4 parallelism.pipeline_schedule=zbv",
-        'pipeline_parallel = 4|pipeline_schedule = "zbv" make 8 stages|only model.n_layers = '
-        "6|lower pipeline_parallel",
-        "model.n_layers=8",
-        4,
-    ),
-    "pipeline_layers": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_layers=[3,4]",
-        "parallelism.pipeline_layers = [3, 4] must have one number for each of the 2 "
-        "stages|model.n_layers = 6",
-        "parallelism.pipeline_layers=[4,2]",
-        2,
-    ),
+    "pipeline_stages": ("pipeline_parallel=4 pipeline_schedule=zbv", "n_layers=8", 4),
+    "pipeline_layers": ("pipeline_parallel=2 pipeline_layers=[3,4]", "pipeline_layers=[4,2]", 2),
     "pipeline_microbatches": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=dualpipe_v "
-        "training.local_batch_size=4",
-        'pipeline_schedule = "dualpipe_v" on parallelism.pipeline_parallel = 2 ranks needs at '
-        "least 4 microbatches"
-        "|one has 8 sequences over all data-parallel ranks|training.global_batch_size = 8|32 or "
-        "more|lower training.local_batch_size",
-        "training.global_batch_size=32",
+        "pipeline_parallel=2 pipeline_schedule=dualpipe_v local_batch_size=4",
+        "global_batch_size=32",
         4,
     ),
-    "pipeline_offload": (
-        "parallelism.pipeline_parallel=2 parallelism.cpu_offload=true",
-        "parallelism.cpu_offload = true together with parallelism.pipeline_parallel = 2 is not "
-        "supported",
-        "parallelism.cpu_offload=false",
-        2,
-    ),
+    "pipeline_offload": ("pipeline_parallel=2 cpu_offload=true", "cpu_offload=false", 2),
     "pipeline_reshard": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
-        "parallelism.reshard_after_forward=true",
-        'pipeline_schedule = "zero_bubble" splits the backward pass|reshard_after_forward = '
-        'true|"default"',
-        "parallelism.pipeline_schedule=1f1b",
+        "pipeline_parallel=2 pipeline_schedule=zero_bubble reshard_after_forward=true",
+        "pipeline_schedule=1f1b",
         2,
     ),
-    "gather_again_unused": (
-        "activation_checkpoint.mode=selective activation_checkpoint.gather_again=true",
-        "activation_checkpoint.gather_again = true has no effect with "
-        "parallelism.tensor_parallel = 1|remove it",
-        "activation_checkpoint.gather_again=false",
-    ),
-    "gather_again": (
-        "parallelism.tensor_parallel=2 activation_checkpoint.gather_again=true",
-        "activation_checkpoint.gather_again = true is about what selective checkpointing would "
-        'keep|activation_checkpoint.mode = "none"|remove it',
-        "activation_checkpoint.mode=selective",
-        2,
-    ),
+    "gather_again_unused": ("mode=selective gather_again=true", "gather_again=false"),
+    "gather_again": ("tensor_parallel=2 gather_again=true", "mode=selective", 2),
     "pipeline_selective": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zero_bubble "
-        "activation_checkpoint.mode=selective",
-        'pipeline_schedule = "zero_bubble" splits the backward pass|activation_checkpoint.mode = '
-        '"selective"|"full"',
-        "parallelism.pipeline_schedule=1f1b",
+        "pipeline_parallel=2 pipeline_schedule=zero_bubble mode=selective",
+        "pipeline_schedule=1f1b",
         2,
     ),
     "pipeline_compile": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv compile.enabled=true",
-        'pipeline_schedule = "zbv" splits the backward pass|compile.enabled = true',
+        "pipeline_parallel=2 pipeline_schedule=zbv compile.enabled=true",
         "compile.enabled=false",
         2,
     ),
     "pipeline_float8": (
-        "parallelism.pipeline_parallel=2 parallelism.pipeline_schedule=zbv training.float8=rowwise",
-        'pipeline_schedule = "zbv" splits the backward pass|training.float8 = "rowwise" each '
-        'half|"1f1b"',
-        "parallelism.pipeline_schedule=interleaved_1f1b",
+        "pipeline_parallel=2 pipeline_schedule=zbv float8=rowwise",
+        "pipeline_schedule=interleaved_1f1b",
         2,
     ),
-    "bpe_vocabulary": (
-        "data.bpe_vocab_size=5000",
-        "data.bpe_vocab_size = 5000 is more than the embedding has rows, model.vocab_size = 4096",
-        "model.vocab_size=5000",
-    ),
-    "bytes_vocabulary": (
-        "data.tokenizer=bytes model.vocab_size=256",
-        'data.tokenizer = "bytes" needs at least 257 rows|model.vocab_size = 256',
-        "model.vocab_size=257",
-    ),
-    "tokenizer_pattern": (
-        "data.tokenizer=bytes data.tokenizer_pattern=llama3",
-        'data.tokenizer_pattern = "llama3" has no effect with|data.tokenizer = "bytes"',
-        "data.tokenizer_pattern=",
-    ),
-    "end_token": (
-        "data.tokenizer=bpe data.end_token=</s>",
-        'data.end_token = "</s>" has no effect with|data.tokenizer = "bpe"',
-        "data.end_token=<|endoftext|>",
-    ),
+    "bpe_vocabulary": ("bpe_vocab_size=5000", "vocab_size=5000"),
+    "bytes_vocabulary": ("tokenizer=bytes vocab_size=256", "vocab_size=257"),
+    "tokenizer_pattern": ("tokenizer=bytes tokenizer_pattern=llama3", "tokenizer_pattern="),
+    "end_token": ("tokenizer=bpe end_token=</s>", "end_token=<|endoftext|>"),
     "mixture_source": (
-        'data.source=corpus data.mixture=[{name="a",source="x",weight=1}] data.tokenizer=bytes',
-        'data.source = "corpus" has no effect with data.mixture',
-        "data.source=stdlib",
+        'source=corpus mixture=[{name="a",source="x",weight=1}] tokenizer=bytes',
+        "source=stdlib",
     ),
     "validation_names": (
-        'validation.sets=[{name="a",source="x"}] data.mixture=[{name="a",source="y",weight=1}]',
-        "validation.sets = |share a name",
-        'validation.sets=[{name="b",source="x"}]',
+        'sets=[{name="a",source="x"}] mixture=[{name="a",source="y",weight=1}]',
+        'sets=[{name="b",source="x"}]',
     ),
-    "evaluation_interval": (
-        "evaluation.interval=10",
-        "evaluation.interval = 10 has no effect without tasks",
-        'evaluation.tasks=[{name="a",file="x.jsonl"}]',
-    ),
-    "answers_masked": (
-        "data.format=chat data.tokenizer=bytes",
-        'data.format = "chat" packs several conversations into a window|data.mask_documents = true',
-        "data.mask_documents=true",
-    ),
-    "answers_tokenizer": (
-        "data.format=completion data.mask_documents=true",
-        'data.format = "completion", but data.tokenizer = "bpe" would be trained|tokenizer.json',
-        "data.tokenizer=bytes",
-    ),
+    "evaluation_interval": ("evaluation.interval=10", 'tasks=[{name="a",file="x.jsonl"}]'),
+    "answers_masked": ("format=chat tokenizer=bytes", "mask_documents=true"),
+    "answers_tokenizer": ("format=completion mask_documents=true", "tokenizer=bytes"),
     "answers_stream": (
-        "data.format=chat data.mask_documents=true data.tokenizer=bytes data.stream=true "
-        "validation.interval=0",
-        'data.format = "chat" with data.stream = true is not supported',
-        "data.stream=false",
+        "format=chat mask_documents=true tokenizer=bytes stream=true validation.interval=0",
+        "stream=false",
     ),
     "answers_field": (
-        "data.format=chat data.mask_documents=true data.tokenizer=bytes data.text_field=talk",
-        'data.text_field = "talk" has no effect with data.format = "chat"',
-        "data.text_field=text",
+        "format=chat mask_documents=true tokenizer=bytes text_field=talk",
+        "text_field=text",
     ),
-    "chat_template": (
-        "data.chat_template=plain",
-        'data.chat_template = "plain" has no effect with data.format = "text"',
-        "data.chat_template=",
-    ),
-    "chat_may_drop": (
-        'data.chat_may_drop=["name"]',
-        'data.chat_may_drop = ["name"] has no effect with data.format = "text"',
-        "data.chat_may_drop=[]",
-    ),
-    "stream_tokenizer": (
-        "data.stream=true",
-        'data.stream = true|data.tokenizer = "bpe"|python -m data.train_tokenizer',
-        "data.tokenizer=bytes",
-    ),
+    "chat_template": ("chat_template=plain", "chat_template="),
+    "chat_may_drop": ('chat_may_drop=["name"]', "chat_may_drop=[]"),
+    "stream_tokenizer": ("stream=true", "tokenizer=bytes"),
     "stream_ranks": (
-        "data.stream=true data.tokenizer=bytes training.global_batch_size=24 "
-        "training.local_batch_size=1",
-        "data.streams = 64 is not a multiple of the 3 data-parallel ranks",
-        "data.streams=48",
+        "stream=true tokenizer=bytes global_batch_size=24 local_batch_size=1",
+        "streams=48",
         3,
     ),
     "stream_mixture": (
-        'data.stream=true data.tokenizer=bytes data.mixture=[{name="a",source="x",weight=1}]',
-        "data.stream = true reads data.source alone",
-        "data.mixture=[]",
+        'stream=true tokenizer=bytes mixture=[{name="a",source="x",weight=1}]',
+        "mixture=[]",
     ),
-    "stream_skip": (
-        "data.stream=true data.tokenizer=bytes data.skip=[[10,2]]",
-        "data.skip = [[10, 2]] with data.stream = true is not supported",
-        "data.skip=[]",
-    ),
-    "stream_splice": (
-        "data.stream=true data.tokenizer=bytes data.allow_splice=true",
-        "data.allow_splice = true with data.stream = true is not supported",
-        "data.allow_splice=false",
-    ),
-    "stream_workers": (
-        "data.stream=true data.tokenizer=bytes data.workers=2",
-        "data.workers = 2 has no effect with data.stream = true",
-        "data.workers=0",
-    ),
-    "stream_timeout": (
-        "data.stream=true data.tokenizer=bytes data.timeout_seconds=300",
-        "data.timeout_seconds = 300 is not less than run.step_timeout_seconds = 300",
-        "data.timeout_seconds=60",
-    ),
+    "stream_skip": ("stream=true tokenizer=bytes skip=[[10,2]]", "skip=[]"),
+    "stream_splice": ("stream=true tokenizer=bytes allow_splice=true", "allow_splice=false"),
+    "stream_workers": ("stream=true tokenizer=bytes workers=2", "workers=0"),
+    "stream_timeout": ("stream=true tokenizer=bytes timeout_seconds=300", "timeout_seconds=60"),
     "stream_validation": (
-        "data.stream=true data.tokenizer=bytes validation.interval=10",
-        "validation.interval = 10 with data.stream = true needs [[validation.sets]]",
-        'validation.sets=[{name="a",source="x"}]',
+        "stream=true tokenizer=bytes validation.interval=10",
+        'sets=[{name="a",source="x"}]',
     ),
-    "warmup": (
-        "lr_schedule.warmup_steps=51 training.steps=50",
-        "lr_schedule.warmup_steps = 51 is more than training.steps = 50",
-        "lr_schedule.warmup_steps=50",
-    ),
-    "wsd": (
-        "lr_schedule.kind=wsd lr_schedule.warmup_steps=81 training.steps=100",
-        'lr_schedule.kind = "wsd"|81 steps of warm-up|20 steps of lr_schedule.decay_fraction = 0.2'
-        "|training.steps = 100",
-        "lr_schedule.warmup_steps=80",
-    ),
+    "warmup": ("warmup_steps=51 training.steps=50", "warmup_steps=50"),
+    "wsd": ("lr_schedule.kind=wsd warmup_steps=81 training.steps=100", "warmup_steps=80"),
     "profiler_window": (
-        "profiler.enabled=true training.steps=4 lr_schedule.warmup_steps=0",
-        "profiler.enabled = true traces from the fifth step on|training.steps = 4",
+        "profiler.enabled=true training.steps=4 warmup_steps=0",
         "training.steps=5",
     ),
-    "stop_after": (
-        "training.stop_after=400",
-        "training.stop_after = 400 is beyond the end of the run, training.steps = 100",
-        "training.stop_after=100",
-    ),
-    "branch_from": (
-        "checkpoint.branch_from=a@5 checkpoint.load_path=b",
-        'checkpoint.branch_from = "a@5" goes on with all of another run\'s state',
-        "checkpoint.load_path=",
-    ),
-    "load_step": (
-        "checkpoint.load_step=400",
-        "checkpoint.load_step = 400 is beyond the end of the run, training.steps = 100",
-        "checkpoint.load_step=100",
-    ),
-    "skip_spikes": (
-        "training.skip_spikes=true",
-        "training.skip_spikes = true needs training.spike_threshold",
-        "training.spike_threshold=6.0",
-    ),
+    "stop_after": ("stop_after=400", "stop_after=100"),
+    "branch_from": ("branch_from=a@5 load_path=b", "load_path="),
+    "load_step": ("load_step=400", "load_step=100"),
+    "skip_spikes": ("skip_spikes=true", "spike_threshold=6.0"),
     "replica_check_interval_unused": (
-        "debug.replica_check_interval=10 training.local_batch_size=4",
-        "debug.replica_check_interval = 10 has no effect with|data_parallel_replicate or "
-        "tensor_parallel above 1",
-        "parallelism.data_parallel_replicate=2",
+        "replica_check_interval=10 local_batch_size=4",
+        "data_parallel_replicate=2",
         2,
     ),
-    "replay": (
-        "debug.replay_interval=10 run.device=cuda",
-        "debug.replay_interval = 10 compares two gradients bit by bit|run.deterministic = false",
-        "run.deterministic=true",
-    ),
-    "watch_compile": (
-        "debug.check_collectives=true compile.enabled=true",
-        "debug.check_collectives = true and|compile.enabled = true takes out of sight",
-        "compile.enabled=false",
-    ),
-    "keep_gathered": (
-        "parallelism.keep_gathered=7",
-        "parallelism.keep_gathered = 7 is for blocks|model.n_layers = 6|lower it",
-        "parallelism.keep_gathered=6",
-    ),
-    "reshard_after_backward": (
-        "parallelism.reshard_after_backward=false",
-        "parallelism.reshard_after_backward = false keeps for the next microbatch what "
-        'parallelism.reshard_after_forward = "default" frees|set reshard_after_forward = false',
-        "parallelism.reshard_after_forward=false",
-    ),
+    "replay": ("replay_interval=10 device=cuda", "deterministic=true"),
+    "watch_compile": ("check_collectives=true compile.enabled=true", "compile.enabled=false"),
+    "keep_gathered": ("keep_gathered=7", "keep_gathered=6"),
+    "reshard_after_backward": ("reshard_after_backward=false", "reshard_after_forward=false"),
     "pipeline_keep_gathered": (
-        "parallelism.keep_gathered=2 parallelism.pipeline_parallel=2",
-        "parallelism.keep_gathered = 2 has no effect with parallelism.pipeline_parallel = 2 and "
-        'parallelism.reshard_after_forward = "default"|remove it|reshard_after_forward = true',
-        "parallelism.reshard_after_forward=true",
+        "keep_gathered=2 pipeline_parallel=2",
+        "reshard_after_forward=true",
         2,
     ),
-    "tp_async": (
-        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
-        "parallelism.async_tensor_parallel = true is a rewriting of compiled "
-        "blocks|compile.enabled = true",
-        "compile.enabled=true",
-        2,
-    ),
+    "tp_async": ("async_tensor_parallel=true tensor_parallel=2", "compile.enabled=true", 2),
     "graphs_ranks": (
-        "compile.cuda_graphs=true parallelism.data_parallel_shard=2 training.local_batch_size=4",
-        "compile.cuda_graphs = true is for one process, and the run has 2|set it to false",
-        "compile.cuda_graphs=false",
+        "cuda_graphs=true data_parallel_shard=2 local_batch_size=4",
+        "cuda_graphs=false",
         2,
     ),
-    "graphs_cpu": (
-        "compile.cuda_graphs=true run.device=cpu",
-        'compile.cuda_graphs = true needs weights and activations on a GPU, but run.device = "cpu"',
-        "run.device=auto",
-    ),
-    "graphs_documents": (
-        "compile.cuda_graphs=true data.mask_documents=true",
-        "compile.cuda_graphs = true records shapes, and with data.mask_documents = true",
-        "data.mask_documents=false",
-    ),
-    "graphs_watch": (
-        "compile.cuda_graphs=true debug.check_collectives=true",
-        "debug.check_collectives = true watches operators one by one, which compile.cuda_graphs",
-        "debug.check_collectives=false",
-    ),
+    "graphs_cpu": ("cuda_graphs=true device=cpu", "device=auto"),
+    "graphs_documents": ("cuda_graphs=true mask_documents=true", "mask_documents=false"),
+    "graphs_watch": ("cuda_graphs=true check_collectives=true", "check_collectives=false"),
     "one_pass_ranks": (
-        "compile.optimizer=true parallelism.data_parallel_shard=2 training.local_batch_size=4",
-        "compile.optimizer = true is for one process with its weights on a GPU, and the run has 2",
-        "compile.optimizer=false",
+        "optimizer=true data_parallel_shard=2 local_batch_size=4",
+        "optimizer=false",
         2,
     ),
-    "one_pass_kind": (
-        "compile.optimizer=true optimizer.moment_dtype=bfloat16",
-        'compile.optimizer = true is an AdamW with averages in float32, not optimizer.kind = "adamw" '
-        'with optimizer.moment_dtype = "bfloat16": set it to false',
-        "optimizer.moment_dtype=float32",
-    ),
-    "float8_tp": (
-        "training.float8=rowwise parallelism.tensor_parallel=2 training.local_batch_size=4",
-        'training.float8 = "rowwise" together with parallelism.tensor_parallel = 2|use one of the '
-        "two",
-        "parallelism.tensor_parallel=1",
-        2,
-    ),
-    "float8_dtype": (
-        "training.float8=tensorwise training.param_dtype=float32",
-        'training.float8 = "tensorwise" rounds what training.param_dtype = "float32" would '
-        "keep|bfloat16",
-        "training.param_dtype=bfloat16",
-    ),
-    "float8_tokens": (
-        "training.float8=tensorwise training.seq_len=100 training.local_batch_size=2",
-        'training.float8 = "tensorwise" multiplies matrices whose sides are multiples of 16, and a '
-        "microbatch has 200 tokens on a rank|training.seq_len = 100|training.local_batch_size = 2",
-        "training.local_batch_size=4",
-    ),
-    "float8_emulate": (
-        "debug.emulate_float8=true",
-        'debug.emulate_float8 = true has no effect with training.float8 = "none"|choose a recipe',
-        "training.float8=rowwise",
-    ),
+    "one_pass_kind": ("optimizer=true moment_dtype=bfloat16", "moment_dtype=float32"),
+    "float8_tp": ("float8=rowwise tensor_parallel=2 local_batch_size=4", "tensor_parallel=1", 2),
+    "float8_dtype": ("float8=tensorwise param_dtype=float32", "param_dtype=bfloat16"),
+    "float8_tokens": ("float8=tensorwise seq_len=100 local_batch_size=2", "local_batch_size=4"),
+    "float8_emulate": ("emulate_float8=true", "float8=rowwise"),
     "delta_rule": (
-        "model.family=qwen3_next training.delta_rule=flash run.device=cpu",
-        'training.delta_rule = "flash" is a kernel for GPUs and 16-bit types|run.device = "cpu"',
-        "run.device=auto training.param_dtype=bfloat16",
+        "family=qwen3_next delta_rule=flash device=cpu",
+        "device=auto param_dtype=bfloat16",
     ),
     "cp_delta_rule": (
-        "model.family=qwen3_next training.delta_rule=flash parallelism.context_parallel=2 run.device=auto",
-        'training.delta_rule = "flash" computes whole sequences|parallelism.context_parallel = 2',
-        "training.delta_rule=auto",
+        "family=qwen3_next delta_rule=flash context_parallel=2 device=auto",
+        "delta_rule=auto",
         2,
     ),
-    "delta_rule_of": (
-        "training.delta_rule=reference",
-        'training.delta_rule = "reference" has no effect: this model.family|set it to "auto"',
-        "model.family=qwen3_next",
-    ),
-    "attention": (
-        "training.attention=cudnn run.device=cpu",
-        'training.attention = "cudnn" is a kernel for GPUs|run.device = "cpu"|set it to "auto"',
-        "run.device=auto",
-    ),
-    "momentum": (
-        "optimizer.momentum=0.9",
-        'optimizer.momentum = 0.9 has no effect with optimizer.kind = "adamw"|sgd',
-        "optimizer.kind=sgd",
-    ),
-    "moment_dtype": (
-        "optimizer.moment_dtype=bfloat16 optimizer.kind=muon",
-        'optimizer.moment_dtype = "bfloat16" is supported with AdamW alone|optimizer.kind = "muon"',
-        "optimizer.kind=adamw",
-    ),
-    "muon_options": (
-        "optimizer.ns_dtype=float32 optimizer.adamw_lr_scale=2.0",
-        'optimizer.kind = "adamw" does not read optimizer.ns_dtype = "float32" and '
-        'optimizer.adamw_lr_scale = 2.0|kind = "muon"',
-        "optimizer.kind=muon",
-    ),
-    "muon_offload": (
-        "optimizer.kind=muon parallelism.cpu_offload=true",
-        'optimizer.kind = "muon" together with parallelism.cpu_offload = true is not supported',
-        "parallelism.cpu_offload=false",
-    ),
-    "transfer_tied": (
-        "model.width_base=64 model.tied_embeddings=true",
-        "set tied_embeddings = false, or remove width_base",
-        "model.tied_embeddings=false",
-    ),
-    "transfer_depth": (
-        "model.family=olmo2 model.depth_base=2",
-        "a norm follows there that would undo it: remove depth_base",
-        "model.depth_base=0",
-    ),
-    "transfer_sgd": (
-        "model.width_base=64 optimizer.kind=sgd",
-        'remove them, or set optimizer.kind = "adamw"',
-        "optimizer.kind=adamw",
-    ),
+    "delta_rule_of": ("delta_rule=reference", "family=qwen3_next"),
+    "attention": ("attention=cudnn device=cpu", "device=auto"),
+    "momentum": ("momentum=0.9", "optimizer.kind=sgd"),
+    "moment_dtype": ("moment_dtype=bfloat16 optimizer.kind=muon", "optimizer.kind=adamw"),
+    "muon_options": ("ns_dtype=float32 adamw_lr_scale=2.0", "optimizer.kind=muon"),
+    "muon_offload": ("optimizer.kind=muon cpu_offload=true", "cpu_offload=false"),
+    "transfer_tied": ("width_base=64 tied_embeddings=true", "tied_embeddings=false"),
+    "transfer_depth": ("family=olmo2 depth_base=2", "depth_base=0"),
+    "transfer_sgd": ("width_base=64 optimizer.kind=sgd", "optimizer.kind=adamw"),
     "transfer_lora": (
-        'model.width_base=64 lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x',
-        "have no effect on adapters",
-        "model.width_base=0",
+        'width_base=64 lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x',
+        "width_base=0",
     ),
-    "lora_unused": (
-        'lora.targets=["wq"]',
-        'lora.alpha = 16.0 and lora.targets = ["wq"] have no effect with lora.rank = 0',
-        "lora.rank=4 checkpoint.load_hf=x",
-    ),
-    "lora_targets": (
-        'lora.rank=4 lora.targets=["wq","q_proj"] checkpoint.load_hf=x',
-        'lora.targets = ["wq", "q_proj"] must name|lora.rank = 4|that this model.family has: wq, '
-        "wk, wv, wo, w1, w2, w3",
-        'lora.targets=["wq"]',
-    ),
-    "lora_base": (
-        'lora.rank=4 lora.targets=["wq"]',
-        "lora.rank = 4 trains adapters|none is named: set checkpoint.load_hf or "
-        "checkpoint.load_path",
-        "checkpoint.load_hf=x",
-    ),
+    "lora_unused": ('targets=["wq"]', "rank=4 load_hf=x"),
+    "lora_targets": ('rank=4 targets=["wq","q_proj"] load_hf=x', 'targets=["wq"]'),
+    "lora_base": ('rank=4 targets=["wq"]', "load_hf=x"),
     "lora_load": (
-        'lora.rank=4 lora.targets=["wq"] checkpoint.load_path=x '
-        'checkpoint.exclude_from_loading=["*"]',
-        'lora.rank = 4|remove checkpoint.exclude_from_loading = ["*"]',
-        "checkpoint.exclude_from_loading=[]",
+        'rank=4 targets=["wq"] load_path=x exclude_from_loading=["*"]',
+        "exclude_from_loading=[]",
     ),
-    "lora_export": (
-        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x checkpoint.export_hf=bfloat16',
-        'checkpoint.export_hf = "bfloat16" with lora.rank = 4 is not supported: remove it',
-        "checkpoint.export_hf=",
-    ),
-    "lora_muon": (
-        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x optimizer.kind=muon',
-        'optimizer.kind = "muon"|frozen with lora.rank = 4',
-        "optimizer.kind=adamw",
-    ),
+    "lora_export": ('rank=4 targets=["wq"] load_hf=x export_hf=bfloat16', "export_hf="),
+    "lora_muon": ('rank=4 targets=["wq"] load_hf=x optimizer.kind=muon', "optimizer.kind=adamw"),
     "lora_float8": (
-        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x training.float8=rowwise '
-        "training.param_dtype=bfloat16",
-        'training.float8 = "rowwise" together with lora.rank = 4 is not supported',
-        "training.float8=none",
+        'rank=4 targets=["wq"] load_hf=x float8=rowwise param_dtype=bfloat16',
+        "float8=none",
     ),
     "lora_async": (
-        'lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x compile.enabled=true '
-        "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2",
-        "parallelism.async_tensor_parallel = true together with lora.rank = 4 is not supported",
-        "parallelism.async_tensor_parallel=false",
+        'rank=4 targets=["wq"] load_hf=x compile.enabled=true async_tensor_parallel=true '
+        "tensor_parallel=2",
+        "async_tensor_parallel=false",
         2,
     ),
-    "lora_queries": (
-        'model.family=deepseek_v3 lora.rank=4 lora.targets=["wq_a"] checkpoint.load_hf=x',
-        'lora.targets = ["wq_a"] names wq_a|model.q_rank = 0 (of flavor debug)',
-        'lora.targets=["wq_b"]',
-    ),
-    "load_path": (
-        'checkpoint.exclude_from_loading=["output.*"]',
-        'checkpoint.exclude_from_loading = ["output.*"] has no effect without checkpoint.load_path',
-        "checkpoint.load_path=runs/x",
-    ),
-    "load_hf": (
-        "checkpoint.load_hf=models/x checkpoint.load_path=runs/x",
-        'checkpoint.load_hf = "models/x" and checkpoint.load_path = "runs/x" are both|remove one',
-        "checkpoint.load_path=",
-    ),
-    "export_hf": (
-        "checkpoint.export_hf=bfloat16 model.dim=300 model.head_dim=32",
-        'checkpoint.export_hf = "bfloat16"|model.dim = 300|multiple of model.n_heads = 8 (of '
-        "flavor debug)",
-        "model.n_heads=12",
-    ),
+    "lora_queries": ('family=deepseek_v3 rank=4 targets=["wq_a"] load_hf=x', 'targets=["wq_b"]'),
+    "load_path": ('exclude_from_loading=["output.*"]', "load_path=runs/x"),
+    "load_hf": ("load_hf=models/x load_path=runs/x", "load_path="),
+    "export_hf": ("export_hf=bfloat16 dim=300 head_dim=32", "n_heads=12"),
     "mask_compile": (
-        "data.mask_documents=true compile.enabled=true training.param_dtype=float32",
-        "data.mask_documents = true|compile.enabled = true|a 16-bit type|training.param_dtype = "
-        '"float32"',
-        "training.param_dtype=bfloat16",
+        "mask_documents=true compile.enabled=true param_dtype=float32",
+        "param_dtype=bfloat16",
     ),
     "validation_split": (
-        "validation.interval=10 data.validation_fraction=0.0",
-        "validation.interval = 10 needs held-out documents, but data.validation_fraction = 0.0",
-        "data.validation_fraction=0.01",
+        "validation.interval=10 validation_fraction=0.0",
+        "validation_fraction=0.01",
     ),
 }
+
+
+TABLE_OF = {name.partition(".")[2]: name for name in OPTIONS}
+
+
+def whole(word: str) -> str:
+    """Return an override with its table."""
+    key, _, value = word.partition("=")
+    return f"{key if '.' in key else TABLE_OF[key]}={value}"
 
 
 def case(words: str) -> list[str]:
     """Return arguments from the bare defaults: a file that changes nothing, and these overrides."""
     Path("x.toml").write_text("[run]\nseed = 0\n")
-    return ["x.toml", *(f"--{word}" for word in words.split())]
+    return ["x.toml", *(f"--{whole(word)}" for word in words.split())]
 
 
 EVERY_RULE = {name: rule for family in FAMILIES for name, rule in check.rules(family).items()}
@@ -1262,19 +602,17 @@ EVERY_RULE = {name: rule for family in FAMILIES for name, rule in check.rules(fa
 
 @pytest.mark.parametrize("name", EVERY_RULE)
 def test_rule(name, monkeypatch):
-    """A rule without a case fails here. The rule alone must find the case, and the repaired case
-    must break no rule."""
-    overrides, words, repair, *processes = RULE_CASES[name]
+    """A rule without a case fails here. The rule alone must find the case, in a sentence that names an
+    option of it, and the repaired case must break no rule."""
+    overrides, repair, *processes = RULE_CASES[name]
     world, local_world = (processes * 2 or [1, 1])[:2]
     load_config(case(f"{overrides} {repair}"), world, local_world)
-    assert any(
-        all(f in p for f in words.split("|"))
-        for p in problems_of(case(overrides), world, local_world)
-    )
+    of_all = problems_of(case(overrides), world, local_world)
     monkeypatch.setattr(check, "rules", lambda *_: {name: EVERY_RULE[name]})
-    problems = problems_of(case(overrides), world, local_world)
-    assert len(problems) == 1, problems
-    assert_says(problems[0], words)
+    [problem] = problems_of(case(overrides), world, local_world)
+    assert problem in of_all
+    options = map(whole, f"{overrides} {repair}".split())
+    assert any(f"{option.partition('=')[0]} = " in problem for option in options), problem
 
 
 def test_the_bpe_vocabulary_counts_only_where_a_tokenizer_is_trained(tmp_path_factory):
@@ -1316,76 +654,8 @@ def test_the_bpe_vocabulary_counts_only_where_a_tokenizer_is_trained(tmp_path_fa
         assert refused(*sources), sources
 
 
-def test_kernels_are_asked_for_heads_as_wide_as_those_of_latent_attention():
-    """The width of a query is the sum of two numbers there, and values are padded to it."""
-    gather = (
-        "model.family=deepseek_v3 parallelism.context_parallel=2 run.device=cuda "
-        "training.param_dtype=bfloat16"
-    )
-    for options, words in {
-        gather: 'context_parallel_method = "gather" with',
-        "model.family=deepseek_v3 training.attention=flash training.param_dtype=bfloat16": (
-            "is a kernel for GPUs"
-        ),
-        "model.family=deepseek_v3 data.mask_documents=true compile.enabled=true "
-        "training.param_dtype=bfloat16": "needs on a GPU",
-    }.items():
-        ranks = 2 if options == gather else 1
-        load_config(case(f"{options} model.nope_dim=34 model.rope_dim=22"), ranks, ranks)
-        for width in "model.nope_dim=30", "model.nope_dim=248":
-            [problem] = problems_of(case(f"{options} {width}"), ranks, ranks)
-            assert (
-                words in problem
-                and f"{width.replace('=', ' = ')} plus model.rope_dim = 16 (of flavor debug)"
-                in problem
-            )
-
-
 def test_no_case_without_a_rule():
     assert set(RULE_CASES) == set(EVERY_RULE)
-
-
-# Meshes that cannot be. (overrides, world size, processes of a host, words of each problem)
-IMPOSSIBLE_MESHES = [
-    (
-        "parallelism.data_parallel_shard=3",
-        4,
-        4,
-        ["multiply to 3, but the run has 4", "global_batch_size"],
-    ),
-    (
-        "parallelism.tensor_parallel=3",
-        3,
-        3,
-        ["model.n_heads", "model.n_kv_heads", "hidden_dim", "training.seq_len"],
-    ),
-    ("parallelism.tensor_parallel=2", 3, 3, ["no whole number", "3 processes of a host"]),
-    ("training.global_batch_size=2", 4, 4, ["set training.global_batch_size to 4"]),
-    ("parallelism.pipeline_parallel=2", 3, 3, ["leaves no whole number of ranks"]),
-    ("parallelism.context_parallel=2", 1, 1, ["parallelism.context_parallel = 2 times"]),
-    (
-        "parallelism.reshard_after_forward=2 parallelism.data_parallel_replicate=2 "
-        "parallelism.data_parallel_shard=1 "
-        "training.local_batch_size=1",
-        2,
-        2,
-        ["less than the 1 ranks"],
-    ),
-]
-
-
-@pytest.mark.parametrize("overrides, world, local_world, words", IMPOSSIBLE_MESHES)
-def test_impossible_mesh(overrides, world, local_world, words, monkeypatch):
-    """The same list on every rank: it does not depend on the environment."""
-    lists = []
-    for rank in "0", "1":
-        for name in "RANK", "LOCAL_RANK", "NGPU", "CUDA_VISIBLE_DEVICES":
-            monkeypatch.setenv(name, rank)
-        lists.append(problems_of(case(overrides), world, local_world))
-    assert lists[0] == lists[1]
-    assert len(lists[0]) == len(words)
-    for fragment in words:
-        assert any(fragment in problem for problem in lists[0]), (fragment, lists[0])
 
 
 def test_sizes_unknown():
@@ -1484,30 +754,19 @@ def test_the_warm_up_follows_from_its_fraction(options, warmup):
 # What a newcomer tries first with the default preset, and the processes it is tried on.
 FIRST_TRIES = [
     ("training.steps=1", 1),
-    ("training.steps=10", 1),
-    ("training.steps=400", 1),
     ("training.steps=10", 2),
-    ("", 4),
     ("", 8),
-    ("training.seq_len=64", 1),
     ("training.seq_len=1000", 2),
-    ("training.global_batch_size=4", 1),
     ("training.global_batch_size=4", 2),
-    ("training.global_batch_size=12", 3),
-    ("training.local_batch_size=2", 2),
     ("parallelism.tensor_parallel=2", 2),
     ("parallelism.tensor_parallel=4", 4),
-    ("validation.interval=1000", 1),
     ("checkpoint.interval=1000", 1),
     ("profiler.enabled=true training.steps=5", 1),
     ("lr_schedule.kind=wsd training.steps=10", 1),
-    ("lr_schedule.warmup_steps=5", 1),
     ("compile.enabled=true", 1),
     ("activation_checkpoint.mode=full", 2),
     ("parallelism.data_parallel_replicate=2", 2),
-    ("data.mask_documents=true", 1),
     ("model.n_layers=2", 1),
-    ("training.param_dtype=float32", 1),
     ("data.stream=true data.tokenizer=bytes validation.interval=0", 2),
 ]
 
@@ -1571,18 +830,6 @@ def test_no_mistakes_that_only_follow_from_others(folder, text):
     assert len(problems_of(["x.toml"], 1, 1)) == 1
 
 
-def test_a_file_after_an_unknown_option():
-    """A file is not taken for the option's value."""
-    problems = problems_of(["--training.stps", "missing.toml", "--training.max_stps", "5"])
-    for words in (
-        "training.stps: no such option",
-        "training.max_stps: no such option",
-        "missing.toml: no such file",
-    ):
-        assert sum(words in problem for problem in problems) == 1
-    assert len(problems) == 3
-
-
 def test_very_many_mistakes(folder):
     (folder / "x.toml").write_text("\n".join(f"[nonsense{i}]" for i in range(60)))
     with pytest.raises(ConfigError) as caught:
@@ -1591,21 +838,6 @@ def test_very_many_mistakes(folder):
     assert str(caught.value).startswith("60 mistakes") and str(caught.value).endswith(
         "\n  and 10 more"
     )
-
-
-def test_broken_file_and_broken_arguments(folder):
-    (folder / "x.toml").write_text("[run")
-    # The file may set training.steps: whether the warm-up fits is not known.
-    problems = problems_of(
-        ["x.toml", "--run.sed=1", "--training.seq_len=0", "--lr_schedule.warmup_steps=200"]
-    )
-    for words in (
-        "run.sed: no such option",
-        "x.toml: not valid TOML",
-        "command line: training.seq_len = 0",
-    ):
-        assert sum(words in problem for problem in problems) == 1
-    assert len(problems) == 3
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1635,21 +867,16 @@ def test_byte_order_mark_line_ends_and_comments(folder, prefix, suffix):
 OVERRIDES = [
     (["--model.flavor=8B"], "model.flavor", "8B"),
     (["--run.folder=123"], "run.folder", "123"),
-    (["--run.folder=true"], "run.folder", "true"),
     (["--run.folder", "/a b/../ü"], "run.folder", "/a b/../ü"),
-    (["--data.source=a/b"], "data.source", "a/b"),
     (["--data.source", "~/corpus/*.txt"], "data.source", "~/corpus/*.txt"),
     (['--debug.sample_prompt="x" = # y'], "debug.sample_prompt", '"x" = # y'),
-    (["--debug.sample_prompt="], "debug.sample_prompt", ""),
     (["--debug.sample_prompt=a=b"], "debug.sample_prompt", "a=b"),
     (["--compile.enabled"], "compile.enabled", True),
     (["--compile.enabled", "false"], "compile.enabled", False),
     (["--compile.enabled", "--run.seed=1"], "compile.enabled", True),
     (["--compile.enabled", "y.toml"], "compile.enabled", True),
-    (["--compile.enabled=true"], "compile.enabled", True),
     (["--training.steps", "1_000"], "training.steps", 1000),
     (["--optimizer.lr=1"], "optimizer.lr", 1.0),
-    (["--optimizer.lr=3e-4"], "optimizer.lr", 3e-4),
     (["--optimizer.betas=[0.5, 0]"], "optimizer.betas", (0.5, 0.0)),
     (["--parallelism.data_parallel_shard", "-1"], "parallelism.data_parallel_shard", -1),
     (
@@ -1659,7 +886,6 @@ OVERRIDES = [
     ),
     (["--parallelism.reshard_after_forward=false"], "parallelism.reshard_after_forward", False),
     (["--parallelism.reshard_after_forward=2"], "parallelism.reshard_after_forward", 2),
-    (["--model.dim=512"], "model.dim", 512),
     (["--model.tied_embeddings=true"], "model.tied_embeddings", True),
 ]
 
@@ -1793,14 +1019,6 @@ def test_every_number_of_a_model_but_two_is_an_option(family):
         assert set(numbers) - {"rope_scaling", "norm_eps"} <= set(NUMBERS[family].options), flavor
 
 
-def test_data_parallel_shard():
-    cfg = lambda **given: SimpleNamespace(parallelism=Parallelism(**given))  # noqa: E731
-    assert check.data_parallel_shard(cfg(data_parallel_replicate=2, tensor_parallel=4), 64) == 8
-    assert check.data_parallel_shard(cfg(data_parallel_shard=3), 64) == 3
-    with pytest.raises(InputError, match="8 does not divide 12 processes"):
-        check.data_parallel_shard(cfg(data_parallel_replicate=2, tensor_parallel=4), 12)
-
-
 # ------------------------------------------------------------------------------------------- help,
 # schema, command line
 
@@ -1910,52 +1128,6 @@ def test_main_in_process(folder, capsys):
         with pytest.raises(SystemExit) as caught:
             main(argv)
         assert caught.value.code == 2 and "world-size" in capsys.readouterr().err
-
-
-COMMANDS = [
-    ([], 0, "[training]\nsteps = "),
-    (["--help"], 0, "./run_train.sh [CONFIG.toml]"),
-    (
-        [
-            str(ROOT / "configs" / "llama_405b.toml"),
-            "--quiet",
-            "--world-size=1024",
-            "--local-world-size=8",
-        ],
-        0,
-        "",
-    ),
-    (["missing.toml"], 2, "missing.toml: no such file"),
-    (
-        ["--parallelism.tensor_parallel=3", "--world-size=3"],
-        2,
-        "parallelism.tensor_parallel = 3 does not divide",
-    ),
-    (["--run.folder=\udcff\n"], 2, "run.folder"),
-]
-
-
-@pytest.mark.parametrize("argv, code, words", COMMANDS)
-def test_command_line(argv, code, words):
-    """Run as run_train.sh calls it; torch, which takes seconds to import, is not imported."""
-    command = (
-        "import runpy, sys; sys.modules['torch'] = None; runpy.run_module('configs.load', "
-        "run_name='__main__')"
-    )
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "LC_ALL": "C",
-        "PYTHONUTF8": "0",
-        "PYTHONCOERCECLOCALE": "0",
-    }
-    argv = [os.fsencode(argument) for argument in argv]
-    done = subprocess.run(
-        [sys.executable, "-c", command, *argv], capture_output=True, env=environment, timeout=60
-    )
-    out, err = done.stdout.decode(), done.stderr.decode()
-    assert done.returncode == code, err
-    assert words in (out if code == 0 else err) and "Traceback" not in err
-    assert not (err if code == 0 else out)
 
 
 @pytest.mark.parametrize("option", ["checkpoint.store", "run.mirror", "data.source"])

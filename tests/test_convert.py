@@ -2,8 +2,7 @@
 where that is possible, in bounded memory; what is not such a model is refused in a sentence and
 leaves nothing behind.
 
-Compared with the real transformers and tokenizers; Meta's side is written down here once more, with
-complex rotations.
+Compared with the real transformers and tokenizers, and with Meta's side in tests/complex_llama.py.
 """
 
 import json
@@ -25,7 +24,6 @@ import safetensors.torch
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -43,20 +41,14 @@ from configs.schema import Checkpoint, InputError
 from data import hf_tokenizer
 from data.rank_files import LLAMA3_SPECIAL_TOKENS
 from data.saved_tokenizer import load as load_saved
-from data.tokenizer import (
-    END_OF_TEXT,
-    SPLIT,
-    Tokenizer,
-    byte_tokenizer,
-    train_bpe,
-)
+from data.tokenizer import END_OF_TEXT, SPLIT, Tokenizer, byte_tokenizer, train_bpe
 from models import FORMATS, MODELS, llama
 from models.formats import llama as llama_formats
 from parallelisms.mesh import world
-from tests import fork_server
+from tests import complex_llama, fork_server
 from tests.ranks import run_ranks
 from tests.runs import series, tiny_run
-from tests.shapes import SHAPES, formats, hugging_face
+from tests.shapes import SHAPES, hugging_face
 from tools import conversions, convert
 from training.optimizers import materialise
 from training.sample import sample
@@ -156,7 +148,12 @@ def test_an_exported_model_begins_and_ends_texts_as_its_tokenizer_does(hf_folder
     assert (said["bos_token"], said["eos_token"]) == (begin, end)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+# tests/test_hf_parity.py has the others' names
+ALIKE = {"llama3", "llama3.1", "qwen3 tied", "olmo2 tied", "olmo3", "gpt_oss tied"}
+ALIKE |= {"qwen3_next tied", "gemma3 untied"}
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape not in ALIKE])
 def test_in_and_out_again(shape, tmp_path):
     """Import and export: logits bitwise (to 1e-5 with experts and with windows, where sums go in
     another order; to 3e-5 with states, which transformers does not repeat bitwise), nothing missing,
@@ -244,40 +241,6 @@ def test_float16_widens_exactly(tmp_path):
     assert {name: data for name, (_, data) in contents(tmp_path / "back").items()} == widened
 
 
-def test_the_configuration_is_read_by_old_and_new_transformers():
-    """Old ones know rope_theta and rope_scaling only, new ones have rope_parameters; each says the
-    same to us too."""
-    transformers = pytest.importorskip("transformers")
-    family, args = SHAPES["llama3.1"]
-    whole = formats(family).hf_config(args)
-    old = {key: value for key, value in whole.items() if key != "rope_parameters"}
-    new = {key: value for key, value in whole.items() if key not in ("rope_theta", "rope_scaling")}
-    configs = [transformers.LlamaConfig(**fields) for fields in (whole, old, new)]
-    assert configs[0].rope_parameters == configs[1].rope_parameters == configs[2].rope_parameters
-    assert [formats(family).args_from_hf(fields) for fields in (whole, old, new)] == [args] * 3
-    bare = {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 11008,
-        "num_attention_heads": 32,
-        "vocab_size": 32000,
-    }
-    assert asdict(llama_formats.FORMATS.args_from_hf(bare)) == {
-        "dim": 4096,
-        "n_layers": 32,
-        "n_heads": 32,
-        "n_kv_heads": 32,
-        "head_dim": 128,
-        "hidden_dim": 11008,
-        "vocab_size": 32000,
-        "rope_theta": 10000.0,
-        "rope_scaling": None,
-        "norm_eps": 1e-6,
-        "max_seq_len": 2048,
-        "tied_embeddings": False,
-    }
-
-
 def test_the_hubs_cache_is_links(hf_folder, tmp_path):
     """Its files lie elsewhere; what an index names may be a link, what it names is a plain name."""
     (tmp_path / "snapshot").mkdir()
@@ -341,22 +304,12 @@ def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dic
     return {name: tensor.numpy().tobytes() for name, tensor in whole.items()}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more"),
-    [pytest.param(3, [], marks=pytest.mark.slow), (4, ["--parallelism.tensor_parallel=2"])],
-    ids=["3x1", "2x2"],
-)
-def test_into_a_live_mesh_and_out_of_its_checkpoint(ranks, more, hf_folder, tmp_path, monkeypatch):
+def test_into_a_live_mesh_and_out_of_its_checkpoint(hf_folder, tmp_path, monkeypatch):
     """Every rank reads its own slices, the whole is gathered on rank 0, the export of what is saved
     is the source. An export opens the files of the ranks for many tensors at a time."""
-    gathered = run_ranks(
-        ranks,
-        load_gather_scatter_save,
-        hf_folder,
-        tmp_path,
-        ["--training.global_batch_size=12", *more],
-    )
-    assert gathered[1:] == [{}] * (ranks - 1)
+    options = ["--training.global_batch_size=12", "--parallelism.tensor_parallel=2"]
+    gathered = run_ranks(4, load_gather_scatter_save, hf_folder, tmp_path, options)
+    assert gathered[1:] == [{}] * 3
     pairs = llama_formats.FORMATS.hf_names(ARGS).items()
     assert {theirs: gathered[0][ours] for ours, theirs in pairs} == {
         name: data for name, (_, data) in contents(hf_folder).items()
@@ -402,9 +355,8 @@ def test_a_live_mesh_refuses_another_model_on_every_rank(hf_folder, tmp_path):
         "qwen3": 'set model.family = "qwen3"',
     }.items():
         copy = renamed(hf_folder, kind, tmp_path / kind)
-        said = run_ranks(2, refuse_to_load, copy, [])
-        assert said[0] == said[1] and words in said[0]
-        assert said[0].startswith(f"checkpoint.load_hf: {copy}")
+        [said] = run_ranks(1, refuse_to_load, copy, [])
+        assert words in said and said.startswith(f"checkpoint.load_hf: {copy}")
     # A file that changes after its header was read: only the rank that needs the tensor finds out,
     # and all are told.
     said = run_ranks(2, unreadable_on_one_rank, hf_folder)
@@ -430,8 +382,7 @@ def train_here(options: list[str]) -> int:
 
 
 def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_path):
-    """Through train.py on four ranks, with steps too small to move a float32: what comes out is
-    what went in."""
+    """Through train.py, with steps too small to move a float32: what comes out is what went in."""
     transformers = pytest.importorskip("transformers")
     folder = tmp_path / "run"
     argv = [
@@ -446,7 +397,7 @@ def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_p
         "--optimizer.weight_decay=0.0",
         "--parallelism.tensor_parallel=2",
     ]
-    assert run_ranks(4, train_here, argv) == [0] * 4
+    assert run_ranks(2, train_here, argv) == [0] * 2
     assert contents(folder / "hf/step-00000002") == contents(hf_folder)
     assert verify.read_manifest(folder / "checkpoints/step-00000002")["parent"] == str(hf_folder)
     words = transformers.AutoTokenizer.from_pretrained(folder / "hf/step-00000002")
@@ -469,27 +420,8 @@ def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_p
         f"--checkpoint.load_path={tmp_path / 'converted'}",
         f"--run.folder={tmp_path / 'second'}",
     ]
-    assert run_ranks(4, train_here, argv) == [0] * 4
+    assert run_ranks(2, train_here, argv) == [0] * 2
     assert series(tmp_path / "second")[1] == first
-
-
-def test_generate_reads_what_was_converted(hf_folder, tmp_path):
-    from tools.sampling import generate
-
-    assert run("from-hf", hf_folder, tmp_path / "run") == 0
-    with pytest.raises(InputError, match="run has no tokenizer.json next to its checkpoints: name"):
-        generate(tmp_path / "run", "a", 3, 0, 1, 0)
-    byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
-    text = generate(tmp_path / "run", "a", 3, 0, 1, 0)
-    assert text.startswith("a") and len(text) > 1
-    # The folder itself: its weights need no conversion.
-    assert generate(hf_folder, "a", 3, 0, 1, 0, str(tmp_path / "run/tokenizer.json")) == text
-    with pytest.raises(InputError, match="is a folder without a tokenizer"):
-        generate(hf_folder, "a", 3, 0, 1, 0)
-    whole = shutil.copytree(hf_folder, tmp_path / "whole")
-    for name, document in hf_tokenizer.files(byte_tokenizer(), 64).items():
-        (whole / name).write_text(json.dumps(document))
-    assert generate(whole, "a", 3, 0, 1, 0) == text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -514,7 +446,7 @@ def test_merges_follow_from_any_ranks():
     """Ranks that no training would give, so that tokens overlap and some cannot be made by merging
     at all."""
     rng, unreachable = random.Random(2), 0
-    for trial in range(60):
+    for trial in range(20):
         made = {
             bytes(rng.choices(b"ab" if trial % 2 else b"abc", k=rng.randint(2, 6)))
             for _ in range(rng.randint(5, 40))
@@ -527,7 +459,7 @@ def test_merges_follow_from_any_ranks():
         for _ in range(100):
             text = "".join(rng.choices("abc", k=rng.randint(1, 30)))
             assert theirs(text) == tokenizer.encode(text).tolist(), (ranks, text)
-    assert unreachable > 100
+    assert unreachable > 30
 
 
 @pytest.mark.parametrize("fault", [False, True])
@@ -537,7 +469,7 @@ def test_a_guess_changes_no_merges(fault, monkeypatch):
         monkeypatch.setattr(hf_tokenizer, "_meet", lambda *_: True)
     rng = random.Random(3)
     same = []
-    for trial in range(600):
+    for trial in range(100):
         ranks = [b"a", b"b", b"c"]
         for _ in range(12):
             joined = rng.choice(ranks) + rng.choice(ranks)
@@ -588,13 +520,7 @@ def every_pair(document: dict) -> None:
 
 TOKENIZERS = {  # what is done to a tokenizer.json -> why tiktoken does not run it; empty: it does
     "all pairs": (every_pair, ""),
-    "a merge that is missing": (
-        lambda d: d["model"]["merges"].pop(300),
-        "merges are not in the order",
-    ),
-    "special tokens first": (lambda d: d["added_tokens"][0].update(id=0), "have the same id"),
     "a gap": (lambda d: d["model"]["vocab"].update({"Ġdef": 9999}), "gaps"),
-    "a letter that is no byte": (lambda d: d["model"]["vocab"].update({"語": 1499}), "is unknown"),
 }
 
 
@@ -632,13 +558,6 @@ def test_the_tokenizer_is_converted_with_the_model(hf_folder, trained, tmp_path,
 META = {  # kind: (params.json, files, the dimension along which the embedding is cut, tied)
     "llama2": ({"vocab_size": -1}, 2, 1, False),
     "llama3": ({"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0}, 2, 0, False),
-    "llama3, one file": ({"vocab_size": 264, "n_kv_heads": 3, "rope_theta": 500000.0}, 1, 0, False),
-    "llama3.1": (
-        {"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True},
-        2,
-        0,
-        False,
-    ),
     "llama3.2": (
         {"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True},
         1,
@@ -691,54 +610,9 @@ def write_meta(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
     return {name: tensor.float() for name, tensor in whole.items()}, params
 
 
-def meta_logits(w: dict[str, Tensor], params: dict, tokens: Tensor) -> Tensor:
-    """Llama as Meta computes it: rotary positions are multiplications by complex numbers of
-    neighbouring pairs."""
-    kv, E, T = params.get("n_kv_heads", HEADS), HEAD, tokens.shape[1]
-    freqs = params.get("rope_theta", 10000.0) ** -(torch.arange(0, E, 2).double() / E)
-    turn = torch.polar(
-        torch.ones(T, E // 2).double(), torch.outer(torch.arange(T).double(), freqs)
-    )[:, None]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return (
-            x
-            * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + params["norm_eps"])
-            * w[f"{name}.weight"]
-        )
-
-    def rotate(x: Tensor) -> Tensor:
-        return (
-            torch.view_as_real(torch.view_as_complex(x.double().unflatten(-1, (-1, 2))) * turn)
-            .flatten(-2)
-            .float()
-        )
-
-    h = w["tok_embeddings.weight"][tokens]
-    for i in range(params["n_layers"]):
-        a, f = f"layers.{i}.attention", f"layers.{i}.feed_forward"
-        x = norm(h, f"{a}_norm")
-        q, k, v = ((x @ w[f"{a}.{m}.weight"].T).unflatten(-1, (-1, E)) for m in ("wq", "wk", "wv"))
-        q, k, v = (
-            rotate(q),
-            rotate(k).repeat_interleave(HEADS // kv, 2),
-            v.repeat_interleave(HEADS // kv, 2),
-        )
-        scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / E**0.5 + torch.full(
-            (T, T), -torch.inf
-        ).triu(1)
-        h = (
-            h
-            + torch.einsum("bhqk,bkhe->bqhe", scores.softmax(-1), v).flatten(-2)
-            @ w[f"{a}.wo.weight"].T
-        )
-        x = norm(h, f"layers.{i}.ffn_norm")
-        h = (
-            h
-            + (F.silu(x @ w[f"{f}.w1.weight"].T) * (x @ w[f"{f}.w3.weight"].T))
-            @ w[f"{f}.w2.weight"].T
-        )
-    return norm(h, "norm") @ w["output.weight"].T
+def meta_logits(whole: dict[str, Tensor], params: dict, tokens: Tensor) -> Tensor:
+    sizes = params.get("n_kv_heads", HEADS), HEAD
+    return complex_llama.logits(whole, tokens, sizes, params.get("rope_theta", 10000.0))
 
 
 @pytest.mark.parametrize("kind", META)
@@ -750,7 +624,7 @@ def test_metas_files(kind, tmp_path):
     ]
     scaling = (
         {
-            "factor": 32.0 if kind == "llama3.2" else 8.0,
+            "factor": 32.0,
             "low_freq_factor": 1.0,
             "high_freq_factor": 4.0,
             "original_max_seq_len": 8192,
@@ -835,8 +709,8 @@ def save_trained(folder: Path) -> dict[str, Tensor] | None:
 
 
 def test_one_file_for_torch(tmp_path):
-    """The checkpoint is of 2x2, sharded unevenly, with its optimizer; torch.load reads the file."""
-    whole = run_ranks(4, save_trained, tmp_path)[0]
+    """The checkpoint is of two ranks, with its optimizer; torch.load reads the file."""
+    whole = run_ranks(2, save_trained, tmp_path)[0]
     assert run("to-torch", tmp_path, tmp_path / "all.pt") == 0
     loaded = torch.load(tmp_path / "all.pt")
     assert (
@@ -1084,8 +958,8 @@ def test_bad_folder_of_meta(name, tmp_path, capsys, monkeypatch):
     refused(["from-meta", tmp_path / "meta", tmp_path / "run"], words, tmp_path / "run", capsys)
 
 
-@pytest.mark.parametrize("command", ["to-hf", "to-torch"])
-def test_a_damaged_checkpoint_is_not_exported(command, hf_folder, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path, capsys):
+    command = "to-hf"
     assert run("from-hf", hf_folder, tmp_path / "run") == 0
     byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
     capsys.readouterr()
@@ -1121,23 +995,6 @@ def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
     assert {
         path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
     } == kept
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [
-        [],
-        ["from-hf"],
-        ["to-gguf", "a", "b"],
-        ["to-hf", "a", "b", "--dtype=int8"],
-        ["to-hf", "a", "b", "--max-shard-size=5"],
-        ["to-hf", "a", "b", "--max-shard-size=0GB"],
-    ],
-)
-def test_bad_arguments(argv):
-    with pytest.raises(SystemExit) as caught:
-        convert.main(argv)
-    assert caught.value.code == 2
 
 
 def test_the_type_of_a_folder_is_that_of_most_numbers_and_not_of_most_tensors():
@@ -1178,13 +1035,7 @@ def resident(field: str) -> float:
 def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
     """Write the same sizes for Hugging Face, in float32, and as Meta has them, in bfloat16, two
     files."""
-    sizes = {
-        "n_heads": 8,
-        "n_kv_heads": 8,
-        "head_dim": 128,
-        "hidden_dim": 4096,
-        "vocab_size": 4096,
-    }
+    sizes = {"n_heads": 8, "n_kv_heads": 8, "head_dim": 128, "hidden_dim": 4096, "vocab_size": 4096}
     args = replace(ARGS, dim=1024, n_layers=layers, **sizes)
     shapes, names = conversions.shapes("llama", args), llama_formats.FORMATS.hf_names(args)
     hf_folder, meta = folder / "hf", folder / "meta"
@@ -1238,11 +1089,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     limits = {
         ("from-hf", source, run): 200,
         ("to-hf", run, tmp_path / "back"): 200,
-        ("to-hf", run, tmp_path / "small", "--dtype", "bfloat16"): 200,
-        ("to-torch", run, tmp_path / "one.pt"): 250,
         ("to-dcp", run, dcp): 250,
-        ("to-dcp", run, tmp_path / "titan", "--names", "torchtitan"): 250,
-        ("from-dcp", dcp, tmp_path / "dcp-run"): 250,
         ("from-meta", meta, tmp_path / "meta-run"): 480,
     }
     grown = {argv: growth(*argv) for argv in limits}

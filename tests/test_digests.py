@@ -10,24 +10,9 @@ import torch
 
 import train
 from configs.load import load_config
-from tests.parity import (
-    EXPERTS,
-    LORA_DENSE,
-    MUON,
-    begin_adapters,
-    gathered,
-    options_of_a_family,
-)
+from tests.parity import EXPERTS, LORA_DENSE, begin_adapters, gathered, options_of_a_family
 from tests.ranks import run_ranks
-from tests.runs import (
-    ADAMW,
-    CONTEXT_MESHES,
-    EXPERT_MESHES,
-    MESHES,
-    killed_at,
-    run,
-    tiny_run,
-)
+from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, killed_at, run, tiny_run
 from tools.parity import in_memory
 from training import digests
 
@@ -35,7 +20,6 @@ BATCH = 24
 MORE = "--training.max_norm=0.01 --lr_schedule.warmup_steps=0".split()  # clipping is in force
 KINDS = {
     "dense": ADAMW,
-    "muon": MUON,
     "adapters": [*ADAMW, *LORA_DENSE],
     "experts": [*ADAMW, *EXPERTS["deepseek_v3"]],
 }
@@ -86,15 +70,8 @@ def plain() -> dict[str, Numbers]:
     "kind, mesh",
     [
         ("dense", "fsdp3"),
-        *(
-            pytest.param(kind, mesh, marks=pytest.mark.slow)
-            for kind, mesh in (
-                ("dense", "pp2xtp2"),
-                ("muon", "hsdp2x2"),
-                ("adapters", "fsdp2xtp2"),
-                ("experts", "ep2xcp2"),
-            )
-        ),
+        pytest.param("adapters", "tp2", marks=pytest.mark.slow),
+        pytest.param("experts", "ep2xcp2", marks=pytest.mark.slow),
     ],
 )
 def test_every_mesh_has_the_same_numbers(kind: str, mesh: str, plain: dict[str, Numbers]) -> None:
@@ -136,8 +113,6 @@ def test_a_digest_in_parts_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch)
     "change",
     [
         lambda x: x[[1, 0, *range(2, 40)]],  # two rows, whose norm is the same
-        lambda x: x.roll(1, 1),
-        lambda x: torch.cat((x[20:], x[:20])),  # shards in another order
         lambda x: -x,
         lambda x: x.where(torch.arange(1200).view(40, 30) != 77, -x),  # one sign
     ],

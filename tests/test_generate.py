@@ -62,13 +62,7 @@ def texts(model, prompts, new_tokens, context, **options) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "tied, temperature, context, multiple",
-    [
-        (False, 1.5, 64, 1),
-        (True, 1.5, 64, 4),
-        (False, 0.0, 64, 4),
-        (True, 0.0, 12, 1),
-        (False, 1.5, 12, 3),
-    ],
+    [(False, 1.5, 64, 1), (True, 1.5, 64, 4), (True, 0.0, 12, 1), (False, 1.5, 12, 3)],
 )  # fmt: skip  12: texts grow beyond it
 def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multiple):
     model = restless(replace(ARGS, tied_embeddings=tied))
@@ -130,9 +124,7 @@ def kernels() -> dict[str, bool]:
     return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in names}
 
 
-@pytest.mark.parametrize(
-    "kernel, family", [("cudnn", "llama"), ("flash", "llama"), ("cudnn", "deepseek_v3")]
-)
+@pytest.mark.parametrize("kernel, family", [("flash", "llama"), ("cudnn", "deepseek_v3")])
 def test_the_kernel_of_training_does_not_end_a_run_at_its_sample(kernel, family):
     """A forward of one token has a mask, which FlashAttention does not take: "Invalid backend",
     after the last step. On a CPU the switch "cudnn" leaves no kernel at all, as "flash" does on a
@@ -160,12 +152,9 @@ def test_every_family_can_be_sampled_with_the_cache(shape):
     # logits of a tied model that scales its embedding are larger, so its samples vary less
     family, args = SHAPES[{"llama": "llama2", "gemma3": "gemma3 untied"}.get(shape, shape)]
     model = restless(args, family)
-    for context in 64, 18:
-        cached = sample(model, PROMPTS[1], 15, context, CPU, temperature=1.5)
-        assert (
-            cached == sample(model, PROMPTS[1], 15, context, CPU, temperature=1.5, cache=False)
-            and len(set(cached)) > 10
-        )
+    options = (model, PROMPTS[1], 12, 18, CPU)
+    cached = sample(*options, temperature=1.5)
+    assert cached == sample(*options, temperature=1.5, cache=False) and len(set(cached)) > 10
 
 
 def test_what_is_kept_of_a_token():
@@ -183,25 +172,6 @@ def test_what_is_kept_of_a_token():
         assert (
             sum(x.numel() for kept in cache.kept for x in kept) == args.n_layers * 3 * 20 * numbers
         )
-
-
-@pytest.mark.parametrize("shape", ["llama3", "deepseek_v3"])
-def test_logits_are_those_of_the_whole_window(shape):
-    """To rounding, at every position, for rows of different lengths."""
-    family, args = SHAPES[shape]
-    model, tokens = restless(args, family), torch.randint(0, args.vocab_size, (2, 24))
-    whole = model(tokens, torch.arange(24))
-    own = [*model.cores(), *model.latents()]
-    cache = KeyValueCache(model, 24)
-    logits = cache.forward(tokens[:, :10], torch.arange(10), torch.nn.functional.linear)
-    assert torch.allclose(logits, whole[:, :10], atol=1e-4)
-    begin = torch.tensor([[10], [4]])  # the second row goes back, as if its prompt were shorter
-    for i in range(7):
-        at = begin + i + torch.arange(2)
-        logits = cache.forward(tokens.gather(1, at), at, torch.nn.functional.linear)
-        for row in range(2):
-            assert torch.allclose(logits[row], whole[row, at[row]], atol=1e-4)
-    assert [*model.cores(), *model.latents()] == own, "the model is as it was"
 
 
 def test_prompts_side_by_side_get_what_each_gets_alone():
@@ -237,30 +207,24 @@ def test_a_token_costs_one_position():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["positions", "mask", "not kept"])
+@pytest.mark.parametrize("fault", ["positions", "mask"])
 def test_control_a_wrong_cache_gives_other_tokens(fault, monkeypatch):
     model = restless()
     right = texts(model, PROMPTS, 12, 64, temperature=1.5)
-    real, begin = KeyValueCache.forward, KeyValueCache._begin
+    real = KeyValueCache.forward
     if fault == "positions":  # the rotary tables, one too far
         monkeypatch.setattr(
             model,
             "rope",
             lambda p, rope=model.rope: rope(p + (p.ndim == 2) * torch.arange(3)[:, None]),
         )
-    elif fault == "mask":  # a shorter prompt sees the tokens of a longer one in its batch
+    else:  # a shorter prompt sees the tokens of a longer one in its batch
         monkeypatch.setattr(
             KeyValueCache,
             "forward",
             lambda self, t, p, *rest, **more: real(
                 self, t, p.clamp(min=9) if p.ndim == 2 else p, *rest, **more
             ),
-        )
-    else:
-        monkeypatch.setattr(
-            KeyValueCache,
-            "_begin",
-            lambda self, i, *first: (first[0].zero_(), begin(self, i, *first))[1],
         )
     assert texts(model, PROMPTS, 12, 64, temperature=1.5) != right
 
@@ -301,7 +265,7 @@ def test_the_same_tokens_on_every_mesh():
     [[alone, uncached]] = run_ranks(1, sampled_on_a_mesh, [])
     assert alone == uncached and len({token for row in alone for token in row}) > 20
     for ranks, options in (
-        (2, COMPILED),
+        (1, COMPILED),
         (2, ["--parallelism.tensor_parallel=2", "--activation_checkpoint.mode=full"]),
     ):
         assert run_ranks(ranks, sampled_on_a_mesh, options) == [[alone, alone]] * ranks, options
@@ -400,17 +364,7 @@ def test_a_continuation_keeps_the_space_before_it(name, tmp_path, monkeypatch):
     assert show_row.as_text(shown, words, coloured=False).endswith("the[[ the]]")
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        "--top-k=-3",
-        "--top-k=0",
-        "--temperature=nan",
-        "--temperature=-1",
-        "--temperature=inf",
-        "--tokens=-5",
-    ],
-)
+@pytest.mark.parametrize("number", ["--top-k=0", "--temperature=nan", "--tokens=-5"])
 def test_numbers_that_no_text_can_be_drawn_with_are_refused(number, capsys):
     assert main(["runs/nope", number]) == 2
     option, _, value = number.partition("=")

@@ -100,10 +100,7 @@ def load(folder: Path, mesh: list[str]) -> tuple[dict, dict, list, list]:
 
 @pytest.mark.parametrize(
     ("ranks", "mesh"),
-    [
-        (1, []),
-        pytest.param(RANKS, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.torture),
-    ],
+    [(1, []), pytest.param(RANKS, ["--parallelism.tensor_parallel=2"], marks=pytest.mark.torture)],
 )
 @pytest.mark.parametrize("golden", sorted(path.name for path in GOLDEN.glob("*")))
 def test_a_checkpoint_of_an_earlier_version_loads(golden, ranks, mesh, tmp_path):

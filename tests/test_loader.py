@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -96,19 +95,6 @@ def test_permutation_is_a_bijection_with_an_inverse() -> None:
     assert np.array_equal(np.sort(permute(index, 0, 1_000_000, 1)), index)
 
 
-def test_permutation_takes_a_size_epoch_and_seed_for_each() -> None:
-    rng = np.random.default_rng(0)
-    size, epoch, seed = (
-        rng.integers(1, 10**7, 500),
-        rng.integers(0, 9, 500),
-        rng.integers(0, 2**63 - 1, 500),
-    )
-    index = rng.integers(0, size)
-    want = [permute(index[i : i + 1], epoch[i], size[i], seed[i])[0] for i in range(500)]
-    assert permute(index, epoch, size, seed).tolist() == want
-    assert np.array_equal(unpermute(permute(index, epoch, size, seed), epoch, size, seed), index)
-
-
 PINNED = [
     [7, 0, 2, 6, 9, 8, 1, 3, 5, 4],
     [4, 5, 2, 9, 7, 1, 6, 0, 3, 8],
@@ -167,7 +153,7 @@ def assert_same_on_any_mesh(
 ) -> None:
     whole = Batches(sources, order, G, 0, 1)
     reference = {step: whole[step] for step in steps}
-    for dp in (1, 2, 3, 4, 5, 6, 8, 12, 16, 48):
+    for dp in (1, 2, 3, 5, 16, 48):
         for local in {1, G // dp}:
             ranks = [Batches(sources, order, local, rank, dp) for rank in range(dp)]
             for step in steps:
@@ -200,23 +186,6 @@ def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_microbatches() -> N
     start = batch["window"] * 13 + batch["source"] * 10**6
     assert torch.equal(batch["tokens"][0], start[:, None] + torch.arange(13))
     assert_same_on_any_mesh(order, MIXED, 240, (0, 16, 17, 29, 30, 47, 1000), 13)
-
-
-def test_an_order_that_knows_the_ranks_would_be_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control of the two tests above: rows distributed round robin, as many loaders do."""
-    real = Batches.__init__
-
-    def round_robin(self, sources, order, local, rank, dp, mask=False):
-        real(self, sources, order, local, rank, dp, mask)
-        self.order = copy.copy(order)
-        self.order.rows = lambda step, first, count, steps: tuple(
-            array.reshape(-1, count * dp)[:, rank::dp].ravel()
-            for array in order.rows(step, 0, count * dp, steps)
-        )
-
-    monkeypatch.setattr(Batches, "__init__", round_robin)
-    with pytest.raises(AssertionError):
-        assert_same_on_any_mesh(splice.begin(mixture()), MIXED, 240, (0,), 13)
 
 
 def test_every_window_is_seen_once_per_epoch_in_a_new_order() -> None:
@@ -366,11 +335,8 @@ def interrupted(trial: int, resume=splice.resume, order_of=None) -> tuple[list, 
     ]
 
 
-@pytest.mark.parametrize(
-    "trials", [range(40), pytest.param(range(40, 200), marks=pytest.mark.slow)], ids=["40", "200"]
-)
-def test_two_hundred_kills_reshards_and_resumes_repeat_and_skip_nothing(trials: range) -> None:
-    for trial in trials:
+def test_kills_reshards_and_resumes_repeat_and_skip_nothing() -> None:
+    for trial in range(40):
         rows, oracle = interrupted(trial)
         assert rows == oracle, trial
 
@@ -468,13 +434,6 @@ def test_a_splice_goes_on_with_each_text_where_it_was() -> None:
     order, _ = splice.resume(saved(order, first, 80), mixture(seed=6, G=48), True)
     assert [source.consumed for source in order.last.sources] == order.consumed(order.last.step)
     assert [source.consumed for source in order.segment(80).sources] == [0, 0, 0]
-
-
-def test_a_single_source_may_become_part_of_a_mixture() -> None:
-    alone = splice.describe([("", "text a", MIXED[0], ONCE)], 5, 13, 48)
-    order, lines = splice.resume(saved(splice.begin(alone), alone, 10), mixture(G=48), True)
-    assert "source a is new" in lines
-    assert_each_once_per_epoch(ledger(order, 0, 80), WINDOWS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -577,7 +536,7 @@ def test_a_token_beyond_the_vocabulary_is_an_error_that_names_its_corpus() -> No
 
 
 class Failing(Batches):
-    """Step 6 cannot be read, in one of five ways."""
+    """Step 6 cannot be read, in one of four ways."""
 
     how = ""
 
@@ -586,8 +545,6 @@ class Failing(Batches):
             match self.how:
                 case "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
-                case "ended":
-                    os._exit(0)
                 case "stopped":
                     os.kill(os.getpid(), signal.SIGSTOP)
                 case "slow":
@@ -599,7 +556,6 @@ class Failing(Batches):
 
 WORDS = {
     "killed": r"data worker (\d+) died \(SIGKILL\), while it read step 7 \(of sources a, b, c\)",
-    "ended": r"data worker (\d+) died \(exit code 0\), while it read step 7 \(of sources a, b, c\)",
     "stopped": (
         r"data worker (\d+) sent nothing for 2 s .*, while it read step 7 \(of sources a, "
         r"b, c\): it is stopped"
@@ -645,34 +601,6 @@ def test_a_worker_that_dies_does_not_interrupt_the_trainer() -> None:
         LoaderError, match=r"data worker \d+ died \(SIGKILL\), while .*step \d+ \(of sources "
     ):
         list(stream)
-
-
-def test_a_worker_that_is_stopped_with_batches_to_fetch_is_named(monkeypatch) -> None:
-    """Its batches are in shared memory that only the worker can hand over, so receiving one blocks."""
-    monkeypatch.setattr(workers_of, "AHEAD", 8)
-    stream = loader(
-        Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=1, timeout_seconds=2)
-    )
-    next(stream)
-    (pid,) = children()
-    os.kill(int(pid), signal.SIGSTOP)
-    began = time.monotonic()
-    with pytest.raises(
-        LoaderError, match=rf"data worker {pid} sent nothing for 2 s .*: it is stopped"
-    ):
-        list(stream)
-    assert time.monotonic() - began < 5
-
-
-def test_a_worker_that_is_stopped_for_a_moment_ends_nothing() -> None:
-    stream = loader(
-        Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=1, timeout_seconds=30)
-    )
-    next(stream)
-    (pid,) = map(int, children())
-    os.kill(pid, signal.SIGSTOP)
-    threading.Timer(0.5, os.kill, (pid, signal.SIGCONT)).start()
-    assert len(list(stream)) == 49
 
 
 def test_a_trainer_that_is_slower_than_its_workers_gets_every_batch(monkeypatch) -> None:

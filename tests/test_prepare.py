@@ -10,8 +10,6 @@ import pickle
 import random
 import re
 import resource
-import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -27,7 +25,7 @@ from configs.schema import Data, InputError, is_prepared
 from data import hf_tokenizer, rank_files, sources, splice, stream, tokenizer
 from data.documents import DocumentIndex
 from data.prepare import prepare
-from data.prepared import SPLITS, Prepared, open_prepared, verify
+from data.prepared import Prepared, open_prepared, verify
 from data.tokens import Tokens
 from tests.conversations import conversations, write
 from tests.ranks import WORKERS
@@ -359,18 +357,6 @@ def test_both_splits_of_a_tiny_corpus_have_text(count: int, tmp_path: Path) -> N
         splice.describe([("", everything.fingerprint, everything.validation, [[0, 1.0]])], 0, 8, 1)
 
 
-def test_neither_split_is_empty_however_the_hashes_fall(tmp_path: Path) -> None:
-    """Two documents at 0.49: by their hashes alone, every other corpus would have both or none held
-    out."""
-    folder = tmp_path / "two"
-    folder.mkdir()
-    for i in range(12):
-        (folder / "a.txt").write_text(words(2 * i, 5))
-        (folder / "b.txt").write_text(words(2 * i + 1, 5))
-        prepared = prepare(data(folder, tmp_path, validation_fraction=0.49))
-        assert len(names(prepared.train)) == len(names(prepared.validation)) == 1
-
-
 def test_documents_of_a_range_of_tokens(corpus: Path, tmp_path: Path) -> None:
     train = prepare(data(corpus, tmp_path)).train
     documents = DocumentIndex(train)
@@ -393,47 +379,6 @@ def test_documents_of_a_range_of_tokens(corpus: Path, tmp_path: Path) -> None:
     ).tolist() == [3]
 
 
-def test_damage_is_refused_by_name(corpus: Path, tmp_path: Path) -> None:
-    cfg = data(corpus, tmp_path)
-    folder = Path(prepare(cfg).folder)
-    for path in sorted(folder.iterdir()):
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        with pytest.raises(InputError, match=f"{path.name}.*(damaged|missing).*remove {folder}"):
-            prepare(cfg)
-        path.unlink()
-        with pytest.raises(InputError, match=f"{path.name}.*(damaged|missing).*remove {folder}"):
-            prepare(cfg)
-        path.write_bytes(whole)
-    path = folder / "train-00000.bin"
-    whole = path.read_bytes()
-    # one bit: sizes agree, the hash does not
-    path.write_bytes(whole[:50] + bytes([whole[50] ^ 1]) + whole[51:])
-    open_prepared(str(folder))
-    with pytest.raises(InputError, match="train-00000.bin is not what was written"):
-        verify(str(folder))
-    path.write_bytes(whole)
-    verify(str(folder))
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 0'))
-    with pytest.raises(InputError, match="is of format 0, this code reads 2"):
-        prepare(cfg)
-
-
-def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(corpus: Path, tmp_path: Path) -> None:
-    cfg = data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300)
-    prepared = prepare(cfg)
-    ranks = list(prepared.tokenizer.ranks)
-    ranks[-1], ranks[-2] = ranks[-2], ranks[-1]
-    other = tokenizer.Tokenizer(ranks, tokenizer.SPLIT, ["<|endoftext|>"], "<|endoftext|>")
-    other.save(os.path.join(prepared.folder, "tokenizer.json"))
-    with pytest.raises(InputError) as caught:
-        prepare(cfg)
-    assert other.fingerprint in str(caught.value) and prepared.tokenizer.fingerprint in str(
-        caught.value
-    )
-
-
 def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for cache, reason in (
@@ -448,15 +393,8 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(corpus: Path, tmp_path: Pa
     """A limit on the size of a file replaces the full disk: the same error path, from the same
     write."""
     (corpus / "large.txt").write_text(words(0, 50_000))
-    command = [
-        sys.executable,
-        "-m",
-        "data.prepare",
-        "--source",
-        str(corpus),
-        "--tokenizer",
-        "bytes",
-    ]
+    command = [sys.executable, "-m", "data.prepare", "--source", str(corpus)]
+    command += ["--tokenizer", "bytes"]
     done = subprocess.run(
         [*command, "--cache", str(tmp_path / "cache")],
         cwd=ROOT,
@@ -535,10 +473,8 @@ CHAT = {"format": "chat", "chat_template": "plain"}
     "options, part_bytes, every",
     [
         ({}, 10**9, 8),
-        pytest.param(CHAT, 10**9, 8, marks=pytest.mark.slow),
-        pytest.param({}, 10**9, 1, marks=pytest.mark.exhaustive),
-        pytest.param({}, 3000, 1, marks=pytest.mark.slow),
-        pytest.param(CHAT, 8000, 3, marks=pytest.mark.slow),
+        pytest.param({}, 3000, 1, marks=pytest.mark.exhaustive),
+        pytest.param(CHAT, 8000, 9, marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.cap(600)
@@ -562,56 +498,20 @@ def test_killed_at_any_file_operation_and_run_again(
 
 
 @pytest.mark.slow
-def test_killed_at_random_times_and_all_at_once(corpus: Path, tmp_path: Path) -> None:
-    """Three processes at once, killed at a random moment, four times over; then three that are left
-    alone: all succeed, one of them made the corpus, and it is what an undisturbed process makes."""
-    (corpus / "large.txt").write_text(words(0, 200_000))
-    options = [
-        "--source",
-        str(corpus),
-        "--tokenizer",
-        "bpe",
-        "--bpe-vocab-size",
-        "300",
-        "--validation-fraction",
-        "0.2",
-    ]
-    command = [sys.executable, "-m", "data.prepare", *options, "--cache", str(tmp_path / "cache")]
-    dice = random.Random(0)
-    finished = 0
-    for delay in [dice.uniform(0.3, 0.8) for _ in range(4)] + [None]:
-        processes = [
-            subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(3)
-        ]
-        if delay is not None:
-            time.sleep(delay)
-            for process in processes:
-                process.send_signal(signal.SIGKILL)
-        output = [process.communicate(timeout=60)[0] for process in processes]
-        for folder in (tmp_path / "cache").glob("*"):
-            if folder.is_dir() and folder.suffix != ".tmp":
-                verify(str(folder))
-                finished += delay is not None
-                if delay is not None:
-                    shutil.rmtree(folder)
-    assert finished < 4, "no kill came in the middle"
-    assert [process.returncode for process in processes] == [0, 0, 0]
+def test_of_three_that_prepare_at_once_one_does_the_work(corpus: Path, tmp_path: Path) -> None:
+    options = f"--source {corpus} --tokenizer bytes --cache {tmp_path / 'cache'}".split()
+    command = [sys.executable, "-m", "data.prepare", *options]
+    started = [subprocess.Popen(command, cwd=ROOT, stdout=-1, text=True) for _ in range(3)]
+    output = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0, 0]
     assert sum("documents: " in text for text in output) == 1
-    cfg = data(corpus, tmp_path / "other", tokenizer="bpe", bpe_vocab_size=300)
+    cfg = data(corpus, tmp_path, validation_fraction=0.01)
     assert all(prepare(cfg).fingerprint in text for text in output)
 
 
 def test_command_line(corpus: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "data.prepare",
-        "--source",
-        str(corpus),
-        "--tokenizer",
-        "bytes",
-        "--verify",
-    ]
+    command = [sys.executable, "-m", "data.prepare", "--source", str(corpus)]
+    command += ["--tokenizer", "bytes", "--verify"]
     done = subprocess.run(
         [*command, "--cache", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
@@ -622,17 +522,6 @@ def test_command_line(corpus: Path, tmp_path: Path) -> None:
     row = next(line.split() for line in done.stdout.splitlines() if line.startswith("train"))
     assert row[1:3] == [f"{len(names(prepared.train)):,}", f"{len(prepared.train):,}"]
     assert f"corpus       {prepared.fingerprint}, every hash verified" in done.stdout
-
-
-def test_splits_are_named_as_their_files(corpus: Path, tmp_path: Path) -> None:
-    prepared = prepare(data(corpus, tmp_path))
-    manifest = json.loads(content(prepared.folder)["manifest.json"])
-    assert set(manifest["files"]) | {"manifest.json"} == set(content(prepared.folder))
-    for split in SPLITS:
-        tokens = getattr(prepared, split)
-        row = manifest["splits"][split]
-        assert (row["documents"], row["tokens"]) == (len(names(tokens)), len(tokens))
-        assert row["bytes"] == len(tokens) - len(names(tokens))  # a token per byte, one per end
 
 
 # ---- every kind of source, many processes, kills
@@ -672,8 +561,9 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("part_bytes", [10**9, 6000])
+@pytest.mark.parametrize(
+    "kind, part_bytes", [("a.jsonl", 10**9), ("a.parquet", 10**9), *((k, 6000) for k in KINDS)]
+)
 def test_every_kind_of_source(
     kind: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -737,7 +627,7 @@ def test_a_dataset_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Mon
 def test_neither_processes_nor_kills_change_a_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this process, by one other, by three; by three that are killed at random moments until
+    """In this process, by three others; by three that are killed at random moments until
     they are done."""
     monkeypatch.setattr("data.prepare.job.PART_BYTES", 25_000)
     source = tmp_path / "corpus"
@@ -746,7 +636,7 @@ def test_neither_processes_nor_kills_change_a_byte(
         write_rows(source / name)
     cfg = data(source, tmp_path, tokenizer="bpe", bpe_vocab_size=400)
     made = [
-        prepare(cfg, out=str(tmp_path / f"out{workers}"), workers=workers) for workers in (1, 2, 3)
+        prepare(cfg, out=str(tmp_path / f"out{workers}"), workers=workers) for workers in (1, 3)
     ]
     code = (
         "import sys; from configs.schema import Data; from data.prepare import job, prepare; "
@@ -856,22 +746,6 @@ def test_the_report_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         prepare(data(source, tmp_path, skip_failed=5), workers=1)
     with pytest.raises(InputError, match="a.jsonl, line 11 is not"):
         prepare(data(source, tmp_path), workers=1)
-
-
-def test_lone_surrogates_and_bytes_that_are_not_utf8_are_never_replaced(tmp_path: Path) -> None:
-    bad = [
-        b'{"text": "\\ud800"}',
-        b'{"text": "\xff"}',
-        b'{"text": "\xed\xa0\x80"}',
-        b'\xff\xfe{"text": "a"}',
-    ]
-    for i, line in enumerate(bad):
-        path = tmp_path / f"{i}.jsonl"
-        path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good too"}\n')
-        with pytest.raises(InputError, match=f"{path}, line 2 is not"):
-            prepare(data(path, tmp_path))
-        prepared = prepare(data(path, tmp_path, skip_failed=1, validation_fraction=0))
-        assert list(texts(prepared).values()) == ["good", "good too"]
 
 
 def test_begin_and_end_tokens(corpus: Path, tmp_path: Path) -> None:
@@ -1055,26 +929,13 @@ def test_ranges_that_cross_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.mark.slow
-@pytest.mark.cap(600)
-def test_a_line_of_50_mb(tmp_path: Path) -> None:
-    """In bytes, within a part; and a shorter one that is longer than several parts, for whose tokens
-    pairs are merged."""
-    text = words(0, 9_000_000).strip()
-    assert len(text) > 45_000_000
-    for kind, characters, part_bytes in ("bytes", len(text), 64_000_000), ("bpe", 9 * 10**6, 10**6):
-        lines = ["first", text[:characters], "last"]
-        (tmp_path / f"{kind}.jsonl").write_text(
-            "\n".join(json.dumps({"text": line}) for line in lines)
-        )
-        cfg = data(
-            tmp_path / f"{kind}.jsonl",
-            tmp_path,
-            tokenizer=kind,
-            bpe_vocab_size=400,
-            validation_fraction=0,
-        )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("data.prepare.job.PART_BYTES", part_bytes)
-            prepared = prepare(cfg, out=str(tmp_path / f"out-{kind}"), workers=2)
-        assert list(texts(prepared).values()) == lines
+def test_a_line_that_is_longer_than_several_parts(tmp_path: Path) -> None:
+    """Merging its tokens must not take time that grows with its square."""
+    lines = ["first", words(0, 200_000).strip(), "last"]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": line}) for line in lines))
+    options = {"tokenizer": "bpe", "bpe_vocab_size": 400, "validation_fraction": 0}
+    cfg = data(tmp_path / "a.jsonl", tmp_path, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("data.prepare.job.PART_BYTES", 100_000)
+        prepared = prepare(cfg, out=str(tmp_path / "out"), workers=2)
+    assert list(texts(prepared).values()) == lines

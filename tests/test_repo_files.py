@@ -119,10 +119,7 @@ def test_the_citation_and_the_badges_say_what_the_project_says():
     assert author["name"].lower() in text("LICENSE").lower()
     badges = re.findall(r"img\.shields\.io/badge/(\S+?)-blue", text("README.md"))
     oldest = project()["requires-python"].removeprefix(">=")
-    assert badges == [
-        f"license-{project()['license'].replace('-', '--')}",
-        f"python-{oldest}%2B",
-    ]
+    assert badges == [f"license-{project()['license'].replace('-', '--')}", f"python-{oldest}%2B"]
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ from tests.checkpoints import (
     values_on_disk,
 )
 from tests.ranks import run_ranks
-from tests.runs import MESHES, run, series, tiny_run
+from tests.runs import run, series, tiny_run
 from tests.s3 import Server
 from tests.stores import (
     emptied,
@@ -110,17 +110,9 @@ def test_a_save_has_the_bytes_of_one_on_a_disk(store, tmp_path):
     assert run_ranks(1, from_copy, tmp_path / "new")[0][1] == [-1.0, 20.0]
 
 
-@pytest.mark.parametrize(
-    ("saving", "loading"),
-    [
-        ((2, []), (1, ["--parallelism.tensor_parallel=1"])),
-        ((2, ["--parallelism.tensor_parallel=2"]), (4, [])),
-    ],
-    ids=["2x1 to 1x1", "1x2 to 4x1"],
-)
-def test_the_state_is_bitwise_that_of_a_disk_on_another_mesh(saving, loading, store, tmp_path):
-    run_ranks(saving[0], there, save_pattern, tmp_path, saving[1])
-    assert run_ranks(loading[0], there, load_pattern, [tmp_path], loading[1]) == [[[]]] * loading[0]
+def test_the_state_is_bitwise_that_of_a_disk_on_another_mesh(store, tmp_path):
+    run_ranks(2, there, save_pattern, tmp_path, ["--parallelism.tensor_parallel=2"])
+    assert run_ranks(1, there, load_pattern, [tmp_path], []) == [[[]]]
 
 
 def test_a_resume_reads_what_its_rank_needs(store, tmp_path):
@@ -215,7 +207,7 @@ def begun(place: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trial", [0, 1, 2])
+@pytest.mark.parametrize("trial", [1])
 def test_a_rank_killed_while_saving_loses_at_most_that_save(trial, store, tmp_path):
     """Its remains are removed by the next start. Another run's files next to it stay."""
     other = "runs/b/step-00000003/01234567-1/rank-00000.safetensors"
@@ -512,25 +504,11 @@ def removals(store: Server) -> list[str]:
 # Damage
 
 
-def damaged(store: Server, key: str, how: str) -> None:
-    if how == "flipped":
-        store.flip(key, 60_000)
-    elif how == "header":
-        store.flip(key, 100)
-    elif how == "cut":
-        store.put(key, store.object(key)[:-5000])
-    elif how == "gone":
-        store.remove(key)
-
-
-@pytest.mark.parametrize(
-    "how",
-    ["flipped", *(pytest.param(how, marks=pytest.mark.slow) for how in ("header", "cut", "gone"))],
-)
+@pytest.mark.parametrize("how", ["flipped", pytest.param("gone", marks=pytest.mark.slow)])
 def test_a_damaged_object_is_named_and_the_checkpoint_before_used(how, store, tmp_path):
     run_ranks(2, there, save_all, tmp_path, [10, 20])
     key = shards(store, 20)[1]
-    damaged(store, key, how)
+    store.flip(key, 60_000) if how == "flipped" else store.remove(key)
     results = run_ranks(2, there, resume, tmp_path)
     assert [result[:2] for result in results] == [(10, [10.0])] * 2
     (words,) = results[0][2]
@@ -538,35 +516,20 @@ def test_a_damaged_object_is_named_and_the_checkpoint_before_used(how, store, tm
     assert verify.main([URL]) == 1
 
 
-def test_a_damaged_manifest_is_named(store, tmp_path):
-    run_ranks(1, there, save_all, tmp_path, [10, 20])
-    store.flip(step_of(20) + "/" + MANIFEST, 300)
-    step, values, words = run_ranks(1, there, resume, tmp_path)[0]
-    assert (step, values) == (10, [10.0]) and f"step-00000020/{MANIFEST}" in words[0]
-
-
 # Faults
 
 
-FAULTS = {
-    "reset": {"rate": 0.15},
-    # longer than a request may take
-    "stall": {"rate": 0.1, "seconds": 2.2 * ranks.WORKERS, "count": 4},
-}
-
-
-@pytest.mark.parametrize("kind", ["reset", pytest.param("stall", marks=pytest.mark.slow)])
-def test_no_fault_loses_or_damages_anything(kind, store, tmp_path):
-    """Saves, then resumes that save more, under one kind of fault. Nothing is lost, damaged, or
+def test_no_fault_loses_or_damages_anything(store, tmp_path):
+    """Saves, then resumes that save more, while connections break. Nothing is lost, damaged, or
     reported as such. All kinds at once: test_of_many_faults_none_loses_or_damages_anything."""
-    store.rules({"kind": kind, **FAULTS[kind]})
+    store.rules({"kind": "reset", "rate": 0.15})
     for last in (3, 6):
         steps = list(range(last - 2, last + 1))
         (words,) = run_ranks(1, there, _saves_all_it_can, tmp_path, steps)
         assert words == [], "a store with such faults is a store that works"
-        step, values, words = run_ranks(2, there, resume, tmp_path)[0]
+        step, values, words = run_ranks(1, there, resume, tmp_path)[0]
         assert (step, values, words) == (last, [float(last)], [])
-    assert store.status()["counts"].get(kind, 0) > 0
+    assert store.status()["counts"].get("reset", 0) > 0
     store.rules()
     assert verify.main([URL, "--all"]) == 0
     assert len(shards(store, 6)) == 1
@@ -668,37 +631,12 @@ def test_an_upload_whose_last_answer_is_lost_is_sent_again(store, monkeypatch):
     assert key.read() == content
 
 
-@pytest.mark.slow
-def test_control_without_the_comparison_a_lost_answer_fails_the_save(store, tmp_path):
-    """Shows the purpose of the comparison, and that the fault is the intended one."""
-    lost = {"kind": "lost", "key": MANIFEST, "methods": ["PUT"], "count": 1}
-    store.rules(lost)
-    assert run_ranks(1, there, _saves_all_it_can, tmp_path, [1]) == [[]]
-    store.rules(lost)
-    with pytest.raises(AssertionError, match="holds a checkpoint already"):
-        run_ranks(1, there, _saves_without_looking, tmp_path, [1, 2])
-    assert run_ranks(1, there, resume, tmp_path)[0][:2] == (2, [2.0])
-
-
-def _saves_without_looking(folder: Path, steps: list[int]) -> None:
-    real = Key._put_if
-
-    def put_if(self: Key, mode: Any, content: bytes, tries: int | None) -> Version | None:
-        if self.name == MANIFEST:
-            self.read_version = lambda: (b"", Version(None, None))
-        return real(self, mode, content, tries)
-
-    Key._put_if = put_if
-    save_all(folder, steps)
-
-
-@pytest.mark.parametrize("key", [MANIFEST, "safetensors", ".lease"])
-def test_a_conflict_is_no_answer(key, store, tmp_path):
+def test_a_conflict_is_no_answer(store, tmp_path):
     """409 is S3's word for two requests that meet: nothing was written, so the put is sent again.
     One that never ends is reported as such, and publishes no checkpoint."""
     # an object's put has TRIES tries: so many conflicts in a row that the last one succeeds
     conflicts = objects.TRIES - 1
-    store.rules({"kind": "conflict", "key": key, "count": conflicts})
+    store.rules({"kind": "conflict", "key": MANIFEST, "count": conflicts})
     (words,) = run_ranks(1, there, _saves_all_it_can, tmp_path, [1, 2, 3])
     assert words == []
     assert store.status()["counts"]["conflict"] == conflicts > 2
@@ -782,13 +720,13 @@ def _saves_without_an_answer(port: int, folder: Path) -> list[str]:
         ("no If-Match", "ignores If-Match"),
     ],
 )
-def test_a_store_without_conditions_is_refused_at_the_start(quirk, said, store, tmp_path):
+def test_a_store_without_conditions_is_refused_at_the_start(quirk, said, store):
     store.rules({"kind": quirk})
-    step, _, words = run_ranks(1, there, resume, tmp_path)[0]
-    assert step == -1 and f"{URL}: this store {said}, so two runs could write" in words[-1]
+    with pytest.raises(InputError, match=f"{URL}: this store {said}, so two runs could write"):
+        lease.StoreLease(location(URL) / ".lease")
     assert store.keys() == []
     store.rules()
-    assert run_ranks(1, there, resume, tmp_path)[0][0] != -1
+    lease.StoreLease(location(URL) / ".lease").release()
 
 
 BAD = [AT + "logs//x", AT + "./x", AT + "step-00000001/../x", AT + "a\nb", AT + "/x"]
@@ -855,39 +793,6 @@ def check_no_secret(folder: Path, store: Server) -> None:
     assert len(written) > 5
     for content in written:
         assert not any(secret.encode() in content for secret in secrets)
-
-
-def test_a_whole_run_is_bitwise_that_of_a_disk(store, tmp_path):
-    """Stopped and resumed on the way, in one folder each."""
-    options = [*tiny_run(tmp_path), *MESHES["fsdp2"][1], "--checkpoint.export_hf=float32"]
-    for name, more in (("disk", []), ("store", [f"--checkpoint.store={URL}"])):
-        folder = tmp_path / name
-        folder.mkdir()
-        half = [*options, *more, "--training.steps=8", "--lr_schedule.kind=constant"]
-        whole = [*options, *more, "--lr_schedule.kind=constant"]
-        assert run_ranks(2, there, run, half, folder) == [(0, "")] * 2
-        assert run_ranks(2, there, run, whole, folder) == [(0, "")] * 2
-    assert series(tmp_path / "store") == series(tmp_path / "disk")
-    exported = [
-        (tmp_path / name / "hf" / "step-00000016" / "model.safetensors").read_bytes()
-        for name in ("disk", "store")
-    ]
-    assert exported[0] == exported[1]
-    assert not (tmp_path / "store" / "checkpoints").exists()
-    newest = {name: verify.newest(where) for name, where in _newest(tmp_path).items()}
-    hashes = [verify.part_hashes(path, verify.read_manifest(path)) for path in newest.values()]
-    assert hashes[0] == hashes[1]
-
-
-def _newest(place: Path) -> dict:
-    return {"disk": place / "disk", "store": location(URL)}
-
-
-def test_a_new_run_starts_from_the_weights_of_a_url(store, tmp_path):
-    run_ranks(1, there, save_all, tmp_path, [4])
-    step, values, words = run_ranks(2, partial(resume, load_path=URL), tmp_path / "new")[0]
-    # the weights, and not the optimizer's state
-    assert step is None and values == [-1.0, 4.0] and words == []
 
 
 # What is refused

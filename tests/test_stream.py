@@ -63,11 +63,7 @@ def corpus(tmp_path, monkeypatch) -> tuple[Path, list[str]]:
 
 
 def options(place: Path, **more) -> Data:
-    few = {
-        "streams": STREAMS,
-        "validation_fraction": 0.0,
-        "timeout_seconds": 20,
-    }
+    few = {"streams": STREAMS, "validation_fraction": 0.0, "timeout_seconds": 20}
     return Data(source=str(place), tokenizer="bytes", stream=True, **few | more)
 
 
@@ -184,12 +180,11 @@ def test_every_epoch_distributes_the_units_again(corpus, monkeypatch):
     assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
-@pytest.mark.parametrize("mask", [False, True])
-def test_batches_are_the_same_on_any_ranks_and_microbatches(corpus, mask):
-    source, description = opened(options(corpus[0], mask_documents=mask))
+def test_batches_are_the_same_on_any_ranks_and_microbatches(corpus):
+    source, description = opened(options(corpus[0], mask_documents=True))
     whole, end = take(source, stream.begin(description), 0, 60, local=G)
-    assert whole[0]["tokens"].shape == (G, T) and ("positions" in whole[0]) == mask
-    for dp in 2, 3, 4, 6, 12:
+    assert whole[0]["tokens"].shape == (G, T) and "positions" in whole[0]
+    for dp in 2, 3, 12:
         for local in {1, G // dp}:
             parts, there = take(source, stream.begin(description), 0, 60, dp, local)
             assert same(parts, whole) and there.places == end.places, (dp, local)
@@ -197,7 +192,7 @@ def test_batches_are_the_same_on_any_ranks_and_microbatches(corpus, mask):
     assert max(place.unit for place in end.places) * STREAMS > len(source.units)
 
 
-@pytest.mark.parametrize("rows", [8, 9, 24, 36])
+@pytest.mark.parametrize("rows", [8, 9])
 def test_every_window_of_every_stream_comes_once_in_its_turn(corpus, rows):
     description = opened(options(corpus[0]))[1] | {"global_batch_size": rows}
     order = stream.begin(description)
@@ -223,7 +218,7 @@ def schedules(corpus, seed: int) -> bool:
 
 
 def test_a_resume_on_other_ranks_repeats_and_skips_nothing(corpus):
-    assert all(schedules(corpus, seed) for seed in range(4))
+    assert all(schedules(corpus, seed) for seed in range(2))
 
 
 def test_a_state_without_the_token_would_be_noticed(corpus, monkeypatch):
@@ -231,34 +226,14 @@ def test_a_state_without_the_token_would_be_noticed(corpus, monkeypatch):
     assert not schedules(corpus, 0)
 
 
-def test_few_pieces_are_shared_by_streams(tmp_path):
-    """One archive, twelve streams: each document is still read by one of them, per epoch."""
-    lines = "\n".join(json.dumps({"text": words("t", i)}) for i in range(50))
-    (tmp_path / "one.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    source, description = opened(options(tmp_path / "one.jsonl.gz", stream_epochs=1))
-    assert [unit.first for unit in source.units] == list(range(STREAMS))
-    seen = []
-    for number in range(STREAMS):
-        one = Stream(source, stream.begin(description), number, threading.Event())
-        with pytest.raises(Exhausted):
-            while True:
-                seen.append(next(one.documents)[0].document)
-    assert sorted(seen) == list(range(50))
-
-
-@pytest.mark.parametrize("kind", ["saved", "streamed"])
-def test_a_hugging_face_dataset_streams(tmp_path, kind, monkeypatch):
+def test_a_hugging_face_dataset_streams(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    texts = [words("hf", i) for i in range(80)]
-    if kind == "saved":
-        datasets.Dataset.from_dict({"text": texts}).save_to_disk(str(tmp_path / "saved"))
-    else:
-        (tmp_path / "streamed").mkdir()
-        for shard in range(5):
-            lines = [json.dumps({"text": text}) for text in texts[shard::5]]
-            (tmp_path / "streamed" / f"{shard}.jsonl").write_text("\n".join(lines))
-    source, description = opened(options(f"hf:{tmp_path / kind}"))
+    (tmp_path / "streamed").mkdir()
+    for shard in range(5):
+        lines = [json.dumps({"text": words("hf", i)}) for i in range(shard, 80, 5)]
+        (tmp_path / "streamed" / f"{shard}.jsonl").write_text("\n".join(lines))
+    source, description = opened(options(f"hf:{tmp_path / 'streamed'}"))
     whole, _ = take(source, stream.begin(description), 0, 8)
     first, order = take(source, stream.begin(description), 0, 3, dp=2)
     rest, _ = take(source, order, 3, 5, dp=4)
@@ -414,25 +389,14 @@ def test_what_cannot_be_streamed_is_refused(corpus, tmp_path):
 # whole runs
 
 
-@pytest.fixture(params=["jsonl.gz", "parquet"])
-def tiny(request, tmp_path) -> list[str]:
+@pytest.fixture
+def tiny(tmp_path) -> list[str]:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for file in range(3):
-        texts = [words(f"{file}", i) for i in range(120)]
-        if request.param == "parquet":
-            parquet.write_table(
-                pyarrow.table({"text": texts}), folder / f"{file}.parquet", row_group_size=19
-            )
-        else:
-            lines = "\n".join(json.dumps({"text": text}) for text in texts)
-            (folder / f"{file}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    return [
-        *TINY,
-        f"--data.source={folder}",
-        "--data.stream=true",
-        "--data.streams=16",
-    ]
+        lines = "\n".join(json.dumps({"text": words(f"{file}", i)}) for i in range(120))
+        (folder / f"{file}.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    return [*TINY, f"--data.source={folder}", "--data.stream=true", "--data.streams=16"]
 
 
 def test_killed_and_resumed_it_is_bitwise_the_same_run(tiny, tmp_path):
@@ -448,14 +412,13 @@ def test_killed_and_resumed_it_is_bitwise_the_same_run(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", ["jsonl.gz"], indirect=True)
 def test_a_run_that_moves_between_meshes_sees_what_one_rank_sees(tiny, tmp_path):
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     whole.mkdir(), moved.mkdir()
     assert run_ranks(1, run, tiny, whole) == [(0, "")]
     seen = []
-    for ranks in 1, 2, 4, 1:  # stopped after 3 steps each, the last runs on to the end
-        if len(seen) < 9:
+    for ranks in 1, 2, 1:  # stopped after 3 steps each, the last runs on to the end
+        if len(seen) < 6:
             assert run_ranks(ranks, stopped_at, 3, tiny, moved) == [75] * ranks
         else:
             assert run_ranks(ranks, run, tiny, moved) == [(0, "")]
@@ -484,7 +447,6 @@ def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", ["jsonl.gz"], indirect=True)
 @pytest.mark.cap(90)
 def test_a_stream_that_fails_on_one_rank_saves_and_ends_all(tiny, tmp_path):
     """Two attempts, then a checkpoint of step 6 and exit code 1 on both; a restart goes on as if
@@ -508,11 +470,10 @@ def test_a_stream_that_fails_on_one_rank_saves_and_ends_all(tiny, tmp_path):
         assert (
             "everything up to step 6 is saved" in (failed / "logs" / "rank-00000.log").read_text()
         )
-        assert run_ranks(2, run, more, failed) == [(0, "")] * 2
-        assert series(failed) == series(whole) and samples(failed, 2) == samples(whole, 2)
+    assert run_ranks(2, run, more, failed) == [(0, "")] * 2
+    assert series(failed) == series(whole) and samples(failed, 2) == samples(whole, 2)
 
 
-@pytest.mark.parametrize("tiny", ["parquet"], indirect=True)
 def test_the_end_of_the_data_saves_and_says_so(tiny, tmp_path):
     more = [
         *tiny,
@@ -534,7 +495,6 @@ def test_the_end_of_the_data_saves_and_says_so(tiny, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tiny", ["parquet"], indirect=True)
 def test_validation_is_on_sets_that_were_prepared(tiny, tmp_path):
     """A prepared part of the source holds out the documents that the stream holds out."""
     cfg = train.load_config([f"--run.folder={tmp_path}", *tiny])

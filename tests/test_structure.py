@@ -34,7 +34,7 @@ PACKAGES = (
     "tests",
 )
 ALLOWED = {  # package -> what of ours it may import (besides itself)
-    # the registry, which imports no torch; test_config.py::test_command_line runs it without
+    # the registry, which imports no torch, as tests/test_started_wrongly.py sees of every program
     "configs": {"models", "models.options"},
     "models": set(),
     "data": {

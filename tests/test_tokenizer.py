@@ -43,8 +43,6 @@ ADVERSARIAL = {
     "planes": "".join(chr(c) for c in range(1, 0x110000, 97) if not 0xD800 <= c < 0xE000),
     "edges": "\ufeff\ufffd\uffff\U0010ffff\x7f\x80\u2028\u00a0",
     "spaces": " " * 1_000_000,
-    "tabs between words": "a" + "\t" * 700_000 + "b" + " \t" * 350_000,
-    "line breaks": "\r\n" * 500_000,
     "one line": "x" * 300_000 + "é" * 100_000,
     "special": "<|endoftext|><|begin_of_text|><|end_of_text|>",
 }
@@ -62,9 +60,10 @@ def write_ranks(path: Path, ranks: list[bytes]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def llama3_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write as many ranks as Llama 3's file."""
-    return write_ranks(tmp_path_factory.mktemp("llama3") / "tokenizer.model", made_up(128_000))
+def like_llama3(tmp_path_factory: pytest.TempPathFactory) -> tokenizer.Tokenizer:
+    """Read a file of as many ranks as Llama 3's."""
+    path = write_ranks(tmp_path_factory.mktemp("llama3") / "tokenizer.model", made_up(128_000))
+    return rank_files.from_rank_file(str(path), "llama3")
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +73,9 @@ def bpe() -> tokenizer.Tokenizer:
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
 def test_round_trip_of_adversarial_text(
-    name: str, bpe: tokenizer.Tokenizer, llama3_file: Path
+    name: str, bpe: tokenizer.Tokenizer, like_llama3: tokenizer.Tokenizer
 ) -> None:
-    for tok in (
-        tokenizer.byte_tokenizer(),
-        bpe,
-        rank_files.from_rank_file(str(llama3_file), "llama3"),
-    ):
+    for tok in (tokenizer.byte_tokenizer(), bpe, like_llama3):
         ids = tok.encode(ADVERSARIAL[name])
         assert ids.dtype == tok.dtype
         assert tok.decode(ids) == ADVERSARIAL[name]
@@ -121,15 +116,14 @@ def test_bpe_is_the_same_in_another_process_with_other_threads(
     (tmp_path / "text").write_text(words(0, 4000))
     code = "import sys; from data import tokenizer; text = open(sys.argv[1]).read()\n"
     code += "print(tokenizer.train_bpe([text], 400).fingerprint)"
-    for threads in ("1", "5"):
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / "text")],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "RAYON_NUM_THREADS": threads},
-        )
-        assert done.stdout.strip() == bpe.fingerprint
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "text")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RAYON_NUM_THREADS": "5"},
+    )
+    assert done.stdout.strip() == bpe.fingerprint
 
 
 def test_fingerprint_follows_everything_that_defines_a_tokenizer(
@@ -149,24 +143,6 @@ def test_fingerprint_follows_everything_that_defines_a_tokenizer(
     ]
     prints = {tokenizer.Tokenizer(*definition).fingerprint for definition in [same, *others]}
     assert len(prints) == 1 + len(others) and bpe.fingerprint in prints
-
-
-def test_llama3_rank_file(llama3_file: Path) -> None:
-    tok = rank_files.from_rank_file(str(llama3_file), "llama3")
-    assert (tok.n_vocab, tok.eot_id, tok.dtype) == (128_256, 128_001, np.uint32)
-    names = {
-        128_000: "<|begin_of_text|>",
-        128_001: "<|end_of_text|>",
-        128_006: "<|start_header_id|>",
-    }
-    names |= {
-        128_007: "<|end_header_id|>",
-        128_009: "<|eot_id|>",
-        128_255: "<|reserved_special_token_250|>",
-    }
-    assert {i: tok.decode([i]) for i in names} == names
-    # \p{N}{1,3}
-    assert tok.encode("12345").tolist() == [*tok.encode("123").tolist(), *tok.encode("45").tolist()]
 
 
 def test_other_rank_files_get_one_special_token(bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
@@ -206,19 +182,10 @@ def published(name: str, ranks: list[bytes]) -> tiktoken.Encoding:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, pattern, count, n_vocab",
-    [
-        ("r50k_base", "gpt2", 50_256, 50_257),
-        ("cl100k_base", "cl100k", 100_256, 100_277),
-        ("o200k_base", "o200k", 199_998, 200_019),
-    ],
-)
-def test_published_rank_files(
-    name: str, pattern: str, count: int, n_vocab: int, tmp_path: Path
-) -> None:
+def test_a_published_rank_file(tmp_path: Path) -> None:
     """tiktoken cannot download here, so the ranks are made up; pattern, special tokens and ids are
     tiktoken's own."""
+    name, pattern, count, n_vocab = ("cl100k_base", "cl100k", 100_256, 100_277)
     ranks = made_up(count)
     tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)), pattern)
     theirs = published(name, ranks)
@@ -232,18 +199,11 @@ def test_published_rank_files(
     tok.save(str(tmp_path / "saved"))
     saved = saved_tokenizer.load(str(tmp_path / "saved"))
     assert (saved.fingerprint, saved.special_ids) == (tok.fingerprint, tok.special_ids)
-    for text in hard_texts(1, 3000):
+    for text in hard_texts(1, 500):
         ids = saved.encode(text)
         assert ids.tolist() == theirs.encode_ordinary(text) and saved.decode(ids) == text, repr(
             text
         )
-
-
-def test_a_file_of_the_right_length_with_other_content(tmp_path: Path) -> None:
-    """50,257 is a popular size: such a tokenizer trained here has as many ranks as GPT-2's."""
-    ranks = sorted(made_up(50_256), key=lambda token: (len(token), token))
-    tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)), "gpt2")
-    assert (tok.split, tok.n_vocab, tok.eot_id) == (tokenizer.SPLIT_GPT2, 50_257, 50_256)
 
 
 # ---- Hugging Face's tokenizer.json
@@ -328,7 +288,7 @@ def test_a_tokenizer_json_gives_the_ids_of_tokenizers(
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(as_theirs(code_bpe, change)))
     tok, theirs = hf_tokenizer.read_file(path), tokenizers.Tokenizer.from_file(str(path))
-    texts = hard_texts(2, 2500) + [
+    texts = hard_texts(2, 500) + [
         p.read_text(encoding="utf-8") for p in sorted(ROOT.glob("data/*.py"))
     ]
     texts += [" qqqqq qqqqqq", " qqqqq"]
@@ -343,24 +303,6 @@ def test_a_tokenizer_json_gives_the_ids_of_tokenizers(
     assert (
         hf_tokenizer.read_file(again).encode(texts[-3]).tolist() == tok.encode(texts[-3]).tolist()
     )
-
-
-def test_begin_of_text_is_what_tokenizer_config_says(
-    code_bpe: tokenizer.Tokenizer, tmp_path: Path
-) -> None:
-    path = tmp_path / "tokenizer.json"
-    document = as_theirs(code_bpe)
-    document["added_tokens"].append(
-        {**document["added_tokens"][0], "id": 1200, "content": "<start>"}
-    )
-    path.write_text(json.dumps(document))
-    assert hf_tokenizer.read_file(path).bos_id is None
-    (tmp_path / "tokenizer_config.json").write_text(
-        '{"bos_token": {"content": "<start>"}, "eos_token": "<|endoftext|>"}'
-    )
-    assert (tok := hf_tokenizer.read_file(path)).bos_id == 1200 and tok.eot_id == 1199
-    tok.save(str(tmp_path / "saved"))
-    assert saved_tokenizer.load(str(tmp_path / "saved")).bos_id == 1200
 
 
 def pattern(document: dict) -> dict:
@@ -579,9 +521,9 @@ def test_text_is_normalised_as_the_library_does_it() -> None:
     """The part that the library gets begins and ends where NFC joins nothing."""
     theirs = tokenizers.normalizers.NFC()
     rng = random.Random(0)
-    texts = ["".join(rng.choices(JOINING, k=rng.randrange(1, 9))) for _ in range(20_000)]
+    texts = ["".join(rng.choices(JOINING, k=rng.randrange(1, 9))) for _ in range(5_000)]
     assert [proved.nfc(text) for text in texts] == [theirs.normalize_str(text) for text in texts]
-    assert sum(proved.nfc(text) != text for text in texts) > 5_000
+    assert sum(proved.nfc(text) != text for text in texts) > 1_250
     too_short = proved.may_change().copy()
     too_short[ord("\u0301")] = False
     with mock.patch.object(proved, "may_change", lambda: too_short):

@@ -12,20 +12,16 @@ import faulthandler
 import hashlib
 import json
 import os
-import pickle
 import random
-import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
-from itertools import count
+from itertools import count, product
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +30,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 
-import train
 from checkpoint import lease, manager, retention, storage, verify
 from checkpoint.manager import CheckpointManager
 from checkpoint.verify import Damaged
@@ -45,7 +39,6 @@ from reliability import disk
 from tests import fork_server, ranks
 from tests.checkpoints import (
     MESHES,
-    Attack,
     build,
     copy_of,
     fill,
@@ -63,11 +56,8 @@ from tests.checkpoints import (
     values_on_disk,
     zeros,
 )
-from tests.launched import Launcher
-from tests.launched import ended as launchers_ended
 from tests.ranks import WORKERS, run_ranks, step_timeout
-from tests.runs import ROOT, as_typed, run, series, stopped_at, tiny_run
-from tools import convert, generate
+from tests.runs import ROOT, run, stopped_at, tiny_run
 
 
 def short_and_long(name: str, short: list, long: list, longest: list = ()) -> Callable:
@@ -75,7 +65,9 @@ def short_and_long(name: str, short: list, long: list, longest: list = ()) -> Ca
     with -m exhaustive."""
     cases = list(short)
     for mark, more in (pytest.mark.torture, long), (pytest.mark.exhaustive, longest):
-        cases += [pytest.param(value, marks=[mark, pytest.mark.cap(300)]) for value in more]
+        for value in more:
+            values = value if "," in name else [value]
+            cases.append(pytest.param(*values, marks=[mark, pytest.mark.cap(300)]))
     return pytest.mark.parametrize(name, cases)
 
 
@@ -171,12 +163,11 @@ def check_whole(folder: Path, expected: Callable[[int, int], float]) -> tuple[in
     return verify.parse_name(verify.published(folder)[0])
 
 
-@pytest.mark.parametrize("async_save", [True, pytest.param(False, marks=pytest.mark.slow)])
-@short_and_long("trials", [4], [], [50])
-def test_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, tmp_path):
+@short_and_long("trials", [3], [], [50])
+def test_a_rank_killed_while_saving_loses_at_most_that_save(trials, tmp_path):
     """One folder, many deaths: each trial resumes what the one before left, lease and half-written
     folder included."""
-    folder, options, least = tmp_path / "c", {"async_save": async_save, "keep_last": 2}, 1
+    folder, options, least = tmp_path / "c", {"keep_last": 2}, 1
     run_ranks(2, save_all, folder, [1])
     for trial in range(trials):
         rng = random.Random(trial)
@@ -191,7 +182,7 @@ def test_a_rank_killed_while_saving_loses_at_most_that_save(trials, async_save, 
 
 
 @pytest.mark.slow
-@short_and_long("trials", [3], [], [50])
+@short_and_long("trials", [2], [], [50])
 def test_a_step_saved_again_is_old_or_new_and_never_a_mixture(trials, tmp_path):
     """Going back to step 1, whose future was saved already, and killed while saving that again with
     other values."""
@@ -237,7 +228,9 @@ BY_RANK_0 = list(POINTS)[list(POINTS).index("all shards") : list(POINTS).index("
 # rank 0's alone: the other rank is done when these are reached
 REMOVAL = ["old one renamed", "old one half removed"]
 
+# In CI, a rank each in turn; in the longest form every point, and both ranks.
 SHORT = ["half a shard", "half the manifest", "old one half removed"]
+LONG = ["copied", "shard synced", "after the rename", "load"]
 
 
 def arm(point: str, die: Callable[[], None]) -> None:
@@ -297,16 +290,23 @@ def two_saved(tmp_path_factory) -> Path:
     return folder
 
 
-@short_and_long("point", SHORT, [point for point in POINTS if point not in SHORT])
-def test_a_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(point, two_saved, tmp_path):
-    for victim in (0,) if point in REMOVAL else (0, 1):
-        folder = copy_of(two_saved, tmp_path / f"copy{victim}")
-        killed_run(tmp_path / f"trial{victim}", victim, None, die_at, folder, point, victim)
-        _, newest = check_whole(folder, lambda attempt, step: step)
-        assert newest in (2, 3)
-        for step, found, words in run_ranks(2, resume, folder):
-            assert (step, found, words) == (newest, [newest], []), (point, victim)
-        assert not list(folder.glob(".tmp*")) and not list(folder.glob(".del*"))
+@short_and_long(
+    "point, victim",
+    [(point, i % 2) for i, point in enumerate(SHORT)],
+    [(point, i % 2) for i, point in enumerate(LONG)],
+    [(point, 0) for point in REMOVAL]
+    + [(p, v) for p in POINTS if p not in REMOVAL for v in (0, 1)],
+)
+def test_a_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(
+    point, victim, two_saved, tmp_path
+):
+    folder = copy_of(two_saved, tmp_path)
+    killed_run(tmp_path / "trial", victim, None, die_at, folder, point, victim)
+    _, newest = check_whole(folder, lambda attempt, step: step)
+    assert newest in (2, 3)
+    for step, found, words in run_ranks(2, resume, folder):
+        assert (step, found, words) == (newest, [newest], [])
+    assert not list(folder.glob(".tmp*")) and not list(folder.glob(".del*"))
 
 
 def save_in_place(place: Path, folder: Path) -> None:
@@ -344,114 +344,6 @@ def test_control_saving_in_place_is_caught(two_saved, tmp_path):
     assert values_on_disk(folder / "step-00000001") == [1]
     # and the hashes keep it from being used
     assert run_ranks(1, resume, folder)[0][:2] == (1, [1.0])
-
-
-@pytest.mark.slow
-@short_and_long("trials", [2], [], [10])
-def test_a_kill_while_loading_changes_no_byte(trials, saved, tmp_path):
-    def contents(folder: Path) -> dict[str, str]:
-        files = [p for p in folder.rglob("*") if p.is_file() and p.name != ".lease"]
-        return {str(p): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-    folder = copy_of(saved, tmp_path)
-    before = contents(folder)
-    for trial in range(trials):
-        killed_run(tmp_path / f"trial{trial}", trial % 2, None, die_at, folder, "load", trial % 2)
-        assert contents(folder) == before
-    assert run_ranks(2, resume, folder)[0][:2] == (30, [30.0])
-
-
-# Around train.py, for test_k6. A step takes 50 ms at least: kills fall between saves too. After LAST
-# steps a rank waits for its end, however late that comes.
-AS_LAUNCHED = """
-import os, sys, time, train
-from pathlib import Path
-from tests.runs import run
-folder = Path(sys.argv[1])
-(folder / f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-real, done = train.train_step, []
-def step(*arguments):
-    done.append(1)
-    time.sleep(0.05 if len(done) <= int(os.environ["LAST"]) else 600)
-    return real(*arguments)
-train.train_step = step
-code, error = run(sys.argv[2:], folder)
-print(error, end="", file=sys.stderr)
-sys.exit(code)
-"""
-
-
-def trained(folder: Path) -> list[list[int]]:
-    """Return the samples of each step that both ranks have trained since the last start, in
-    order."""
-    paths = [folder / f"samples-{rank}.jsonl" for rank in range(2)]
-    shares = [
-        [json.loads(line) for line in path.read_text().splitlines()]
-        for path in paths
-        if path.exists()
-    ]
-    return [a + b for a, b in zip(*shares, strict=False)] if len(shares) == 2 else []
-
-
-@pytest.mark.torture
-@pytest.mark.cap(400)
-def test_a_job_killed_three_times_equals_the_uninterrupted_one(tmp_path):
-    """Separate processes under the launcher, started again by a loop, as a cluster requeues a job.
-    The short form is in tests/test_train.py."""
-    steps, interval, rng = 30, 10, random.Random(6)
-    options = [
-        *tiny_run(tmp_path),
-        f"--training.steps={steps}",
-        f"--checkpoint.interval={interval}",
-    ]
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    whole.mkdir()
-    broken.mkdir()
-    assert run_ranks(2, run, options, whole) == [(0, "")] * 2
-    expected = trained(whole)
-    script = tmp_path / "rank.py"
-    script.write_text(AS_LAUNCHED)
-    command = ["--nproc-per-node=2", script, broken, *options]
-    done, ends = 0, []
-    for kill_at in [*sorted(rng.sample(range(1, steps), 3)), None]:
-        names = (
-            verify.published(broken / "checkpoints") if (broken / "checkpoints").exists() else []
-        )
-        start = verify.parse_name(names[0])[1] if names else 0
-        wanted = max(1, (kill_at or steps) - start)
-        job = Launcher(command, tmp_path / f"said-{len(ends)}", LAST=str(wanted + 2))
-        try:
-            if kill_at:
-                wait_until(
-                    lambda: len(trained(broken)) >= wanted,
-                    90 * WORKERS,
-                    "the job does not train",
-                )
-                os.kill(int((broken / f"pid-{rng.randrange(2)}").read_text()), signal.SIGKILL)
-            began = time.monotonic()
-            (code,), said = launchers_ended([job], 90)
-            ends.append(round(time.monotonic() - began, 1))
-        finally:
-            job.kill()
-        assert code == (128 + signal.SIGKILL if kill_at else 0), said
-        log = (broken / "logs" / "rank-00000.log").read_text()
-        assert log.count("a fresh start") + log.count("resumed after step") == len(ends)
-        assert not start or f"resumed after step {start} of {steps}" in log
-        now = trained(broken)
-        assert now == expected[start : start + len(now)], (
-            f"other samples after the start from step {start}"
-        )
-        done += len(now)
-        for path in broken.glob("samples-*"):
-            path.unlink()
-    print(
-        f"{done - steps} steps done again; seconds from each kill to the end of the job: "
-        f"{ends[:-1]}"
-    )
-    assert start + len(now) == steps and done - steps <= 3 * interval
-    assert series(broken) == series(whole) and series(broken, "grad_norm") == series(
-        whole, "grad_norm"
-    )
 
 
 class PowerCut:
@@ -588,26 +480,15 @@ def check_failed_save(results: list, folder: Path, words: str = "No space left o
     ) == [3]
 
 
-PLACES = [("shard", 0), ("shard", 1), ("manifest", 0)]  # what cannot be written, and whose it is
-SHAPES = [(), ("--parallelism.tensor_parallel=2",), ("--model.dim=6",), ("--model.dim=400",)]
-D1 = [
-    (place, rank, async_save, options)
-    for place, rank in PLACES
-    for async_save in (True, False)
-    for options in SHAPES
-]
-# Every place with every shape, and each of them saved in both ways.
-D1_PAIRS = [
-    (*place, (i + j) % 2 == 0, options)
-    for i, place in enumerate(PLACES)
-    for j, options in enumerate(SHAPES)
-]
+MODELS = [(), ("--parallelism.tensor_parallel=2",), ("--model.dim=6",), ("--model.dim=400",)]
+# what cannot be written, and whose it is
+FULL = list(product([("shard", 0), ("shard", 1), ("manifest", 0)], (True, False), MODELS))
 
 
-@short_and_long("cases", [[D1[9], D1[16]]], [D1_PAIRS], [D1])
+@short_and_long("cases", [[FULL[9], FULL[16]]], [], [FULL])
 def test_a_save_to_a_full_disk_never_counts_as_a_success(cases, tmp_path):
-    for i, (place, rank, async_save, options) in enumerate(cases):
-        sabotage = partial(full_disk, place, rank)
+    for i, (place, async_save, options) in enumerate(cases):
+        sabotage = partial(full_disk, *place)
         results = run_ranks(2, fails_then_works, tmp_path / str(i), sabotage, async_save, *options)
         check_failed_save(results, tmp_path / str(i))
 
@@ -623,18 +504,11 @@ def file_size_limit(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@short_and_long(
-    "sizes",
-    [[100_000]],
-    [[300, 8192, 65_536, 320_000]],
-    [[300, 4096, 8192, 10_000, 30_000, 65_536, 100_000, 200_000, 300_000, 320_000]],
-)
-def test_a_save_over_the_file_size_limit_fails_cleanly(sizes, tmp_path):
-    for size in sizes:
-        results = run_ranks(
-            2, fails_then_works, tmp_path / str(size), partial(file_size_limit, size), True
-        )
-        check_failed_save(results, tmp_path / str(size), "File too large")
+@pytest.mark.parametrize("size", [300, 100_000])
+def test_a_save_over_the_file_size_limit_fails_cleanly(size, tmp_path):
+    limit = partial(file_size_limit, size)
+    results = run_ranks(2, fails_then_works, tmp_path, limit, True)
+    check_failed_save(results, tmp_path, "File too large")
 
 
 @contextmanager
@@ -667,71 +541,6 @@ def test_ranks_that_did_not_agree_save_again(tmp_path):
 
 
 # Slow and late file systems
-
-
-@contextmanager
-def slow_files(seconds: float):
-    """Each new file, and each rename, takes so long."""
-    opened, rename = open, Path.rename
-
-    def slow_open(path: object, mode: str = "r", **how: object):
-        time.sleep(seconds if "x" in mode else 0)
-        return opened(path, mode, **how)
-
-    def slow_rename(self: Path, target: Path) -> Path:
-        time.sleep(seconds)
-        return rename(self, target)
-
-    storage.open = verify.open = slow_open
-    Path.rename = slow_rename
-    try:
-        yield
-    finally:
-        del storage.open, verify.open
-        Path.rename = rename
-
-
-def trains_while_it_saves(folder: Path, seconds: float) -> tuple[list[float], list[float], float]:
-    """Return the seconds of each step without a save and during one, and those that the next save
-    waited for it."""
-    job = build()
-    checkpoints = open_manager(job, folder)
-    tokens = torch.arange(17).repeat(2, 2, 1)  # [A, b, T + 1]
-
-    def step() -> float:
-        began = time.monotonic()
-        time.sleep(0.1)  # as a GPU takes: else this would compute as long as the files are slow
-        train.train_step(job, {"tokens": tokens[..., :-1], "labels": tokens[..., 1:]})
-        checkpoints.poll()
-        return time.monotonic() - began
-
-    quiet, during = [step() for _ in range(25)][5:], []
-    with slow_files(seconds):
-        checkpoints.save(1, job.model, job.optimizer, {"step": 1})
-        while checkpoints.in_flight:
-            during.append(step())
-        checkpoints.save(2, job.model, job.optimizer, {"step": 2})
-        began = time.monotonic()
-        checkpoints.save(3, job.model, job.optimizer, {"step": 3})
-        waited = time.monotonic() - began
-        checkpoints.close()
-    return quiet, during, waited
-
-
-@pytest.mark.slow
-@short_and_long("seconds", [0.3], [], [5.0])
-def test_training_continues_while_slow_files_are_written(seconds, tmp_path):
-    for quiet, during, waited in run_ranks(2, trains_while_it_saves, tmp_path, seconds):
-        assert len(during) >= 2 and sum(during) > 2 * seconds  # steps while one save was written
-        assert waited > seconds  # and two were never in flight at once
-        p99 = [sorted(times)[int(0.99 * len(times))] * 1000 for times in (quiet, during)]
-        print(
-            f"p99 of a step: {p99[0]:.0f} ms without a save, {p99[1]:.0f} ms during one "
-            f"({len(during)} steps)"
-        )
-    assert verify.published(tmp_path) == [verify.step_name(step, 0) for step in (3, 2, 1)]
-    for name in verify.published(tmp_path):
-        verify.verify(tmp_path / name)
 
 
 def stopped_while_removing(options: list[str], folder: Path, seconds: float) -> tuple[int, float]:
@@ -812,7 +621,7 @@ def resumes_late(folder: Path, blind: list[int]) -> tuple[int, list[float], list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blind", [[0], [1], [0, 1]])
+@pytest.mark.parametrize("blind", [[0], [1]])
 def test_ranks_that_see_a_checkpoint_late_agree_and_write_none_again(blind, saved, tmp_path):
     """Rank 0 chooses among what it sees. What it did not see is not overwritten; what another rank
     cannot open is damaged for all, and a new attempt begins."""
@@ -840,33 +649,18 @@ def run_with_temporary(place: Path, options: list[str], folder: Path) -> tuple[i
 
 
 @pytest.mark.slow
-@short_and_long("launched", [False], [True])
-def test_a_run_without_a_folder_for_temporary_files(launched, tmp_path):
-    """TMPDIR is a place where nothing can be made: a run, and the launcher, do without and leave
-    nothing behind."""
-    (tmp_path / "file").write_text("")
+def test_a_run_without_a_folder_for_temporary_files(tmp_path):
+    """TMPDIR is a place where nothing can be made: a run does without and leaves nothing behind."""
     options = [*tiny_run(tmp_path), "--training.steps=3"]
-    places = [tmp_path, tmp_path / "file"] if launched else [tmp_path, Path("/proc")]
     found = []
-    for place in places:
+    for place in tmp_path, Path("/proc"):
         folder = tmp_path / f"run-{place.name}"
         folder.mkdir()
-        if launched and place != tmp_path:
-            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-            settings = os.environ | {"TMPDIR": str(place), "NGPU": "2", "PATH": path}
-            command = [ROOT / "run_train.sh", f"--run.folder={folder}", *as_typed(options)]
-            done = subprocess.run(
-                command, env=settings, capture_output=True, text=True, timeout=240
-            )
-            assert done.returncode == 0, done.stderr
-        else:
-            assert run_ranks(2, run_with_temporary, place, options, folder) == [(0, "")] * 2
+        assert run_ranks(2, run_with_temporary, place, options, folder) == [(0, "")] * 2
         verify.verify(folder / "checkpoints" / "step-00000003")
         found.append([name for name in files(folder) if not name.startswith("samples-")])
     assert found[0] == found[1]
-    assert (tmp_path / "file").read_text() == "" and not list(ROOT.glob("tmp*")) + list(
-        ROOT.glob("plumbline-*")
-    )
+    assert not list(ROOT.glob("tmp*")) + list(ROOT.glob("plumbline-*"))
 
 
 # Damage
@@ -899,33 +693,8 @@ def test_every_flipped_bit_in_a_checkpoint_is_detected(flips, saved, tmp_path):
         assert silent_flips(folder, name, flips, seed=flips) == 0, name
 
 
-def without_hashes(parts: dict[str, dict]) -> dict[str, dict]:
-    for part in parts.values():
-        part["hashes"] = [""] * len(part["hashes"])
-    return parts
-
-
-@pytest.mark.slow
-def test_control_without_hashes_most_flipped_bits_are_silent(saved, tmp_path, monkeypatch):
-    folder = copy_of(saved, tmp_path) / "step-00000030"
-    monkeypatch.setattr(verify, "digest", lambda data: "")
-    monkeypatch.setattr(verify, "HEX", re.compile(""))
-    monkeypatch.setattr(
-        verify.Shard,
-        "_parts",
-        lambda self, header, real=verify.Shard._parts: without_hashes(real(self, header)),
-    )
-    manifest = json.loads((folder / "manifest.json").read_bytes())["manifest"]
-    manifest["files"] = [[size, ""] for size, _ in manifest["files"]]
-    (folder / "manifest.json").unlink()
-    verify.write_manifest(folder, manifest)
-    # a header may no longer be one
-    assert silent_flips(folder, "rank-00000.safetensors", 40, seed=1) > 30
-
-
-@short_and_long("n", [(3, 10)], [], [(12, 100)])
-def test_truncated_files_and_zeroed_pages_are_detected(n, saved, tmp_path):
-    cuts, pages = n
+def test_truncated_files_and_zeroed_pages_are_detected(saved, tmp_path):
+    cuts, pages = 3, 10
     folder = copy_of(saved, tmp_path) / "step-00000030"
     path, rng = folder / "rank-00001.safetensors", random.Random(5)
     original = path.read_bytes()
@@ -945,74 +714,6 @@ def test_truncated_files_and_zeroed_pages_are_detected(n, saved, tmp_path):
 
 
 # Hostile files
-
-
-def fires(marker: Path) -> bool:
-    """Return True if the attack has run, and reset it."""
-    if there := marker.exists():
-        marker.rmdir()
-    return there
-
-
-def hostile_dcp(folder: Path, bomb: object, metadata: bool) -> Path:
-    """Write a checkpoint as torch itself does, with an object in addition to the tensor; or with a
-    pickle as its metadata."""
-    torch.distributed.checkpoint.save(
-        {"w": torch.ones(3), "x": bomb}, checkpoint_id=folder, no_dist=True
-    )
-    if metadata:
-        (folder / ".metadata").write_bytes(pickle.dumps(bomb))
-    return folder
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["metadata", "object", "pt"])
-def test_a_pickle_is_refused_as_a_start(kind, saved, tmp_path):
-    """`torch.distributed.checkpoint` and `torch.load` run all three: `load_path` and the tools
-    refuse them. Files in our own folders are tested in tests/test_checkpoint.py."""
-    marker = tmp_path / "marker"
-    bomb = Attack(marker)
-    if kind == "pt":
-        hostile = tmp_path / "model.pt"
-        torch.save({"w": bomb}, hostile)
-        torch.load(hostile, weights_only=False)
-    else:
-        hostile = hostile_dcp(tmp_path / "step-00000001", bomb, metadata=kind == "metadata")
-        with suppress(CheckpointException):  # with such metadata it fails, after it has run
-            torch.distributed.checkpoint.load(
-                {"w": torch.ones(3), "x": bomb}, checkpoint_id=hostile, no_dist=True
-            )
-    assert fires(marker), "the control: it works where something unpickles"
-
-    for step, found, words in run_ranks(2, partial(resume, tmp_path / "c", load_path=str(hostile))):
-        assert (step, found) == (-1, [-1.0]) and "there is no checkpoint in" in words[-1]
-    if kind != "pt":  # among a run's own, with our name: damaged, and the one before is used
-        shutil.copytree(hostile, copy_of(saved, tmp_path) / "step-00000040")
-        assert run_ranks(2, resume, tmp_path / "checkpoints")[0][:2] == (30, [30.0])
-    assert verify.main([str(hostile)]) == generate.main([str(hostile)]) == 2
-    for command in ("to-hf", "to-torch"):
-        assert convert.main([command, str(hostile), str(tmp_path / "out")]) == 2
-    assert not fires(marker) and not (tmp_path / "out").exists()
-
-
-def test_a_pickle_in_place_of_tokens_is_not_run(tmp_path):
-    """Tokens are numbers in a flat file: another size is refused, and the same size is other
-    numbers."""
-    marker = tmp_path / "marker"
-    options, payload = tiny_run(tmp_path), pickle.dumps(Attack(marker))
-    first, again = tmp_path / "first", tmp_path / "again"
-    first.mkdir()
-    again.mkdir()
-    assert run_ranks(1, run, options, first) == [(0, "")]
-    (cached,) = (tmp_path / "cache").glob("*/train*.bin")
-    size = cached.stat().st_size
-    cached.write_bytes(payload)
-    code, words = run_ranks(1, run, options, again)[0]
-    assert code == 2 and "damaged" in words and "Traceback" not in words
-    cached.write_bytes(payload + bytes(size - len(payload)))
-    with suppress(AssertionError):  # such numbers may be no tokens: then the run ends
-        run_ranks(1, run, options, again)
-    assert not fires(marker)
 
 
 # One run per folder, any mesh
@@ -1066,38 +767,16 @@ def test_of_two_runs_one_gets_the_folder(trials, tmp_path):
         check_one_winner(two_runs(tmp_path, random.Random(100 + seed)))
 
 
-@pytest.mark.torture
+@pytest.mark.exhaustive
 @pytest.mark.cap(300)
-@pytest.mark.parametrize(
-    "meshes",
-    [["1x1", "2x1", "2x2"], pytest.param(list(MESHES), marks=pytest.mark.exhaustive)],
-    ids=["three", "all"],
-)
-def test_every_mesh_loads_what_every_mesh_saved(meshes, tmp_path):
+def test_every_mesh_loads_what_every_mesh_saved(tmp_path):
     """All pairs, weights and optimizer bitwise; sizes that no mesh divides, and a tied weight.
     tests/test_any_mesh.py has untied ones."""
     more = ["--model.tied_embeddings=true"]
-    for source in meshes:
+    for source in MESHES:
         n, options = mesh_options(source, *more)
         run_ranks(n, save_pattern, tmp_path / source, options)
-    folders = [tmp_path / source for source in meshes]
-    for target in meshes:
+    folders = [tmp_path / source for source in MESHES]
+    for target in MESHES:
         n, options = mesh_options(target, *more)
-        assert run_ranks(n, load_pattern, folders, options) == [[[]] * len(meshes)] * n, target
-
-
-def load_unchecked(folders: list[Path], options: list[str]) -> list:
-    def read(stream, label: str, part: dict, first: int, into: memoryview) -> None:
-        stream.seek(part["start"] + first * verify.BLOCK)
-        stream.readinto(into)
-
-    verify.read_blocks = read
-    return load_pattern(folders, options)
-
-
-@pytest.mark.slow
-def test_control_one_wrong_bit_fails_the_matrix(tmp_path):
-    n, options = mesh_options("2x1")
-    run_ranks(n, save_pattern, tmp_path, options)
-    flip(tmp_path / "step-00000007" / "rank-00001.safetensors")
-    assert len(run_ranks(1, load_unchecked, [tmp_path], [])[0][0]) == 1
+        assert run_ranks(n, load_pattern, folders, options) == [[[]] * len(MESHES)] * n, target
