@@ -166,7 +166,6 @@ EXPERTS = {
 _LORA = ["--lora.rank=5", "--lora.alpha=10", "--checkpoint.load_hf=nowhere"]
 LORA_DENSE = [*_LORA, '--lora.targets=["wq", "wk", "wv", "wo", "w1", "w2", "w3"]']
 LORA_OLMO2 = [*LORA_DENSE, "--model.family=olmo2", "--model.n_layers=4", "--model.window=5"]
-LORA_QWEN = [*LORA_DENSE, *EXPERTS["qwen3 experts"]]
 LORA_OSS = [*LORA_DENSE, *GPT_OSS]
 LORA_NEXT = [*_LORA, *QWEN3_NEXT, '--lora.targets=["wq", "wv", "wg", "wz", "wb", "wo", "w1"]']
 LORA_KIMI = [

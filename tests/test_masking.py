@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import train
 from configs.load import load_config
@@ -29,9 +28,7 @@ from parallelisms import blocks
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
 from tests.runs import COMPILED, Count, series, tiny_run, whole
-from tests.shapes import SHAPES, random_pair
 from training.loss import IGNORE, linear_cross_entropy
-from training.loss_passes import plain_cross_entropy
 
 SEQ, VOCAB = 24, 263
 ROWS = (  # of two steps: the lengths of the documents of each window
@@ -52,14 +49,13 @@ VARIANTS = {
     "accumulation": ["accumulate"],
     "ac-full": ["--activation_checkpoint.mode=full"],
     "ac-selective": ["--activation_checkpoint.mode=selective", "accumulate"],
-    "compile": COMPILED,
     "compile-full": [*COMPILED, "--activation_checkpoint.mode=full"],
 }
 MESHES = {  # name: (ranks, options, data-parallel ranks, variants)
-    "one": (1, [], 1, ["eager", "accumulation", "ac-full", "ac-selective", "compile"]),
-    "fsdp2": (2, [], 2, ["ac-selective", "compile-full"]),
-    "tp2": (2, ["--parallelism.tensor_parallel=2"], 1, ["eager", "ac-selective"]),
-    "pp2": (2, ["--parallelism.pipeline_parallel=2"], 1, ["accumulation", "ac-selective"]),
+    "one": (1, [], 1, ["eager", "ac-selective"]),
+    "fsdp2": (2, [], 2, ["compile-full"]),
+    "tp2": (2, ["--parallelism.tensor_parallel=2"], 1, ["ac-full"]),
+    "pp2": (2, ["--parallelism.pipeline_parallel=2"], 1, ["accumulation"]),
 }
 
 
@@ -177,24 +173,8 @@ def no_mask(positions: torch.Tensor, device: torch.device) -> masked.Documents:
     return masked.Documents(torch.arange(0, rows * seq + 1, seq, dtype=torch.int32), seq)
 
 
-def running_positions(positions: torch.Tensor) -> torch.Tensor:
-    """Number positions on through the corpus. RoPE is relative: behind the mask this is only
-    rounding, but an angle of 100,000 in float32 is known to 0.004, so it shows."""
-    return torch.arange(SEQ).expand_as(positions) + 100_000
-
-
-def stretched_positions(positions: torch.Tensor) -> torch.Tensor:
-    return positions * 2
-
-
 def with_documents(make) -> dict:
     llama.Llama.documents = staticmethod(make)
-    return packed([])
-
-
-def with_positions(change) -> dict:
-    rope = llama.Llama.rope
-    llama.Llama.rope = lambda model, positions: rope(model, change(positions))
     return packed([])
 
 
@@ -206,8 +186,6 @@ def loss_across_borders() -> dict:
 
 BUGS = {
     "no mask": (with_documents, no_mask),
-    "positions run on": (with_positions, running_positions),
-    "positions stretched": (with_positions, stretched_positions),
     "loss across borders": (loss_across_borders,),
 }
 
@@ -233,39 +211,36 @@ def test_bfloat16_is_near_float32():
 # three ways to compute it
 
 
-def in_the_open(options: list[str]) -> dict:
+def in_the_open(modes: list[str]) -> list[dict]:
     cpu.document_attention = lambda *args: (masked.one_by_one(*args), None)
-    return packed(options)
+    return [packed([f"--activation_checkpoint.mode={mode}"]) for mode in modes]
 
 
 def test_one_by_one_equals_each_document_alone():
     """Runs the path of float32 on CUDA, here on CPU."""
-    problems = []
-    for mode in "none", "full", "selective":
-        problems += compare(
-            mode, run_ranks(1, in_the_open, [f"--activation_checkpoint.mode={mode}"])[0]
-        )
+    modes = ["none", "selective"]
+    found = zip(modes, run_ranks(1, in_the_open, modes)[0], strict=True)
+    problems = [problem for mode, seen in found for problem in compare(mode, seen)]
     assert not problems, "\n".join(problems)
 
 
-def errors_in_bfloat16(lengths: tuple[int, ...]) -> list[float]:
-    return list(attention_errors(torch.device("cpu"), lengths, compiled=False).values())
+def errors_in_bfloat16(lengths: tuple[int, ...]) -> tuple[list[float], list[float]]:
+    """Return the errors, and those of the bug."""
+    found, real = [], cpu.causal_attention_backward
+    for _ in range(2):
+        errors = attention_errors(torch.device("cpu"), lengths, compiled=False)
+        found.append(list(errors.values()))
+        cpu.causal_attention_backward = lambda *inputs: real(*inputs[:-1], inputs[-1].flip(-1))
+    return tuple(found)
 
 
 def test_long_documents_on_a_cpu_equal_one_by_one():
     """From LONG tokens on backward is by matmuls. The bug put back: matmuls without the
     log-sum-exp of this document."""
     lengths = (3, cpu.LONG, 1, cpu.LONG - 1, 2 * cpu.LONG + 3)
-    errors = run_ranks(1, errors_in_bfloat16, lengths)[0]
+    errors, control = run_ranks(1, errors_in_bfloat16, lengths)[0]
     assert max(errors) < 0.015, errors
-    control = run_ranks(1, with_lse_of_others, lengths)[0]
     assert max(control) > 0.1, control
-
-
-def with_lse_of_others(lengths: tuple[int, ...]) -> list[float]:
-    real = cpu.causal_attention_backward
-    cpu.causal_attention_backward = lambda *inputs: real(*inputs[:-1], inputs[-1].flip(-1))
-    return errors_in_bfloat16(lengths)
 
 
 def contracts() -> None:
@@ -323,16 +298,11 @@ def test_what_the_kernel_of_gpus_takes(device, dtype, width, exists):
     assert masked.kernel_exists(torch.device(device), dtype, width) == exists
 
 
-def test_documents_are_found_in_positions():
-    rows = batch(0)
-    documents = masked.Documents.of(rows["positions"], torch.device("cpu"))
-    assert (
-        documents.starts.tolist() == np.cumsum([0, *(n for row in ROWS[0] for n in row)]).tolist()
-    )
-    assert documents.starts.dtype == torch.int32 and documents.longest == 24
+def kernels(modes: list[str]) -> list[int]:
+    return [kernels_in(mode) for mode in modes]
 
 
-def kernels(mode: str) -> int:
+def kernels_in(mode: str) -> int:
     job = train.build(
         load_config(
             [*MODEL, "--training.local_batch_size=8", f"--activation_checkpoint.mode={mode}"]
@@ -344,46 +314,13 @@ def kernels(mode: str) -> int:
 
 
 def test_selective_checkpointing_keeps_attention_and_full_recomputes_it():
-    assert [run_ranks(1, kernels, mode)[0] for mode in ("none", "selective", "full")] == [2, 2, 4]
+    assert run_ranks(1, kernels, ["none", "selective", "full"])[0] == [2, 2, 4]
 
 
 def test_the_names_that_selective_checkpointing_keeps_exist():
     for name in blocks.KEEP:
         namespace, operator, overload = name.split(".")
         assert str(getattr(getattr(getattr(torch.ops, namespace), operator), overload)) == name
-
-
-def compare_with_hugging_face(shape: str) -> dict:
-    """Our packed window against transformers' model on each document alone; the greatest
-    differences."""
-    theirs, ours, pairs = random_pair(*SHAPES[shape])
-    rows = batch(0)
-    rows["tokens"] %= 97
-    rows["labels"] = rows["labels"].where(rows["labels"] == IGNORE, rows["labels"] % 97)
-    documents = masked.Documents.of(rows["positions"], torch.device("cpu"))
-    got = ours(rows["tokens"], rows["positions"], documents=documents)
-    plain_cross_entropy(got, rows["labels"]).backward()
-    worst = 0.0
-    for row, lengths in enumerate(ROWS[0]):
-        pieces = zip(*(x[row].split(lengths) for x in (rows["tokens"], rows["labels"], got)))
-        for tokens, labels, logits in pieces:
-            want = theirs(tokens[None]).logits
-            worst = max(worst, (want[0] - logits).abs().max().item())
-            F.cross_entropy(want[0], labels, ignore_index=IGNORE, reduction="sum").backward()
-    mine, hfs = dict(ours.named_parameters()), dict(theirs.named_parameters())
-    return {
-        "logits": worst,
-        "grads": max(
-            ((mine[a].grad - hfs[b].grad).norm() / hfs[b].grad.norm()).item() for a, b in pairs
-        ),
-    }
-
-
-@pytest.mark.parametrize("shape", ["llama3.1", pytest.param("qwen3", marks=pytest.mark.slow)])
-def test_equals_hugging_face_on_each_document(shape):
-    pytest.importorskip("transformers")
-    seen = run_ranks(1, compare_with_hugging_face, shape)[0]
-    assert seen["logits"] <= 2e-6 and seen["grads"] <= 1e-5, seen
 
 
 # --------------------------------------------------------------------------------------------------
@@ -420,7 +357,7 @@ def whole_run(options: list[str], folder: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.cap(180)
-def test_a_whole_run_masks_in_training_and_validation_on_every_mesh(tmp_path):
+def test_a_whole_run_masks_in_training_and_validation(tmp_path):
     """The corpus has documents longer and (like the last of it) other than windows: every run's
     losses agree, the first is that of the documents one by one, and without masking they are
     others."""
@@ -432,7 +369,7 @@ def test_a_whole_run_masks_in_training_and_validation_on_every_mesh(tmp_path):
     ]
     masked = [*options, "--data.mask_documents=true"]
     first = run_ranks(1, whole_run, masked, tmp_path / "one")[0][0]
-    run_ranks(4, whole_run, [*masked, "--parallelism.tensor_parallel=2"], tmp_path / "mesh")
+    run_ranks(2, whole_run, masked, tmp_path / "mesh")
     run_ranks(1, whole_run, options, tmp_path / "unmasked")
     for key in "loss", "validation_loss":
         one, mesh, unmasked = (series(tmp_path / name, key) for name in ("one", "mesh", "unmasked"))

@@ -15,7 +15,6 @@ from torch import fx, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import parallelisms
 import train
 from configs.load import load_config
 from configs.schema import Compile, InputError, Training
@@ -69,10 +68,10 @@ ROTATED_ALIKE = {  # options that give every layer attention, and the same frequ
 
 
 def errors_of_rotations(family: str) -> list[float]:
-    """Return the largest error of each call of `apply_rope` in a step of two ranks in bfloat16, of
-    which one rounding of the exact result has at most 1."""
+    """Return the largest error of each call of `apply_rope` in a step in bfloat16, of which one
+    rounding of the exact result has at most 1."""
     more = ROTATED_ALIKE.get(family, [])
-    job = train.build(load_config([*ROTATED, f"--model.family={family}", *more], 2, 2))
+    job = train.build(load_config([*ROTATED, f"--model.family={family}", *more], 1, 1))
     theta, seen, real = job.args.rope_theta, [], layers.apply_rope
 
     def compared(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -109,45 +108,8 @@ def all_rotations() -> dict[str, list[float]]:
 
 def test_rotary_positions_are_applied_in_float32_for_weights_of_every_dtype():
     """The result is rounded to bfloat16 once. With tables in bfloat16 it is 20 times as far off."""
-    for seen in run_ranks(2, all_rotations):
-        for family, errors in seen.items():
-            assert len(errors) == 4 and max(errors) <= 1, (family, errors)
-
-
-def compiled_graphs(enabled: bool, backend: str) -> tuple[int, int]:
-    """Return how many graphs torch.compile and AOTAutograd have made when two blocks have run."""
-    from torch._dynamo.utils import counters
-
-    args = llama.Args(
-        **llama.NUMBERS.flavors["debug"]
-        | {
-            "dim": 16,
-            "n_layers": 2,
-            "n_heads": 2,
-            "n_kv_heads": 1,
-            "head_dim": 8,
-            "hidden_dim": 16,
-            "vocab_size": 11,
-        }
-    )
-    model = llama.FAMILY.build(args)
-    assert blocks.compile_blocks(model, Compile(enabled=enabled, backend=backend)) is model
-    counters.clear()
-    model(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)).sum().backward()
-    return counters["stats"]["unique_graphs"], counters["aot_autograd"]["ok"]
-
-
-def three_ways() -> list[tuple[int, int]]:
-    return [
-        compiled_graphs(*way) for way in ((False, "eager"), (True, "eager"), (True, "aot_eager"))
-    ]
-
-
-@pytest.mark.slow
-def test_blocks_are_compiled_by_the_backend_that_is_named():
-    """Both blocks have the same code, which is compiled once. Only aot_eager hands it to
-    AOTAutograd."""
-    assert run_ranks(1, three_ways)[0] == [(0, 0), (1, 0), (1, 1)]
+    for family, errors in run_ranks(1, all_rotations)[0].items():
+        assert len(errors) == 4 and max(errors) <= 1, (family, errors)
 
 
 def graph_break() -> str:
@@ -329,25 +291,6 @@ def test_what_computes_is_seen_in_the_model_and_no_name_changes():
         assert names == plain, options
 
 
-def gathers_of_a_second_microbatch() -> list[int]:
-    dist.destroy_process_group()
-    counts = []
-    for keep in False, True:
-        with trace.pretend(2, 2):
-            job = train.build(load_config([*SMALL_MODEL, "--model.n_layers=4"], 2, 2))
-            dp.keep_gathered(job.model, keep)
-            for _ in range(2):
-                with Gathers() as seen:
-                    loss = job.model(
-                        torch.zeros(1, 16, dtype=torch.int64),
-                        torch.arange(16),
-                        lambda h, weight: (h @ weight.t()).sum(),
-                    )
-                loss.backward()
-            counts.append(seen.gathers)
-    return counts
-
-
 # option -> gathers in a step of three microbatches: each gathers the root, 4 blocks and the output
 GATHERS_OF_A_STEP = {"true": 3 * 6, "false": 6}
 
@@ -379,10 +322,6 @@ def test_weights_that_are_kept_are_gathered_once_a_step():
     assert seen == [(gathers, True) for gathers in GATHERS_OF_A_STEP.values()]
 
 
-def test_a_stage_keeps_its_weights_for_the_next_microbatch():
-    assert run_ranks(1, gathers_of_a_second_microbatch)[0] == [6, 0]
-
-
 class Reductions(TorchDispatchMode):
     """Count of reduce-scatters that have run."""
 
@@ -408,7 +347,7 @@ def reductions_of_a_step(runs: list[list[str]]) -> list[int]:
 
 # schedule -> reduce-scatters of a step on both ranks of a pipeline, untied and tied: 8 blocks, and
 # the root of each stage but the middle ones, which have nothing but blocks; untied, the output too.
-REDUCTIONS = {"1f1b": ([5, 6], [5, 5]), "zero_bubble": ([5, 6], [5, 5]), "zbv": ([7, 4], [6, 4])}
+REDUCTIONS = {"zero_bubble": ([5, 6], [5, 5]), "zbv": ([7, 4], [6, 4])}
 
 
 @pytest.mark.slow
@@ -424,22 +363,6 @@ def test_a_stage_reduces_its_gradients_once_in_a_step_also_where_the_backward_is
     first, again, last, again_last = run_ranks(4, reductions_of_a_step, runs)
     assert first == again and last == again_last
     assert list(zip(first, last)) == [tuple(pair) for both in REDUCTIONS.values() for pair in both]
-
-
-def overlaps() -> list[str]:
-    """Return the events in order when a model is placed with and without the option."""
-    happened = []
-    parallelisms.async_tp.overlap = lambda tp_mesh: happened.append(
-        f"overlap of {tp_mesh.size()} ranks"
-    )
-    parallelisms.blocks.compile_blocks = lambda model, cfg: happened.append("compile")
-    for options in [], ["--parallelism.async_tensor_parallel=true", "--compile.enabled=true"]:
-        train.build(load_config([*SMALL_MODEL, "--parallelism.tensor_parallel=2", *options], 2, 2))
-    return happened
-
-
-def test_blocks_are_compiled_after_asynchronous_tensor_parallelism_is_switched_on():
-    assert run_ranks(2, overlaps)[0] == ["compile", "overlap of 2 ranks", "compile"]
 
 
 class OnOneRank(fx.Interpreter):
@@ -497,35 +420,6 @@ def test_a_sum_of_gemms_is_rewritten_with_all_of_its_terms_or_not(other):
     assert bool(joined) == (other == "none"), "a GEMM that is used twice would be computed twice"
 
 
-def dimensions_that_shard_experts() -> list[list[int]]:
-    dist.destroy_process_group()
-    found = []
-    for experts, width in ((2, 12), (2, 11), (4, 12), (6, 12)):
-        with trace.pretend(4, 4):
-            sizes = [
-                "--model.family=qwen3",
-                f"--model.n_experts={experts}",
-                "--model.experts_per_token=1",
-                f"--model.expert_dim={width}",
-            ]
-            job = train.build(
-                load_config([*SMALL_MODEL, *sizes, "--parallelism.expert_parallel=2"], 4, 4)
-            )
-            found.append(
-                [
-                    placement.dim
-                    for placement in job.model.layers["0"].feed_forward.experts.w1.placements
-                ]
-            )
-    return found
-
-
-def test_experts_are_sharded_by_row_where_they_are_fewer_than_their_ranks():
-    """Two of four ranks have the same experts (the first number); rows that they do not divide stay
-    together."""
-    assert run_ranks(1, dimensions_that_shard_experts)[0] == [[1, 0], [0, 0], [0, 0], [0, 0]]
-
-
 @pytest.mark.parametrize(
     "kind, hardware, dtype",
     [
@@ -565,21 +459,17 @@ MISSPELT = {  # pattern -> style, in a plan that is right otherwise
 
 
 def plans_with_a_misspelt_row() -> list[str]:
-    """Return the messages of train.build for each such plan, on rank 0 of four that do not exist,
-    with a pipeline and without."""
+    """Return the messages of train.build for the right plan and for each such plan, on rank 0 of four
+    that do not exist."""
     dist.destroy_process_group()
     said, family = [], llama.FAMILY
-    for stages, row in [
-        (1, None),
-        (2, None),
-        *((stages, row) for stages in (1, 2) for row in MISSPELT),
-    ]:
+    for row in [None, *MISSPELT]:
         more = {row: MISSPELT[row]} if row else {}
         llama.FAMILY = replace(family, tp_plan=lambda args: family.tp_plan(args) | more)
         with trace.pretend(4, 4):
             options = [
                 "--parallelism.tensor_parallel=2",
-                f"--parallelism.pipeline_parallel={stages}",
+                "--parallelism.pipeline_parallel=2",
                 "--model.tied_embeddings=true",
             ]
             try:
@@ -590,12 +480,12 @@ def plans_with_a_misspelt_row() -> list[str]:
     return said
 
 
-def test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_also_in_a_pipeline():
-    """Such a row would leave a module whole on every rank. A stage has some of the modules, and a
-    tied model has no output."""
-    *right, one, two, one_of_stages, two_of_stages = run_ranks(1, plans_with_a_misspelt_row)[0]
-    assert right == ["", ""]
-    for said, row in zip((one, two, one_of_stages, two_of_stages), [*MISSPELT, *MISSPELT]):
+def test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_in_a_pipeline():
+    """A stage has some of the modules, and a tied model has no output. Without a pipeline:
+    tests/test_tp_check.py."""
+    right, *wrong = run_ranks(1, plans_with_a_misspelt_row)[0]
+    assert right == ""
+    for said, row in zip(wrong, MISSPELT, strict=True):
         assert f"has a row for {row}, and the model has no such module" in said
 
 

@@ -1,17 +1,13 @@
 """Costs that grow with the number of ranks: messages of a step, process groups, sockets."""
 
 import itertools
-import multiprocessing
 import os
-import signal
 import socket
 import stat
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from unittest import mock
@@ -27,7 +23,6 @@ from configs.schema import Run
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from reliability.collectives import Watch
-from tests import fork_server, ranks
 from tests.ranks import run_ranks
 from tests.runs import MESHES, free_port, run, tiny_run
 from tools.launch import launcher as launch
@@ -69,12 +64,10 @@ def counted(folder: Path, options: list[str]) -> tuple[int, str, list[Counter], 
     return code, errors, inside, between
 
 
-@pytest.mark.parametrize("mesh", ["fsdp2", pytest.param("tp2", marks=pytest.mark.slow)])
-def test_a_step_costs_no_collective_for_what_the_ranks_agree_on(mesh, tmp_path):
+def test_a_step_costs_no_collective_for_what_the_ranks_agree_on(tmp_path):
     """Stopping, a save in flight, a stream that may end: all of it travels with the loss."""
     options = [
         *tiny_run(tmp_path),
-        *MESHES[mesh][1],
         "--data.stream=true",
         "--data.streams=4",
         "--training.steps=8",
@@ -85,7 +78,7 @@ def test_a_step_costs_no_collective_for_what_the_ranks_agree_on(mesh, tmp_path):
     for code, errors, inside, between in results:
         assert (code, errors) == (0, ""), errors
         assert all(step == inside[0] for step in inside), "every step has the same collectives"
-        assert mesh == "tp2" or inside[0]["allreduce_"] == 3, (
+        assert inside[0]["allreduce_"] == 3, (
             "the count of tokens, the loss with the flags, the norm"
         )
         # the names of auxiliary terms, once, at the first line; for the checkpoint of step 4; when
@@ -118,111 +111,6 @@ def test_a_signal_between_two_passes_is_no_difference_of_the_gradient(tmp_path):
 # forks the ranks
 
 
-def backward() -> float:
-    x = torch.ones(3, requires_grad=True)
-    (x * 2).sum().backward()
-    return x.grad.sum().item()
-
-
-def test_ranks_compute_although_this_process_has():
-    """Ranks are forked by a server. Negative control: this process's own child is refused, as the
-    CUDA build would on a GPU."""
-    backward()
-    assert run_ranks(2, backward) == [6.0, 6.0]
-    with (
-        multiprocessing.get_context("fork").Pool(1) as pool,
-        pytest.raises(RuntimeError, match="forked by one that had run a backward"),
-    ):
-        pool.apply(backward)
-
-
-UNCONNECTED = "RuntimeError: Gloo connectFullMesh failed with ..."
-
-
-@pytest.mark.parametrize("where", ["_begin", "of_a_test"])
-def test_ranks_that_gloo_could_not_connect_are_started_once_more(where, monkeypatch):
-    """Ranks are not started again if the test itself could not open a group."""
-    real, asked = ranks._result, []
-
-    def result(folder: Path, rank: int) -> tuple[bool, object]:
-        asked.append(rank)
-        if len(asked) == 1:
-            return False, f'File "x.py", line 1, in {where}\n{UNCONNECTED}'
-        return real(folder, rank)
-
-    monkeypatch.setattr(ranks, "_result", result)
-    if where == "_begin":
-        assert run_ranks(2, dist.get_rank) == [0, 1] and asked == [0, 1, 0, 1]
-        return
-    with pytest.raises(AssertionError, match="connectFullMesh"):
-        run_ranks(2, dist.get_rank)
-    assert asked == [0, 1]
-
-
-def test_what_a_server_must_not_have_done(monkeypatch):
-    """A module of the tests that computes, or starts a thread, while it is imported."""
-    assert fork_server.call(fork_server._what_is_unfit) == ""
-    assert "has run a backward" in fork_server.call(unfit_after_a_backward)
-    if sys.platform == "linux":
-        assert fork_server.call(unfit_with_a_thread).startswith(
-            "the server that forks ranks has 2 threads"
-        )
-    monkeypatch.setattr(fork_server, "_enter", refused)
-    with pytest.raises(AssertionError, match="rank 0 could not begin"):
-        run_ranks(1, backward)
-
-
-def unfit_after_a_backward() -> str:
-    backward()
-    return fork_server._what_is_unfit()
-
-
-def unfit_with_a_thread() -> str:
-    fork_server._threads_when_ready = 1
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()
-        return fork_server._what_is_unfit()
-
-
-def refused(*call: object) -> None:
-    fork_server._unfit = "what a server must not do"
-    fork_server._enter(*call)
-
-
-def wait_for_ever(place: Path) -> None:
-    (place / f"{dist.get_rank()}").touch()
-    time.sleep(600)
-
-
-def test_a_test_that_is_cut_short_leaves_no_rank_and_the_next_is_answered(tmp_path):
-    """The cap of tests/conftest.py does so: an exception in the middle of run_ranks."""
-    seen = []
-
-    def cut(signum, frame):
-        seen.extend(multiprocessing.active_children())
-        raise TimeoutError("the cap")
-
-    def when_both_run():
-        while len(list(tmp_path.iterdir())) < 2:
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    previous = signal.signal(signal.SIGUSR1, cut)
-    try:
-        threading.Thread(target=when_both_run, daemon=True).start()
-        with pytest.raises(TimeoutError, match="the cap"):
-            run_ranks(2, wait_for_ever, tmp_path)
-    finally:
-        signal.signal(signal.SIGUSR1, previous)
-    assert len(seen) == 2 and not multiprocessing.active_children()
-    assert run_ranks(2, backward) == [6.0, 6.0]
-
-
-def test_what_cannot_be_sent_to_a_rank_is_named():
-    with pytest.raises(AssertionError, match="is not sent to another process"):
-        run_ranks(1, lambda: 0)
-
-
 # --------------------------------------------------------------------------------------------------
 # groups and sockets
 
@@ -240,43 +128,36 @@ def groups_opened() -> Iterator[list[int]]:
         yield opened
 
 
-def first_steps(options: list[str], shared: bool = True) -> list[tuple[int, float]]:
+def first_steps(options: list[str]) -> list[list[tuple[int, float]]]:
     """Return for models of 2 and of 5 layers the number of groups that each opens, and the loss of
-    its first step."""
-    seen, size = [], dist.get_world_size()
-    if not shared:
-        dp.shared_groups = nullcontext
-    for layers in 2, 5:
-        with groups_opened() as opened:
-            job = train.build(
-                train.load_config([*options, f"--model.n_layers={layers}"], size, size)
-            )
-        window = torch.arange(17).expand(1, 1, 17)
-        batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
-        seen.append((len(opened), train.train_step(job, batch).loss))
+    its first step: with weights that are freed, with weights that are kept over 2 ranks, and with the
+    latter in groups of each block."""
+    seen, kept = [], "--parallelism.reshard_after_forward=2"
+    for more in [], [kept], [kept]:
+        if len(seen) == 2:
+            dp.shared_groups = nullcontext
+        seen.append([first_step([*options, *more], layers) for layers in (2, 5)])
     return seen
+
+
+def first_step(options: list[str], layers: int) -> tuple[int, float]:
+    size = dist.get_world_size()
+    with groups_opened() as opened:
+        job = train.build(train.load_config([*options, f"--model.n_layers={layers}"], size, size))
+    window = torch.arange(17).expand(1, 1, 17)
+    batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
+    return len(opened), train.train_step(job, batch).loss
 
 
 @pytest.mark.slow
 def test_the_number_of_groups_does_not_grow_with_the_layers(tmp_path):
     """All blocks keep their weights over the same groups of 2 ranks. The loss is that of weights
-    that are freed."""
+    that are freed. Negative control: each block opens its own groups."""
     options = [*tiny_run(tmp_path), "--training.local_batch_size=1"]
-    freed = run_ranks(4, first_steps, options)[0]
-    kept = run_ranks(4, first_steps, [*options, "--parallelism.reshard_after_forward=2"])[0]
+    freed, kept, own = run_ranks(4, first_steps, options)[0]
     for (groups, loss), (more_groups, other_loss) in zip(freed, kept, strict=True):
         assert loss == pytest.approx(other_loss, rel=1e-6) and more_groups == groups + 4
-
-
-@pytest.mark.slow
-def test_negative_control_each_block_opens_its_own_groups(tmp_path):
-    options = [
-        *tiny_run(tmp_path),
-        "--training.local_batch_size=1",
-        "--parallelism.reshard_after_forward=2",
-    ]
-    (few, _), (many, _) = run_ranks(4, first_steps, options, False)[0]
-    assert many - few == 3 * 4
+    assert own[1][0] - own[0][0] == 3 * 4
 
 
 def open_files() -> list[str]:

@@ -68,12 +68,6 @@ MISTAKES: dict[str, tuple] = {
         {f"{ATTENTION}.wq": "sequence"},
         "gives layers.0.attention.wq the style sequence, which is for a norm",
     ),
-    "a container's style for a linear layer": (
-        "llama debug",
-        {f"{ATTENTION}.wq": "gather_sequence"},
-        "gives layers.0.attention.wq the style gather_sequence",
-        "and it is a linear layer",
-    ),
     "rows where columns are right": (
         "llama debug",
         {f"{ATTENTION}.wq": "rows"},
@@ -109,18 +103,6 @@ MISTAKES: dict[str, tuple] = {
         "qwen3 debug",
         {f"{ATTENTION}.k_norm": "norm_of_columns"},
         "gives layers.0.attention.k_norm the style norm_of_columns",
-        "heads would fit",
-    ),
-    "a norm of heads for one of the sequence": (
-        "llama debug",
-        {"layers.*.ffn_norm": "heads"},
-        "gives layers.0.ffn_norm the style heads",
-        "gets a slice of the sequence",
-    ),
-    "a norm of the sequence for one of heads": (
-        "qwen3 debug",
-        {f"{ATTENTION}.k_norm": "sequence"},
-        "gives layers.0.attention.k_norm the style sequence",
         "heads would fit",
     ),
     "a router that gets a DTensor": (
@@ -178,9 +160,9 @@ def shipped_plans() -> dict[str, str]:
     """Return the family and its flavor -> what is said of the plan."""
     said = {}
     for name, family in MODELS.items():
-        for flavor, numbers in family.numbers.flavors.items():
-            if numbers.get(family.numbers.kv_heads) == 1:
-                continue  # two ranks cannot share it, which a configuration is refused for
+        for flavor in family.numbers.flavors:
+            if "debug" not in flavor and flavor != "671B":
+                continue  # its layers are of the same kinds
             said[f"{name} {flavor}"] = said_of(family, args_of(name, flavor), {})
         tied = replace(args_of(name, "debug"), tied_embeddings=True)
         said[f"{name} debug, tied"] = said_of(family, tied, {})
@@ -255,30 +237,6 @@ def attention_with_a_parameter() -> str:
         return said_of(MODELS["llama"], args_of("llama", "debug"), {})
 
 
-def without_the_check(family: str, changes: dict[str, str | None]) -> str:
-    """Return the error that the model raises itself while computing."""
-    args = args_of(family, "debug")
-    model = build(MODELS[family], args)
-    plan = plan_with(MODELS[family], args, changes)
-    for mixture in model.mixtures().values():
-        mixture.experts.requires_grad_(False)
-    tp.apply(model, init_device_mesh("cpu", (2,)), plan)
-    tokens = torch.zeros(1, 8, dtype=torch.int64, device="meta")
-    try:
-        model(tokens, torch.arange(8, device="meta"), tp_check.hidden_states)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-def layers_that_compute(family: str, flavor: str) -> list[str]:
-    args = args_of(family, flavor)
-    model = build(MODELS[family], args)
-    styles = tp_check.styles_of(MODELS[family].tp_plan(args), model)
-    tp_check.keep_one_layer_of_each_kind(styles, model)
-    return list(model.layers)
-
-
 def all_cases() -> dict[str, Any]:
     """Return the messages for everything that this file asks, found by one rank of two that do not
     exist."""
@@ -297,9 +255,6 @@ def all_cases() -> dict[str, Any]:
             "forwards": forwards_of_their_own(),
             "no row for a block": block_with_a_parameter(None),
             "block's row": block_with_a_parameter("slice_own"),
-            "unchecked": without_the_check("deepseek_v3", {f"{ATTENTION}.kv_norm": "sequence"}),
-            "llama layers": layers_that_compute("llama", "405B"),
-            "deepseek layers": layers_that_compute("deepseek_v3", "671B"),
         }
 
 
@@ -317,14 +272,8 @@ def test_a_mistake_is_a_sentence_that_names_the_module_and_its_style(said, mista
         assert part in sentence, sentence
 
 
-def test_a_block_is_not_said_to_have_no_row(said):
-    """A block needs no row. Its attention and its feed-forward layer may: MISTAKES."""
-    sentence = said["mistakes"]["a norm of heads for one of the sequence"]
-    assert sentence.endswith("would fit a norm that gets this")
-
-
 def test_the_plans_of_all_families_fit(said):
-    assert len(said["shipped"]) > len(MODELS) * 2
+    assert len(said["shipped"]) > 2 * len(MODELS)
     assert {name: text for name, text in said["shipped"].items() if text} == {}
 
 
@@ -359,14 +308,3 @@ def test_a_parameter_for_each_feature_has_a_style(said):
     fits = "a module with parameters of its own: gather_sequence_split_own or slice_own would fit"
     assert fits in said["no row for a block"]
     assert said["block's row"] == ""
-
-
-def test_without_the_check_it_is_an_exception_from_inside_dtensor(said):
-    """Else nothing would have to be checked."""
-    assert "mixed torch.Tensor and DTensor" in said["unchecked"]
-
-
-def test_one_layer_of_each_kind_computes(said):
-    """The cost does not grow with the number of layers."""
-    assert said["llama layers"] == ["0"]
-    assert said["deepseek layers"] == ["0", "3"]  # three dense layers, then mixtures

@@ -4,7 +4,6 @@ import hashlib
 import math
 import re
 import shutil
-import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,22 +14,17 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
-from configs.load import load_config
-from configs.schema import Compile, LRSchedule, Optimizer
-from models import MODELS, llama
+from configs.schema import LRSchedule, Optimizer
+from models import MODELS
 from models.kernels.soft_cap import soft_cap
 from models.terms import AuxiliaryTerms
-from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tools.parity import in_memory
 from training import init
 from training import loss_passes as passes_of_loss
 from training.loss import linear_cross_entropy
 from training.loss_passes import EAGER, plain_cross_entropy
 from training.microbatches import Microbatches
 from training.optim import build_optimizer, clip_grad_norm, learning_rate
-from training.optimizer_check import kept_after_a_step
 from training.z_loss import ZLoss
 
 
@@ -69,61 +63,6 @@ def test_a_step_copies_its_batch_once_as_the_loader_has_pinned_it(cp, is_masked)
     assert all(goes_on for _, goes_on in copies.seen)
     shape = (2, 16 // cp) if is_masked else (16,)
     assert [p.shape for p in positions] == [shape] * 3
-
-
-@pytest.mark.parametrize("places", [[range(16)], [range(4), range(12, 16)]])
-def test_positions_are_those_of_this_ranks_parts(places):
-    length = sum(map(len, places))
-    tokens = torch.zeros(3, 2, length, dtype=torch.int64)
-    within = torch.randint(16, (3, 2, 16), generator=torch.Generator().manual_seed(0))
-    device = torch.device("cpu")
-    ranges = {"cp": 16 // length, "token_ranges": lambda length: places}
-    mesh = SimpleNamespace(device=device, tp=1, **ranges)
-    model = SimpleNamespace(documents=lambda within, device: within)
-    batch = {"tokens": tokens, "labels": tokens, "positions": within}
-    microbatches = Microbatches(model, batch, mesh, linear_cross_entropy, 8)
-    index = torch.tensor([position for part in places for position in part])
-    for a in range(3):
-        _, positions, _, documents, _, _ = microbatches(a)
-        assert torch.equal(positions, within[a][:, index]) and torch.equal(documents, within[a])
-
-
-class OneMoment(torch.optim.Optimizer):
-    """Betas, as AdamW has them, and one moment, as Lion has."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": 0.1, "betas": (0.9, 0.99)})
-
-    def step(self):
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param)}
-
-
-@pytest.mark.parametrize(
-    "kind, options, number",
-    [
-        (torch.optim.AdamW, {"fused": True}, 2),
-        (torch.optim.AdamW, {"amsgrad": True}, 3),
-        (torch.optim.SGD, {"lr": 0.1}, 0),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, 1),
-        (torch.optim.Adagrad, {}, 1),
-        (OneMoment, {}, 1),
-    ],
-)
-def test_what_any_optimizer_keeps_is_found_and_nothing_of_it_changes(kind, options, number):
-    weight = nn.Parameter(torch.ones(3, 5))
-    optimizer = kind([weight], **options)
-    before = len(optimizer.state[weight])
-    probe = nn.Parameter(torch.zeros(2, 3))
-    kept = kept_after_a_step(optimizer, optimizer.param_groups[0], probe)
-    assert sum(form.shape == (2, 3) for form in kept.values()) == number
-    assert (
-        torch.equal(weight, torch.ones(3, 5))
-        and weight.grad is None
-        and len(optimizer.state[weight]) == before
-    )
-    assert optimizer.param_groups[0]["params"] == [weight] and list(optimizer.state) == [weight]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,22 +143,6 @@ def test_a_parameter_that_no_row_matches_is_an_error():
         init.initialise(nn.Linear(2, 2), [("weight", "normal", 1.0)], 0)
 
 
-def test_every_parameter_of_llama_is_filled_and_norms_are_ones():
-    args = llama.Args(**llama.NUMBERS.flavors["debug"] | {"n_layers": 2})
-    model = llama.FAMILY.build(args)
-    for p in model.parameters():
-        nn.init.constant_(p, math.nan)
-    init.initialise(model, llama.FAMILY.initial_values(args), 0)
-    for name, p in model.named_parameters():
-        assert torch.equal(p, torch.ones_like(p)) if "norm" in name else 0.005 < p.std() < 0.021, (
-            name
-        )
-    assert (
-        model.layers["0"].attention.wo.weight.std()
-        < 0.6 * model.layers["0"].attention.wq.weight.std()
-    )
-
-
 @pytest.mark.parametrize(
     "name, flavor",
     [
@@ -298,23 +221,6 @@ def test_the_loss_has_the_gradients_that_are_asked_for(of_h, of_weight, chunk):
         torch.testing.assert_close(got, expected)
 
 
-def test_the_loss_of_every_token_can_be_had():
-    torch.manual_seed(0)
-    h, w, labels, each = (
-        torch.randn(3, 7, 5),
-        torch.randn(11, 5),
-        torch.randint(0, 11, (3, 7)),
-        torch.full((3, 7), math.nan),
-    )
-    labels[1, 2:] = -100
-    total = linear_cross_entropy(h, w, labels, 4, each)
-    want = torch.nn.functional.cross_entropy(
-        (h @ w.t()).flatten(0, 1), labels.flatten(), reduction="none"
-    ).view(3, 7)
-    torch.testing.assert_close(each, want)
-    torch.testing.assert_close(each.sum(), total)
-
-
 def test_the_loss_of_many_pieces_is_exact():
     """1,024 pieces. Each token's loss is log(V), so a total that rounds at every piece is off by
     more than the limit."""
@@ -364,11 +270,11 @@ def one_at_a_time(logits: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_compiled_passes_compute_what_pytorchs_operators_do(dtype):
+def test_compiled_passes_compute_what_pytorchs_operators_do():
     """With labels that do not count, a last piece that is shorter, and z-loss. Negative control:
     labels that do not count are taken for the first row of the vocabulary."""
     torch.manual_seed(0)
+    dtype = torch.bfloat16
     h = torch.randn(2, 37, 24, dtype=dtype, requires_grad=True)
     w = torch.randn(509, 24, dtype=dtype, requires_grad=True)
     labels = torch.randint(0, 509, (2, 37))
@@ -379,28 +285,15 @@ def test_compiled_passes_compute_what_pytorchs_operators_do(dtype):
     for passes in EAGER, compiled, compiled._replace(gradient=one_at_a_time):
         one = torch.ones(())
         z_loss = ZLoss(0.01, AuxiliaryTerms(one, one))
-        each = torch.empty(2, 37, dtype=torch.promote_types(dtype, torch.float32))
+        each = torch.empty(2, 37)
         loss = linear_cross_entropy(h, w, labels, 16, each, z_loss, passes)
         seen.append((loss.detach(), each, *torch.autograd.grad(loss, (h, w))))
     wanted, got, wrong = seen
-    limit = {torch.bfloat16: 4e-3, torch.float64: 1e-14}[dtype]
+    limit = 4e-3
     for a, b in zip(got, wanted, strict=True):
         assert (a - b).norm() <= limit * b.norm()
     torch.testing.assert_close(wrong[0], wanted[0])
     assert (wrong[2] - wanted[2]).norm() > 10 * limit * wanted[2].norm()
-
-
-def test_compiled_passes_are_made_once_and_have_no_float32_copy_of_a_piece(monkeypatch, request):
-    passes_of_loss.compiled.cache_clear()
-    request.addfinalizer(passes_of_loss.compiled.cache_clear)  # what is made here is not compiled
-    made = []
-    monkeypatch.setattr(torch, "compile", lambda one, **how: made.append(how) or one)
-    passes = passes_of_loss.compiled("a backend")
-    assert made == [{"backend": "a backend", "fullgraph": True}] * 3
-    assert passes_of_loss.compiled("a backend") is passes and not passes.use_wide
-    loss_of = passes_of_loss.compiled_loss(linear_cross_entropy, Compile(enabled=True))
-    assert loss_of.keywords["passes"] is passes_of_loss.compiled("inductor")
-    assert passes_of_loss.compiled_loss(linear_cross_entropy, Compile()) is linear_cross_entropy
 
 
 def test_loss_of_large_logits_is_finite():
@@ -479,14 +372,12 @@ def clip(grads: list[torch.Tensor], max_norm: float = 0.0) -> torch.Tensor:
 LONG = 2**24  # elements
 
 
-@pytest.mark.parametrize("layout", ["matrix", "transposed", "vector", "odd"])
+@pytest.mark.parametrize("layout", ["transposed", "odd"])
 def test_the_norm_of_a_long_gradient_is_exact(layout):
     """The control: the norm of torch.nn.utils adds 16 M squares into a few float32 numbers."""
     grad = torch.rand(LONG, generator=torch.Generator().manual_seed(0))
     grad = {
-        "matrix": grad.view(4096, -1),
         "transposed": grad.view(4096, -1).t(),
-        "vector": grad,
         "odd": grad[:-4097],
     }[layout]
     norm = clip([grad])
@@ -559,68 +450,6 @@ def norm_of_what_is_not_summed() -> None:
 
 def test_a_gradient_that_is_still_to_be_summed_is_an_error():
     run_ranks(2, norm_of_what_is_not_summed)
-
-
-# Adam divides by what is nearly 0: with an epsilon of 1e-8 rounding grows by 10 at each of these
-# steps, on one process too.
-REAL_SIZES = (
-    "--model.flavor=debug --data.tokenizer=bytes --training.param_dtype=float32 "
-    "--training.seq_len=16 "
-    "--training.global_batch_size=24 --training.steps=3 --optimizer.lr=3e-3 --optimizer.eps=1e-3 "
-    "--lr_schedule.warmup_steps=3"
-).split()
-
-
-def losses_and_norms(options: list[str], dp_size: int) -> np.ndarray:
-    """[steps, 3] of a run of the debug model: loss, gradient norm, and PyTorch's norm of the same
-    gradients."""
-    warnings.simplefilter("ignore")
-    cfg = load_config(
-        [*REAL_SIZES, f"--training.local_batch_size={24 // dp_size}", *options],
-        world().size,
-        world().local_size,
-    )
-    job, seen = train.build(cfg), []
-
-    def clip_and_compare(params, max_norm, *rest):
-        params = list(params)
-        theirs = torch.nn.utils.get_total_norm([p.grad for p in params], foreach=True)
-        seen.append((theirs.full_tensor() if isinstance(theirs, DTensor) else theirs).item())
-        return clip_grad_norm(params, max_norm, *rest)
-
-    train.clip_grad_norm = clip_and_compare
-    ids = np.random.default_rng(0).integers(0, job.args.vocab_size, 9000).astype(np.uint16)
-    results = [
-        train.train_step(job, batch)
-        for batch, _ in zip(in_memory.batches(cfg, job.mesh, ids), range(cfg.training.steps))
-    ]
-    return np.array(
-        [
-            (result.loss, result.grad_norm, theirs)
-            for result, theirs in zip(results, seen, strict=True)
-        ]
-    )
-
-
-def check_real_sizes(meshes: dict[str, tuple[int, list[str], int]], options: list[str]) -> None:
-    alone = run_ranks(1, losses_and_norms, options, 1)[0]
-    assert alone[0, 1] > 1, "the gradient is to be clipped"
-    for name, (ranks, mesh, dp_size) in meshes.items():
-        loss, norm, theirs = np.abs(
-            run_ranks(ranks, losses_and_norms, [*options, *mesh], dp_size)[0] / alone - 1
-        ).max(0)
-        assert loss < 1e-5 and norm < 1e-5, (
-            f"{name}: loss off by {loss:.1e}, norm by {norm:.1e} relative"
-        )
-        assert theirs > 1e-5, f"{name}: the control, PyTorch's norm, is off by only {theirs:.1e}"
-
-
-@pytest.mark.slow
-def test_loss_and_norm_of_the_debug_preset_do_not_depend_on_the_mesh():
-    """At the sizes of its tensors (the embedding has 1 M elements), with two of its six layers."""
-    check_real_sizes(
-        {"FSDP 2 x TP 2": (4, ["--parallelism.tensor_parallel=2"], 2)}, ["--model.n_layers=2"]
-    )
 
 
 @pytest.mark.parametrize(
