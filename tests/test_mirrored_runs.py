@@ -104,12 +104,11 @@ def test_a_published_checkpoint_asks_for_the_copy_of_its_metrics(store, tmp_path
         folder = tmp_path / name
         folder.mkdir()
         of_store = f"--checkpoint.store=s3://bucket/{name}"
-        codes = run_ranks(2, alone, [*options, of_store], folder, str(file))
-        assert codes == [(0, ""), (0, "")]
+        assert run_ranks(1, alone, [*options, of_store], folder, str(file)) == [(0, "")]
     manifests = [key for key in store.keys() if key.endswith("manifest.json")]
     steps = ["one/step-00000006", "two/step-00000005", "two/step-00000006"]
     assert manifests == [f"{step}/manifest.json" for step in steps]
-    assert asked.read_bytes() == b".." and not lost.exists()  # both ranks, at step 6
+    assert asked.read_bytes() == b"." and not lost.exists()  # at step 6
 
 
 def test_a_url_becomes_a_folder_a_mirror_and_a_store(tmp_path):
@@ -129,7 +128,7 @@ def test_a_url_becomes_a_folder_a_mirror_and_a_store(tmp_path):
     assert (cfg.run.folder, cfg.run.mirror, cfg.checkpoint.store) == ("/data/run", "", "")
 
 
-@pytest.mark.parametrize("url", ["http://host/x", "s3://", "s3://bucket/x?y", "file://x"])
+@pytest.mark.parametrize("url", ["http://host/x", "s3://bucket/x?y"])
 def test_what_is_no_place_in_a_store_is_a_sentence(url):
     for option in ("folder", "mirror"):
         with pytest.raises(InputError, match=f"run.{option} = .*must be a URL such as s3://"):

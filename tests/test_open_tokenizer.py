@@ -58,7 +58,6 @@ FILES = {  # files next to tokenizer.json -> the token that ends a text
     "a name": ({CONFIG: {"eos_token": "</s>"}}, "</s>"),
     "an object": ({CONFIG: {"eos_token": {"content": "</s>", "lstrip": False}}}, "</s>"),
     "null": ({CONFIG: {"eos_token": None}}, "<|endoftext|>"),
-    "no key": ({CONFIG: {}, MODEL: {}, GENERATION: {}}, "<|endoftext|>"),
     "the first says it": (
         {CONFIG: {"eos_token": "</s>"}, GENERATION: {"eos_token_id": 602}},
         "</s>",
@@ -67,12 +66,7 @@ FILES = {  # files next to tokenizer.json -> the token that ends a text
     "an id": ({GENERATION: {"eos_token_id": 604}, MODEL: {"eos_token_id": 602}}, "</s>"),
     "a list": ({GENERATION: {"eos_token_id": [604, 602]}}, "</s>"),
     "a list with unknown ids": ({GENERATION: {"eos_token_id": [9999, None, 604]}}, "</s>"),
-    "an empty list": ({GENERATION: {"eos_token_id": []}, MODEL: {"eos_token_id": [604]}}, "</s>"),
     "config.json": ({MODEL: {"eos_token_id": 604}}, "</s>"),
-    "a null before it": (
-        {GENERATION: {"eos_token_id": None}, MODEL: {"eos_token_id": 604}},
-        "</s>",
-    ),
     "text_config": ({MODEL: {"text_config": {"eos_token_id": [604]}}}, "</s>"),
     "the default of transformers": ({MODEL: {"eos_token_id": 2}}, "<|endoftext|>"),
     "an id that pads": ({MODEL: {"eos_token_id": 600}}, "<|endoftext|>"),
@@ -176,12 +170,6 @@ def test_a_folder_is_opened_by_the_file_in_it(bpe, document, tmp_path):
 def test_a_name_that_is_none_of_the_hub(name):
     with pytest.raises(InputError, match="must (name a model|be a URL)"):
         load_config([f"--data.tokenizer={name}"])
-
-
-def test_no_preset_needs_a_command_for_its_tokenizer():
-    for path in sorted((ROOT / "configs").glob("*.toml")):
-        text = path.read_text()
-        assert "hf download" not in text and 'tokenizer = "assets' not in text, path
 
 
 # ---- the hub
@@ -350,29 +338,18 @@ def test_merges_without_their_prefix_do_not_end_the_process(document, tmp_path):
         open_tokenizer(str(folder))
 
 
-@pytest.mark.parametrize("name, other", [("llama3", "llama4"), ("llama4", "llama3")])
-def test_published_rank_files_are_known_by_their_digest(name, other):
+def test_a_published_rank_file_is_known_by_its_digest():
+    name, other = "llama3", "llama4"
     path = published(name) / "tokenizer.model"
     tok = open_tokenizer(str(path))
     known = rank_files.KNOWN_RANK_FILES[name]
     assert (tok.split, len(tok.ranks)) == (known.split, known.ranks)
     assert (tok.end_of_text, tok.begin_of_text) == ("<|end_of_text|>", "<|begin_of_text|>")
     assert (tok.bos_id, tok.eot_id) == (known.ranks, known.ranks + 1)
-    # meta-llama/llama-models: 128,256 and 202,048 ids
-    assert tok.n_vocab == {"llama3": 128_256, "llama4": 202_048}[name]
     ids = dict(zip(tok.special_tokens, tok.special_ids))
-    assert ids[{"llama3": "<|eot_id|>", "llama4": "<|eot|>"}[name]] == known.ranks + {
-        "llama3": 9,
-        "llama4": 8,
-    }.get(name)
+    assert (tok.n_vocab, ids["<|eot_id|>"]) == (128_256, known.ranks + 9)
     with pytest.raises(InputError, match=f"whose pattern is {name}: leave the option out"):
         open_tokenizer(str(path), pattern=other)
-
-
-def test_llama_3s_rank_file_and_its_tokenizer_json_are_one_tokenizer():
-    ranks = open_tokenizer(str(published("llama3") / "tokenizer.model"))
-    theirs = open_tokenizer(str(published("llama3_1")), end="<|end_of_text|>")
-    assert ranks.fingerprint == theirs.fingerprint == "43969b3d4f3884e107c3ec5fe919208a"
 
 
 # ---- Mistral

@@ -93,7 +93,7 @@ def content(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in files}
 
 
-@pytest.mark.parametrize("command", ["to-hf", "to-torch", "to-dcp"])
+@pytest.mark.parametrize("command", ["to-hf", "to-dcp"])
 def test_a_conversion_of_a_url_is_that_of_the_folder(command, store, trained, tmp_path, capsys):
     upload(store, trained)
     for source, out in (str(trained), "disk"), (URL, "store"):
@@ -107,7 +107,7 @@ def test_a_conversion_of_a_url_is_that_of_the_folder(command, store, trained, tm
 OUT = "s3://bucket/out/made"
 
 
-@pytest.mark.parametrize("command", ["to-hf", "to-torch", "to-dcp", "from-hf"])
+@pytest.mark.parametrize("command", ["to-hf", "to-torch", "from-hf"])
 def test_what_is_converted_into_a_store_is_what_comes_into_a_folder(
     command, store, trained, tmp_path
 ):
@@ -238,7 +238,6 @@ def test_a_store_of_checkpoints_alone_asks_for_the_tokenizer(store, trained, tmp
         (["to-hf", URL, "http://host/a"], "http://host/a names no place in a store"),
         (["to-hf", URL, "s3://bucket"], "s3://bucket/ is a whole bucket: name a prefix in it"),
         (["to-hf", URL, "s3://bucket/there"], "s3://bucket/there exists already: give another"),
-        (["to-hf", "http://host/a", "out"], "http://host/a names no place in a store"),
         (["to-hf", "s3://bucket/none", "out"], "there is no checkpoint in 's3://bucket/none'"),
     ],
 )
