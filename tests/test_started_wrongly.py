@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -264,3 +265,20 @@ def test_negative_control_a_program_that_imports_torch_first_is_seen(tmp_path):
         text=True,
     )
     assert done.stdout.split() == ["1"] and "torch is imported" in (tmp_path / "0").read_text()
+
+
+@pytest.mark.parametrize(
+    "limits, wanted", [((64, 1024), 1024), ((64, resource.RLIM_INFINITY), 65536)]
+)
+def test_a_process_may_open_what_the_system_allows(limits, wanted, monkeypatch):
+    given = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: given.append(pair))
+    room.allow_files()
+    assert given == [(wanted, limits[1])]
+
+
+def test_a_process_that_may_open_few_files_is_refused(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (40, 40))
+    with pytest.raises(InputError, match="40 files open"):
+        room.allow_files()

@@ -1,10 +1,12 @@
-"""Refuse a model whose state cannot fit this machine, before hours of tokenising.
+"""Refuse a model whose state cannot fit this machine, before hours of tokenising, and a process that may
+open too few files.
 
 The state of a training step has an exact size before anything is built: weights, their gradients, and
 what the optimizer keeps. It is the least that a step needs, since activations come on top, so what
 is refused here could not have run. `tools.plan` knows the rest.
 """
 
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +21,8 @@ from training.optimizers import OPTIMIZERS, kept_of
 from training.rates import RateFactors, options_of_group
 
 GIB = 2**30
+FEW_FILES = 256
+MANY_FILES = 65536
 CGROUP = Path("/sys/fs/cgroup/memory.max")  # of this container, by cgroup v2; "max": no limit
 
 
@@ -57,6 +61,20 @@ def host_memory() -> int:
     return most
 
 
+def allow_files() -> None:
+    """Let this process have as many files open as the system allows, and raise InputError where these
+    are too few: a batch of a worker would be lost, and the run would wait for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, MANY_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < FEW_FILES:
+        raise InputError(
+            f"this process may have {most} files open (ulimit -Hn), and a rank with its workers needs "
+            f"{FEW_FILES}: raise the limit"
+        )
+
+
 def check_room(
     cfg: Config, family: Any, args: Any, memory: Callable[[], int] = host_memory
 ) -> None:
@@ -64,6 +82,7 @@ def check_room(
 
     memory: bytes of the host. A system that does not say how much it has is not judged.
     """
+    allow_files()
     here = meshes.world()
     replicas = cfg.parallelism.data_parallel_replicate
     of_rank = state_bytes(cfg, family, args) * replicas // here.size
