@@ -907,6 +907,18 @@ RULES = {
         "{model.width_base} and {model.depth_base} have no effect on adapters: remove them, or "
         "{lora.rank}",
     ),
+    "fim_unused": (
+        lambda c: (
+            not c.data.fim_rate
+            and (c.data.fim_spm_rate, c.data.fim_tokens) != (Data().fim_spm_rate, Data().fim_tokens)
+        ),
+        "{data.fim_spm_rate} and {data.fim_tokens} have no effect with {data.fim_rate}: set it, or "
+        "remove them",
+    ),
+    "fim_format": (
+        lambda c: c.data.fim_rate and c.data.format != "text",
+        "{data.fim_rate} rearranges texts, and {data.format}: set fim_rate to 0",
+    ),
     # Adapters.
     "lora_unused": (
         lambda c: (

@@ -408,6 +408,12 @@ class Data(Table):
     """Begin each document with the tokenizer's begin-of-text token."""
     add_eos: bool = True
     """End each document with the tokenizer's end-of-text token."""
+    fim_rate: float = Field(0.0, ge=0, le=1)
+    """Share of the training documents that are rearranged to fill in the middle (arXiv:2207.14255)."""
+    fim_spm_rate: float = Field(0.5, ge=0, le=1)
+    """Share of these in which the suffix comes first (SPM)."""
+    fim_tokens: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field((), max_length=3)
+    """Names of the special tokens before prefix, suffix and middle; empty: the tokenizer's own."""
     max_document_bytes: int = Field(0, ge=0)
     """Leave out (and count) documents with more bytes of UTF-8 than this; 0: no limit."""
     skip_failed: int = Field(0, ge=0)

@@ -11,7 +11,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from configs.schema import Config, Data, InputError, is_prepared
-from data import formats, saved_tokenizer, sources, tasks
+from data import fim, formats, saved_tokenizer, sources, tasks
 from data.open_tokenizer import open_named
 from data.packing import PackedTokens
 from data.prepare import prepare
@@ -57,6 +57,8 @@ def tokens_without_row(tokenizer: Tokenizer, data: Data, vocab_size: int) -> str
             f"the tokenizer {data.tokenizer!r} has {tokenizer.n_rows} tokens that texts "
             f"may have, the model's vocabulary only {vocab_size}"
         )
+    if problem := fim.check_rows(data, tokenizer, vocab_size):
+        return problem
     if tokenizer.n_vocab > vocab_size:
         named_only = tokenizer.named_only()
         for id in formats.always_written(data, tokenizer):

@@ -45,7 +45,7 @@ import numpy as np
 from configs.check import tokens_ahead
 from configs.schema import Config, Data, InputError
 from configs.words import number_of
-from data import further, sources
+from data import fim, further, sources
 from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
 from data.open_tokenizer import open_named
 from data.prepare import is_tokenised
@@ -108,6 +108,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
         raise InputError(
             f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"
         )
+    fim.options(cfg, tok)
     total = sum(file.size for file in files)
     size = min(max(total // (cfg.streams * UNITS), LEAST), MOST)
     pieces = [piece for of_file in sources.cut(files, size) for piece in of_file]
@@ -124,10 +125,10 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
     sources.warn_of_lines(files, log)
     sources.warn_of_others(cfg.source, log)
     units = tuple(Unit(piece, first, every) for piece in pieces for first in range(every))
-    return StreamSource(cfg, tok, units, _fingerprint(cfg, pieces, every), cfg.source)
+    return StreamSource(cfg, tok, units, _fingerprint(cfg, tok, pieces, every), cfg.source)
 
 
-def _fingerprint(cfg: Data, pieces: list[sources.Piece], every: int) -> str:
+def _fingerprint(cfg: Data, tok: Tokenizer, pieces: list[sources.Piece], every: int) -> str:
     """Hash the names and sizes of the files, how they are cut, and how they are read."""
     cut = []
     for piece in pieces:
@@ -141,6 +142,7 @@ def _fingerprint(cfg: Data, pieces: list[sources.Piece], every: int) -> str:
         cfg.max_document_bytes,
         cfg.validation_fraction,
         *sources.json_reading(cfg, [piece.file for piece in pieces]),
+        *fim.options(cfg, tok),
     ]
     digest = hashlib.sha256(json.dumps([cut, every, options]).encode())
     return digest.hexdigest()[:32]

@@ -548,6 +548,11 @@ RULE_CASES = {
         'width_base=64 lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x',
         "width_base=0",
     ),
+    "fim_unused": ("fim_spm_rate=0.25", "fim_rate=0.5"),
+    "fim_format": (
+        "fim_rate=0.5 format=completion mask_documents=true tokenizer=x.json",
+        "fim_rate=0",
+    ),
     "lora_unused": ('targets=["wq"]', "rank=4 load_hf=x"),
     "lora_targets": ('rank=4 targets=["wq","q_proj"] load_hf=x', 'targets=["wq"]'),
     "lora_base": ('rank=4 targets=["wq"]', "load_hf=x"),

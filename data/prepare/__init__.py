@@ -38,7 +38,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from configs.schema import CACHE, Data, InputError, is_prepared
-from data import ends, formats, rank_files, sources
+from data import ends, fim, formats, rank_files, sources
 from data.open_tokenizer import open_named
 from data.prepare import cluster
 from data.prepare.job import BPE_CHARACTERS, PrepareJob
@@ -82,6 +82,7 @@ def prepare(
         if out:
             raise InputError(f"data.source: {cfg.source} is prepared already")
         return _open_source(cfg)
+    fim.check(cfg)
     files = formats.find(cfg)
     key = _key(cfg, files)
     folder = os.path.abspath(os.path.expanduser(out or _cached(cfg, key)))
@@ -140,6 +141,11 @@ def _open_source(cfg: Data) -> Prepared:
             f"data.format = {cfg.format}: {prepared.folder} was prepared as {prepared.format}, and "
             "keeps its format: leave the option out"
         )
+    if cfg.fim_rate:
+        raise InputError(
+            f"data.fim_rate: {prepared.folder} is prepared already, and keeps its documents as they "
+            "are: leave the option out, and give it to data.prepare"
+        )
     if cfg.tokenizer != "bpe":  # the default, which accepts the folder's tokenizer
         named = open_named(cfg)
         if named.fingerprint != prepared.tokenizer.fingerprint:
@@ -179,6 +185,8 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
     described = formats.describe(cfg, open_named(cfg)) if cfg.format != "text" else {}
     if described:
         options += [FORMAT_OF_ANSWERS, described]
+    if cfg.fim_rate:
+        options += [cfg.fim_rate, cfg.fim_spm_rate, cfg.fim_tokens]
     if cfg.tokenizer_pattern or cfg.end_token:
         options += [cfg.tokenizer_pattern, cfg.end_token]
     decides = json.dumps([FORMAT, cfg.source == "stdlib", files, kind, BPE_CHARACTERS, options])

@@ -26,6 +26,8 @@ OPTIONS = (
     "text_field",
     "json_files",
     "validation_fraction",
+    "fim_rate",
+    "fim_spm_rate",
     "max_document_bytes",
     "skip_failed",
     "cache",
@@ -65,6 +67,13 @@ def main() -> int:
         help=Data.model_fields["chat_may_drop"].description,
     )
     parser.add_argument(
+        "--fim-tokens",
+        nargs=3,
+        default=[],
+        metavar=("PREFIX", "SUFFIX", "MIDDLE"),
+        help=Data.model_fields["fim_tokens"].description,
+    )
+    parser.add_argument(
         "--out",
         default="",
         type=places.out_place,
@@ -86,6 +95,7 @@ def main() -> int:
     check, out, workers, on = (arguments.pop(name) for name in ("verify", "out", "workers", "on"))
     if on == RAY and workers:
         parser.error("--workers is for one machine: on a Ray cluster every CPU makes parts")
+    arguments["fim_tokens"] = tuple(arguments["fim_tokens"])
     arguments["chat_may_drop"] = tuple(arguments["chat_may_drop"])
     try:
         cfg = Data(**arguments)

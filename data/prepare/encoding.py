@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import answers, sources, tokenizer
+from data import answers, fim, sources, tokenizer
 from data.prepared import SPLITS
 
 # text that a thread gets at a time; at this size handing it over costs nothing measurable
@@ -67,11 +67,17 @@ def _row(
 ) -> tuple:
     """Build one row of `encode`. ids: of the text, if they are known and nothing is cut."""
     sizes = None
-    if is_sized(cfg, tok, split):
+    rearranged = fim.pieces(cfg, tok, text) if split == "train" else None
+    if rearranged and is_sized(cfg, tok, split):
+        ids, sizes = fim.encode_with_bytes(tok, rearranged)
+    elif rearranged:
+        ids = fim.encode(tok, rearranged)
+    elif is_sized(cfg, tok, split):
         ids, sizes = tok.encode_with_bytes(text)
-        sizes = np.pad(sizes, (int(cfg.add_bos), int(cfg.add_eos)))
     elif ids is None:
         ids = tok.encode(text)
+    if sizes is not None:
+        sizes = np.pad(sizes, (int(cfg.add_bos), int(cfg.add_eos)))
     begin = np.array([tok.bos_id] if cfg.add_bos else [], tok.dtype)
     end = np.array([tok.eot_id] if cfg.add_eos else [], tok.dtype)
     return split, np.concatenate([begin, ids, end]), None, sizes

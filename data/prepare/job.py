@@ -23,7 +23,7 @@ import numpy as np
 
 from configs.schema import Data, InputError
 from configs.words import number_of
-from data import formats, library, saved_tokenizer, sources, tokenizer
+from data import fim, formats, library, saved_tokenizer, sources, tokenizer
 from data.open_tokenizer import open_named
 from data.prepare import reasons, workers
 from data.prepare.part import PartMaker
@@ -361,6 +361,7 @@ class PrepareJob:
         if self.format:
             content += [files[f"{split}.answers"]["sha256"] for split in SPLITS]
             of_answers = {"data_format": self.format["format"]}
+        of_fim = {"fim": fim.options(cfg, tok)} if cfg.fim_rate else {}
         return {
             "format": FORMAT_OF_ANSWERS if self.format else FORMAT,
             "key": key,
@@ -380,6 +381,7 @@ class PrepareJob:
             "splits": splits,
             "files": files,
             **of_answers,
+            **of_fim,
         }
 
 
@@ -405,6 +407,7 @@ def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer
         raise InputError(
             f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"
         )
+    fim.options(cfg, tok)
     return tok
 
 
