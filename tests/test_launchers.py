@@ -315,8 +315,8 @@ def test_slurm_a_failure_is_handed_on(slurm, options, tmp_path, wrong, code, res
     """A wrong option is code 2 and not tried again; a crash soon after the start is, MAX_RESTARTS
     times."""
     log, folder = tmp_path / "job.log", tmp_path / "run"
-    if wrong == "crash":  # rank 0 cannot open what it writes its metrics to
-        (folder / "metrics.jsonl").mkdir(parents=True)
+    if wrong == "crash":  # rank 0 cannot open the file that says where it is
+        (folder / "logs" / "rank-00000.position").mkdir(parents=True)
     added = [f"--run.folder={folder}", *([] if wrong == "crash" else [wrong])]
     settings = f"{ONE_RANK_EACH},MAX_RESTARTS=1"
     job = slurm.submit(log, settings, "tools/launch/slurm.sh", *options, ON_ONE_RANK, *added)
