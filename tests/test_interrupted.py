@@ -100,7 +100,10 @@ def children(pid: int) -> list[str]:
 def test_ctrl_c_while_any_tool_is_imported():
     """Before it knows its arguments. All end alike: test_every_program_begins_and_ends_the_same_way."""
     for name in ("tools.launch", "tools.mirror", "tools.plan", "data.prepare", "checkpoint.verify"):
-        done = Started(sys.executable, "-m", name).wait_until(listens).gets(signal.SIGINT).end()
+        for _ in range(5):
+            done = Started(sys.executable, "-m", name).wait_until(listens).gets(signal.SIGINT).end()
+            if done[0] != 2:  # on a busy machine it may have refused its arguments before the signal
+                break
         if name in ("tools.launch", "tools.mirror"):
             assert done == (130, "", "interrupted before training began\n"), name
         else:
