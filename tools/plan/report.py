@@ -96,6 +96,9 @@ def report(plan: Plan, all_stages: bool = False) -> str:
 def model_name(cfg: Config) -> str:
     """Family and flavor, and the numbers of the flavor that the configuration changes."""
     given = {key: value for key, value in vars(cfg.model).items() if value is not None}
+    for key in check.TRANSFER:
+        if not given[key]:
+            del given[key]
     name = f"{given.pop('family')} {given.pop('flavor')}"
     changed = ", ".join(f"{key} = {value}" for key, value in given.items())
     return f"{name} with {changed}" if changed else name
