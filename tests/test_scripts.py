@@ -157,8 +157,9 @@ def test_exit_code_of_the_failing_rank(stand_in: Path) -> None:
 
 
 def test_ranks_of_a_run_that_failed_in_a_sentence_are_not_named_too(repository: Path) -> None:
+    """The other may be stopped before it trains, and says that."""
     done = run(*LAUNCH, "--nproc-per-node=2", "train.py", "exit", "0", "1", cwd=repository)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert done.returncode == 1 and "rank" not in done.stderr
 
 
 def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> None:
