@@ -102,7 +102,9 @@ def test_ctrl_c_while_any_tool_is_imported():
     for name in ("tools.launch", "tools.mirror", "tools.plan", "data.prepare", "checkpoint.verify"):
         for _ in range(5):
             done = Started(sys.executable, "-m", name).wait_until(listens).gets(signal.SIGINT).end()
-            if done[0] != 2:  # on a busy machine it may have refused its arguments before the signal
+            if (
+                done[0] != 2
+            ):  # on a busy machine it may have refused its arguments before the signal
                 break
         if name in ("tools.launch", "tools.mirror"):
             assert done == (130, "", "interrupted before training began\n"), name
