@@ -118,7 +118,7 @@ def options(cfg: Data, tok: Tokenizer) -> list:
     return [cfg.fim_rate, cfg.fim_spm_rate, *tokens(cfg, tok)] if cfg.fim_rate else []
 
 
-def check_rows(cfg: Data, tok: Tokenizer, vocab_size: int) -> str:
+def token_without_row(cfg: Data, tok: Tokenizer, vocab_size: int) -> str:
     """Return which token a model of so many rows lacks, as a clause; "" if it has all."""
     used: Sequence[int] = tokens(cfg, tok) if cfg.fim_rate else []
     lacking = [token for token in used if token >= vocab_size]

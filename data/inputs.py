@@ -57,7 +57,7 @@ def tokens_without_row(tokenizer: Tokenizer, data: Data, vocab_size: int) -> str
             f"the tokenizer {data.tokenizer!r} has {tokenizer.n_rows} tokens that texts "
             f"may have, the model's vocabulary only {vocab_size}"
         )
-    if problem := fim.check_rows(data, tokenizer, vocab_size):
+    if problem := fim.token_without_row(data, tokenizer, vocab_size):
         return problem
     if tokenizer.n_vocab > vocab_size:
         named_only = tokenizer.named_only()

@@ -179,9 +179,8 @@ class StoreLease:
             return
         self.released.set()
         self.thread.join(STALLED)
-        if (
-            self.thread.is_alive()
-        ):  # a scheduler does not wait for what the next start can do without
+        if self.thread.is_alive():
+            # a scheduler does not wait for what the next start can do without
             logger.warning(f"the lease could not be given back: {self.key.parent} does not answer")
             return
         until = time.monotonic() + LEAVING

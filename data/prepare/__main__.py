@@ -34,6 +34,25 @@ OPTIONS = (
 )
 
 
+def add_names(parser: argparse.ArgumentParser) -> None:
+    """Add the options that are several names."""
+    parser.add_argument(
+        "--chat-may-drop",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help=Data.model_fields["chat_may_drop"].description,
+    )
+    parser.add_argument(
+        "--fim-tokens",
+        nargs=3,
+        default=[],
+        metavar=("PREFIX", "SUFFIX", "MIDDLE"),
+        help=Data.model_fields["fim_tokens"].description,
+    )
+
+
 def main() -> int:
     if sys.argv[1:2] == ["--work"]:  # started by workers.in_processes
         # the parent answers Ctrl-C (configs/program.py); without one the pipe ends this process
@@ -58,21 +77,7 @@ def main() -> int:
             help=field.description,
             action=argparse.BooleanOptionalAction,
         )
-    parser.add_argument(
-        "--chat-may-drop",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="NAME",
-        help=Data.model_fields["chat_may_drop"].description,
-    )
-    parser.add_argument(
-        "--fim-tokens",
-        nargs=3,
-        default=[],
-        metavar=("PREFIX", "SUFFIX", "MIDDLE"),
-        help=Data.model_fields["fim_tokens"].description,
-    )
+    add_names(parser)
     parser.add_argument(
         "--out",
         default="",

@@ -242,10 +242,21 @@ class Plan:
     def gpu_hours(self) -> float:
         """Return the hours of all GPUs until the run ends, with what interruptions cost."""
         seconds = self.steps * self.time.seconds
-        _, write, _ = self.saving()
-        interval = self.cfg.checkpoint.interval * self.time.seconds or seconds
-        goodput = self.goodput(max(interval, write))
+        goodput = self.configured_goodput
         return self.inputs.gpus * seconds / goodput / 3600 if goodput else float("inf")
+
+    @property
+    def configured_interval(self) -> float:
+        """Return the seconds of work between saves that checkpoint.interval asks for; the whole run
+        without one."""
+        step = self.time.seconds
+        return self.cfg.checkpoint.interval * step or self.steps * step
+
+    @property
+    def configured_goodput(self) -> float:
+        """Return the share of the time that trains with these saves, each written before the next."""
+        _, write, _ = self.saving()
+        return self.goodput(max(self.configured_interval, write))
 
     @property
     def best_interval(self) -> float:

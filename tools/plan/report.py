@@ -455,8 +455,8 @@ def run(plan: Plan) -> list[str]:
     configured = plan.cfg.checkpoint.interval
     seconds = plan.steps * step_seconds
     copy, write, stall = plan.saving()
-    interval = configured * step_seconds or seconds
-    goodput = plan.goodput(max(interval, write))
+    interval = plan.configured_interval
+    goodput = plan.configured_goodput
     best = plan.best_interval
     hours = plan.gpu_hours()
     dollars = ""
