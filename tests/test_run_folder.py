@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import stat
+import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -442,9 +443,25 @@ def test_a_full_disk_costs_lines_and_not_the_run(tmp_path):
 
 
 def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
-    """Do a run whose copy of the state takes 0.3 s (at steps 5, 10, 15 and 16)."""
-    copy = CheckpointManager._copy
-    CheckpointManager._copy = lambda self, *arguments: time.sleep(0.3) or copy(self, *arguments)
+    """Do a run whose copies of the state (at steps 5, 10, 15 and 16) end 0.25 s after something
+    began to wait for them."""
+    waited_for = threading.Event()
+    copy, save = CheckpointManager._copy, CheckpointManager.save
+    wait, finish = CheckpointManager.wait_for_copy, CheckpointManager._finish
+
+    def copy_late(self, *arguments):
+        waited_for.wait(60)
+        time.sleep(0.25)
+        return copy(self, *arguments)
+
+    def save_anew(self, *arguments, **options):
+        waited_for.clear()
+        return save(self, *arguments, **options)
+
+    CheckpointManager._copy = copy_late
+    CheckpointManager.save = save_anew
+    CheckpointManager.wait_for_copy = lambda self: waited_for.set() or wait(self)
+    CheckpointManager._finish = lambda self, **last: waited_for.set() or finish(self, **last)
     if where == "no query":
         CheckpointManager.stall = lambda self: 0.0
     assert run(options, folder)[0] == 0
