@@ -179,7 +179,7 @@ def trains_bpe(data: Data) -> bool:
 
 
 def _is_elsewhere(source: str) -> bool:
-    named = source == "stdlib" or source.startswith("hf:") or glob.has_magic(source)
+    named = source in ("stdlib", "packages") or source.startswith("hf:") or glob.has_magic(source)
     return not named and not os.path.exists(os.path.expanduser(source))
 
 

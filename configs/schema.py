@@ -358,8 +358,8 @@ def is_prepared(source: str) -> bool:
 
 class Data(Table):
     source: SourceText = Field("stdlib", min_length=1)
-    """What to train on: stdlib (Python's library), a file, folder, glob or s3:// URL, hf:NAME, or a
-    prepared folder."""
+    """What to train on: stdlib, packages, a file, folder, glob or s3:// URL, hf:NAME, or a prepared
+    folder."""
     format: Literal["text", "chat", "completion"] = "text"
     """What documents are: text, chat (messages) or completion (prompt and completion)."""
     chat_template: FileText = ""

@@ -4,6 +4,7 @@
 |-------------------------------|--------------------------------------------------------------------------------|-----------|
 | `stdlib`                      | every .py file of this Python's standard library but its tests and its tables  | file      |
 |                               | of characters (about 9 MB)                                                     |           |
+| `packages`                    | the Python sources of the packages that requirements.txt pins (packages.py)    | file      |
 | a file                        | one document, with any suffix, unless it is one of those below                 | file      |
 | `.jsonl`, `.ndjson`           | one per line that is not blank: the string under `data.text_field`             | file:line |
 | `.json`                       | one per line, if each line is an object; otherwise one per element of an array, | file:line, |
@@ -21,7 +22,7 @@ Lines and records count from 1, rows from 0. Text is UTF-8, taken byte for byte 
 translation, a BOM stays). If something cannot be read (bytes that are not UTF-8, a line that is not
 JSON, a truncated .gz), the run stops with an error that names it, unless `data.skip_failed` allows
 as many failures: guessing would train on garbage, and skipping would change the corpus in silence.
-Only for the standard library is such a file skipped, since no user chose it (CPython 3.10 to 3.13
+Only for `stdlib` and `packages` is such a file skipped, since no user chose it (CPython 3.10 to 3.13
 have none outside their tests).
 
 A file is read in `Piece`s, so that several processes can share a large one. A piece is a range of
@@ -45,7 +46,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 from configs.schema import Data, InputError
-from data import columns, hub, kinds, records
+from data import columns, hub, kinds, packages, records
 from data.hub import HUGGING_FACE
 from data.pieces import (
     BUFFER,
@@ -132,6 +133,7 @@ STDLIB_LEFT_OUT = {
 }
 # of characters; the last one has code around them
 STDLIB_TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py")
+INSTALLED = ("stdlib", "packages")  # what every machine has; a folder of that name is ./NAME
 MOST_LOOKED_AT = 20  # text files of a source, in search of JSON lines
 
 
@@ -148,7 +150,7 @@ def documents(
             for document in read(piece, field, 0, json_files):
                 if not document.problem:
                     yield name(file.name, document.number), document.text
-                elif source != "stdlib":
+                elif source not in INSTALLED:
                     raise failure(piece, document)
 
 
@@ -213,6 +215,8 @@ def find(source: str) -> list[File]:
         return [hub.find(source)]
     if places.is_url(source):
         return _stored_files(source)
+    if source == "packages":
+        return [_file(path, path.removesuffix(name) or "/") for name, path in packages.find()]
     path = os.path.expanduser(source)
     if source == "stdlib":
         root = sysconfig.get_path("stdlib")
@@ -340,7 +344,7 @@ def _is_build_record(path: str) -> bool:
 def warn_of_others(source: str, log: Callable[[str], object]) -> None:
     """Say which files of a folder are left out, by their suffixes, since they may be of the corpus."""
     folder = os.path.expanduser(source)
-    if source == "stdlib" or places.is_url(source) or not os.path.isdir(folder):
+    if source in INSTALLED or places.is_url(source) or not os.path.isdir(folder):
         return
     links = []
     others: Counter[str] = Counter()

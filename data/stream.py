@@ -309,7 +309,7 @@ class Stream:
         token are skipped."""
         units = self.source.units
         cfg = self.cfg
-        allowed = math.inf if cfg.source == "stdlib" else cfg.skip_failed
+        allowed = math.inf if cfg.source in sources.INSTALLED else cfg.skip_failed
         barren = 0  # units in a row without a token to train on
         while True:
             barren += 1

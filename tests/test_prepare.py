@@ -22,7 +22,7 @@ import pytest
 from pyarrow import parquet
 
 from configs.schema import Data, InputError, is_prepared
-from data import hf_tokenizer, rank_files, sources, splice, stream, tokenizer
+from data import hf_tokenizer, packages, rank_files, sources, splice, stream, tokenizer
 from data.documents import DocumentIndex
 from data.prepare import prepare
 from data.prepared import Prepared, open_prepared, verify
@@ -231,6 +231,49 @@ def test_the_standard_library_is_read_without_its_tables() -> None:
     for name, path in found.items():
         text = Path(path).read_text(encoding="utf-8", errors="replace")
         assert len(text) < 5000 or len(number.findall(text)) < len(text) / 50, f"{name} is a table"
+
+
+def test_installed_packages_are_a_corpus(tmp_path: Path) -> None:
+    """Its documents are in one order, each once, without tests; a changed byte is seen."""
+    found = packages.find()
+    names = [name for name, _ in found]
+    assert names == sorted(set(names)) and "torch/nn/functional.py" in names
+    assert not [name for name in names if packages.is_left_out(name)]
+    contents = [Path(path).read_bytes() for _, path in found]
+    assert all(contents) and len(set(contents)) == len(contents)
+    files = sources.find("packages")
+    assert [(file.name, file.path) for file in files] == found
+    one = tmp_path / "one.py"
+    one.write_text("a = 1\n")
+    before = packages.digest([*found[:9], ("one.py", str(one))])
+    one.write_text("a = 2\n")
+    assert before != packages.digest([*found[:9], ("one.py", str(one))])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_left_out"),
+    [
+        ("numpy/tests/a.py", True),
+        ("torch/testing/_internal/common_utils.py", True),
+        ("a/test_b.py", True),
+        ("a/conftest.py", True),
+        ("torch/version.py", True),
+        ("torch/utils/testers.py", False),
+        ("a/latest.py", False),
+    ],
+)
+def test_tests_of_packages_are_left_out(name: str, is_left_out: bool) -> None:
+    assert packages.is_left_out(name) == is_left_out
+
+
+def test_copies_and_missing_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"a.py": "x\n", "b.py": "x\n", "c.py": "y\n", "d.py": ""}.items():
+        (tmp_path / name).write_text(text)
+    files = [(name, str(tmp_path / name)) for name in ("a.py", "b.py", "c.py", "d.py")]
+    assert [name for name, _ in packages.without_copies(files)] == ["a.py", "c.py"]
+    monkeypatch.setattr(packages, "names", lambda: ["no-such-package"])
+    with pytest.raises(InputError, match="no-such-package of requirements.txt is not installed"):
+        sources.find("packages")
 
 
 # ---- the tokenised corpus

@@ -189,7 +189,9 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
         options += [cfg.fim_rate, cfg.fim_spm_rate, cfg.fim_tokens]
     if cfg.tokenizer_pattern or cfg.end_token:
         options += [cfg.tokenizer_pattern, cfg.end_token]
-    decides = json.dumps([FORMAT, cfg.source == "stdlib", files, kind, BPE_CHARACTERS, options])
+    decides = json.dumps(
+        [FORMAT, cfg.source in sources.INSTALLED, files, kind, BPE_CHARACTERS, options]
+    )
     readable = re.sub(
         r"[^A-Za-z0-9]+", "-", f"{os.path.basename(cfg.source.rstrip('/'))}-{kind[:8]}"
     ).strip("-")

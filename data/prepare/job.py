@@ -387,7 +387,7 @@ class PrepareJob:
 
 def allowed_failures(cfg: Data) -> float:
     """Return the number of unreadable documents that are tolerated."""
-    return float("inf") if cfg.source == "stdlib" else cfg.skip_failed
+    return float("inf") if cfg.source in sources.INSTALLED else cfg.skip_failed
 
 
 def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer.Tokenizer:
