@@ -1,0 +1,82 @@
+"""Write the table of docs/ledger.md: means, bands and what is significant."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from lab.ledger.row import ROOT, Row
+
+PAGE = ROOT / "docs" / "ledger.md"
+MARK = "<!-- written by python -m lab.ledger -->\n"
+# Student's t at 97.5% for 1 to 9 degrees of freedom (any table; NIST handbook, 1.3.6.7.2).
+T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def band(losses: list[float]) -> float:
+    """Return the half-width of the 95% confidence interval of a mean; nan for a single number."""
+    if len(losses) < 2:
+        return math.nan
+    return T[min(len(losses) - 1, len(T)) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
+
+
+def difference(a: list[float], b: list[float], paired: bool) -> tuple[float, float]:
+    """Return mean(b) - mean(a) and the half-width of its 95% interval. paired: number i of both is of
+    the same seed; otherwise both variances are added, with the degrees of freedom of the smaller
+    sample, which is wider than Welch's."""
+    if paired:
+        change = [y - x for x, y in zip(a, b, strict=True)]
+        return statistics.fmean(change), band(change)
+    error = math.hypot(*(statistics.stdev(x) / math.sqrt(len(x)) for x in (a, b)))
+    freedom = min(len(a), len(b), len(T) + 1) - 1
+    return statistics.fmean(b) - statistics.fmean(a), T[freedom - 1] * error
+
+
+def significance(row: Row) -> list[str]:
+    """Return a clause for each arm after the first: by how much it differs from the first."""
+    losses = all_losses(row)
+    first, *others = losses
+    said = []
+    for arm in others:
+        paired = not {first, arm} & row.measured.keys()
+        change, width = difference(losses[first], losses[arm], paired)
+        means = "significant" if abs(change) > width else "not significant"
+        said.append(f"{arm} - {first}: {change:+.4f} ± {width:.4f}, {means}")
+    return said
+
+
+def all_losses(row: Row) -> dict[str, list[float]]:
+    """Return the losses of every arm with at least two seeds, those of others first."""
+    ours = row.results.get("losses", {})
+    return {arm: x for arm, x in {**row.measured, **ours}.items() if len(x) > 1}
+
+
+def section(row: Row) -> str:
+    """Return the part of the page about one row."""
+    lines = [f"## {row.title}", "", row.question, ""]
+    if row.rival:
+        lines += [f"Published: {row.rival['number']} ({row.rival['source']}).", ""]
+    losses = all_losses(row)
+    if not row.results:
+        lines += [f"`{row.name}`: **not run yet**. {row.verdict}".rstrip(), ""]
+        return "\n".join(lines)
+    lines += [
+        "| arm | validation loss | seeds | tokens | minutes |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for arm, found in losses.items():
+        mean = f"{statistics.fmean(found):.4f} ± {band(found):.4f}"
+        ours = arm in row.results["minutes"]
+        tokens = f"{row.results['tokens']:,}" if ours else ""
+        minutes = f"{row.results['minutes'][arm]:.1f}" if ours else ""
+        lines.append(f"| {arm} | {mean} | {len(found)} | {tokens} | {minutes} |")
+    lines += ["", "; ".join(significance(row)) + "." if len(losses) > 1 else "", row.verdict, ""]
+    kind = f"{row.results['machine']}, torch {row.results['torch']}, commit {row.results['commit']}"
+    lines += [f"`{row.name}`: {kind}; corpus SHA-256 {row.results['corpus'][:16]}.", ""]
+    return "\n".join(lines)
+
+
+def write(rows: list[Row]) -> None:
+    """Replace the generated part of the page."""
+    before = PAGE.read_text(encoding="utf-8").split(MARK)[0]
+    PAGE.write_text(before + MARK + "\n" + "\n".join(map(section, rows)), encoding="utf-8")

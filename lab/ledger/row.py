@@ -1,0 +1,158 @@
+"""Read and write a row of the ledger, and say which machine and corpus a result is of."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import subprocess
+import urllib.request
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from configs.schema import InputError
+from data import packages, sources
+
+ROOT = Path(__file__).parents[2]
+ROWS = Path(__file__).parent
+RUNS = ROOT / "runs" / "ledger"
+MARK = "# Below: written by python -m lab.ledger\n"
+
+
+@dataclass
+class Row:
+    """A row: what was asked, how to train it, and what came out.
+
+    arms: options of each arm, after `common`; measured: losses of arms that another program has
+    trained; results and replay: empty until the row has run."""
+
+    name: str
+    path: Path
+    title: str
+    question: str
+    base: str
+    seeds: list[int]
+    common: list[str]
+    arms: dict[str, list[str]]
+    verdict: str = ""
+    rival: dict[str, Any] = field(default_factory=dict)
+    measured: dict[str, list[float]] = field(default_factory=dict)
+    corpus: dict[str, str] = field(default_factory=dict)
+    rounding: float = 1e-3
+    results: dict[str, Any] = field(default_factory=dict)
+    replay: dict[str, Any] = field(default_factory=dict)
+
+    def options(self, arm: str, seed: int, folder: Path) -> list[str]:
+        """Return the arguments of train.py for one run."""
+        source = [f"--data.source={self._text()}"] if self.corpus else []
+        place = [f"--run.folder={folder}", f"--run.seed={seed}"]
+        return [self.base, *source, *self.common, *self.arms[arm], *place]
+
+    def corpus_digest(self) -> str:
+        """Return the SHA-256 of the corpus's bytes (data/packages.py::digest where it is several
+        files). Raises InputError where a text is another than the row's."""
+        if self.corpus:
+            return hashlib.sha256(self._text().read_bytes()).hexdigest()
+        names = [option.split("=", 1)[1] for option in self.common if "data.source=" in option]
+        files = sources.find(names[-1] if names else "stdlib")
+        return packages.digest((file.name, file.path) for file in files)
+
+    def _text(self) -> Path:
+        """Return the file of a corpus that has an address, and fetch it if it is not there."""
+        path = RUNS / self.corpus["name"]
+        url, digest = self.corpus["url"], self.corpus["sha256"]
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with urllib.request.urlopen(url, timeout=60) as answer:
+                    path.write_bytes(answer.read())
+            except OSError as error:
+                raise InputError(f"{url} cannot be read ({error}): put it at {path}") from error
+        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise InputError(f"{path} is not the text of this row (SHA-256 {digest}): remove it")
+        return path
+
+
+def read(path: Path) -> Row:
+    """Read a row. InputError: there is none, or a key is missing or unknown."""
+    if not path.exists():
+        known = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml")))
+        raise InputError(f"{path.stem} is no row of the ledger: take one of {known}")
+    try:
+        return Row(name=path.stem, path=path, **tomli.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, tomli.TOMLDecodeError) as error:
+        raise InputError(f"{path} is no row of the ledger: {error}") from error
+
+
+def rows() -> list[Row]:
+    return [read(path) for path in sorted(ROWS.glob("*.toml"))]
+
+
+def write(row: Row) -> None:
+    """Replace what the program has written below MARK; what a person wrote above it stays."""
+    written = row.path.read_text(encoding="utf-8").split(MARK)[0].rstrip("\n")
+    tables = [("results", row.results), ("replay", row.replay)]
+    lines = []
+    for name, table in tables:
+        lines.append(f"\n[{name}]\n")
+        lines += [f"{key} = {_value(value)}\n" for key, value in table.items()]
+    row.path.write_text(f"{written}\n\n{MARK}{''.join(lines)}", encoding="utf-8")
+
+
+def _value(value: Any) -> str:
+    """Write a value in TOML. Floats are written with as many digits as give the same number back."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f'"{k}" = {_value(v)}' for k, v in value.items()) + " }"
+    if isinstance(value, list) and len(value) > 5:
+        cells = [f"{_value(cell)}," for cell in value]
+        return (
+            "[\n"
+            + "".join(f"    {' '.join(cells[i : i + 5])}\n" for i in range(0, len(cells), 5))
+            + "]"
+        )
+    return json.dumps(value)
+
+
+def machine() -> str:
+    """Return the kind of this machine: processor and the vector instructions that decide in which
+    order a sum is taken. Runs on one kind with one version of PyTorch are bitwise equal."""
+    model, flags = platform.processor() or platform.machine(), set[str]()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        text = info.read_text(encoding="utf-8")
+        found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+        model = found[1] if found else model
+        listed = re.search(r"^flags\s*: (.*)$", text, re.MULTILINE)
+        flags = set(listed[1].split()) if listed else flags
+    wide = sorted(flags & {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_tile"})
+    return " ".join([model, *wide])
+
+
+def torch_version() -> str:
+    return metadata.version("torch")
+
+
+def commit() -> str:
+    """Return this checkout's commit, with "+" where files differ from it."""
+    head = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
+    changed = [
+        "git",
+        "-C",
+        str(ROOT),
+        "status",
+        "--porcelain",
+        "-uno",
+        "--",
+        ".",
+        ":!lab",
+        ":!docs",
+    ]
+    answers = [
+        subprocess.run(c, capture_output=True, text=True, check=False) for c in (head, changed)
+    ]
+    return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
