@@ -45,7 +45,7 @@ def test_bands_are_those_of_students_t() -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_is_legal(row: ledger.Row) -> None:
+def test_a_row_is_legal(row: ledger.LedgerRow) -> None:
     """Each arm is a configuration, and results that are there are whole."""
     for arm, own in row.arms.items():
         load_config([row.base, *row.common, *own])
@@ -62,7 +62,7 @@ def test_the_page_is_that_of_the_rows() -> None:
 
 @pytest.mark.parametrize("row", REPLAYED, ids=lambda row: row.name)
 @pytest.mark.slow
-def test_a_row_is_replayed(row: ledger.Row) -> None:
+def test_a_row_is_replayed(row: ledger.LedgerRow) -> None:
     if row.corpus_digest() != row.results["corpus"]:
         pytest.skip("other versions of the packages are installed, so the corpus is another")
     assert program.check(row) == ""

@@ -17,7 +17,7 @@ from configs import program
 from configs.schema import InputError
 from lab.ledger import page
 from lab.ledger import row as ledger
-from lab.ledger.row import Row
+from lab.ledger.row import LedgerRow
 
 STEPS = 50  # of a replay
 DIFFERS = 1  # exit code
@@ -41,7 +41,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def outcome(row: Row, arm: str, seed: int) -> dict[str, float]:
+def outcome(row: LedgerRow, arm: str, seed: int) -> dict[str, float]:
     """Return loss, tokens and minutes of a run, which is trained or resumed first if it has not
     ended. Minutes are those of its steps at the mean rate of its log lines."""
     folder = ledger.RUNS / row.name / arm / str(seed)
@@ -59,7 +59,7 @@ def outcome(row: Row, arm: str, seed: int) -> dict[str, float]:
     return {"loss": loss, "tokens": tokens, "minutes": tokens / (sum(rates) / len(rates)) / 60}
 
 
-def first_losses(row: Row, arm: str, seed: int) -> list[float]:
+def first_losses(row: LedgerRow, arm: str, seed: int) -> list[float]:
     """Return the losses of the first STEPS steps of a run, trained anew."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
@@ -72,7 +72,7 @@ def first_losses(row: Row, arm: str, seed: int) -> list[float]:
         return [line["loss"] for line in metrics(folder) if "loss" in line][:STEPS]
 
 
-def run(row: Row) -> None:
+def run(row: LedgerRow) -> None:
     """Fill the results of a row, and the numbers that `check` compares."""
     losses, minutes, tokens = {}, {}, 0
     for arm in row.arms:
@@ -89,7 +89,7 @@ def run(row: Row) -> None:
     ledger.write(row)
 
 
-def check(row: Row) -> str:
+def check(row: LedgerRow) -> str:
     """Replay a row. Return the difference in a sentence, or "" if there is none. InputError: it has
     not run yet, or this machine has another corpus."""
     if not row.replay:
@@ -102,7 +102,7 @@ def check(row: Row) -> str:
     return compare(row, first_losses(row, row.replay["arm"], row.replay["seed"]))
 
 
-def compare(row: Row, found: list[float]) -> str:
+def compare(row: LedgerRow, found: list[float]) -> str:
     """Return how losses of a replay differ from the row's, or "" if they do not."""
     here = (ledger.machine(), ledger.torch_version())
     same = (row.results["machine"], row.results["torch"]) == here

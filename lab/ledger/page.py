@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 
-from lab.ledger.row import ROOT, Row
+from lab.ledger.row import ROOT, LedgerRow
 
 PAGE = ROOT / "docs" / "ledger.md"
 MARK = "<!-- written by python -m lab.ledger -->\n"
@@ -32,7 +32,7 @@ def difference(a: list[float], b: list[float], paired: bool) -> tuple[float, flo
     return statistics.fmean(b) - statistics.fmean(a), T[freedom - 1] * error
 
 
-def significance(row: Row) -> list[str]:
+def significance(row: LedgerRow) -> list[str]:
     """Return a clause for each arm after the first: by how much it differs from the first."""
     losses = all_losses(row)
     first, *others = losses
@@ -45,13 +45,13 @@ def significance(row: Row) -> list[str]:
     return said
 
 
-def all_losses(row: Row) -> dict[str, list[float]]:
+def all_losses(row: LedgerRow) -> dict[str, list[float]]:
     """Return the losses of every arm with at least two seeds, those of others first."""
     ours = row.results.get("losses", {})
     return {arm: x for arm, x in {**row.measured, **ours}.items() if len(x) > 1}
 
 
-def section(row: Row) -> str:
+def section(row: LedgerRow) -> str:
     """Return the part of the page about one row."""
     lines = [f"## {row.title}", "", row.question, ""]
     if row.rival:
@@ -76,7 +76,7 @@ def section(row: Row) -> str:
     return "\n".join(lines)
 
 
-def write(rows: list[Row]) -> None:
+def write(rows: list[LedgerRow]) -> None:
     """Replace the generated part of the page."""
     before = PAGE.read_text(encoding="utf-8").split(MARK)[0]
     PAGE.write_text(before + MARK + "\n" + "\n".join(map(section, rows)), encoding="utf-8")

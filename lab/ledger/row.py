@@ -25,7 +25,7 @@ MARK = "# Below: written by python -m lab.ledger\n"
 
 
 @dataclass
-class Row:
+class LedgerRow:
     """A row: what was asked, how to train it, and what came out.
 
     arms: options of each arm, after `common`; measured: losses of arms that another program has
@@ -78,22 +78,22 @@ class Row:
         return path
 
 
-def read(path: Path) -> Row:
+def read(path: Path) -> LedgerRow:
     """Read a row. InputError: there is none, or a key is missing or unknown."""
     if not path.exists():
         known = ", ".join(sorted(p.stem for p in path.parent.glob("*.toml")))
         raise InputError(f"{path.stem} is no row of the ledger: take one of {known}")
     try:
-        return Row(name=path.stem, path=path, **tomli.loads(path.read_text(encoding="utf-8")))
+        return LedgerRow(name=path.stem, path=path, **tomli.loads(path.read_text(encoding="utf-8")))
     except (TypeError, tomli.TOMLDecodeError) as error:
         raise InputError(f"{path} is no row of the ledger: {error}") from error
 
 
-def rows() -> list[Row]:
+def rows() -> list[LedgerRow]:
     return [read(path) for path in sorted(ROWS.glob("*.toml"))]
 
 
-def write(row: Row) -> None:
+def write(row: LedgerRow) -> None:
     """Replace what the program has written below MARK; what a person wrote above it stays."""
     written = row.path.read_text(encoding="utf-8").split(MARK)[0].rstrip("\n")
     tables = [("results", row.results), ("replay", row.replay)]
