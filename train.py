@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch.profiler import record_function
 from checkpoint import hf
 from checkpoint.place import claimed
 from checkpoint.resume import resume
+from checkpoint.stages import run_stages
 from configs import check, program
 from configs.load import as_given, dump, help_asked_for, ignored, load_config
 from configs.schema import Config, InputError
@@ -58,12 +60,12 @@ from training.one_pass import scaling
 from training.optim import (
     build_optimizer,
     clip_grad_norm,
-    learning_rate,
     set_learning_rate,
     step_if,
 )
 from training.profiler import profiler
 from training.room import check_room
+from training.stages import learning_rate
 from training.summary import summarise
 from training.validate import Unstoppable, run_validation
 from training.z_loss import open_z_loss
@@ -426,7 +428,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             data_seconds = clock.record("data")
 
             watchdog.arm(run.patience, "forward")
-            lr = learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule)
+            lr = learning_rate(step, cfg)
             set_learning_rate(job.optimizer, lr)
             replay = every(step + 1, cfg.debug.replay_interval)
             digest = every(step + 1, cfg.metrics.gradient_interval)
@@ -523,6 +525,26 @@ def finish(run: Session, this_start: Start, step: int, summary: str) -> int:
     return DONE if is_done else STOPPED
 
 
+def start(argv: list[str], cfg: Config) -> int:
+    """Do one start of the run, or of one of its stages. Returns the exit code."""
+    here = meshes.world()
+    folder = Path(cfg.run.folder)
+    with (
+        claimed(cfg) as place,
+        Start(folder, here.rank, argv, *as_given(argv), dump(cfg), os.environ) as this_start,
+    ):
+        log.setup(folder, here.rank, log.writes_log(here.size, here.local_rank))
+        with (
+            Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
+            health.Watchdog(folder, here.rank) as watchdog,
+            health.FailureTime(),
+        ):
+            for sentence in ignored(argv):
+                logger.warning(sentence)
+            this_start.code = train(cfg, place, this_start, stop, watchdog)
+    return this_start.code
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run `train.py [CONFIG.toml] [--table.key=value ...]`. Returns the exit code:
 
@@ -542,23 +564,10 @@ def main(argv: list[str] | None = None) -> int:
         here = meshes.world()
         cfg = load_config(argv, here.size, here.local_size)
         check_mirrored(cfg.run.mirror)
-        folder = Path(cfg.run.folder)
         meshes.open_group(cfg.run)
-        with (
-            claimed(cfg) as place,
-            Start(folder, here.rank, argv, *as_given(argv), dump(cfg), os.environ) as this_start,
-        ):
-            log.setup(folder, here.rank, log.writes_log(here.size, here.local_rank))
-            with (
-                Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
-                health.Watchdog(folder, here.rank) as watchdog,
-                health.FailureTime(),
-            ):
-                for sentence in ignored(argv):
-                    logger.warning(sentence)
-                this_start.code = train(cfg, place, this_start, stop, watchdog)
+        code = run_stages(cfg, partial(start, argv))
         meshes.close_mesh()
-        return this_start.code
+        return code
     except (InputError, LoaderError, OSError) as error:
         return refuse(error)
 

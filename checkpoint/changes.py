@@ -10,7 +10,7 @@ from typing import Any
 
 import tomli
 
-from configs import dropped
+from configs import dropped, stages
 from configs.schema import Config
 
 # Tables of options whose change changes what is computed; the mesh is compared by its sizes.
@@ -101,7 +101,7 @@ def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
 def _rate(facts: dict, step: int) -> float | None:
     """Return the learning rate that these options give the step after so many; None where they are
     no longer a valid configuration."""
-    from training.optim import learning_rate  # here, because it imports torch
+    from training.stages import learning_rate  # here, because it imports torch
 
     try:
         cfg = Config.model_validate(_known(tomli.loads(facts["config"])))
@@ -111,17 +111,21 @@ def _rate(facts: dict, step: int) -> float | None:
         schedule = cfg.lr_schedule.model_copy(update={"warmup_steps": warmup})
         if step >= cfg.training.steps:
             return None
-        return learning_rate(step, cfg.training.steps, cfg.optimizer.lr, schedule)
+        return learning_rate(
+            step, stages.at(cfg.model_copy(update={"lr_schedule": schedule}), step)
+        )
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
 
 def _known(tables: dict) -> dict:
     """Return the tables of options that the learning rate depends on."""
-    steps = tables["training"]["steps"]
+    training = {
+        key: tables["training"][key] for key in ("steps", "stages") if key in tables["training"]
+    }
     lr = tables["optimizer"]["lr"]
     fields = tables["lr_schedule"]
-    return {"training": {"steps": steps}, "optimizer": {"lr": lr}, "lr_schedule": fields}
+    return {"training": training, "optimizer": {"lr": lr}, "lr_schedule": fields}
 
 
 def _shown(value: Any) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from checkpoint import adapters, branches, hf
 from checkpoint.manager import CheckpointManager
+from configs import stages
 from parallelisms.mesh import world
 from reliability import disk
 
@@ -36,7 +37,7 @@ def resume(
     """
     cfg = job.cfg
     folder = Path(cfg.run.folder)
-    if cfg.checkpoint.export_hf:
+    if stages.whole(cfg).checkpoint.export_hf:
         # what cannot be exported is refused before it is trained
         hf.config_of(hf.formats_of(families, cfg.model.family), job.args)
     tokenizer = corpora.tokenizer
@@ -64,6 +65,7 @@ def resume(
         )
     if cfg.checkpoint.branch_from and checkpoints.last_step >= 0:
         say_unused(cfg.checkpoint.branch_from, folder, checkpoints)
+    stages.check(cfg, progress.get("step", 0))
     order = corpora.order(progress)
     describe_run = partial(describe, folder, options, corpora, order)
     if not (folder / "config.toml").exists():

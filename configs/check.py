@@ -31,9 +31,11 @@ from configs.schema import (
     Derived,
     InputError,
     Lora,
+    MixtureRow,
     Model,
     Optimizer,
     Parallelism,
+    TrainingStage,
     is_prepared,
 )
 from models import NUMBERS
@@ -251,6 +253,27 @@ def _options_of_muon(optimizer: Optimizer) -> str:
     )
 
 
+def _with_begin(rows: tuple[TrainingStage, ...], step: int) -> list[TrainingStage]:
+    return [row.model_copy(update={"begin": step}) for row in rows]
+
+
+def _shown_stages(rows: tuple[TrainingStage, ...]) -> str:
+    return json.dumps([row.model_dump(exclude_defaults=True) for row in rows])
+
+
+def _wrong_weights(stages: tuple[TrainingStage, ...], mixture: tuple[MixtureRow, ...]) -> str:
+    """List the names to which stages give weights and must not: a source that does not exist, one
+    that is named twice, or that its own schedule changes at that step."""
+    schedules = {row.name: dict(row.schedule) for row in mixture}
+    wrong = []
+    for stage in stages:
+        names = [name for name, _ in stage.weights]
+        for name in dict.fromkeys(names):
+            if stage.begin in schedules.get(name, [stage.begin]) or names.count(name) > 1:
+                wrong.append(f"{name} at step {stage.begin}")
+    return ", ".join(wrong)
+
+
 # Numbers that rules share. One whose inputs are unknown is unknown too, and the rules that need it
 # are left out.
 DERIVED = {
@@ -278,6 +301,8 @@ DERIVED = {
     ),
     "warmup": lambda c: _warmup_steps(c),
     "options_of_muon": lambda c: _options_of_muon(c.optimizer),
+    "stages_shown": lambda c: f"training.stages = {_shown_stages(c.training.stages)}",
+    "stage_weights": lambda c: _wrong_weights(c.training.stages, c.data.mixture),
     "layers": lambda c: ", ".join(c.family.layers),
     "unknown_layers": lambda c: ", ".join(
         name for name in c.lora.targets if name not in c.family.layers
@@ -662,6 +687,46 @@ RULES = {
         lambda c: c.data.mixture and c.data.source != Data().source,
         "{data.source} has no effect with data.mixture, which names the sources: remove it, or "
         "give it a row there",
+    ),
+    # Stages of the run.
+    "stages_begin": (
+        lambda c: any(row.begin >= c.training.steps for row in c.training.stages),
+        "{stages_shown} begins after {training.steps}, where the run has ended: begin earlier, "
+        "or raise steps",
+    ),
+    "stages_nothing": (
+        lambda c: TrainingStage(begin=1) in _with_begin(c.training.stages, 1),
+        "{stages_shown} has a row that changes nothing: give it "
+        f"{', '.join(list(TrainingStage.model_fields)[1:])}, or remove it",
+    ),
+    "stages_weights": (
+        lambda c: c.stage_weights != "",
+        "{stages_shown} gives weights to {stage_weights}: name sources of data.mixture, each "
+        "once, and no step at which their schedule has an entry",
+    ),
+    "stages_schedule": (
+        lambda c: any(
+            row.lr_schedule is None and (row.lr_warmup_steps or row.lr_min_ratio is not None)
+            for row in c.training.stages
+        ),
+        "{stages_shown} sets lr_warmup_steps or lr_min_ratio, which have no effect without "
+        "lr_schedule: add it",
+    ),
+    "stages_warmup": (
+        lambda c: any(
+            row.lr_warmup_steps > c.training.steps - row.begin for row in c.training.stages
+        ),
+        "{stages_shown} sets more lr_warmup_steps than are left of {training.steps}: lower it",
+    ),
+    "stages_stream": (
+        lambda c: (
+            c.data.stream
+            and any(
+                row.seq_len or row.global_batch_size or row.weights for row in c.training.stages
+            )
+        ),
+        "{stages_shown} with {data.stream} can change the learning rate alone: prepare the text "
+        "(python -m data.prepare), or leave seq_len, global_batch_size and weights out",
     ),
     "validation_names": (
         lambda c: (

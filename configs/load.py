@@ -27,7 +27,7 @@ from typing import Any
 import tomli
 from pydantic import ValidationError
 
-from configs import dropped, hints, program, published
+from configs import dropped, hints, program, published, stages
 from configs.check import broken_rules, derive
 from configs.common import COMMON
 from configs.schema import Config, Derived, InputError, redact
@@ -108,6 +108,8 @@ def load_config(
 
     cfg = Config.model_validate(sound)
     problems += broken_rules(_certain(cfg, doubtful), world_size, local_world_size)
+    if not problems:
+        problems = stages.sentences(cfg, broken_rules, world_size, local_world_size)
     if problems:
         raise ConfigError(problems)
     return derive(cfg, world_size)
@@ -507,7 +509,8 @@ def allowed(option: dict) -> str:
             return f"a list of {option['minItems']}, each {each[0]}"
         return f"[{', '.join(each)}]"
     if option["type"] == "object":
-        return f"a table of {', '.join(option['properties'])}"
+        names = list(option["properties"])
+        return f"a table of {', '.join(names[:6])}{', ...' * (len(names) > 6)}"
     if option["type"] == "boolean":
         return "true or false"
     if option["type"] == "string":
@@ -548,12 +551,12 @@ def dump(cfg: Config) -> str:
     are None are left out, and `Derived` numbers are comments: read for a different mesh, the file
     gives that mesh's numbers."""
     lines = []
-    for table, options in vars(cfg).items():
+    for table, options in vars(stages.whole(cfg)).items():
         lines.append(f"[{table}]")
-        for key, value in options.model_dump().items():
+        for key, value in options.model_dump(exclude_none=True).items():
             if isinstance(getattr(options, key), Derived):
                 lines.append(f"# {key} = {value}  (not set: it follows from other options)")
-            elif value is not None:
+            else:
                 lines.append(f"{key} = {_toml(value)}")
         lines.append("")
     return "\n".join(lines)

@@ -324,6 +324,37 @@ class MixtureRow(Table):
     """Largest number of epochs of this source in the whole run; 0: no limit."""
 
 
+class TrainingStage(Table):
+    begin: Step
+    """Steps after which this stage begins; what a stage does not set stays as before."""
+    seq_len: int | None = Field(None, ge=1)
+    """Tokens per sequence from here on."""
+    global_batch_size: int | None = Field(None, ge=1)
+    """Sequences per optimizer step from here on."""
+    local_batch_size: int | None = Field(None, ge=1)
+    """Sequences per data-parallel rank and microbatch from here on."""
+    weights: Annotated[
+        tuple[Annotated[tuple[str, Weight], BeforeValidator(_as_tuple)], ...],
+        BeforeValidator(_as_tuple),
+    ] = ()
+    """Weights of sources of data.mixture from here on: [[name, weight], ...]."""
+    lr: float | None = Field(None, gt=0)
+    """Peak learning rate from here on."""
+    lr_schedule: Literal["cosine", "linear", "wsd", "constant"] | None = None
+    """Begin this schedule here, over the steps to the next stage that begins one, or to the end."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Steps of linear warmup of that schedule."""
+    lr_min_ratio: float | None = Field(None, ge=0, le=1)
+    """Learning rate at the end of that schedule, as a share of the peak."""
+
+
+def _begin_in_order(rows: tuple[TrainingStage, ...]) -> tuple[TrainingStage, ...]:
+    begins = [row.begin for row in rows]
+    if begins != sorted(set(begins)):
+        raise ValueError("must give rows in ascending order of begin, each step once")
+    return rows
+
+
 class ValidationSet(Table):
     name: Name
     """Name of this set in metrics."""
@@ -456,6 +487,11 @@ class Training(Table):
     local_batch_size: int | None = Field(None, ge=1)
     """Sequences per data-parallel rank and microbatch; the rest accumulates. Not set: all of them;
     1 in a pipeline."""
+    stages: Annotated[
+        tuple[TrainingStage, ...], BeforeValidator(_as_tuple), AfterValidator(_begin_in_order)
+    ] = ()
+    """Changes in mid-run: tables [[training.stages]] with begin, seq_len, batch sizes, weights, lr
+    and its schedule."""
     param_dtype: DType = "auto"
     """Dtype of weights in forward and backward; auto: bfloat16 if the hardware has it; float64: for
     checks on a CPU."""

@@ -172,11 +172,11 @@ def prove(order: Order, steps: int) -> list[str]:
     every window of the previous one was seen, or a block that does not have exactly its shares. It
     takes one bool of memory per window."""
     problems = []
-    # seen in this epoch
-    marked = {
-        s.key: np.zeros(s.windows, bool) for segment in order.segments for s in segment.sources
-    }
-    epochs = dict.fromkeys(marked, 0)
+    # seen in this epoch, of the windows of each length
+    passes: dict[tuple[int, int], _Pass] = {}
+    for segment in order.segments:
+        for s in segment.sources:
+            passes[s.key, segment.seq_len] = _Pass(np.zeros(s.windows, bool))
     for segment, end in zip(
         order.segments, [*(segment.step for segment in order.segments[1:]), steps], strict=True
     ):
@@ -187,8 +187,9 @@ def prove(order: Order, steps: int) -> list[str]:
             source, window, epoch = order.rows(step, 0, G, count)
             stretch = f"steps {step + 1} to {step + count}"
             for i, s in enumerate(segment.sources):
-                of_source = source == i
-                for line in _mark(s, window[of_source], epoch[of_source], marked[s.key], epochs):
+                mine = source == i
+                seen = passes[s.key, segment.seq_len]
+                for line in _mark(s, window[mine], epoch[mine], seen):
                     problems.append(f"{stretch}, source {s.name or 'data.source'}: {line}")
             owners = np.concatenate((owners, source))
             while len(owners) >= BLOCK:
@@ -201,11 +202,18 @@ def prove(order: Order, steps: int) -> list[str]:
     return problems
 
 
-def _mark(
-    source: Source, window: np.ndarray, epoch: np.ndarray, bits: np.ndarray, epochs: dict[int, int]
-) -> Iterator[str]:
-    """Mark the next samples of a source, which come in order, in `bits`; yields a sentence for each
+@dataclass
+class _Pass:
+    """Windows of a source that were seen in the epoch that has begun."""
+
+    bits: np.ndarray
+    epoch: int = 0
+
+
+def _mark(source: Source, window: np.ndarray, epoch: np.ndarray, seen: _Pass) -> Iterator[str]:
+    """Mark the next samples of a source, which come in order, in `seen`; yields a sentence for each
     problem."""
+    bits = seen.bits
     for part in np.split(np.arange(len(epoch)), np.flatnonzero(np.diff(epoch)) + 1):
         if not len(part):
             continue
@@ -213,13 +221,14 @@ def _mark(
         if not (0 <= windows.min() and windows.max() < source.windows):
             yield f"a window of epoch {e} is beyond the {source.windows} that there are"
             return
-        if e != epochs[source.key]:
-            if e != epochs[source.key] + 1 or not bits.all():
+        if e != seen.epoch:
+            if e != seen.epoch + 1 or not bits.all():
                 yield (
-                    f"epoch {e} follows {epochs[source.key]}, of which {np.count_nonzero(~bits)} "
+                    f"epoch {e} follows {seen.epoch}, of which {np.count_nonzero(~bits)} "
                     "windows were not seen"
                 )
-            bits[:], epochs[source.key] = False, e
+            bits[:] = False
+            seen.epoch = e
         if repeated := int(bits[windows].sum()) + len(windows) - len(np.unique(windows)):
             yield f"{repeated} windows of epoch {e} come again"
         bits[windows] = True

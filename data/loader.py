@@ -96,8 +96,7 @@ class Corpora:
         else:
             order = splice.begin(self.description)
             changes = []
-        max_epochs = {entry.name: entry.max_epochs for entry in self.cfg.data.mixture}
-        splice.check_epochs(order, self.cfg.training.last_step, max_epochs)
+        splice.check_run(order, self.cfg)
         if changes:
             logger.warning(
                 f"the data changes at step {progress['step']} (data.allow_splice): "
@@ -134,6 +133,7 @@ class Corpora:
     def training_batches(self, order: Order, ranks: Ranks, vocab_size: int) -> Batches:
         """Return this rank's training batches: item i is the batch of step i."""
         tokens = [corpus.train for corpus in self.sources.values()]
+        order = splice.until(order, self.cfg)
         batches = rank_batches(self.cfg, tokens, order, ranks, vocab_size)
         batches.depth = tokens_ahead(self.cfg.model)
         return batches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from configs import stages
 from configs.schema import Config, InputError
 from data import formats, inputs, prepared, splice, stream, too_long
 from data.loader import Corpora
@@ -53,17 +54,20 @@ def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
 def describe_run(cfg: Config, sources: dict[str, Prepared]) -> dict:
     """Describe as JSON all that decides the order of the training data."""
     weights = {"": [[0, 1.0]]}
+    run = stages.whole(cfg)
     for entry in cfg.data.mixture:
-        weights[entry.name] = [[0, entry.weight], *map(list, entry.schedule)]
+        later = stages.weights(run, entry.name)
+        weights[entry.name] = sorted([[0, entry.weight], *map(list, entry.schedule), *later])
     described = []
     for name, corpus in sources.items():
         described.append((name, corpus.fingerprint, corpus.train, weights[name]))
     return splice.describe(
         described,
         cfg.run.seed,
-        cfg.training.seq_len,
-        cfg.training.global_batch_size,
+        run.training.seq_len,
+        run.training.global_batch_size,
         cfg.data.skip,
+        stages.sizes(run),
     )
 
 

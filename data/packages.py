@@ -14,14 +14,17 @@ that is compared between machines: another version is another corpus.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
+from configs import program
 from configs.schema import InputError
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
@@ -126,14 +129,18 @@ def without_copies(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return kept
 
 
-def main() -> None:
+def main(argv: list[str]) -> int:
     """Print the packages with their versions, and the number of files, bytes and the digest."""
+    argparse.ArgumentParser(prog="python -m data.packages", description=main.__doc__).parse_args(
+        argv
+    )
     for name, version in versions().items():
         print(f"{name}=={version}")
     files = find()
     size = sum(os.path.getsize(path) for _, path in files)
     print(f"{len(files):,} files, {size / 1e6:.1f} MB, sha256 {digest(files)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    program.run(main, sys.argv[1:])

@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from configs.schema import InputError
+from configs import stages
+from configs.schema import Config, InputError
 from data import packing
 from data.order import BLOCK, Order, Segment, Source, derived_key
+from data.tokens import Tokens
 
 OPTIONS = {
     "seed": "run.seed",
@@ -29,21 +31,16 @@ def describe(
     seq_len: int,
     global_batch_size: int,
     skip: Sequence[tuple[int, int]] = (),
+    lengths: Sequence[tuple[int, int, int]] = (),
 ) -> dict:
     """Describe as JSON all that decides the order. sources: (name, fingerprint, Tokens, [[step,
     weight], ...]) of each; a weight holds from its step on, the first from step 0. skip: data.skip.
+    lengths: (step, seq_len, global_batch_size) that hold from a step on.
     Raises InputError if a source has less than one window, or is there twice."""
     described = []
     names_of_text: dict[str, list[str]] = {}
     for name, fingerprint, tokens, weights in sources:
-        windows = packing.count(tokens, seq_len)
-        if windows < 1:
-            raise InputError(
-                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens for one sequence, but "
-                f"the {tokens.split} split of {name or 'the corpus'} has {len(tokens)}: shorten "
-                "it, give more text (data.source), or hold out another share "
-                "(data.validation_fraction)"
-            )
+        windows = _windows(name, tokens, seq_len)
         described.append(
             {"name": name, "fingerprint": fingerprint, "windows": windows, "weights": weights}
         )
@@ -62,7 +59,32 @@ def describe(
     }
     if skip:
         description["skip"] = [list(entry) for entry in skip]
+    if lengths:
+        description["stages"] = [_stage(sources, *row) for row in lengths]
     return description
+
+
+def _windows(name: str, tokens: Tokens, seq_len: int) -> int:
+    """Count the windows of a source. Raises InputError where there is none."""
+    windows = packing.count(tokens, seq_len)
+    if windows < 1:
+        raise InputError(
+            f"training.seq_len = {seq_len} needs {seq_len + 1} tokens for one sequence, but "
+            f"the {tokens.split} split of {name or 'the corpus'} has {len(tokens)}: shorten "
+            "it, give more text (data.source), or hold out another share "
+            "(data.validation_fraction)"
+        )
+    return windows
+
+
+def _stage(sources: Sequence[tuple], step: int, seq_len: int, global_batch_size: int) -> dict:
+    windows = [_windows(name, tokens, seq_len) for name, _, tokens, _ in sources]
+    return {
+        "step": step,
+        "seq_len": seq_len,
+        "global_batch_size": global_batch_size,
+        "windows": windows,
+    }
 
 
 def begin(description: dict) -> Order:
@@ -70,12 +92,25 @@ def begin(description: dict) -> Order:
     return Order(_extended((), description, 0))
 
 
+def until(order: Order, cfg: Config) -> Order:
+    """Return the segments that begin before the stage of `cfg` ends, the first at least. The
+    batches of the last are those of the stage."""
+    end = stages.own_steps(cfg).stop
+    first, *later = order.segments
+    return Order([first, *(segment for segment in later if segment.step < end)])
+
+
+def check_run(order: Order, cfg: Config) -> None:
+    """Raise InputError if the run would read a source more often than its max_epochs allows."""
+    limits = {entry.name: entry.max_epochs for entry in cfg.data.mixture}
+    check_epochs(order, stages.whole(cfg).training.last_step, limits)
+
+
 def check_epochs(order: Order, steps: int, max_epochs: dict[str, float]) -> None:
     """Raise InputError if `steps` steps would read a source more often than `max_epochs` allows (by
     name; 0: any number of times)."""
-    sources = order.segment(steps).sources
-    for source, consumed in zip(sources, order.consumed(steps), strict=True):
-        epochs = consumed / source.windows
+    for source in order.segment(steps).sources:
+        epochs = _epochs(order, steps, source.fingerprint)
         limit = max_epochs.get(source.name, 0)
         if limit and epochs > limit:
             raise InputError(
@@ -83,6 +118,20 @@ def check_epochs(order: Order, steps: int, max_epochs: dict[str, float]) -> None
                 f"steps, but its max_epochs = {limit:g}: lower its weight, give it more text, "
                 "train fewer steps or raise the limit"
             )
+
+
+def _epochs(order: Order, steps: int, fingerprint: str) -> float:
+    """Return how often `steps` steps read a text: windows of each length are counted apart."""
+    read: dict[tuple, float] = {}
+    for segment in order.segments:
+        end = min(order.end(segment), steps)
+        if end <= segment.step:
+            continue
+        consumed = segment.consumed((end - segment.step) * segment.global_batch_size)
+        for source, count in zip(segment.sources, consumed, strict=True):
+            if source.fingerprint == fingerprint:
+                read[source.key, source.windows] = count / source.windows
+    return sum(read.values())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -171,9 +220,18 @@ def differences(saved: dict, current: dict) -> list[str]:
     skipped_now = current.get("skip", [])
     if skipped_before != skipped_now:
         lines.append(f"data.skip was {skipped_before} and is {skipped_now}")
+    stages_before = saved.get("stages", [])
+    stages_now = current.get("stages", [])
+    if stages_before != stages_now:
+        lines.append(f"training.stages was {_shown(stages_before)} and is {_shown(stages_now)}")
     if not lines and saved != current:
         lines.append("the order of the sources has changed")
     return sorted(lines)
+
+
+def _shown(rows: list[dict]) -> str:
+    """Show the stages of a description: [[step, seq_len, global_batch_size], ...]."""
+    return str([list(row.values())[:3] for row in rows])
 
 
 def _source_differences(before: dict, now: dict) -> list[str]:
@@ -203,6 +261,7 @@ def _extended(past: Sequence[Segment], description: dict, step: int) -> list[Seg
 def _starts(description: dict, step: int) -> list[int]:
     """Return the steps, from `step` on, at which a segment of the description begins."""
     changes = {change for change, _ in description.get("skip", [])}
+    changes |= {stage["step"] for stage in description.get("stages", [])}
     for source in description["sources"]:
         changes |= {change for change, _ in source["weights"]}
     return sorted({step} | {change for change in changes if change > step})
@@ -212,18 +271,19 @@ def _segment(past: list[Segment], description: dict, start: int) -> Segment:
     """Return the segment of the description that begins at step `start`, after the segments
     `past`."""
     described = description["sources"]
+    seq_len, global_batch_size, windows = _sizes(description, start)
     names = [source["name"] for source in described]
     weights = [_weight(source["weights"], start) for source in described]
     shares = _shares(names, weights, start)
     skip = dict(description.get("skip", [])).get(start, 0)
     sources = []
-    for source, share in zip(described, shares, strict=True):
-        key, consumed = _so_far(past, start, description, source, skip)
+    for source, share, of_length in zip(described, shares, windows, strict=True):
+        key, consumed = _so_far(past, start, description["seed"], seq_len, source, skip)
         sources.append(
             Source(
                 name=source["name"],
                 fingerprint=source["fingerprint"],
-                windows=source["windows"],
+                windows=of_length,
                 key=key,
                 share=share,
                 consumed=consumed,
@@ -233,10 +293,21 @@ def _segment(past: list[Segment], description: dict, start: int) -> Segment:
         step=start,
         sample=Order(past).samples(start) if past else 0,
         seed=description["seed"],
-        seq_len=description["seq_len"],
-        global_batch_size=description["global_batch_size"],
+        seq_len=seq_len,
+        global_batch_size=global_batch_size,
         sources=tuple(sources),
     )
+
+
+def _sizes(description: dict, step: int) -> tuple[int, int, list[int]]:
+    """Return the sequence length, the batch size, and the windows of each source, that hold at
+    `step`."""
+    windows = [source["windows"] for source in description["sources"]]
+    held = description["seq_len"], description["global_batch_size"], windows
+    for stage in description.get("stages", []):
+        if stage["step"] <= step:
+            held = stage["seq_len"], stage["global_batch_size"], stage["windows"]
+    return held
 
 
 def _weight(schedule: list, step: int) -> float:
@@ -246,17 +317,16 @@ def _weight(schedule: list, step: int) -> float:
 
 
 def _so_far(
-    past: list[Segment], step: int, description: dict, source: dict, skip: int
+    past: list[Segment], step: int, seed: int, seq_len: int, source: dict, skip: int
 ) -> tuple[int, int]:
     """Return the key of a source, and how many of its samples are consumed before `step`.
 
     They continue from the last segment with the same tokens, seed and seq_len, under any name of
     the source. If there is none, the source starts afresh. skip: further batches that count as
     consumed although no step sees them."""
-    seed = description["seed"]
     end = step  # of the segment that is looked at
     for segment in reversed(past):
-        if segment.seed == seed and segment.seq_len == description["seq_len"]:
+        if segment.seed == seed and segment.seq_len == seq_len:
             steps = end - segment.step
             if end == step:
                 steps += skip

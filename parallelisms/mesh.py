@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from configs.schema import InputError, Parallelism, Run
+from parallelisms.open_once import open_once
 from parallelisms.p2p_warmup import group_to_lower_ranks, warm_up_p2p
 from parallelisms.progress import ProgressCounter, counter_of_this_rank, record_flights
 
@@ -270,6 +271,7 @@ def open_group(run: Run) -> torch.device:
     return device
 
 
+@open_once
 def open_mesh(run: Run, parallelism: Parallelism, dp_shard: int, has_experts: bool = False) -> Mesh:
     """Lay the mesh over the process group; the sizes are already checked. has_experts: whether the
     model has mixtures of experts."""

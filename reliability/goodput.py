@@ -9,6 +9,7 @@ file imports no torch, so tools that read a run start at once.
 
 import contextlib
 import json
+import math
 import os
 import re
 import time
@@ -42,12 +43,18 @@ ORDERLY = (0, 75, 76, 130)
 
 class Clock:
     """Counts every second of this start, by kind, beginning when this process was born (also a
-    forked or restarted one)."""
+    forked or restarted one), or when its start before has ended."""
+
+    counted = (
+        -math.inf
+    )  # until when the starts of this process have counted, on the monotonic clock
 
     def __init__(self, path: Path | None):
         """path: the folder of this start on the rank that writes, None on the others."""
-        age = _process_age()
-        self.born = self.since = time.monotonic() - age
+        now = time.monotonic()
+        self.born = now - _process_age()
+        self.since = max(self.born, Clock.counted) if Clock.counted < now else self.born
+        age = now - self.since
         self.seconds = dict.fromkeys(MEASURED, 0.0)
         self.at: int | None = None  # the last finished step
         self.saves, self.started = 0, False
@@ -127,6 +134,7 @@ class Clock:
             return False
 
     def close(self) -> None:
+        Clock.counted = self.since
         if self.file is not None:
             os.close(self.file)
             self.file = None

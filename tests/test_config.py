@@ -448,6 +448,24 @@ RULE_CASES = {
         'source=corpus mixture=[{name="a",source="x",weight=1}] tokenizer=bytes',
         "source=stdlib",
     ),
+    "stages_begin": ("stages=[{begin=200,lr=0.1}]", "training.steps=300"),
+    "stages_nothing": ("stages=[{begin=5}]", "stages=[{begin=5,lr=0.1}]"),
+    "stages_weights": (
+        'stages=[{begin=5,weights=[["b",1.0]]}] tokenizer=bytes',
+        'mixture=[{name="b",source="x",weight=1}]',
+    ),
+    "stages_schedule": (
+        "stages=[{begin=5,lr_warmup_steps=2}]",
+        'stages=[{begin=5,lr_warmup_steps=2,lr_schedule="linear"}]',
+    ),
+    "stages_warmup": (
+        'stages=[{begin=5,lr_warmup_steps=99,lr_schedule="linear"}]',
+        "training.steps=200",
+    ),
+    "stages_stream": (
+        "stages=[{begin=5,seq_len=64}] stream=true tokenizer=bytes",
+        "stages=[{begin=5,lr=0.1}]",
+    ),
     "validation_names": (
         'sets=[{name="a",source="x"}] mixture=[{name="a",source="y",weight=1}]',
         'sets=[{name="b",source="x"}]',
@@ -938,7 +956,7 @@ def other_value(option: dict) -> object:
             else (other_value(option["items"] | {"default": None}),)
         ),
         "object": lambda: (
-            {"name": "a"}
+            {name: "a" for name in ("name",) if name in option["properties"]}
             | {
                 key: other_value({"default": None} | part)
                 for key, part in option["properties"].items()

@@ -43,6 +43,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.program",
         "configs.schema",
         "configs.splitmix",
+        "configs.stages",
         "configs.words",
         "reliability.disk",
         "reliability.objects",
@@ -75,6 +76,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.cpu",  # whether bfloat16 is fast there
         "configs.schema",
         "configs.splitmix",
+        "configs.stages",
         "models.cores",  # which modules are cores of mixers
         "models.kernels.precision",
         "models.kernels.ruled_attention",
@@ -103,7 +105,10 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "parallelisms.p2p_warmup",
     },
     "checkpoint": {
+        "configs.check",  # what follows from a stage's options
         "configs.cpu",
+        "configs.stages",
+        "reliability.exit",
         "configs",
         "configs.done",
         "configs.load",  # the options of this start, as a checkpoint has them
@@ -120,7 +125,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "configs.published",  # which model a config.json means
         "models.lora",  # which parameters are adapters
         "training",
-        "training.optim",  # the learning rate, before and after a change of options
+        "training.stages",  # the learning rate, before and after a change of options
         "training.init",  # the global index of an element, and a hash of it
         "training.optimizers",  # what each optimizer keeps
     },

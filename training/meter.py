@@ -10,6 +10,7 @@ from configs.cpu import bfloat16_is_fast, bfloat16_slowness
 import torch
 from torch import Tensor, nn
 
+from configs import stages
 from configs.schema import Config, InputError
 from parallelisms import dp
 from parallelisms.mesh import Mesh
@@ -33,10 +34,9 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     peak = peak_flops(device_name, dtype=dtype)
     folder = Path(cfg.run.folder)
     metrics = problem = None
+    last = stages.whole(cfg).training.last_step
     try:
-        metrics = MetricsWriter(
-            cfg.metrics, folder, mesh.rank == 0, start, cfg.training.last_step, peak
-        )
+        metrics = MetricsWriter(cfg.metrics, folder, mesh.rank == 0, start, last, peak)
     except InputError as error:
         problem = str(error)
     refuse_all(mesh.gather(problem))
@@ -45,7 +45,7 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
         logger.warning(warning)
     if mesh.pp > 1:
         logger.info(job.model.describe(cfg.training.microbatches(mesh.dp_size)))
-    logger.info(begin(start, cfg.training.last_step))
+    logger.info("\n".join([begin(start, last), *stages.title(cfg)]))
     tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
     flops_per_token = family.flops_per_token(args, cfg.training.seq_len)
     experts = ExpertLoad(mesh, args) if getattr(args, "n_experts", 0) else None

@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from configs import done
+from configs import done, stages
 from training.sample import Sampling, sample_stream
 from training.validate import any_rank_stops
 
@@ -28,6 +28,8 @@ def summarise(run: Any, step: int) -> str:
             f"loss {meter.first_loss:.3f} -> {meter.last_loss:.3f} nats per token; "
             f"{run.metrics.summary()}"
         )
+    if step == steps < stages.whole(cfg).training.last_step:
+        return "\n".join(lines)  # another stage follows
     if cfg.debug.sample_tokens and step == steps:
         lines += sample_lines(run)
     if cfg.metrics.tensorboard:

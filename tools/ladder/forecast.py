@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configs import stages
 from configs.schema import Config, InputError
 from tools.ladder.law import Array, Fit, fit
 from tools.ladder.rungs import parameters_of, tokens_of
@@ -51,6 +52,7 @@ def fitted(out: Path) -> tuple[list[Measured], Fit]:
 
 def forecast(cfg: Config, out: Path) -> Forecast:
     """Forecast the run of this configuration from the ladder in `out`. Raises InputError."""
+    stages.refuse(cfg, "the forecast of a ladder")
     done, found = fitted(out)
     size, tokens = parameters_of(cfg), tokens_of(cfg)
     loss, low, high = found.predict(size, tokens)

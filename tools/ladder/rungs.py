@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs import check
+from configs import check, stages
 from configs.load import load_config
 from configs.schema import Config, InputError
 from models import MODELS, NUMBERS
@@ -77,6 +77,7 @@ def ladder(
     that no ladder leads to."""
     base = load_config(argv)
     check_base(base)
+    stages.refuse(base, "a ladder")
     found = legal_shapes(base, argv)
     rungs: list[Rung] = []
     for number, size in enumerate(sizes, 1):

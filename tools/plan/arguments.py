@@ -15,6 +15,8 @@ configuration or arguments. `docs/planning.md` says how far off it was where it 
 import argparse
 from pathlib import Path
 
+from configs import stages
+from configs.check import derive
 from configs.load import load_config
 from configs.schema import Config, InputError
 from tools import outbound, overrides
@@ -144,6 +146,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 def add_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what is planned, shown and written."""
     add = parser.add_argument
+    text = "of a run with [[training.stages]] plan the stage that goes on after this step (0)"
+    add("--at-step", type=int, default=0, metavar="STEP", help=text)
     text = "try meshes, checkpointing modes and microbatches; rank those that fit"
     add("--search", action="store_true", help=text)
     add("--stages", action="store_true", help="of a pipeline show every rank")
@@ -190,8 +194,12 @@ def configuration(flags: argparse.Namespace, rest: list[str]) -> Config:
     """Return the configuration to plan, checked; the mesh of the file only where it is what is
     planned. Raises ConfigError with every rule that is broken."""
     if flags.search or asks_how_many(flags):
-        return load_config([*rest, *ONE_PROCESS])
-    return load_config(rest, flags.gpus, min(flags.gpus, flags.gpus_per_node))
+        cfg = load_config([*rest, *ONE_PROCESS])
+    else:
+        cfg = load_config(rest, flags.gpus, min(flags.gpus, flags.gpus_per_node))
+    if not cfg.training.stages:
+        return cfg
+    return derive(stages.at(cfg, flags.at_step), flags.gpus)
 
 
 def second(flags: argparse.Namespace, rest: list[str]) -> list[str]:

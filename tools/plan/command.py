@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from configs import stages
 from configs.load import dump
 from configs.schema import Config, InputError
 from tools.plan import compare
@@ -135,6 +136,8 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
         found = search(cfg, inputs, log=to_stderr, fresh=fresh and inputs.on_gpu)
         print(table(found) + "\n\nThe first of these:\n")
         cfg = found.ranking[0].choice.applied_to(cfg)
+    if flags.write:
+        stages.refuse(cfg, "--write")
     plan = make_plan(cfg, inputs)
     text = report(plan, flags.stages)
     print(text)

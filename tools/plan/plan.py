@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 
 import train
-from configs import check
+from configs import check, stages
 from configs.schema import Config
 from parallelisms.dp import DTYPES
 from parallelisms.fsdp_details import gathers_once
@@ -182,6 +182,8 @@ class Plan:
     def steps(self) -> float:
         if self.inputs.tokens:
             return self.inputs.tokens / self.tokens_per_step
+        if self.cfg.training.stages:
+            return len(stages.own_steps(self.cfg))
         return self.cfg.training.steps
 
     @property

@@ -8,6 +8,7 @@ import torch
 import train
 from checkpoint.state import pinned_size
 from configs import check
+from configs import stages as training_stages
 from configs.schema import SCHEDULES, Config
 from configs.words import number_of, plural
 from models.cores import ATTENTION, cores_in, kind_of, of_kind
@@ -71,6 +72,7 @@ def report(plan: Plan, all_stages: bool = False) -> str:
     last and the fullest."""
     lines = [
         *heading(plan),
+        *training_stages.title(plan.cfg),
         "",
         *stages(plan, all_stages),
         *memory(plan),

@@ -26,6 +26,7 @@ import torch
 import train
 from checkpoint import state
 from checkpoint.lease import Lease
+from configs import stages
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from configs.words import plural
@@ -127,7 +128,9 @@ def judge_config(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
             rows.append(
                 ProbeRow("FAIL", f"{name} is {text}: give all ranks the same file and options")
             )
-    return rows or [ProbeRow("ok", f"the same on all ranks ({answers[0]['hash']})")]
+    of_stage = [f"this tests {line}" for line in stages.title(stages.at(probe.cfg, 0))]
+    same = f"the same on all ranks ({answers[0]['hash']})"
+    return rows or [ProbeRow("ok", "; ".join([same, *of_stage]))]
 
 
 # devices: each rank has its own -------------------------------------------------------------------

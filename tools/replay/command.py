@@ -1,6 +1,7 @@
 """Plan what tools.replay computes again, have it computed, and say where it differs."""
 
 import argparse
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,7 +63,9 @@ def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
     """Return the command line on this mesh: the same batches, in microbatches that are no larger.
     Raises ConfigError."""
     argv = with_options(argv, mesh.options(given))
-    rows = max(1, given.training.global_batch_size // mesh.data_parallel)
+    batches = [given.training.global_batch_size]
+    batches += [row.global_batch_size for row in given.training.stages if row.global_batch_size]
+    rows = max(1, math.gcd(*batches) // mesh.data_parallel)
     largest = min(given.training.local_batch_size or rows, rows)
     if "pp" in mesh.sizes:
         largest = max(1, min(largest, rows // (2 * mesh.sizes["pp"])))

@@ -13,8 +13,10 @@ import train
 from checkpoint import adapters, hf, state, verify
 from checkpoint.storage import DTYPES, GENERATOR
 from checkpoint.verify import Damaged
+from configs import stages
+from configs.check import derive
 from configs.load import load_config
-from configs.schema import InputError
+from configs.schema import Config, InputError
 from data.open import open_corpora
 from models import FORMATS
 from parallelisms.mesh import world
@@ -26,8 +28,9 @@ from tools.replay import operators
 from tools.replay.messages import MessageNotes, noting_messages
 from tools.replay.operators import OperatorNotes
 from training import digests
-from training.optim import learning_rate, set_learning_rate
+from training.optim import set_learning_rate
 from training.optimizers import materialise
+from training.stages import learning_rate
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class StepNotes(Notes):
 def recompute(task: Recomputation) -> list[StepNotes]:
     """Recompute, and return this rank's notes of the requested steps. Raises InputError."""
     warnings.simplefilter("ignore")
-    cfg = load_config(task.argv, world().size, world().local_size)
+    cfg = stage_of(load_config(task.argv, world().size, world().local_size), task)
     corpora = open_corpora(cfg, lambda line: None, verifies=False)
     job = train.build(cfg)
     corpora.check_vocabulary(job.args.vocab_size)
@@ -76,10 +79,7 @@ def recompute(task: Recomputation) -> list[StepNotes]:
     notes = []
     for step in wanted:
         batch = next(batches)
-        set_learning_rate(
-            job.optimizer,
-            learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule),
-        )
+        set_learning_rate(job.optimizer, learning_rate(step, cfg))
         if step + 1 in task.asked:
             notes.append(noted_step(job, batch, step + 1, guard.skip_above(), task))
             result_loss, result_norm = notes[-1].loss[0], notes[-1].norm[0]
@@ -89,6 +89,23 @@ def recompute(task: Recomputation) -> list[StepNotes]:
         guard.note(result_loss, result_norm, skipped=False)
     batches.close()
     return notes
+
+
+def stage_of(cfg: Config, task: Recomputation) -> Config:
+    """Return the configuration of the stage that the steps are in. Raises InputError where they are
+    in several, or the state before them is of an earlier one."""
+    stage = stages.at(cfg, task.asked.start - 1)
+    own = stages.own_steps(stage)
+    begins = 0
+    if task.checkpoint is not None:
+        begins = verify.read_manifest(task.checkpoint)["step"]
+    if not cfg.training.stages or (own.start <= begins and task.asked.stop - 1 <= own.stop):
+        return derive(stage, world().size)
+    raise InputError(
+        f"steps {begins + 1} to {task.asked.stop - 1}, from the newest state before them, are in "
+        f"several stages of the run; this one has steps {own.start + 1} to {own.stop}: name steps "
+        "of one stage after its first checkpoint"
+    )
 
 
 def noted_step(
