@@ -714,7 +714,7 @@ RULES = {
     ),
     "stages_warmup": (
         lambda c: any(
-            row.lr_warmup_steps > c.training.steps - row.begin for row in c.training.stages
+            row.lr_warmup_steps > max(0, c.training.steps - row.begin) for row in c.training.stages
         ),
         "{stages_shown} sets more lr_warmup_steps than are left of {training.steps}: lower it",
     ),

@@ -2,7 +2,7 @@
 the mixture or the learning rate from a step on.
 
 A stage is a start of the run with the options of its steps: it begins from the checkpoint in which
-the stage before it ended (`training/stages.py`). So all that a start checks and builds holds for it
+the stage before it ended (`checkpoint/stages.py`). So all that a start checks and builds holds for it
 too, and a run with stages is exact wherever a run that is killed and goes on is.
 """
 
@@ -42,8 +42,8 @@ def steps_of(cfg: Config) -> list[range]:
 
 
 def at(cfg: Config, step: int) -> Config:
-    """Return the configuration of the stage that goes on after `step` steps; of a run without
-    stages `cfg` itself."""
+    """Return the configuration of the stage that goes on after `step` steps, at least 0; of a run
+    without stages `cfg` itself."""
     if not cfg.training.stages:
         return cfg
     begun = [number for number, steps in enumerate(steps_of(cfg)) if steps.start <= step]

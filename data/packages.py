@@ -8,23 +8,20 @@ are installed here. So every machine that can train has it, and it takes no acco
 | left out   | tests (TEST_FOLDERS, TEST_FILES), BUILD_RECORDS, TABLES, empty files                      |
 | duplicates | of files with the same bytes, the one whose name sorts first stays                        |
 
-`python -m data.packages` prints the versions and the digest of these bytes. Both belong to a result
-that is compared between machines: another version is another corpus.
+Another version is another corpus: the `digest` of its bytes belongs to a result that is compared
+between machines (lab/ledger/row.py records it).
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import os
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from configs import program
 from configs.schema import InputError
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
@@ -50,11 +47,6 @@ def names() -> list[str]:
         ) from error
     pins = [re.match(r"([A-Za-z0-9_.-]+)==", line) for line in lines]
     return sorted({pin[1].lower() for pin in pins if pin})
-
-
-def versions() -> dict[str, str]:
-    """Return the installed version of each package. InputError: one is not installed."""
-    return {name: _installed(name).version for name in names()}
 
 
 def find() -> list[tuple[str, str]]:
@@ -127,20 +119,3 @@ def without_copies(files: list[tuple[str, str]]) -> list[tuple[str, str]]:
             kept.append((name, path))
         seen.add(key)
     return kept
-
-
-def main(argv: list[str]) -> int:
-    """Print the packages with their versions, and the number of files, bytes and the digest."""
-    argparse.ArgumentParser(prog="python -m data.packages", description=main.__doc__).parse_args(
-        argv
-    )
-    for name, version in versions().items():
-        print(f"{name}=={version}")
-    files = find()
-    size = sum(os.path.getsize(path) for _, path in files)
-    print(f"{len(files):,} files, {size / 1e6:.1f} MB, sha256 {digest(files)}")
-    return 0
-
-
-if __name__ == "__main__":
-    program.run(main, sys.argv[1:])

@@ -24,7 +24,7 @@ DIFFERS = 1  # exit code
 
 
 def train(arguments: list[str]) -> None:
-    """Train in a process of its own. One thread, since the number of threads decides the order of
+    """Train in another process, on one thread, since the number of threads decides the order of
     sums. InputError: it failed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "train.py", *arguments]

@@ -94,7 +94,7 @@ def rows() -> list[LedgerRow]:
 
 
 def write(row: LedgerRow) -> None:
-    """Replace what the program has written below MARK; what a person wrote above it stays."""
+    """Replace what the program has written below MARK; what was written by hand above it stays."""
     written = row.path.read_text(encoding="utf-8").split(MARK)[0].rstrip("\n")
     tables = [("results", row.results), ("replay", row.replay)]
     lines = []

@@ -55,6 +55,8 @@ def check_question(flags: argparse.Namespace) -> None:
             raise InputError(f"--compare shows two plans side by side: leave --{name} out")
     if flags.gpus is not None and flags.gpus < 1:
         raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
+    if flags.at_step < 0:
+        raise InputError("--at-step is a number of steps, at least 0")
     if flags.days < 0 or flags.usd < 0:
         raise InputError("--days and --usd are limits, more than 0")
     if flags.usd and flags.usd_per_gpu_hour <= 0:
