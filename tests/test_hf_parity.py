@@ -69,7 +69,12 @@ def differences() -> dict[str, dict | str]:
 
 # Where a state nearly cancels, the norm behind it enlarges its rounding: transformers' logits and
 # ours, of up to 6, are 9e-6 from those of float64.
-LOGITS = {"qwen3_next": 2e-5, "qwen3_next tied": 2e-5, "qwen3_5": 2e-5}
+LOGITS = {
+    "gemma2": 4e-6,  # two soft caps: 1.2e-6 on a processor with AVX-512, below 1e-6 on others
+    "qwen3_next": 2e-5,
+    "qwen3_next tied": 2e-5,
+    "qwen3_5": 2e-5,
+}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
