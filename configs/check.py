@@ -24,6 +24,7 @@ from configs import hints, published
 from configs.ranks import OF_RANKS, default
 from configs.schema import (
     CACHE,
+    INSTALLED,
     PROFILE_FROM,
     SCHEDULES,
     Config,
@@ -181,7 +182,7 @@ def trains_bpe(data: Data) -> bool:
 
 
 def _is_elsewhere(source: str) -> bool:
-    named = source in ("stdlib", "packages") or source.startswith("hf:") or glob.has_magic(source)
+    named = source in INSTALLED or source.startswith("hf:") or glob.has_magic(source)
     return not named and not os.path.exists(os.path.expanduser(source))
 
 
@@ -251,10 +252,6 @@ def _options_of_muon(optimizer: Optimizer) -> str:
     return " and ".join(
         shown[name] for name, default in defaults.items() if getattr(optimizer, name) != default
     )
-
-
-def _with_begin(rows: tuple[TrainingStage, ...], step: int) -> list[TrainingStage]:
-    return [row.model_copy(update={"begin": step}) for row in rows]
 
 
 def _shown_stages(rows: tuple[TrainingStage, ...]) -> str:
@@ -695,7 +692,7 @@ RULES = {
         "or raise steps",
     ),
     "stages_nothing": (
-        lambda c: TrainingStage(begin=1) in _with_begin(c.training.stages, 1),
+        lambda c: any(row == TrainingStage(begin=row.begin) for row in c.training.stages),
         "{stages_shown} has a row that changes nothing: give it "
         f"{', '.join(list(TrainingStage.model_fields)[1:])}, or remove it",
     ),

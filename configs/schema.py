@@ -374,6 +374,9 @@ class EvaluationTask(Table):
     """Stands between the context and each choice; it does not count to a choice's length."""
 
 
+INSTALLED = ("stdlib", "packages")  # what every machine has; a folder of that name is ./NAME
+
+
 def is_prepared(source: str) -> bool:
     """Return whether a source is a folder that `python -m data.prepare` made. One of these files
     may be missing: the code that opens the folder says so."""

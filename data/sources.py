@@ -45,7 +45,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
-from configs.schema import Data, InputError
+from configs.schema import INSTALLED, Data, InputError
 from data import columns, hub, kinds, packages, records
 from data.hub import HUGGING_FACE
 from data.pieces import (
@@ -133,7 +133,6 @@ STDLIB_LEFT_OUT = {
 }
 # of characters; the last one has code around them
 STDLIB_TABLES = ("html/entities.py", "re/_casefix.py", "stringprep.py")
-INSTALLED = ("stdlib", "packages")  # what every machine has; a folder of that name is ./NAME
 MOST_LOOKED_AT = 20  # text files of a source, in search of JSON lines
 
 

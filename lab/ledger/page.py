@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 
 from lab.ledger.row import ROOT, LedgerRow
 
@@ -51,14 +52,19 @@ def all_losses(row: LedgerRow) -> dict[str, list[float]]:
     return {arm: x for arm, x in {**row.measured, **ours}.items() if len(x) > 1}
 
 
+def wrapped(text: str) -> str:
+    """Return a paragraph in lines of at most 120 characters."""
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
 def section(row: LedgerRow) -> str:
     """Return the part of the page about one row."""
-    lines = [f"## {row.title}", "", row.question, ""]
+    lines = [f"## {row.title}", "", wrapped(row.question), ""]
     if row.rival:
-        lines += [f"Published: {row.rival['number']} ({row.rival['source']}).", ""]
+        lines += [wrapped(f"Published: {row.rival['number']} ({row.rival['source']})."), ""]
     losses = all_losses(row)
     if not row.results:
-        lines += [f"`{row.name}`: **not run yet**. {row.verdict}".rstrip(), ""]
+        lines += [wrapped(f"`{row.name}`: **not run yet**. {row.verdict}"), ""]
         return "\n".join(lines)
     lines += [
         "| arm | validation loss | seeds | tokens | minutes |",
@@ -70,9 +76,10 @@ def section(row: LedgerRow) -> str:
         tokens = f"{row.results['tokens']:,}" if ours else ""
         minutes = f"{row.results['minutes'][arm]:.1f}" if ours else ""
         lines.append(f"| {arm} | {mean} | {len(found)} | {tokens} | {minutes} |")
-    lines += ["", "; ".join(significance(row)) + "." if len(losses) > 1 else "", row.verdict, ""]
+    lines += ["", wrapped("; ".join(significance(row)) + "." if len(losses) > 1 else "")]
+    lines += [wrapped(row.verdict), ""]
     kind = f"{row.results['machine']}, torch {row.results['torch']}, commit {row.results['commit']}"
-    lines += [f"`{row.name}`: {kind}; corpus SHA-256 {row.results['corpus'][:16]}.", ""]
+    lines += [wrapped(f"`{row.name}`: {kind}; corpus SHA-256 {row.results['corpus'][:16]}."), ""]
     return "\n".join(lines)
 
 
