@@ -15,6 +15,8 @@ from reliability.objects import Key
 from tools import new_checkpoint
 from training.averages import corrected
 
+FACTS = ("family", "must_match", "base")  # of a run that are those of its average too
+
 
 def write(path: Path | Key, manifest: dict, out: Path, tokenizer: Tokenizer | None) -> str:
     """Write `OUT/checkpoints/step-...` without an optimizer: of each weight its average, of one that is
@@ -31,16 +33,16 @@ def write(path: Path | Key, manifest: dict, out: Path, tokenizer: Tokenizer | No
     def read(name: str) -> Tensor:
         if name not in averages:
             return next(hf.read_whole(path, manifest, [name]))
-        total, steps = hf.read_whole(path, manifest, [averages[name], f"{averages[name]}_steps"])
-        if steps.item() < 1:
+        total, share = hf.read_whole(path, manifest, [averages[name], f"{averages[name]}_share"])
+        if share.item() == 0:
             raise InputError(f"{path} is of step 0: there is no average yet")
-        return corrected(total, steps.item(), decay)
+        return corrected(total, share.item())
 
     live = {}
     for name in weights:
         row = tensors[averages.get(name, name)]
         live[name] = torch.empty(row["shape"], dtype=DTYPES[row["dtype"]], device="meta")
-    facts = {key: manifest["facts"][key] for key in ("family", "must_match")}
+    facts = {key: manifest["facts"][key] for key in FACTS if key in manifest["facts"]}
     written, size = new_checkpoint.write(
         out, Path(str(path)), live, read, facts, tokenizer, parent=str(path)
     )

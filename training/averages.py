@@ -2,8 +2,9 @@
 (Polyak and Juditsky, 1992), which validates better than the weights while the learning rate is high.
 
 It is state of the optimizer, `optimizer.<parameter>.average`: sharded, saved and loaded on any mesh as
-AdamW's moments are. It begins with 0, so divided by 1 - decay^steps it is the average of the weights so
-far, as Adam corrects its moments (Kingma and Ba, arXiv:1412.6980, section 3).
+AdamW's moments are. It begins with 0, so it is divided by the sum of the shares that all weights so far
+have in it, `average_share`: 1 - decay^steps with one decay, as Adam corrects its moments (Kingma and Ba,
+arXiv:1412.6980, section 3), and right too for a run that goes on with another decay.
 """
 
 from collections.abc import Iterator
@@ -28,27 +29,28 @@ def update(optimizer: torch.optim.Optimizer, counts: Tensor) -> None:
             state = optimizer.state[param]
             if "average" not in state:
                 state["average"] = torch.zeros_like(param)
-                state["average_steps"] = torch.zeros((), dtype=torch.float32)
+                state["average_share"] = torch.zeros((), dtype=torch.float64)
             share = (1 - decay) * counts.to(param.device, param.dtype)
             local(state["average"]).lerp_(local(param.data), share)
-            state["average_steps"] += counts.to(state["average_steps"].device)
+            of_all = state["average_share"]
+            of_all += (1 - decay) * counts.to(of_all.device, of_all.dtype) * (1 - of_all)
 
 
-def corrected(average: Tensor, steps: float, decay: float) -> Tensor:
-    """Return the average of the weights so far. steps: how many are in it, at least one."""
-    return average / (1 - decay**steps)
+def corrected(average: Tensor, share: float) -> Tensor:
+    """Return the average of the weights so far. share: theirs in `average`, more than 0."""
+    return average / share
 
 
 @contextmanager
 def in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Put the averages in the place of the weights, inside of the context. This rank's shards exist
-    twice meanwhile."""
+    twice meanwhile. No save may be copying them (CheckpointManager.wait_for_copy)."""
     weights: list[tuple[nn.Parameter, Tensor]] = []
     with torch.no_grad():
-        for param, state, decay in _averages(optimizer):
+        for param, state in _averages(optimizer):
             weights.append((param, local(param.data).clone()))
             average = local(state["average"])
-            local(param.data).copy_(corrected(average, float(state["average_steps"]), decay))
+            local(param.data).copy_(corrected(average, float(state["average_share"])))
     try:
         yield
     finally:
@@ -59,10 +61,9 @@ def in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def _averages(
     optimizer: torch.optim.Optimizer,
-) -> Iterator[tuple[nn.Parameter, dict[str, Any], float]]:
-    """Yield parameters that have an average, with the state of each and the decay."""
+) -> Iterator[tuple[nn.Parameter, dict[str, Any]]]:
+    """Yield parameters that have an average, with the state of each."""
     for group in optimizer.param_groups:
-        decay = group.get("average_decay", 0.0)
-        for param in group["params"] if decay else ():
-            if optimizer.state[param].get("average_steps", 0) > 0:
-                yield param, optimizer.state[param], decay
+        for param in group["params"]:
+            if optimizer.state[param].get("average_share", 0) > 0:
+                yield param, optimizer.state[param]

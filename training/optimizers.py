@@ -118,6 +118,7 @@ class Kept:
 LIKE = Kept(as_parameter)
 NARROW = Kept(as_parameter, torch.bfloat16)
 SCALAR = Kept(scalar, torch.float32)
+SHARE = Kept(scalar, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def kept_of(rule: Rule, group: Group) -> dict[str, Kept]:
     (training/averages.py)."""
     if not group.get("average_decay"):
         return rule.state(group)
-    return rule.state(group) | {"average": LIKE, "average_steps": SCALAR}
+    return rule.state(group) | {"average": LIKE, "average_share": SHARE}
 
 
 def sizes_kept(

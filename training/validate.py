@@ -39,6 +39,7 @@ def run_validation(run: Any, step: int, stop: Any) -> bool:
     sums = sums_of_sets(run, stop)
     stopping = ended_by_stop(run, step, stop, run_validation)
     if not stopping and cfg.optimizer.average_decay:
+        run.checkpoints.wait_for_copy()  # of the weights, which change
         with averages.in_place(job.optimizer):
             of_average = sums_of_sets(run, stop)
             stopping = ended_by_stop(run, step, stop, run_validation)
