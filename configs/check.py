@@ -25,6 +25,7 @@ from configs.ranks import OF_RANKS, default
 from configs.schema import (
     CACHE,
     INSTALLED,
+    MUONS,
     PROFILE_FROM,
     SCHEDULES,
     Config,
@@ -242,16 +243,31 @@ def _unused(option: str) -> tuple:
     return broken, sentence
 
 
-OF_MUON = ("ns_dtype", "adjust_lr_fn", "adamw_lr_scale")
+# option of [optimizer] -> the kinds that read it
+READ_BY = {
+    "ns_dtype": MUONS,
+    "adjust_lr_fn": MUONS,
+    "adamw_lr_scale": MUONS,
+    "normuon_beta2": ("normuon",),
+}
 
 
-def _options_of_muon(optimizer: Optimizer) -> str:
-    """List the options of Muon that differ from their defaults, as a sentence shows them."""
+def _unread_options(optimizer: Optimizer) -> list[str]:
+    """List the options that differ from their defaults and that this kind does not read."""
+    fields = Optimizer.model_fields
+    changed = [name for name in READ_BY if getattr(optimizer, name) != fields[name].default]
+    return [name for name in changed if optimizer.kind not in READ_BY[name]]
+
+
+def _unread_shown(optimizer: Optimizer) -> str:
     shown = vars(_named("optimizer", optimizer))
-    defaults = {name: Optimizer.model_fields[name].default for name in OF_MUON}
-    return " and ".join(
-        shown[name] for name, default in defaults.items() if getattr(optimizer, name) != default
-    )
+    return " and ".join(shown[name] for name in _unread_options(optimizer))
+
+
+def _kind_that_reads(optimizer: Optimizer) -> str:
+    """Return the first kind that reads the first of the options that this one does not."""
+    unread = _unread_options(optimizer)
+    return READ_BY[unread[0]][0] if unread else ""
 
 
 def _shown_stages(rows: tuple[TrainingStage, ...]) -> str:
@@ -297,7 +313,8 @@ DERIVED = {
         c.training.global_batch_size, c.dp, c.training.local_batch_size
     ),
     "warmup": lambda c: _warmup_steps(c),
-    "options_of_muon": lambda c: _options_of_muon(c.optimizer),
+    "unread_options": lambda c: _unread_shown(c.optimizer),
+    "kind_that_reads": lambda c: _kind_that_reads(c.optimizer),
     "stages_shown": lambda c: f"training.stages = {_shown_stages(c.training.stages)}",
     "stage_weights": lambda c: _wrong_weights(c.training.stages, c.data.mixture),
     "layers": lambda c: ", ".join(c.family.layers),
@@ -938,12 +955,13 @@ RULES = {
         "{optimizer.moment_dtype} is supported with AdamW alone, this is {optimizer.kind}: remove "
         'it, or use kind = "adamw"',
     ),
-    "muon_options": (
-        lambda c: c.optimizer.kind != "muon" and c.options_of_muon != "",
-        '{optimizer.kind} does not read {options_of_muon}: leave that out, or use kind = "muon"',
+    "optimizer_options": (
+        lambda c: c.unread_options != "",
+        "{optimizer.kind} does not read {unread_options}: leave that out, or use kind = "
+        '"{kind_that_reads}"',
     ),
     "muon_offload": (
-        lambda c: c.optimizer.kind == "muon" and c.parallelism.cpu_offload,
+        lambda c: c.optimizer.kind in MUONS and c.parallelism.cpu_offload,
         "{optimizer.kind} together with {parallelism.cpu_offload} is not supported, because the "
         "matrices would be orthogonalised on the CPU: set cpu_offload = false, or use kind = "
         '"adamw"',
@@ -1009,7 +1027,7 @@ RULES = {
         "adapters or the merged model with `python -m tools.convert` afterwards",
     ),
     "lora_muon": (
-        lambda c: c.lora.rank > 0 and c.optimizer.kind == "muon",
+        lambda c: c.lora.rank > 0 and c.optimizer.kind in MUONS,
         "{optimizer.kind} orthogonalises the hidden matrices, which are frozen with {lora.rank}: "
         'use kind = "adamw"',
     ),

@@ -542,9 +542,12 @@ class Training(Table):
         return self.global_batch_size // (dp_size * self.local_batch_size)
 
 
+MUONS = ("muon", "normuon")  # kinds that orthogonalise the hidden matrices
+
+
 class Optimizer(Table):
-    kind: Literal["adamw", "sgd", "muon"] = "adamw"
-    """The update rule; muon: hidden matrices by Muon, all other parameters by AdamW."""
+    kind: Literal["adamw", "sgd", "muon", "normuon"] = "adamw"
+    """The update rule; muon, normuon: hidden matrices by it, all other parameters by AdamW."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(_as_tuple)] = (0.9, 0.95)
@@ -564,6 +567,8 @@ class Optimizer(Table):
     """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
     adamw_lr_scale: float = Field(1.0, gt=0)
     """With muon: the learning rate of AdamW's parameters, as a multiple of lr."""
+    normuon_beta2: Decay = 0.95
+    """Of NorMuon: decay rate of the average of each row's mean square."""
     average_decay: float = Field(0.0, ge=0, lt=1)
     """Keep an exponential moving average of the weights with this decay, which is validated too; 0:
     none."""

@@ -18,12 +18,12 @@ from tests.runs import as_typed, run, tiny_run
 from tools import convert
 from training import averages, validate
 from training.optim import build_optimizer, step_if
-from training.optimizers import materialise
+from training.optimizers import OPTIMIZERS, materialise
 
 DECAY = 0.8
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_it_is_the_weighted_mean_of_the_weights(kind):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2, bias=False, dtype=torch.float64)

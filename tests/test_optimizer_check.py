@@ -1,5 +1,5 @@
 """The optimizer of a fork may keep tensors of any shape that follows from a parameter's
-(training/optimizers.py::Kept). A row of the table that is wrong is a sentence before step 1
+(training/kept.py::Kept). A row of the table that is wrong is a sentence before step 1
 (training/optimizer_check.py), and not a checkpoint that no run can load."""
 
 from collections.abc import Callable
@@ -18,8 +18,9 @@ from parallelisms.boxes import whole, write
 from tests import checkpoints
 from tests.ranks import run_ranks
 from tests.runs import whole as gathered
-from training import optimizers
-from training.optimizers import LIKE, OPTIMIZERS, SCALAR, Kept, Kind, Rule, Shape
+from training.kept import LIKE, SCALAR, Kept, Shape
+from training.muon import local
+from training.optimizers import OPTIMIZERS, Kind, Rule
 
 TP2 = "--parallelism.tensor_parallel=2"
 
@@ -93,7 +94,7 @@ class Factored(torch.optim.Optimizer):
         if self.adds_parts:
             return weight.grad.square().sum(0)
         if self.looks_at_shards:
-            shard = optimizers.local(weight.grad).square().sum(0)
+            shard = local(weight.grad).square().sum(0)
             return shard.mean().expand(squares.shape[1])
         return squares.sum(0)
 

@@ -162,7 +162,8 @@ def test_rates_of_every_kind_of_parameter():
     family, args = architecture(*BASED, UNTIED)
     with torch.device("meta"):
         model = family.build(args)
-    for kind, expected in {"adamw": (1 / 2, 1 / 8), "muon": (1 / 2**0.5, 1 / 2**0.5 / 4)}.items():
+    of_muon = (1 / 2**0.5, 1 / 2**0.5 / 4)
+    for kind, expected in {"adamw": (1 / 2, 1 / 8), "muon": of_muon, "normuon": of_muon}.items():
         cfg = Optimizer(kind=kind, lr=0.1, weight_decay=0.3, ns_dtype="float32")
         found = build_optimizer(
             model, family.decay, cfg, family.matrices, scales=family.scales

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from configs import stages
-from configs.schema import Config, InputError
+from configs.schema import MUONS, Config, InputError
 from parallelisms import dp
 from parallelisms.mesh import Mesh
 from training.experts import ExpertLoad
@@ -74,7 +74,7 @@ def slow_bfloat16(cfg: Config, device: torch.device) -> str:
     if device.type != "cpu" or bfloat16_is_fast():
         return ""
     asked = {"training.param_dtype": cfg.training.param_dtype}
-    if cfg.optimizer.kind == "muon":
+    if cfg.optimizer.kind in MUONS:
         asked["optimizer.ns_dtype"] = cfg.optimizer.ns_dtype
     slow = [f'{name} = "bfloat16"' for name, dtype in asked.items() if dtype == "bfloat16"]
     if not slow:

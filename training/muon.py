@@ -73,7 +73,7 @@ def _newton_schulz(x: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups whose "rule" is "Muon", fused AdamW for the others.
+    """Muon for the groups whose "rule" is the class's RULE, fused AdamW for the others.
 
     A group of Muon has lr, weight_decay, momentum, adjust_lr_fn and ns_dtype (a
     torch.dtype's name). Its state of a weight is `momentum_buffer`, sharded as the weight.
@@ -82,6 +82,8 @@ class Muon(torch.optim.Optimizer):
     nothing, bit by bit, without a host-device sync. This is the protocol between
     torch.amp.GradScaler and fused optimizers (training/optim.py::step_if).
     """
+
+    RULE = "Muon"
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Muon(torch.optim.Optimizer):
         """adamw: options of AdamW. group: the ranks that hold parts of these weights."""
         super().__init__(groups, {})
         self.adamw: torch.optim.AdamW | None = None
-        of_adamw = [g for g in self.param_groups if g["rule"] != "Muon"]
+        of_adamw = [g for g in self.param_groups if g["rule"] != self.RULE]
         if of_adamw:
             self.adamw = torch.optim.AdamW(of_adamw, **adamw, fused=True)
         self.group = group
@@ -100,7 +102,7 @@ class Muon(torch.optim.Optimizer):
         self.weights_of_whole: list[nn.Parameter] = []
         # step() reads found_inf
         self._step_supports_amp_scaling = True
-        of_muon = [g for g in self.param_groups if g["rule"] == "Muon"]
+        of_muon = [g for g in self.param_groups if g["rule"] == self.RULE]
         if of_muon:
             weights = [weight for g in of_muon for weight in g["params"]]
             self.matrices_of(weights)
@@ -108,9 +110,9 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         found_inf = getattr(self, "found_inf", None)
-        of_muon = [g for g in self.param_groups if g["rule"] == "Muon"]
+        of_muon = [g for g in self.param_groups if g["rule"] == self.RULE]
         if self.adamw is not None:
-            self.adamw.param_groups = [g for g in self.param_groups if g["rule"] != "Muon"]
+            self.adamw.param_groups = [g for g in self.param_groups if g["rule"] != self.RULE]
             self.adamw.state = self.state
             if found_inf is not None:
                 self.adamw.found_inf = found_inf
@@ -133,8 +135,19 @@ class Muon(torch.optim.Optimizer):
         for weight, group in zip(weights, groups, strict=True):
             updates.append(self.add_momentum(weight, group, skip).to(dtype, copy=True))
         self.matrices_of(weights).apply(updates, orthogonalised)
+        self.normalise(weights, groups, updates, skip)
         for weight, group, update in zip(weights, groups, updates, strict=True):
             move(weight, group, update, skip)
+
+    def normalise(
+        self,
+        weights: list[nn.Parameter],
+        groups: list[dict],
+        updates: list[Tensor],
+        skip: Tensor | None,
+    ) -> None:
+        """Normalise this rank's parts of the orthogonalised updates, in place: not in Muon, but in
+        rules that follow from it (training/normuon.py)."""
 
     def add_momentum(self, weight: nn.Parameter, group: dict, skip: Tensor | None) -> Tensor:
         """Add the gradient to this rank's part of the momentum, and return its part of what is to

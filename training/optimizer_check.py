@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from parallelisms.boxes import cuts
 from training.init import fill
-from training.optimizers import Group, Rule, Shape, from_part, materialise, rule_of
+from training.kept import Shape, from_part
+from training.optimizers import Group, Rule, materialise, rule_of
 
 # number of dimensions -> shapes of the weights that are tried
 PROBES: dict[int, list[Shape]] = {

@@ -8,117 +8,23 @@ with what a step really leaves. A new optimizer is a row here, and a name in
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.cpu import bfloat16_is_fast
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch import nn
 
 from configs.schema import Optimizer
 from parallelisms.mesh import Mesh
 from training import narrow_adamw
-from training.muon import Muon, local
+from training.kept import LIKE, NARROW, SCALAR, SHARE, Kept
+from training.muon import Muon
+from training.normuon import ROW_AVERAGES, NorMuon
 
 Group = dict[str, Any]  # of torch.optim: "params", and the options that they share
-Shape = tuple[int, ...]
-
-
-def as_parameter(shape: Shape) -> Shape:
-    return shape
-
-
-def scalar(shape: Shape) -> Shape:
-    return ()
-
-
-def from_part(
-    whole: Shape, part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> DTensor:
-    """Return the DTensor of a whole shape of which this rank has this part: ranks may have parts of
-    different sizes."""
-    return DTensor.from_local(
-        part,
-        mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(whole),
-        stride=torch.empty(whole, device="meta").stride(),
-    )
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A tensor that an optimizer keeps of a parameter: 0 before the first step."""
-
-    # of the parameter's whole shape -> its own; None: nothing is kept of such a parameter
-    shape: Callable[[Shape], Shape | None]
-    dtype: torch.dtype | None = None  # None: the parameter's
-    # For each of its axes the axis of the parameter that is as long, and with which it is sharded;
-    # None: that axis is whole on every rank. Empty: all of it is. One like the parameter is sharded
-    # as that is.
-    axes: tuple[int | None, ...] = ()
-
-    @property
-    def like_parameter(self) -> bool:
-        return self.shape is as_parameter
-
-    def shapes(self, param: Tensor) -> tuple[Shape, Shape] | None:
-        """Return the shape of this rank's part, and of the whole; None where there is none. Raises
-        ValueError for an axis that is not as long as the one with which it is sharded."""
-        whole = self.shape(tuple(param.shape))
-        if whole is None:
-            return None
-        axes = self.axes
-        if self.like_parameter:
-            axes = tuple(range(param.ndim))
-        here = list(whole)
-        for axis, follows in enumerate(axes):
-            if follows is None:
-                continue
-            if whole[axis] != param.shape[follows]:
-                raise ValueError(
-                    f"axis {axis} of {list(whole)} cannot be sharded as axis {follows} of "
-                    f"{list(param.shape)}"
-                )
-            here[axis] = local(param).shape[follows]
-        return tuple(here), whole
-
-    def zeros(self, param: nn.Parameter, device: torch.device) -> Tensor | None:
-        """device: of a scalar."""
-        dtype = self.dtype or param.dtype
-        if self.like_parameter:
-            return torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-        shapes = self.shapes(param)
-        if shapes is None:
-            return None
-        here, whole = shapes
-        zeros = torch.zeros(here, dtype=dtype, device=param.device if whole else device)
-        if not self.axes or not isinstance(param, DTensor):
-            return zeros
-        placements = [self.placement(placement) for placement in param.placements]
-        return from_part(whole, zeros, param.device_mesh, placements)
-
-    def placement(self, of_parameter: Placement) -> Placement:
-        """Return how it is placed along a dimension of the mesh."""
-        dim = getattr(of_parameter, "dim", None)
-        if dim is None or dim not in self.axes:
-            return Replicate()
-        axis = self.axes.index(dim)
-        if isinstance(of_parameter, _StridedShard):
-            return _StridedShard(axis, split_factor=of_parameter.split_factor)
-        return Shard(axis)
-
-
-LIKE = Kept(as_parameter)
-NARROW = Kept(as_parameter, torch.bfloat16)
-SCALAR = Kept(scalar, torch.float32)
-SHARE = Kept(scalar, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -133,6 +39,8 @@ class Rule:
     # Whether one kernel updates all elements of a group, each by itself. Then the plan of a deep
     # model may follow from that of a shallow one: the work grows with the elements alone.
     is_one_kernel: bool = False
+    # Whether it updates by orthogonalised matrices, whose spectral norm is near 1.
+    orthogonalises: bool = False
 
 
 def with_dtype(cfg: Optimizer, model: nn.Module) -> Optimizer:
@@ -201,14 +109,29 @@ def build_muon(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.
     return Muon(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
 
 
+def kept_by_normuon(group: Group) -> dict[str, Kept]:
+    return {"momentum_buffer": LIKE, "second_momentum_buffer": ROW_AVERAGES}
+
+
+def normuon_options(cfg: Optimizer) -> Group:
+    return muon_options(cfg) | {"beta2": cfg.normuon_beta2}
+
+
+def build_normuon(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
+    return NorMuon(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
+
+
 ADAMW = Rule("AdamW", kept_by_adamw, moments_of_adamw, is_one_kernel=True)
 SGD = Rule("SGD", kept_by_sgd)
-MUON = Rule("Muon", lambda group: {"momentum_buffer": LIKE}, muon_options)
+MUON = Rule("Muon", lambda group: {"momentum_buffer": LIKE}, muon_options, orthogonalises=True)
+NORMUON = Rule("NorMuon", kept_by_normuon, normuon_options, orthogonalises=True)
+ADAMW_OF_OTHERS = replace(ADAMW, lr_scale=lambda cfg: cfg.adamw_lr_scale)
 
 OPTIMIZERS: dict[str, Kind] = {
     "adamw": Kind(build_adamw, ADAMW, ADAMW),
     "sgd": Kind(build_sgd, SGD, SGD),
-    "muon": Kind(build_muon, MUON, replace(ADAMW, lr_scale=lambda cfg: cfg.adamw_lr_scale)),
+    "muon": Kind(build_muon, MUON, ADAMW_OF_OTHERS),
+    "normuon": Kind(build_normuon, NORMUON, ADAMW_OF_OTHERS),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from configs.schema import Optimizer
 from training.muon import LR_FACTORS
-from training.optimizers import MUON, Group, Rule
+from training.optimizers import Group, Rule
 
 
 class RateFactors(NamedTuple):
@@ -35,7 +35,7 @@ def transferred(scale: Any, rule: Rule, cfg: Optimizer, shape: Sequence[int]) ->
     """Return the factors that keep a learning rate right over width and depth: of AdamW, table 3 of
     Yang et al., arXiv:2203.03466. The decay of a step, lr * weight_decay, stays as it is."""
     lr = scale.factor
-    if rule is MUON:
+    if rule.orthogonalises:
         lr *= of_spectral_norm(scale, cfg, shape)
     else:
         lr /= scale.inputs

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs import check, program
 from configs.load import load_config
-from configs.schema import Config, InputError
+from configs.schema import MUONS, Config, InputError
 from configs.words import number_of
 from tools import differences, overrides
 from tools.parity import meshes
@@ -132,7 +132,7 @@ def resolved(flags: argparse.Namespace, rest: list[str]) -> tuple[list[str], Con
     rest = overrides.with_options(rest, QUIET | {"training.param_dtype": flags.dtype})
     # checking the configuration's own mesh needs as many ranks as it has
     given = load_config(rest, None, None)
-    if given.optimizer.kind == "muon":  # in bfloat16 its iteration would enlarge rounding
+    if given.optimizer.kind in MUONS:  # in bfloat16 its iteration would enlarge rounding
         rest = overrides.with_options(rest, {"optimizer.ns_dtype": flags.dtype})
     if given.training.max_norm > 0:  # every step is clipped
         rest = overrides.with_options(rest, {"training.max_norm": str(CLIPPED)})

@@ -1,0 +1,196 @@
+"""Optimizers that treat a weight as a matrix: the formulas of their papers in plain loops, each mesh
+against one process in float64, and a resume on another mesh."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import train
+from checkpoint import hf, verify
+from configs.load import load_config
+from configs.schema import Optimizer
+from tests import parity
+from tests.parity import EXPERTS
+from tests.ranks import run_ranks
+from tests.runs import ADAMW, EXPERT_MESHES, MESHES, as_typed, run, tiny_run
+from tests.steps import apart
+from tools.plan.repeat import traced
+from training import normuon
+from training.muon import local, orthogonalised
+from training.optim import build_optimizer, step_if
+from training.optimizers import materialise
+
+ALL = [("*", True)]
+SHAPES = [(6, 10), (10, 6), (3, 6, 9)]
+LR, DECAY = 0.03, 0.2
+NORMUON = ["--optimizer.kind=normuon", "--optimizer.ns_dtype=float64"]
+KINDS = {"normuon": NORMUON}
+
+
+class Matrices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
+        self.weights = nn.ParameterList(map(nn.Parameter, shapes))
+
+
+def trained(kind: str, gradients: list[list[Tensor]], **more: object) -> list[Tensor]:
+    """Return weights after a step with each of these gradients."""
+    model = Matrices()
+    cfg = Optimizer(kind=kind, lr=LR, weight_decay=DECAY, ns_dtype="float64", **more)
+    optimizer = build_optimizer(model, ALL, cfg, ALL)
+    for step in gradients:
+        for weight, gradient in zip(model.weights, step, strict=True):
+            weight.grad = gradient.clone()
+        step_if(torch.tensor(True), optimizer)
+    return [weight.detach() for weight in model.weights]
+
+
+def random_gradients(steps: int) -> list[list[Tensor]]:
+    return [[torch.randn(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(steps)]
+
+
+# ------------------------------------------------------------------------------------ formulas
+
+
+def with_normuon(weight: Tensor, gradients: list[Tensor], beta2: float) -> Tensor:
+    """Update a matrix by algorithm 1 of arXiv:2510.05491, row by row, where the norm stays what it
+    is before the rows are divided; with Muon's Nesterov momentum and its factor of the rate."""
+    rows, columns = weight.shape
+    momentum = torch.zeros_like(weight)
+    averages = [0.0] * rows
+    for gradient in gradients:
+        momentum = 0.95 * momentum + 0.05 * gradient
+        (o,) = orthogonalised((0.05 * gradient + 0.95 * momentum)[None])
+        divided = torch.empty_like(o)
+        for row in range(rows):
+            mean = sum(x.item() ** 2 for x in o[row]) / columns
+            averages[row] = beta2 * averages[row] + (1 - beta2) * mean
+            divided[row] = o[row] / averages[row] ** 0.5
+        update = divided * o.norm() / divided.norm()
+        factor = 0.2 * max(rows, columns) ** 0.5
+        weight = (1 - LR * DECAY) * weight - LR * factor * update
+    return weight
+
+
+@pytest.mark.parametrize("beta2", [0.95, 0.5])
+def test_normuon_is_the_paper_s(beta2):
+    gradients = random_gradients(4)
+    seen = trained("normuon", gradients, normuon_beta2=beta2)
+    for number, found in enumerate(seen):
+        weight = Matrices().weights[number].detach()
+        of_weight = [step[number] for step in gradients]
+        if weight.ndim == 2:
+            expected = with_normuon(weight, of_weight, beta2)
+        else:  # a stack of experts: each by itself
+            each = [with_normuon(w, [g[x] for g in of_weight], beta2) for x, w in enumerate(weight)]
+            expected = torch.stack(each)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(seen[0], trained("muon", gradients)[0], rtol=1e-3)
+
+
+# ------------------------------------------------------------------------------------ any mesh
+
+FEW_EXPERTS = [*EXPERTS["qwen3 experts"], "--model.n_experts=2", "--model.experts_per_token=1"]
+RUNS = {  # name: (mesh, further options)
+    "tp2": ("tp2", []),  # columns of wo and w2 are split
+    "fsdp2xtp2": ("fsdp2xtp2", []),
+    "hsdp2x2": ("hsdp2x2", []),
+    "pp2": ("pp2", []),
+    "ep2": ("ep2", EXPERTS["qwen3 experts"]),
+    "ep2xfsdp2": ("ep2xfsdp2", [*FEW_EXPERTS, "--model.expert_dim=12"]),  # rows of experts
+    "experts on tp2": ("experts on tp2", EXPERTS["qwen3 experts"]),
+}
+FAST = "tp2"
+
+
+def problems_on(kind: str, name: str, fn=parity.trajectory) -> list[str]:
+    mesh, more = RUNS[name]
+    ranks, of_mesh, dp_size = (MESHES | EXPERT_MESHES)[mesh]
+    of_model = [*ADAMW, *KINDS[kind], parity.FLOAT64, *more]
+    of_numbers = [o for o in of_mesh if o.startswith(parity.CHANGE_THE_MODEL)]
+    oracle = parity.oracle_of((*of_model, *of_numbers))
+    results = run_ranks(ranks, fn, [*of_model, *of_mesh, parity.seed_of(oracle)], dp_size)
+    return parity.compare(name, parity.whole_model(results), oracle, parity.EXACT)
+
+
+@pytest.mark.cap(300)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == FAST else pytest.mark.slow) for n in RUNS]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mesh_updates_as_one_process(kind, name):
+    assert not problems_on(kind, name)
+
+
+def with_parts_for_the_whole(run: list[str], dp_size: int) -> dict:
+    """Take the sums of a rank's parts for those of whole rows and matrices."""
+    normuon.sum_over_parts = lambda weights, sums, axis: None
+    return parity.trajectory(run, dp_size)
+
+
+@pytest.mark.slow
+def test_negative_control_of_the_comparison():
+    problems = problems_on("normuon", FAST, with_parts_for_the_whole)
+    assert any("weights of layers" in problem for problem in problems), problems
+
+
+# ---------------------------------------------------------------------------- checkpoints, plan
+
+
+def state_of(folder: Path) -> dict[str, Tensor]:
+    """Return the weights and the optimizer's state of the newest checkpoint, by name."""
+    path = verify.newest(folder)
+    manifest = verify.read_manifest(path)
+    names = [n for n in manifest["tensors"] if n.startswith(("model.", "optimizer."))]
+    return dict(zip(names, hf.read_whole(path, manifest, names), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_on_another_mesh(kind, tmp_path):
+    """Begun by two ranks that shard, and gone on with by two that split."""
+    options = [
+        *tiny_run(tmp_path),
+        *KINDS[kind],
+        "--training.steps=8",
+        "--checkpoint.interval=4",
+        parity.FLOAT64,
+    ]
+    legs = [
+        (1, "whole", []),
+        (2, "parted", ["--training.stop_after=4"]),
+        (2, "parted", ["--parallelism.tensor_parallel=2"]),
+    ]
+    for ranks, name, more in legs:
+        done = run_ranks(ranks, run, as_typed([*options, *more]), tmp_path / name)
+        assert all(code in (0, 75) for code, _ in done), done
+    whole, parted = state_of(tmp_path / "whole"), state_of(tmp_path / "parted")
+    assert whole.keys() == parted.keys()
+    for name, value in whole.items():
+        torch.testing.assert_close(parted[name], value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def planned(options: list[str]) -> int:
+    """Return the plan's bytes of the optimizer's state on rank 0 of two."""
+    return traced(load_config(options, 2, 2), 2, 2, on_gpu=True).before()["optimizer state"]
+
+
+def kept(options: list[str]) -> int:
+    """Return the bytes that this rank really keeps."""
+    job = train.build(load_config(options, 2, 2))
+    materialise(job.optimizer)
+    tensors = [t for of_weight in job.optimizer.state.values() for t in of_weight.values()]
+    return sum(local(t).numel() * t.element_size() for t in tensors)
+
+
+@pytest.mark.cap(200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_plan_counts_the_state(kind):
+    options = [*parity.OPTIONS, *KINDS[kind], "--training.local_batch_size=12"]
+    options = [*options, "--model.n_layers=2"]
+    assert apart(planned, options) == run_ranks(2, kept, options)[0]
