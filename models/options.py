@@ -72,6 +72,8 @@ class Numbers:
     branch_ends: tuple[str, ...] = BRANCH_ENDS
     """Patterns of the parameters whose products and sums a block adds to the residual stream. Empty
     for a family that normalises these: a factor would not be seen."""
+    scales_embedding: bool = False
+    """Whether forward multiplies what the embedding returns by the root of the width."""
     layers: tuple[str, ...] = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
     """The linear layers of a block, by the last word of their names: those that lora.targets may
     name. Experts have w1, w2 and w3."""

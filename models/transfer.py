@@ -28,13 +28,15 @@ from models.moe import Experts
 @dataclass(frozen=True)
 class Scale:
     """Numbers of a parameter relative to the base. inputs, outputs: how many times as many it has,
-    1 where they do not grow and for a vector; factor: of its product in forward; epsilon: of AdamW,
-    behind that factor. training/rates.py has the learning rates that follow."""
+    1 where they do not grow, where `factor` has accounted for them, and for a vector; factor: of its
+    product in forward; epsilon: of AdamW, behind that factor; columns: how many times as many inputs
+    it has in any case. training/rates.py has the learning rates that follow."""
 
     inputs: float
     outputs: float
     factor: float
     epsilon: float
+    columns: float
 
     @property
     def deviation(self) -> float:
@@ -100,6 +102,9 @@ def scales_of(family: Family, args: Any, cfg: Any) -> dict[str, Scale]:
             ends_branch=any(fnmatchcase(name, end) for end in family.numbers.branch_ends),
             depth=depth if name.startswith("layers.") else 1.0,
             width=width,
+            multiplied=width**0.5
+            if name in embeddings and family.numbers.scales_embedding
+            else 1.0,
         )
     return scales
 
@@ -111,12 +116,21 @@ def widened(family: Family, args: Any, growth: int) -> Any:
     return replace(args, **{name: growth * getattr(args, name) for name in widths})
 
 
-def scale_of(inputs: float, outputs: float, ends_branch: bool, depth: float, width: float) -> Scale:
+def scale_of(
+    inputs: float,
+    outputs: float,
+    ends_branch: bool,
+    depth: float,
+    width: float,
+    multiplied: float = 1.0,
+) -> Scale:
     """Return the scale of a parameter. ends_branch: whether its product is added to the residual
     stream; depth: how many times as many blocks there are, 1 for what is in none; width: how many
-    times as wide the model is."""
-    factor = 1 / depth if ends_branch else 1.0
+    times as wide the model is; multiplied: by how many times as much forward multiplies its product,
+    which must not grow."""
+    columns = inputs
+    factor = (1 / depth if ends_branch else 1.0) / multiplied
     if inputs != 1 and outputs == 1:  # logits, of words or experts: a deviation 1 / inputs
         factor /= inputs
         inputs = 1.0
-    return Scale(inputs, outputs, factor, epsilon=1 / (width * depth))
+    return Scale(inputs, outputs, factor, 1 / (width * depth), columns)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 import train
 from configs import check
 from configs.load import load_config
-from configs.schema import InputError, Model, Optimizer
+from configs.schema import InputError, Lora, Model, Optimizer
 from models import MODELS, NUMBERS, transfer
 from parallelisms import family_check
 from tools.parity import __main__ as tool
 from tools.parity import coordinates
 from tools.parity.tiny import Tiny, copy_of
 from training import init
+from training.muon import LR_FACTORS
 from training.optim import build_optimizer, set_learning_rate
 
 TINY = SimpleNamespace(dim=32, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=48, vocab_size=61)
@@ -49,7 +50,7 @@ def test_at_its_base_a_model_is_that_of_a_run_without(name):
     args = replace(family.Args(**NUMBERS[name].flavors["debug"]), tied_embeddings=False)
     base = Model(family=name, width_base=args.dim, depth_base=args.n_layers)
     found = transfer.adapted(family, args, base)
-    assert {*found.scales.values()} == {transfer.Scale(1, 1, 1, 1)}
+    assert {*found.scales.values()} == {transfer.Scale(1, 1, 1, 1, 1)}
     for parameter, *row in found.initial_values(args):
         rows = family.initial_values(args)
         assert row == next(row for pattern, *row in rows if fnmatchcase(parameter, pattern))
@@ -177,6 +178,52 @@ def test_rates_of_every_kind_of_parameter():
         for name, rate in rates.items():
             if decays[name]:
                 assert rate * decays[name] == pytest.approx(0.1 * 0.3), name
+
+
+@pytest.mark.parametrize("adjust_lr_fn", ["match_rms_adamw", "original"])
+def test_muons_updates_grow_as_their_spectral_norms_should(adjust_lr_fn):
+    """By the root of outputs over inputs, also where one of the two is a latent of constant rank."""
+    family = MODELS["deepseek_v3"]
+    args = family.Args(**NUMBERS["deepseek_v3"].flavors["debug"])
+    wide = transfer.widened(family, args, 4)
+    found = transfer.adapted(family, wide, Model(family=family.name, width_base=args.dim))
+    cfg = Optimizer(kind="muon", lr=1.0, ns_dtype="float32", adjust_lr_fn=adjust_lr_fn)
+    with torch.device("meta"):
+        small, model = (family.build(numbers) for numbers in (args, wide))
+    optimizer = build_optimizer(model, family.decay, cfg, family.matrices, scales=found.scales)
+    growths = set()
+    for group in optimizer.param_groups:
+        for name in group["param_names"] if group["rule"] == "Muon" else ():
+            (rows, columns), (rows_of_small, columns_of_small) = (
+                of.get_parameter(name).shape[-2:] for of in (model, small)
+            )
+            size = group["lr"] * LR_FACTORS[adjust_lr_fn](rows, columns)
+            at_base = LR_FACTORS[adjust_lr_fn](rows_of_small, columns_of_small)
+            growth = (rows / rows_of_small, columns / columns_of_small)
+            assert size == pytest.approx(at_base * (growth[0] / growth[1]) ** 0.5), name
+            growths.add(growth)
+    assert growths == {(4, 4), (1, 4), (4, 1)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_embedding_returns_is_as_large_at_any_width(name):
+    """Gemma's forward multiplies it by the root of the width."""
+    family = MODELS[name]
+    small = copy_of(family, family.Args(**NUMBERS[name].flavors["debug"]), Lora())
+    tokens = torch.arange(small.args.vocab_size)[None]
+    sizes, moves = [], []
+    for growth in (1, 4):
+        wide, optimizer = coordinates.widened(small, "adamw", growth)
+        sizes.append(wide.model.embed(tokens).std().item())
+        rates = {
+            name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]
+        }
+        before = wide.model.embed(tokens)
+        with torch.no_grad():
+            wide.model.tok_embeddings.weight += rates["tok_embeddings.weight"]
+        moves.append((wide.model.embed(tokens) - before).mean().item())
+    assert sizes == pytest.approx([sizes[0]] * 2, rel=0.05)
+    assert moves == pytest.approx([moves[0]] * 2, rel=1e-9)
 
 
 ROWS = '[["layers.0.*", 0.5], ["*.wq.weight", 2], ["layers.0.attention.wq.weight", 9]]'

@@ -44,11 +44,12 @@ def transferred(scale: Any, rule: Rule, cfg: Optimizer, shape: Sequence[int]) ->
 
 def of_spectral_norm(scale: Any, cfg: Optimizer, shape: Sequence[int]) -> float:
     """Return the factor of Muon's learning rate that lets the spectral norm of an update grow as
-    sqrt(outputs / inputs) (Yang, Simon and Bernstein, arXiv:2310.17813)."""
+    sqrt(outputs / columns) (Yang, Simon and Bernstein, arXiv:2310.17813), behind scale.factor, which
+    may have accounted for the columns already: a projection to a latent of constant rank."""
     rows, columns = shape[-2:]
     lr_factor = LR_FACTORS[cfg.adjust_lr_fn]
-    at_base = lr_factor(rows / scale.outputs, columns / scale.inputs)
-    wanted = math.sqrt(scale.outputs / scale.inputs)
+    at_base = lr_factor(rows / scale.outputs, columns / scale.columns)
+    wanted = math.sqrt(scale.outputs * scale.columns) / scale.inputs
     return wanted * at_base / lr_factor(rows, columns)
 
 

@@ -56,4 +56,5 @@ NUMBERS = Numbers(
     options=OPTIONS | OPTIONS_OF_WINDOWS | OPTIONS_OF_CAPS,
     rules=RULES,
     branch_ends=(),
+    scales_embedding=True,
 )

@@ -93,4 +93,5 @@ NUMBERS = Numbers(
     options=OPTIONS | OPTIONS_OF_WINDOWS | OPTIONS_OF_GEMMA,
     rules=RULES,
     branch_ends=(),
+    scales_embedding=True,
 )

@@ -25,8 +25,8 @@ MOST_SLOPE = 0.25
 
 
 def coordinates(tiny: Tiny) -> str | None:
-    """Return which output of a block, or logits, move the farther in a few steps the wider the model
-    is."""
+    """Return which output of the embedding, of a block, or logits, move the farther in a few steps
+    the wider the model is."""
     for kind in ("adamw", "muon"):
         slopes = slopes_of(tiny, kind)
         worst = max(slopes, key=lambda name: slopes[name])
@@ -39,7 +39,7 @@ def coordinates(tiny: Tiny) -> str | None:
 
 
 def slopes_of(tiny: Tiny, kind: str) -> dict[str, float]:
-    """Return by which power of the width the outputs of blocks and the logits move, by name."""
+    """Return by which power of the width the outputs of embedding, blocks and model move, by name."""
     moved = [movements(tiny, kind, growth) for growth in GROWTHS]
     slopes = {}
     for name in moved[0]:
@@ -77,7 +77,10 @@ def widened(tiny: Tiny, kind: str, growth: int) -> tuple[Tiny, torch.optim.Optim
 
 
 def outputs_of_blocks(tiny: Tiny, tokens: Tensor) -> dict[str, Tensor]:
-    """Return what blocks and the model return, by name."""
+    """Return what the embedding (as the first block gets it), blocks and the model return, by
+    name."""
     seen = outputs(tiny, tokens).by_name
     names = {f"layers.{number}" for number in tiny.model.layers} | {MODEL}
-    return {name: output for name, output in seen.items() if name in names}
+    with torch.no_grad():
+        embedded = {"embed": tiny.model.embed(tokens)}
+    return embedded | {name: output for name, output in seen.items() if name in names}
