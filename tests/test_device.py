@@ -430,7 +430,6 @@ def test_every_benchmark_that_is_named_exists():
         ([], 0, "  device.planned  planned memory"),
         (["nonsense"], 2, "nonsense: no such benchmark; there are attention, delta_net, device, "),
         (["device", "--minutes=0"], 2, "a number of minutes above 0"),
-        (["faults", "--only=fire"], 2, "--only fire: in no name of "),
         (["attention", "--shapes=4,5"], 2, "4,5 is no shape; one is "),
         (["attention", "--json=no/such/x.json"], 2, "there is no folder for no/such/x.json"),
     ],

@@ -27,7 +27,6 @@ import pytest
 
 import train
 from configs.load import load_config
-from lab import session
 from tests import fork_server
 from tests.published import first_layers, published
 from tests.ranks import run_ranks
@@ -407,28 +406,6 @@ def test_the_readme_shows_what_its_first_command_prints(trained):
     shown = re.search(r"```text\n(model: .*?)```", readme, re.S)[1]
     assert not unlike(shown, said), said
     assert unlike("step 1/9  los 5.1 ...", said), "a word that it does not say"
-
-
-def sentences(recorded: str) -> set[str]:
-    """Return the lines of a recorded session without their numbers, what a run's time went into, and
-    the ^C of the keyboard, which comes between two letters. The bar's length is a number. What a
-    slow machine says while one waits is left out."""
-    whole = recorded.replace("\n    ", " ").replace("bfloat16", "float32").replace("^C", "")
-    whole = re.sub("productive .*", "", whole)
-    lines = re.sub(r"\d[\d,.:]*|[█▉▊▋▌▍▎▏]+ *", "0", whole).splitlines()
-    return {line for line in lines if not line.startswith("at work for")}
-
-
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_the_recorded_session_is_what_a_terminal_shows_today(tmp_path):
-    shown = sentences(session.FILE.read_text(encoding="utf-8"))
-    assert any(
-        "Ctrl-C again after 0 s ends without saving" in line for line in shown
-    )  # 0: a number
-    assert any("resumed after step" in line for line in shown)
-    today = sentences(session.record(tmp_path / "run"))
-    assert today == shown, "run: python -m lab.session"
 
 
 @pytest.mark.slow

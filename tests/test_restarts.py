@@ -2,7 +2,7 @@
 undisturbed one.
 
 The ranks are separate processes under tools.launch (tests/launched.py); faults are put into them by
-a script around train.py (lab/bench/faults.py, which measures what each costs): FAULT is "RANK WHAT
+a script around train.py (tests/faults.py): FAULT is "RANK WHAT
 STEP STARTS", or several with ";" between them.
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.faults import WRAPPER
 from reliability.goodput import account, read
+from tests.faults import WRAPPER
 from tests.launched import Launcher, ended, nothing_first
 from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import (

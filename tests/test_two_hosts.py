@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.faults import WRAPPER
+from tests.faults import WRAPPER
 from tests.hosts import (
     ADDRESSES,
     Hosts,

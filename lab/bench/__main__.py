@@ -13,12 +13,11 @@ from lab.bench.usage import usage
 
 BENCHES = {
     "attention": "kernels of causal attention, by the shape of a model's heads",
-    "delta_net": "a layer of gated delta net against attention, by the length of a sequence",
+    "delta_net": "the gated delta rule, by what computes it on this device",
     "device": "everything on the GPU at hand, the most valuable first, within a budget of minutes",
     "device.checks": "numbers on this device against a float64 model; also on ranks that share a GPU",
     "device.measure": "rates, steps of 8B's layers, steps compared with other trainers, saves",
     "device.planned": "planned memory and time against those of real steps; long sequences",
-    "faults": "seconds to detect and survive a kill, a freeze and other faults, and goodput",
     "plan": "plans against published runs",
     "step": "tokens/s of a step against a bare loop, Hugging Face and TorchTitan",
     "transfer": "best learning rates over the width of a model, with and without model.width_base",

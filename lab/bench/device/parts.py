@@ -64,7 +64,7 @@ PARTS = [  # the most valuable first
     section("meshes", MESHES, 90, 90),
     section("documents", f"{CHECKS} documents documents_compiled", 30, 40),
     section("delta rule", f"{CHECKS} delta_rule", 60, 30),
-    section("delta nets", "lab.bench delta_net --kernels", 60, 30),
+    section("delta nets", "lab.bench delta_net", 60, 30),
     section("compile", f"{CHECKS} compiled", 35, 60),
     section("rates", f"{MEASURE} rates", 30, 15),
     section("8B layers", f"{MEASURE} step 8B_layers", 75, 60),
