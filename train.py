@@ -56,7 +56,6 @@ from training.loss import IGNORE, linear_cross_entropy
 from training.loss_passes import compiled_loss
 from training.meter import open_metrics
 from training.microbatches import Microbatches, raise_flags, to_host_async
-from training.one_pass import scaling
 from training.optim import (
     build_optimizer,
     clip_grad_norm,
@@ -118,7 +117,7 @@ def build(cfg: Config) -> Job:
     cores.check_flops(model, family.flops_per_token, cfg.training.seq_len)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(
-        model, family.decay, cfg.optimizer, family.matrices, mesh, cfg.compile, family.scales
+        model, family.decay, cfg.optimizer, family.matrices, mesh, family.scales
     )
     return Job(cfg, mesh, args, model, optimizer, compute)
 
@@ -201,10 +200,7 @@ def train_step(
         of_gradients = digests.of_gradients(job.model.named_parameters(), job.mesh.device)
     with record_function("clip"):
         grad_norm = clip_grad_norm(
-            job.model.parameters(),
-            job.cfg.training.max_norm,
-            job.mesh.sum_over_pp,
-            scaling(job.optimizer),
+            job.model.parameters(), job.cfg.training.max_norm, job.mesh.sum_over_pp
         )
     # with offloaded weights the norm is on the CPU
     grad_norm = grad_norm.to(step.loss.device, non_blocking=True)

@@ -903,23 +903,6 @@ RULES = {
         "{debug.check_collectives} watches operators one by one, which {compile.cuda_graphs} takes "
         "out of sight: do without the one or the other",
     ),
-    # as of graphs: training/one_pass.py refuses what is not on a GPU
-    "one_pass_ranks": (
-        lambda c: (
-            c.compile.optimizer
-            and (c.world > 1 or c.run.device == "cpu" or c.parallelism.cpu_offload)
-        ),
-        "{compile.optimizer} is for one process with its weights on a GPU, and the run has {world}, "
-        "{run.device} and {parallelism.cpu_offload}: set it to false",
-    ),
-    "one_pass_kind": (
-        lambda c: (
-            c.compile.optimizer
-            and (c.optimizer.kind != "adamw" or c.optimizer.moment_dtype != "float32")
-        ),
-        "{compile.optimizer} is an AdamW with averages in float32, not {optimizer.kind} with "
-        "{optimizer.moment_dtype}: set it to false",
-    ),
     "float8_tp": (
         lambda c: c.training.float8 != "none" and c.parallelism.tensor_parallel > 1,
         "{training.float8} together with {parallelism.tensor_parallel} is not supported: use one "

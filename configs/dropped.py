@@ -36,6 +36,9 @@ DROPPED = {
     ),
     "optimizer.nesterov": Dropped(True, "Muon's momentum is always Nesterov's", True),
     "optimizer.ns_steps": Dropped(5, "Muon takes 5 Newton-Schulz iterations", True),
+    "compile.optimizer": Dropped(
+        False, "gradients are clipped in a pass of their own, before the optimizer's", True
+    ),
     "checkpoint.load_path_content": Dropped(
         "model",
         "checkpoint.load_path gives the weights alone; checkpoint.branch_from goes on with the "

@@ -715,8 +715,6 @@ class Compile(Table):
     cuda_graphs: bool = False
     """Record a step's forward and backward once, and start them as a whole: for small models on one
     GPU."""
-    optimizer: bool = False
-    """Clip in the pass that updates a weight (AdamW): 4% of a step on one H100, for one GPU."""
 
 
 class Checkpoint(Table):

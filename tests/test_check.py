@@ -143,10 +143,6 @@ LACKING_GPU = {
         "compile.cuda_graphs=true",
         "compile.cuda_graphs = true is for a GPU, and this run is on a cpu: set it to false",
     ),
-    "AdamW in one pass": (
-        "compile.optimizer=true",
-        "compile.optimizer = true is for a GPU, and this run is on a cpu: set it to false",
-    ),
     "asynchronous tensor parallelism": (
         "parallelism.async_tensor_parallel=true parallelism.tensor_parallel=2 compile.enabled=true",
         "needs GPUs that are connected",

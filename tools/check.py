@@ -222,7 +222,6 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         and not overlapped
         and not gathers
         and not cfg.compile.cuda_graphs
-        and not cfg.compile.optimizer
         and cfg.training.param_dtype != "float64"
     ):
         return
@@ -234,7 +233,7 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         float8,
         mesh,
     )  # here, because they import torch
-    from training import attention, graphs, one_pass
+    from training import attention, graphs
 
     try:
         device = mesh.pick_device(cfg.run, local_world_size - 1)
@@ -248,7 +247,6 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
         [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
     )
     checks += [lambda: graphs.check(cfg, device, numbers)]
-    checks += [lambda: one_pass.check(cfg.compile, device)]
     checks += [lambda: async_tp.check_overlap(device.type)] if overlapped else []
     checks += (
         [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)]

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from configs.schema import Compile, LRSchedule, Optimizer
+from configs.schema import LRSchedule, Optimizer
 from parallelisms.mesh import Mesh
-from training import averages, one_pass
-from training.optimizers import OPTIMIZERS, adamw_options, with_dtype
+from training import averages
+from training.optimizers import OPTIMIZERS, with_dtype
 from training.rates import options_of_group, rates_of
 
 
@@ -24,7 +24,6 @@ def build_optimizer(
     cfg: Optimizer,
     matrix_rows: Sequence[tuple[str, bool]] = (),
     mesh: Mesh | None = None,
-    compiled: Compile | None = None,
     scales: Mapping[str, Any] = {},
 ) -> torch.optim.Optimizer:
     """Build the optimizer over the model's own (sharded) parameters: call it after
@@ -33,8 +32,7 @@ def build_optimizer(
 
     decay_rows: (pattern of a parameter's name, weight decay applies); the first that matches
     counts. matrix_rows: in the same form, whether it is a hidden matrix. mesh: None for a model
-    that is not sharded. compiled: of the run, which may ask for AdamW in one pass. scales: of
-    parameters by name (models/transfer.py).
+    that is not sharded. scales: of parameters by name (models/transfer.py).
     """
     kind = OPTIMIZERS[cfg.kind]
     cfg = with_dtype(cfg, model)
@@ -54,9 +52,6 @@ def build_optimizer(
         groups[key]["params"].append((name, param))
     # those that decay come first
     in_order = [groups[key] for key in sorted(groups, key=lambda key: key[0])]
-    device = next(model.parameters()).device
-    if compiled is not None and one_pass.check(compiled, device):
-        return one_pass.OnePassAdamW(in_order, **adamw_options(cfg), backend=compiled.backend)
     return kind.build(in_order, cfg, mesh)
 
 
@@ -126,13 +121,12 @@ def clip_grad_norm(
     params: Iterable[nn.Parameter],
     max_norm: float,
     sum_over_stages: Callable[[Tensor], Tensor] = lambda x: x,
-    scale: Callable[[list[Tensor], Tensor], object] = torch._foreach_mul_,
 ) -> Tensor:
     """Scale the gradients so that their global 2-norm is at most max_norm (0: leave them). Returns
     the norm before scaling, a float32 scalar.
 
     sum_over_stages: sums a scalar over the ranks of a pipeline, each of which has other parameters
-    (Mesh.sum_over_pp). scale: multiplies the gradients (training/one_pass.py::scaling).
+    (Mesh.sum_over_pp).
 
     The norm is that of the whole, unsharded gradient (Pascanu et al., arXiv:1211.5063, for the
     clipping itself). It is exact to a few 1e-8, so that every mesh reports the same norm and scales
@@ -156,7 +150,7 @@ def clip_grad_norm(
         # The formula of torch.nn.utils.clip_grads_with_norm_, whose arithmetic would mix Tensor and
         # DTensor.
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        scale(local, factor)
+        torch._foreach_mul_(local, factor)
     return norm
 
 

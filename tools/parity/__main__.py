@@ -50,7 +50,6 @@ QUIET = {
     "run.device": "cpu",
     "compile.enabled": "false",
     "compile.cuda_graphs": "false",
-    "compile.optimizer": "false",
     "training.float8": "none",
     "training.attention": "auto",
     "training.delta_rule": "auto",

@@ -51,11 +51,6 @@ ROWS = (
         "the host's time is counted as without them",
     ),
     Unmodelled(
-        "compile.optimizer",
-        lambda cfg, _: cfg.compile.optimizer,
-        "the clip is counted as a separate pass",
-    ),
-    Unmodelled(
         "parallelism.cpu_offload",
         lambda cfg, _: cfg.parallelism.cpu_offload,
         "weights and optimizer state are counted as the GPU's, and copies to the host cost nothing",

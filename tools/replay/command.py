@@ -31,7 +31,6 @@ QUIET = {
     "run.device": "cpu",
     "compile.enabled": "false",
     "compile.cuda_graphs": "false",
-    "compile.optimizer": "false",
     "validation.interval": "0",
     "evaluation.interval": "0",
     "metrics.progress": "off",
