@@ -119,24 +119,6 @@ def test_a_rank_reads_its_part_of_a_window_and_has_the_labels_of_the_whole(place
     assert torch.equal(got["positions"], want["positions"])
 
 
-def compilations() -> int:
-    """Return how often a block is compiled over batches with different documents."""
-    train.compiled_loss = lambda loss, _: loss  # its graphs are not a block's
-    job, batch = job_and_batch(CP2, *COMPILED)
-    torch._dynamo.utils.counters.clear()
-    for length in range(2, 12):
-        train.train_step(job, batch | {"positions": (torch.arange(16) % length).expand(1, 2, 16)})
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.exhaustive  # tests/test_masking.py has the same on one process
-@pytest.mark.cap(180)
-def test_other_documents_do_not_recompile():
-    """Once for the first table, and once more for each of its four sizes that is found to change;
-    the blocks share the code."""
-    assert max(run_ranks(2, compilations)) <= 5
-
-
 @pytest.mark.slow
 def test_bfloat16_is_near_float32():
     """The same check as

@@ -106,12 +106,6 @@ def test_a_rank_of_a_check_says_what_it_raised(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "0.json").read_text()) == "rank 0: ValueError('the reason')"
 
 
-@pytest.mark.exhaustive
-def test_a_rank_that_raises_ends_the_check(tmp_path):
-    errors = checks.error(CPU, tmp_path / "error")
-    assert not checks.failures(errors, 0), errors
-
-
 @pytest.mark.slow
 def test_the_command_starts_the_ranks_of_a_check():
     too_large, errors = checks.apart("pipeline")

@@ -1,23 +1,17 @@
 """`tools.plan` of pipelines: memory and time of every rank against real pipelines, and the page,
 the report and the search."""
 
-import math
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import train
 from configs.load import load_config
 from configs.schema import SCHEDULES
-from parallelisms import pp, schedules
-from parallelisms.mesh import open_mesh
 from parallelisms.schedules import BACKWARD, FORWARD, Action
 from tests.ranks import run_ranks
 from tools.plan import pipeline, trace
@@ -118,134 +112,6 @@ def test_memory_of_every_rank_is_that_of_a_real_step(name, monkeypatch):
         lambda time, tail, flops, change, *rest: Part(time, tail, flops, {}, *rest),
     )
     assert planned(ranks, *cases[0], stages=stages).live < 0.95 * peak
-
-
-# Stages that sleep --------------------------------------------------------------------------------
-
-UNIT = 0.06  # seconds of a forward in the first round; a whole backward takes twice as long
-
-
-class Sleep(torch.autograd.Function):
-    """The input. Its value takes `forward` seconds, and its gradient takes `backward` seconds."""
-
-    @staticmethod
-    def forward(ctx, x, forward, backward):
-        time.sleep(forward)
-        ctx.seconds = backward
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.seconds)
-        return gradient.clone(), None, None
-
-
-class Sleeper(nn.Module):
-    """A stage of a pipeline that only takes time: as long for the gradient of its input as for that
-    of its weight."""
-
-    documents, args = None, SimpleNamespace(dim=4, tied_embeddings=False)
-
-    def __init__(self, number: int, stages: int) -> None:
-        super().__init__()
-        self.first, self.last = number == 0, number == stages - 1
-        self.layers = nn.ModuleDict({str(number): nn.Linear(4, 1, bias=False)})
-        self.weight = self.layers[str(number)].weight
-        self.unit = 0.0  # seconds
-
-    def copies_embedding(self):
-        return False
-
-    def forward(self, x, positions, head, documents=None):
-        h = Sleep.apply(
-            torch.zeros(1, 4, 4).requires_grad_() if self.first else x, self.unit, self.unit
-        )
-        h = h + Sleep.apply(self.weight, 0.0, self.unit)
-        return h.sum() if self.last else h
-
-
-def asleep(schedule: str, microbatches: int, unit: float) -> list[tuple[float, float]]:
-    """When this rank began and ended two steps of stages that sleep for `unit` seconds, after a
-    step without sleep that opens the connections."""
-    ranks = dist.get_world_size()
-    cfg = load_config(
-        [
-            "--parallelism.pipeline_parallel=" + str(ranks),
-            f"--parallelism.pipeline_schedule={schedule}",
-            "--model.n_layers=8",
-            "--training.param_dtype=float32",
-        ],
-        ranks,
-        ranks,
-    )
-    mesh = open_mesh(cfg.run, cfg.parallelism, 1)
-    rank_of = schedules.placement(schedule, ranks)
-    stages = {
-        s: Sleeper(s, len(rank_of)) for s in range(len(rank_of)) if rank_of[s] == mesh.pp_rank
-    }
-    model = pp.PipelineStages(stages, schedules.consecutive([1] * len(rank_of)), mesh, cfg)
-    model.gradients(Microbatches(schedules.least_microbatches(schedule, ranks)), torch.ones(()))
-    for stage in stages.values():
-        stage.unit = unit
-    times = []
-    for _ in range(2):
-        dist.barrier()
-        began = time.monotonic()
-        model.gradients(Microbatches(microbatches), torch.ones(()))
-        times.append((began, time.monotonic()))
-    return times
-
-
-class Microbatches:
-    """Batches whose contents do not matter."""
-
-    def __init__(self, microbatches: int) -> None:
-        self.tokens = torch.zeros(microbatches, 1, 4, dtype=torch.int64)
-        self.labels, self.losses = self.tokens, torch.zeros(microbatches, 1, 4)
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __call__(self, a: int) -> tuple:
-        return self.tokens[a], None, None, None
-
-
-def all_asleep(names: list[str], microbatches: int, unit: float) -> list[list[tuple[float, float]]]:
-    return [asleep(schedule, microbatches, unit) for schedule in names]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.cap(300)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_bubble_of_sleeping_stages_is_the_planned_one(ranks):
-    """Processors have nothing to do here, so the time of the step is that of the schedule: within
-    5% of the plan's. What else runs on the machine can only make a step longer, so the shortest of
-    several counts. An action also costs the processor a little, which is the same however long the
-    stages sleep: where a step took too long, they sleep twice as long in the next round, so that
-    the cost becomes a smaller part of it."""
-    microbatches = 2 * ranks
-    units = {schedule: planned_units(schedule, ranks, microbatches) for schedule in SCHEDULES}
-    excess = dict.fromkeys(SCHEDULES, math.inf)  # the shortest step over the planned one
-    for unit in (UNIT, 2 * UNIT, 4 * UNIT):
-        late = [schedule for schedule in SCHEDULES if excess[schedule] > 1.05]
-        measured = (
-            run_ranks(ranks, all_asleep, late, microbatches, unit, timeout=250) if late else []
-        )
-        for i, schedule in enumerate(late):
-            for step in zip(*(times[i] for times in measured)):
-                seconds = max(end for _, end in step) - min(begin for begin, _ in step)
-                excess[schedule] = min(excess[schedule], seconds / (unit * units[schedule]))
-    for schedule in SCHEDULES:
-        assert 0.999 < excess[schedule] < 1.05, (schedule, excess[schedule])
-
-
-def planned_units(schedule: str, ranks: int, microbatches: int) -> float:
-    """Return the length of a planned step, if a forward takes one unit and a whole backward two."""
-    table = schedules.table(schedule, ranks, 0, microbatches)
-    played = schedules.timeline(
-        table, schedules.placement(schedule, ranks), lambda a: 2.0 if a.kind == BACKWARD else 1.0
-    )
-    return max(actions[-1][2] for actions in played)
 
 
 # What people see ----------------------------------------------------------------------------------

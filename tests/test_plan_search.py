@@ -221,23 +221,6 @@ def test_equal_meshes_of_different_jobs_are_traced_by_one_process():
     assert [row.choice for row in rows] == choices
 
 
-@pytest.mark.exhaustive
-@pytest.mark.cap(3600)
-@pytest.mark.parametrize(
-    "options",
-    (
-        ["--model.n_layers=6", "--training.global_batch_size=16"],
-        ["--model.family=deepseek_v3", "--model.flavor=debug", "--training.global_batch_size=16"],
-    ),
-)
-def test_larger_spaces_have_the_same_search_result(options):
-    """With tensor parallelism, with experts, with every schedule."""
-    options = [*SMALL[:1], "--training.param_dtype=bfloat16", *options]
-    space = Space(options, PlanInputs(4, 2, SLOW))
-    assert not broken_bounds(space)
-    assert not differences(space)
-
-
 def test_a_stage_is_traced_with_its_own_dense_layers(monkeypatch):
     """The flavor, and not the file, may set how many dense layers the model has: here three."""
     cfg = load_config(

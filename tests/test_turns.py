@@ -5,13 +5,11 @@ The oracle of tokens is transformers' `apply_chat_template`.
 """
 
 import json
-import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-import train
 from configs.schema import Data
 from data import chat, formats, hf_tokenizer, turns
 from data.answers import InvalidExample
@@ -283,23 +281,3 @@ def test_every_export_renders_a_conversation_as_training_did(command, name, runs
     else:
         generation = json.loads((out / "generation_config.json").read_text())
         assert trained.end_of_turn() in generation["eos_token_id"]
-
-
-def trained(config: str, folder: Path, *options: str) -> int:
-    return train.main([config, f"--run.folder={folder}", *options])
-
-
-@pytest.mark.exhaustive
-@pytest.mark.cap(900)
-def test_the_run_that_ships_answers_in_the_form_of_its_data(tmp_path, capsys):
-    """Checks its sample at the end, and an answer on request. The default run is its base."""
-    base, folder = tmp_path / "base", tmp_path / "adapters"
-    on_base = [f"--data.tokenizer={base / 'tokenizer.json'}", f"--checkpoint.load_path={base}"]
-    assert run_ranks(1, trained, "configs/llama_debug.toml", base, timeout=400) == [0]
-    name = "configs/llama_debug_lora.toml"
-    assert run_ranks(1, trained, name, folder, *on_base, timeout=400) == [0]
-    form = r"Use: \S.*\n *Why: \S"
-    assert re.search(f"assistant: {form}", (folder / "logs" / "rank-00000.log").read_text())
-    question = ["--chat", "How do I list the files of a folder?"]
-    assert generate.main([str(folder), "--temperature", "0.2", *question]) == 0
-    assert re.match(f" {form}", capsys.readouterr().out)
