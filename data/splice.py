@@ -216,14 +216,11 @@ def differences(saved: dict, current: dict) -> list[str]:
     lines += [f"source {name} is new" for name in now if name not in before]
     for name in now.keys() & before.keys():
         lines += _source_differences(before[name], now[name])
-    skipped_before = saved.get("skip", [])
-    skipped_now = current.get("skip", [])
-    if skipped_before != skipped_now:
-        lines.append(f"data.skip was {skipped_before} and is {skipped_now}")
-    stages_before = saved.get("stages", [])
-    stages_now = current.get("stages", [])
-    if stages_before != stages_now:
-        lines.append(f"training.stages was {_shown(stages_before)} and is {_shown(stages_now)}")
+    for key, option, shown in ("skip", "data.skip", str), ("stages", "training.stages", _shown):
+        rows_before = saved.get(key, [])
+        rows_now = current.get(key, [])
+        if rows_before != rows_now:
+            lines.append(f"{option} was {shown(rows_before)} and is {shown(rows_now)}")
     if not lines and saved != current:
         lines.append("the order of the sources has changed")
     return sorted(lines)
