@@ -941,7 +941,7 @@ def tracing(cfg: Config) -> Config:
     sequence one document, matmuls in the weights' dtype."""
     changes = {
         "run": {"device": "cpu", "deterministic": False},
-        "compile": {"enabled": False, "cuda_graphs": False, "optimizer": False},
+        "compile": {"enabled": False, "cuda_graphs": False},
         "data": {"mask_documents": False},
         "training": {"float8": "none", "attention": "auto", "delta_rule": "auto"},
         "parallelism": {"async_tensor_parallel": False},
