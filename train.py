@@ -50,9 +50,10 @@ from reliability.stop import Stop
 from tools.parity import proved
 from training import attention, digests, graphs, init, log
 from training.balance import move_biases, sum_counts
+from training.counted import count
 from training.evaluate import open_tasks, run_evaluation
 from training.further import open_further
-from training.loss import IGNORE, linear_cross_entropy
+from training.loss import linear_cross_entropy
 from training.loss_passes import compiled_loss
 from training.meter import open_metrics
 from training.microbatches import Microbatches, raise_flags, to_host_async
@@ -251,9 +252,9 @@ def gradients(
     began = time.monotonic()
     loss_of = compiled_loss(linear_cross_entropy, cfg.compile)
     microbatches = Microbatches(job.model, batch, mesh, loss_of, cfg.training.loss_chunk_tokens)
-    counted = (microbatches.labels != IGNORE).sum()
+    counts = count(microbatches)
     prepare_seconds = time.monotonic() - began
-    counted, tokens = mesh.sum_over_tokens(torch.stack((counted, microbatches.count_real())))
+    counted, tokens = mesh.sum_over_tokens(counts)
     # FSDP averages the gradient over these ranks; times their number it is the sum
     ranks = mesh.fsdp_mesh.size()
     dtype = dp.master_dtype(cfg.training)

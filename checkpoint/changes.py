@@ -18,6 +18,9 @@ TABLES = ("model", "data", "training", "optimizer", "lr_schedule", "lora")
 # Options in these tables that are only places of files, and ways to read them.
 ELSEWHERE = ("data.cache", "data.workers")
 
+# What rows of data.mixture lack in checkpoints of an older version, and what it was there.
+ADDED = {"loss_weight": 1.0}
+
 
 def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
     """Describe all changes in one line; "" if there are none. facts: of this run, with the resolved
@@ -46,8 +49,8 @@ def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
 
 
 def options(facts: dict) -> dict[str, Any]:
-    """Return the options in a manifest, by name; none for one that has no configuration, such as a
-    converted model."""
+    """Return the options in a manifest, by name, those of data.mixture by row; none for one that
+    has no configuration, such as a converted model."""
     try:
         tables = tomli.loads(facts["config"])
     except (KeyError, TypeError, ValueError):
@@ -56,6 +59,9 @@ def options(facts: dict) -> dict[str, Any]:
     for table, values in tables.items():
         if isinstance(values, dict):
             found |= {f"{table}.{key}": value for key, value in values.items()}
+    for row in found.pop("data.mixture", []):
+        row = ADDED | row
+        found |= {f"data.mixture.{row['name']}.{key}": value for key, value in row.items()}
     return found
 
 

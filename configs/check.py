@@ -287,6 +287,23 @@ def _wrong_weights(stages: tuple[TrainingStage, ...], mixture: tuple[MixtureRow,
     return ", ".join(wrong)
 
 
+def _without_loss(stages: tuple[TrainingStage, ...], mixture: tuple[MixtureRow, ...]) -> int | None:
+    """Return the first step from which on only sources of loss_weight 0 are read; None: never."""
+    begins = {stage.begin for stage in stages}
+    begins |= {step for row in mixture for step, _ in row.schedule}
+    for begin in sorted({0, *begins}):
+        read = []
+        for row in mixture:
+            changes = [(0, row.weight), *row.schedule]
+            for stage in stages:
+                changes += [(stage.begin, of) for name, of in stage.weights if name == row.name]
+            _, weight = max(change for change in changes if change[0] <= begin)
+            read += [row.loss_weight] if weight else []
+        if read and not any(read):
+            return begin
+    return None
+
+
 # Numbers that rules share. One whose inputs are unknown is unknown too, and the rules that need it
 # are left out.
 DERIVED = {
@@ -316,6 +333,10 @@ DERIVED = {
     "unread_options": lambda c: _unread_shown(c.optimizer),
     "kind_that_reads": lambda c: _kind_that_reads(c.optimizer),
     "stages_shown": lambda c: f"training.stages = {_shown_stages(c.training.stages)}",
+    "without_loss": lambda c: _without_loss(c.training.stages, c.data.mixture),
+    "loss_weights": lambda c: json.dumps(
+        [row.model_dump(include={"name", "loss_weight"}) for row in c.data.mixture]
+    ),
     "stage_weights": lambda c: _wrong_weights(c.training.stages, c.data.mixture),
     "layers": lambda c: ", ".join(c.family.layers),
     "unknown_layers": lambda c: ", ".join(
@@ -701,6 +722,11 @@ RULES = {
         lambda c: c.data.mixture and c.data.source != Data().source,
         "{data.source} has no effect with data.mixture, which names the sources: remove it, or "
         "give it a row there",
+    ),
+    "mixture_loss_weights": (
+        lambda c: c.without_loss is not None,
+        "data.mixture = {loss_weights} reads no source from step {without_loss} on that counts, so no "
+        "token would be trained on: give one that is read there a loss_weight above 0",
     ),
     # Stages of the run.
     "stages_begin": (

@@ -320,6 +320,8 @@ class MixtureRow(Table):
     ] = ()
     """Weights that change later: [[step, weight], ...]; each applies after that many steps of the
     run."""
+    loss_weight: float = Field(1.0, ge=0)
+    """How much a token of this source counts in the training loss, relative to the others."""
     max_epochs: float = Field(0.0, ge=0)
     """Largest number of epochs of this source in the whole run; 0: no limit."""
 
@@ -404,8 +406,8 @@ class Data(Table):
     mixture: Annotated[
         tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
     ] = ()
-    """Several sources instead of one: tables [[data.mixture]] with name, source, weight, schedule,
-    max_epochs."""
+    """Several sources instead of one: [[data.mixture]] with name, source, weight, schedule,
+    loss_weight, max_epochs."""
     allow_splice: bool = False
     """Allow a resume with changed data, weights, seed, seq_len or global_batch_size; the change is
     recorded."""

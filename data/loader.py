@@ -24,7 +24,7 @@ import torch
 
 from configs.check import tokens_ahead
 from configs.schema import Config, Data, InputError
-from data import further, inputs, packing, splice, too_long
+from data import further, inputs, loss_weights, packing, splice, too_long
 from data.masking import at, document_begins, positions_in_documents
 from data.order import Order
 from data.stores import ahead
@@ -136,6 +136,7 @@ class Corpora:
         order = splice.until(order, self.cfg)
         batches = rank_batches(self.cfg, tokens, order, ranks, vocab_size)
         batches.depth = tokens_ahead(self.cfg.model)
+        batches.loss_weights = loss_weights.of_sources(self.cfg)
         return batches
 
     def held_out(self, ranks: Ranks, vocab_size: int) -> dict[str, Batches]:
@@ -214,6 +215,7 @@ class Batches:
         self.vocab_size = vocab_size
         self.token_ranges = token_ranges or [range(self.seq_len)]
         self.depth = 0  # further tokens that are predicted (data/further.py)
+        self.loss_weights: torch.Tensor | None = None
         self.located: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def __getitem__(self, step: int) -> Batch:
@@ -223,7 +225,8 @@ class Batches:
         window if the document began before. A label that is the first token of a document is then
         IGNORE. Where only answers are labels (data/packing.py), any other label is IGNORE too, and
         a window may end in padding: then also length [A*b], how many of each row's tokens are
-        none. With `depth` also what data/further.py adds."""
+        none. With `depth` also what data/further.py adds, and with weights what data/loss_weights.py
+        adds."""
         if self.is_stored:
             ahead.ask(self, step)  # for all rows at the same time
         source, window = self.locate(step)
@@ -250,6 +253,7 @@ class Batches:
             where = (IGNORE, self.token_ranges, self.sources, source, start, stop)
             packing.mask_non_answers(batch["labels"].numpy(), *where)
             further.mask_non_answers(batch, *where)
+        loss_weights.add(batch, self.loss_weights)
         return batch
 
     def reads(self, start: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, int, int]]:

@@ -116,7 +116,7 @@ BAD_FILES = {
     "rows that are none": (
         "[data]\nmixture = [3]",
         "data.mixture = [3]: must be a list, each a table of name, source, weight, schedule, "
-        "max_epochs",
+        "loss_weight, max_epochs",
     ),
     "unknown word": (
         '[optimizer]\nkind = "adam"',
@@ -447,6 +447,11 @@ RULE_CASES = {
     "mixture_source": (
         'source=corpus mixture=[{name="a",source="x",weight=1}] tokenizer=bytes',
         "source=stdlib",
+    ),
+    "mixture_loss_weights": (
+        'mixture=[{name="a",source="x",weight=1,schedule=[[9,0]]},'
+        '{name="b",source="y",weight=1,loss_weight=0}] tokenizer=bytes',
+        'mixture=[{name="a",source="x",weight=1},{name="b",source="y",weight=1,loss_weight=0}]',
     ),
     "stages_begin": ("stages=[{begin=200,lr=0.1}]", "training.steps=300"),
     "stages_nothing": ("stages=[{begin=5}]", "stages=[{begin=5,lr=0.1}]"),

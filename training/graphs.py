@@ -23,7 +23,7 @@ from training.further import AHEAD
 from training.microbatches import raise_flags
 
 # what a step reads of a batch (training/microbatches.py)
-READ = ("tokens", "labels", "length", *AHEAD)
+READ = ("tokens", "labels", "length", "loss_weights", *AHEAD)
 Compute = Callable[[Callable, Any, dict[str, Tensor], Callable], Any]
 
 

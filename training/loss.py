@@ -25,13 +25,15 @@ IGNORE = -100  # a label that does not count; torch's own convention
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, weight, labels, chunk_tokens, group, first_row, each, z_loss, passes):
+    def forward(
+        ctx, h, weight, labels, chunk_tokens, group, first_row, each, z_loss, passes, weights
+    ):
         """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, a
         scalar in float32, or in float64 if that is their type.
 
         group: ranks that hold the other rows of the vocabulary, or None; first_row: global number
         of weight's row 0; each: float32 [N] that receives the tokens' losses, or None;
-        z_loss, passes: as in `linear_cross_entropy`.
+        z_loss, passes, weights: as in `linear_cross_entropy`.
         """
         need_h, need_w = ctx.needs_input_grad[:2]
         # a float32 total of many pieces is off by 1e-6
@@ -45,8 +47,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # the same if h is float32. Both are reused: fresh pages cost a CPU a tenth of the loss
         wide = precision.wide(narrow) if passes.use_wide else narrow
         for first in range(0, len(h), chunk_tokens):
-            hc = h[first : first + chunk_tokens]
-            label = labels[first : first + chunk_tokens]
+            piece = slice(first, first + chunk_tokens)
+            hc = h[piece]
+            label = labels[piece]
+            own = None if weights is None else weights[piece].to(wide_type)  # [C]
             logits = torch.mm(hc, weight.t(), out=narrow[: len(hc)])  # [C, V]
             buffer = logits if wide is narrow else wide[: len(hc)]
             counts = label != IGNORE
@@ -65,18 +69,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 sums, at_label = sums_and_logits
             log_sums = sums.log()
             losses = (log_sums - at_label).where(counts, 0)  # [C]
-            total += losses.sum()
+            total += losses.sum() if own is None else losses @ own
             if each is not None:
-                each[first : first + chunk_tokens] = losses
+                each[piece] = losses
 
             # d loss / d logits = softmax - one_hot(label), 0 where the label does not count
             if need_h or need_w:
                 scale = counts / sums
                 if z_loss is not None:
-                    scale *= z_loss.add((log_sums + top).where(counts, 0))
+                    scale *= z_loss.add((log_sums + top).where(counts, 0), own)
+                if own is not None:
+                    scale *= own
+                    is_local = is_local * own
                 d_logits = passes.gradient(logits, buffer, top, scale, row, is_local)
                 if grad_h is not None:
-                    torch.mm(d_logits, weight, out=grad_h[first : first + chunk_tokens])
+                    torch.mm(d_logits, weight, out=grad_h[piece])
                 if need_w and one_piece:
                     grad_w = d_logits.t() @ hc
                 elif need_w:  # summed over pieces in float32
@@ -93,7 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         grad_h = saved.pop(0) * grad if ctx.needs[0] else None
         grad_w = (saved.pop(0) * grad).to(ctx.weight_dtype) if ctx.needs[1] else None
-        return grad_h, grad_w, *[None] * 7
+        return grad_h, grad_w, *[None] * 8
 
 
 def linear_cross_entropy(
@@ -105,6 +112,7 @@ def linear_cross_entropy(
     z_loss: ZLoss | None = None,
     passes: LossPasses = EAGER,
     cap: float = 0.0,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """Sum over tokens of -log softmax(h @ weight.T)[label], float32 scalar, equal on all
     tensor-parallel ranks.
@@ -121,6 +129,9 @@ def linear_cross_entropy(
     z_loss: its gradient is added, and the returned sum is without it.
 
     passes: the elementwise work on logits (training/loss_passes.py).
+
+    weights: float64 [B * T], by which each token's loss is multiplied in the sum, but not in
+    `each`; None: 1 (training/counted.py).
 
     cap: logits become cap * tanh(logit / cap); 0: they stay.
     """
@@ -149,4 +160,5 @@ def linear_cross_entropy(
         each,
         z_loss,
         passes,
+        weights,
     )

@@ -21,7 +21,8 @@ from models.kernels import precision
 class LossPasses(NamedTuple):
     """Three passes over a piece's logits [C, V], between the GEMMs. The second argument of
     each is a buffer [C, V] of their wide type, or the logits themselves if they have that type.
-    top, scale, and what the first two return: wide [C]; row int64 [C, 1], is_local bool [C].
+    top, scale, and what the first two return: wide [C]; row int64 [C, 1], is_local bool [C]; for
+    `gradient` it may be wide: the weights of labels, by which it multiplies their one_hot.
 
     largest(logits, wide) -> each token's largest logit. sums(logits, wide, top, row, is_local) ->
     its sum of exp(logit - top), and label's logit - top, 0 where this rank does not hold it.
@@ -90,7 +91,7 @@ def replace_by_gradient(
 ) -> Tensor:
     probs = (precision.wide(logits) - top[:, None]).exp() * scale[:, None]
     columns = torch.arange(logits.shape[1], device=logits.device)
-    is_label = (columns == row) & is_local[:, None]
+    is_label = (columns == row) * is_local[:, None]
     return logits.copy_(probs - is_label.to(probs.dtype))
 
 

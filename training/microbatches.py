@@ -10,6 +10,7 @@ from torch.profiler import record_function
 
 from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
+from training.counted import loss_weights, real_tokens, weighted
 from training.further import Further
 from training.z_loss import ZLoss
 
@@ -64,6 +65,7 @@ class Microbatches:
             own = [whole[..., p.start : p.stop] for p in token_ranges]
         self.positions = torch.cat(own, -1)  # [t], of every sequence, or [A, b, t]
         self.real = real_tokens(batch, mesh)
+        self.loss_weights = loss_weights(batch, mesh.device)
         # of tensor parallelism, whose ranks split the sequence between blocks
         self.slices = mesh.tp
         self.slice = mesh.device_mesh.get_local_rank("tp") if mesh.tp > 1 else 0
@@ -74,18 +76,14 @@ class Microbatches:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def count_real(self) -> Tensor:
-        """Count the tokens of this rank's batch that are no padding, an int64 scalar."""
-        if self.real is None:
-            return self.labels.new_full((), self.labels.numel())
-        return self.real.sum()
-
     def __call__(self, a: int) -> Inputs:
+        loss = weighted(self.loss, self.loss_weights, a)
+
         def loss_head(h: Tensor, weight: Tensor, **more: float) -> Tensor:
             """Return the loss of the hidden states; the model calls it inside its forward, where
             FSDP has gathered `weight`. more: the `cap` of a model that has one."""
             with record_function("loss"):
-                return self.loss(
+                return loss(
                     h,
                     weight,
                     self.labels[a],
@@ -105,18 +103,6 @@ class Microbatches:
             positions = positions[a]
             documents = self.model.documents(self.within_documents[a], self.device)
         return Inputs(self.tokens[a], positions, head, documents, self.terms, real)
-
-
-def real_tokens(batch: dict[str, Tensor], mesh: Mesh) -> Tensor | None:
-    """Return which of this rank's tokens are no padding, bool [A, b, t]; None where no window has
-    any."""
-    if "length" not in batch:
-        return None
-    length = batch["length"].to(mesh.device, non_blocking=True)
-    of_windows = length.view(*batch["tokens"].shape[:2], 1)  # [A, b, 1]
-    ranges = mesh.token_ranges(batch["tokens"].shape[-1] * mesh.cp)
-    places = [torch.arange(p.start, p.stop, device=mesh.device) for p in ranges]
-    return torch.cat(places) < of_windows
 
 
 def raise_flags(raised: Tensor, flags: Iterable[bool]) -> None:

@@ -19,12 +19,14 @@ class ZLoss:
         self.factor = factor
         self.terms = terms
 
-    def add(self, log_z: Tensor) -> Tensor:
-        """Add the z-loss of tokens. log_z: float32 [C], 0 where the label does not count. Returns
-        [C] by what the gradient of the cross-entropy's log Z has to be multiplied: log Z + f log^2
-        Z has the gradient (1 + 2 f log Z) softmax with respect to the logits. The ranks of tensor
+    def add(self, log_z: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Add the z-loss of tokens. log_z: float32 [C], 0 where the label does not count; weights:
+        [C], by which each token's is multiplied (training/counted.py). Returns [C] by what the
+        gradient of the cross-entropy's log Z has to be multiplied, before weights: log Z + f log^2 Z
+        has the gradient (1 + 2 f log Z) softmax with respect to the logits. The ranks of tensor
         parallelism have the same tokens, so each reports a part of their sum."""
-        total = self.factor * log_z.double().square().sum()
+        squares = log_z.double().square()
+        total = self.factor * (squares if weights is None else squares * weights).sum()
         self.terms.report("z_loss", total / self.terms.tp)
         return 1 + 2 * self.factor * log_z
 
