@@ -26,6 +26,7 @@ from configs.schema import (
     CACHE,
     INSTALLED,
     MUONS,
+    OF_MATRICES,
     PROFILE_FROM,
     SCHEDULES,
     Config,
@@ -247,8 +248,10 @@ def _unused(option: str) -> tuple:
 READ_BY = {
     "ns_dtype": MUONS,
     "adjust_lr_fn": MUONS,
-    "adamw_lr_scale": MUONS,
+    "adamw_lr_scale": OF_MATRICES,
     "normuon_beta2": ("normuon",),
+    "soap_frequency": ("soap",),
+    "soap_max_dim": ("soap",),
 }
 
 
@@ -955,7 +958,7 @@ RULES = {
         "recipe",
     ),
     "momentum": (
-        lambda c: c.optimizer.kind == "adamw" and (c.optimizer.momentum or 0) > 0,
+        lambda c: c.optimizer.kind in ("adamw", "soap") and (c.optimizer.momentum or 0) > 0,
         "{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or "
         'use kind = "sgd"',
     ),
@@ -970,9 +973,9 @@ RULES = {
         '"{kind_that_reads}"',
     ),
     "muon_offload": (
-        lambda c: c.optimizer.kind in MUONS and c.parallelism.cpu_offload,
+        lambda c: c.optimizer.kind in OF_MATRICES and c.parallelism.cpu_offload,
         "{optimizer.kind} together with {parallelism.cpu_offload} is not supported, because the "
-        "matrices would be orthogonalised on the CPU: set cpu_offload = false, or use kind = "
+        "matrices would be multiplied on the CPU: set cpu_offload = false, or use kind = "
         '"adamw"',
     ),
     # Transfer over width and depth.
@@ -1036,8 +1039,8 @@ RULES = {
         "adapters or the merged model with `python -m tools.convert` afterwards",
     ),
     "lora_muon": (
-        lambda c: c.lora.rank > 0 and c.optimizer.kind in MUONS,
-        "{optimizer.kind} orthogonalises the hidden matrices, which are frozen with {lora.rank}: "
+        lambda c: c.lora.rank > 0 and c.optimizer.kind in OF_MATRICES,
+        "{optimizer.kind} has a rule for the hidden matrices, which are frozen with {lora.rank}: "
         'use kind = "adamw"',
     ),
     "lora_float8": (

@@ -545,11 +545,12 @@ class Training(Table):
 
 
 MUONS = ("muon", "normuon")  # kinds that orthogonalise the hidden matrices
+OF_MATRICES = (*MUONS, "soap")  # kinds with a rule for hidden matrices, and AdamW for the rest
 
 
 class Optimizer(Table):
-    kind: Literal["adamw", "sgd", "muon", "normuon"] = "adamw"
-    """The update rule; muon, normuon: hidden matrices by it, all other parameters by AdamW."""
+    kind: Literal["adamw", "sgd", "muon", "normuon", "soap"] = "adamw"
+    """The update rule; muon, normuon, soap: of hidden matrices, with AdamW for all other parameters."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     betas: Annotated[tuple[Decay, Decay], BeforeValidator(_as_tuple)] = (0.9, 0.95)
@@ -568,9 +569,13 @@ class Optimizer(Table):
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
     adamw_lr_scale: float = Field(1.0, gt=0)
-    """With muon: the learning rate of AdamW's parameters, as a multiple of lr."""
+    """With muon, normuon or soap: the learning rate of AdamW's parameters, as a multiple of lr."""
     normuon_beta2: Decay = 0.95
     """Of NorMuon: decay rate of the average of each row's mean square."""
+    soap_frequency: int = Field(10, ge=1)
+    """Of SOAP: steps between two decompositions of its factors."""
+    soap_max_dim: int = Field(10000, ge=1)
+    """Of SOAP: the longest side of a matrix that has a factor."""
     average_decay: float = Field(0.0, ge=0, lt=1)
     """Keep an exponential moving average of the weights with this decay, which is validated too; 0:
     none."""

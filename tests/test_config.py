@@ -120,7 +120,7 @@ BAD_FILES = {
     ),
     "unknown word": (
         '[optimizer]\nkind = "adam"',
-        'optimizer.kind = "adam": must be "adamw" or "sgd" or "muon" or "normuon"; did you mean "adamw"?',
+        'optimizer.kind = "adam": must be "adamw" or "sgd" or "muon" or "normuon" or "soap"; did you mean "adamw"?',
     ),
     "a word of other programs": (
         '[run]\ndevice = "gpu"',
@@ -557,8 +557,8 @@ RULE_CASES = {
     "momentum": ("momentum=0.9", "optimizer.kind=sgd"),
     "moment_dtype": ("moment_dtype=bfloat16 optimizer.kind=muon", "optimizer.kind=adamw"),
     "optimizer_options": (
-        "ns_dtype=float32 normuon_beta2=0.9 optimizer.kind=muon",
-        "optimizer.kind=normuon",
+        "soap_frequency=5 normuon_beta2=0.9 optimizer.kind=normuon",
+        "soap_frequency=10",
     ),
     "muon_offload": ("optimizer.kind=muon cpu_offload=true", "cpu_offload=false"),
     "transfer_tied": ("width_base=64 tied_embeddings=true", "tied_embeddings=false"),

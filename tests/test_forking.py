@@ -52,11 +52,7 @@ EXAMPLES = {
     "term": Example(meshes=[PP2]),
     # no export for Hugging Face: models/formats/llama.py does not know its layer
     "multi_token": Example(meshes=[CP2, PP2]),
-    "optimizer": Example(["--optimizer.kind=lion", "--optimizer.lr=1e-3"], meshes=[TP2]),
-    # of an eigenbasis float32 leaves too little, where a gradient has no full rank
-    "soap": Example(
-        ["--optimizer.kind=soap", "--training.param_dtype=float64"], [FROM_FSDP2_TO_TP2]
-    ),
+    "optimizer": Example(["--optimizer.kind=lion", "--optimizer.lr=1e-3"], [FROM_FSDP2_TO_TP2]),
     "convolution": Example(meshes=[CP2]),
     "recurrence": Example(["--data.mask_documents=true"], meshes=[CP2]),
     "schedule": Example(["--lr_schedule.kind=wsd_sqrt", "--lr_schedule.decay_fraction=0.6"]),

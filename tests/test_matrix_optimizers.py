@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.runs import ADAMW, EXPERT_MESHES, MESHES, as_typed, run, tiny_run
 from tests.steps import apart
 from tools.plan.repeat import traced
-from training import normuon
+from training import normuon, soap
 from training.muon import local, orthogonalised
 from training.optim import build_optimizer, step_if
 from training.optimizers import materialise
@@ -26,7 +26,10 @@ ALL = [("*", True)]
 SHAPES = [(6, 10), (10, 6), (3, 6, 9)]
 LR, DECAY = 0.03, 0.2
 NORMUON = ["--optimizer.kind=normuon", "--optimizer.ns_dtype=float64"]
-KINDS = {"normuon": NORMUON}
+SOAP = ["--optimizer.kind=soap", "--optimizer.soap_frequency=1"]
+KINDS = {"normuon": NORMUON, "soap": SOAP}
+# An eigenvector of a small gap amplifies rounding.
+LIMITS = {"normuon": parity.EXACT, "soap": 1e-6}
 
 
 class Matrices(nn.Module):
@@ -50,6 +53,7 @@ def trained(kind: str, gradients: list[list[Tensor]], **more: object) -> list[Te
 
 
 def random_gradients(steps: int) -> list[list[Tensor]]:
+    torch.manual_seed(1)
     return [[torch.randn(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(steps)]
 
 
@@ -69,7 +73,7 @@ def with_normuon(weight: Tensor, gradients: list[Tensor], beta2: float) -> Tenso
         for row in range(rows):
             mean = sum(x.item() ** 2 for x in o[row]) / columns
             averages[row] = beta2 * averages[row] + (1 - beta2) * mean
-            divided[row] = o[row] / averages[row] ** 0.5
+            divided[row] = o[row] / (averages[row] ** 0.5 + 1e-10)
         update = divided * o.norm() / divided.norm()
         factor = 0.2 * max(rows, columns) ** 0.5
         weight = (1 - LR * DECAY) * weight - LR * factor * update
@@ -90,6 +94,64 @@ def test_normuon_is_the_paper_s(beta2):
             expected = torch.stack(each)
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
     assert not torch.allclose(seen[0], trained("muon", gradients)[0], rtol=1e-3)
+
+
+def with_soap(weight: Tensor, gradients: list[Tensor], frequency: int, max_dim: int) -> Tensor:
+    """Update a matrix by algorithm 3 of arXiv:2409.11321 as its authors' code orders it: the first
+    gradient makes the bases, a basis changes after the update, and the second moment is sorted with
+    it."""
+    beta1, beta2, epsilon = 0.9, 0.95, 1e-8
+    average, squares = torch.zeros_like(weight), torch.zeros_like(weight)
+    factors = [torch.zeros(size, size, dtype=weight.dtype) for size in weight.shape]
+    bases: list[Tensor] = []
+    for step, gradient in enumerate(gradients):
+        if step:
+            left, right = bases
+            average = beta1 * average + (1 - beta1) * gradient
+            squares = beta2 * squares + (1 - beta2) * (left.T @ gradient @ right) ** 2
+            corrected = left.T @ average @ right / (1 - beta1**step)
+            root = ((squares / (1 - beta2**step)) ** 0.5) + epsilon / (1 - beta2**step) ** 0.5
+            weight = (1 - LR * DECAY) * weight - LR * left @ (corrected / root) @ right.T
+        products = [gradient @ gradient.T, gradient.T @ gradient]
+        for factor, product in zip(factors, products, strict=True):
+            factor.mul_(beta2).add_((1 - beta2) * product)
+        if step == 0:
+            bases = [first_basis(factor, max_dim) for factor in factors]
+        elif step % frequency == 0:
+            for axis, factor in enumerate(factors):
+                if len(factor) <= max_dim:
+                    vectors = bases[axis]
+                    order = (vectors.T @ factor @ vectors).diagonal().argsort(descending=True)
+                    squares = squares.index_select(axis, order)
+                    ridge = soap.RIDGE * factor.diagonal().mean() * torch.eye(len(factor))
+                    bases[axis] = torch.linalg.qr((factor + ridge) @ vectors[:, order]).Q
+    return weight
+
+
+def first_basis(factor: Tensor, max_dim: int) -> Tensor:
+    size = len(factor)
+    if size > max_dim:
+        return torch.eye(size, dtype=factor.dtype)
+    ridge = torch.linspace(soap.RIDGE, 0, size, dtype=factor.dtype) * factor.diagonal().mean()
+    return torch.linalg.eigh(factor + ridge.diag()).eigenvectors.flip(1)
+
+
+@pytest.mark.parametrize("frequency, max_dim", [(2, 10000), (1, 8)])
+def test_soap_is_the_paper_s(frequency, max_dim):
+    gradients = random_gradients(6)
+    seen = trained("soap", gradients, soap_frequency=frequency, soap_max_dim=max_dim)
+    for number, found in enumerate(seen):
+        weight = Matrices().weights[number].detach()
+        of_weight = [step[number] for step in gradients]
+        if weight.ndim == 2:
+            expected = with_soap(weight, of_weight, frequency, max_dim)
+        else:
+            each = [
+                with_soap(w, [g[x] for g in of_weight], frequency, max_dim)
+                for x, w in enumerate(weight)
+            ]
+            expected = torch.stack(each)
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-9)
 
 
 # ------------------------------------------------------------------------------------ any mesh
@@ -114,7 +176,7 @@ def problems_on(kind: str, name: str, fn=parity.trajectory) -> list[str]:
     of_numbers = [o for o in of_mesh if o.startswith(parity.CHANGE_THE_MODEL)]
     oracle = parity.oracle_of((*of_model, *of_numbers))
     results = run_ranks(ranks, fn, [*of_model, *of_mesh, parity.seed_of(oracle)], dp_size)
-    return parity.compare(name, parity.whole_model(results), oracle, parity.EXACT)
+    return parity.compare(name, parity.whole_model(results), oracle, LIMITS[kind])
 
 
 @pytest.mark.cap(300)
@@ -172,7 +234,9 @@ def test_a_run_goes_on_on_another_mesh(kind, tmp_path):
     whole, parted = state_of(tmp_path / "whole"), state_of(tmp_path / "parted")
     assert whole.keys() == parted.keys()
     for name, value in whole.items():
-        torch.testing.assert_close(parted[name], value, rtol=1e-9, atol=1e-12, msg=name)
+        if name.endswith((".left", ".right")):  # a vector of the null space may be another
+            continue
+        torch.testing.assert_close(parted[name], value, rtol=1e-6, atol=1e-8, msg=name)
 
 
 def planned(options: list[str]) -> int:

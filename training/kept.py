@@ -46,8 +46,9 @@ class Kept:
     shape: Callable[[Shape], Shape | None]
     dtype: torch.dtype | None = None  # None: the parameter's
     # For each of its axes the axis of the parameter that is as long, and with which it is sharded;
-    # None: that axis is whole on every rank. Empty: all of it is. Of a stack it may have more axes
-    # than of a matrix: then those count that it has. One like the parameter is sharded as that is.
+    # None: that axis is whole on every rank. Empty: all of it is. Of a stack of matrices it may have
+    # the stack's axis in front, which is not among these. One like the parameter is sharded as that
+    # is.
     axes: tuple[int | None, ...] = ()
 
     @property
@@ -60,11 +61,8 @@ class Kept:
         whole = self.shape(tuple(param.shape))
         if whole is None:
             return None
-        axes = self.axes
-        if self.like_parameter:
-            axes = tuple(range(param.ndim))
         here = list(whole)
-        for axis, follows in enumerate(axes[: len(whole)]):
+        for axis, follows in enumerate(self.axes_of(param.ndim, len(whole))):
             if follows is None:
                 continue
             if whole[axis] != param.shape[follows]:
@@ -74,6 +72,14 @@ class Kept:
                 )
             here[axis] = local(param).shape[follows]
         return tuple(here), whole
+
+    def axes_of(self, of_parameter: int, dims: int) -> tuple[int | None, ...]:
+        """Return `axes` for a parameter with so many dimensions, and itself with `dims`."""
+        if self.like_parameter:
+            return tuple(range(of_parameter))
+        if self.axes and dims > len(self.axes):
+            return 0, *(axis if axis is None else axis + 1 for axis in self.axes)
+        return self.axes
 
     def zeros(self, param: nn.Parameter, device: torch.device) -> Tensor | None:
         """device: of a scalar."""
@@ -87,7 +93,7 @@ class Kept:
         zeros = torch.zeros(here, dtype=dtype, device=param.device if whole else device)
         if not self.axes or not isinstance(param, DTensor):
             return zeros
-        axes = self.axes[: len(whole)]
+        axes = self.axes_of(param.ndim, len(whole))
         placements = [placed_as(placement, axes) for placement in param.placements]
         return from_part(whole, zeros, param.device_mesh, placements)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallelisms.gather_matrices import GatheredMatrices
+from training.matrices import MatrixOptimizer
 
 # Of the odd polynomial a x + b x^3 + c x^5, whose slope at 0 is as large as it can be while so
 # many iterations stay near 1; and what a norm is at least. All are Jordan's.
@@ -72,15 +73,11 @@ def _newton_schulz(x: Tensor) -> Tensor:
     return x.mT if is_tall else x
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(MatrixOptimizer):
     """Muon for the groups whose "rule" is the class's RULE, fused AdamW for the others.
 
     A group of Muon has lr, weight_decay, momentum, adjust_lr_fn and ns_dtype (a
     torch.dtype's name). Its state of a weight is `momentum_buffer`, sharded as the weight.
-
-    Where `found_inf` (float32, a scalar on the weights' device) is set and not 0, a step changes
-    nothing, bit by bit, without a host-device sync. This is the protocol between
-    torch.amp.GradScaler and fused optimizers (training/optim.py::step_if).
     """
 
     RULE = "Muon"
@@ -91,39 +88,13 @@ class Muon(torch.optim.Optimizer):
         adamw: dict[str, Any],
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """adamw: options of AdamW. group: the ranks that hold parts of these weights."""
-        super().__init__(groups, {})
-        self.adamw: torch.optim.AdamW | None = None
-        of_adamw = [g for g in self.param_groups if g["rule"] != self.RULE]
-        if of_adamw:
-            self.adamw = torch.optim.AdamW(of_adamw, **adamw, fused=True)
-        self.group = group
+        super().__init__(groups, adamw, group)
         self.whole: GatheredMatrices | None = None
         self.weights_of_whole: list[nn.Parameter] = []
-        # step() reads found_inf
-        self._step_supports_amp_scaling = True
         of_muon = [g for g in self.param_groups if g["rule"] == self.RULE]
         if of_muon:
             weights = [weight for g in of_muon for weight in g["params"]]
             self.matrices_of(weights)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        found_inf = getattr(self, "found_inf", None)
-        of_muon = [g for g in self.param_groups if g["rule"] == self.RULE]
-        if self.adamw is not None:
-            self.adamw.param_groups = [g for g in self.param_groups if g["rule"] != self.RULE]
-            self.adamw.state = self.state
-            if found_inf is not None:
-                self.adamw.found_inf = found_inf
-            self.adamw.step()
-            if found_inf is not None:
-                del self.adamw.found_inf
-        # torch.optim, too, leaves out weights without a gradient
-        rows = [(p, g) for g in of_muon for p in g["params"] if p.grad is not None]
-        if rows:
-            skip = None if found_inf is None else found_inf != 0
-            self.update_matrices([p for p, _ in rows], [g for _, g in rows], skip)
 
     def update_matrices(
         self, weights: list[nn.Parameter], groups: list[dict], skip: Tensor | None

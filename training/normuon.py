@@ -32,7 +32,7 @@ def rows(shape: Shape) -> Shape | None:
     return shape[:-1] if len(shape) > 1 else None
 
 
-ROW_AVERAGES = Kept(rows, axes=(0, 1))
+ROW_AVERAGES = Kept(rows, axes=(0,))
 
 
 class NorMuon(Muon):

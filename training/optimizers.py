@@ -23,6 +23,7 @@ from training import narrow_adamw
 from training.kept import LIKE, NARROW, SCALAR, SHARE, Kept
 from training.muon import Muon
 from training.normuon import ROW_AVERAGES, NorMuon
+from training.soap import SOAP, kept_by_soap
 
 Group = dict[str, Any]  # of torch.optim: "params", and the options that they share
 
@@ -121,10 +122,20 @@ def build_normuon(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> tor
     return NorMuon(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
 
 
+def soap_options(cfg: Optimizer) -> Group:
+    shared = {"betas": cfg.betas, "eps": cfg.eps}
+    return shared | {"frequency": cfg.soap_frequency, "max_dim": cfg.soap_max_dim}
+
+
+def build_soap(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
+    return SOAP(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
+
+
 ADAMW = Rule("AdamW", kept_by_adamw, moments_of_adamw, is_one_kernel=True)
 SGD = Rule("SGD", kept_by_sgd)
 MUON = Rule("Muon", lambda group: {"momentum_buffer": LIKE}, muon_options, orthogonalises=True)
 NORMUON = Rule("NorMuon", kept_by_normuon, normuon_options, orthogonalises=True)
+SOAP_RULE = Rule("SOAP", kept_by_soap, soap_options)
 ADAMW_OF_OTHERS = replace(ADAMW, lr_scale=lambda cfg: cfg.adamw_lr_scale)
 
 OPTIMIZERS: dict[str, Kind] = {
@@ -132,6 +143,7 @@ OPTIMIZERS: dict[str, Kind] = {
     "sgd": Kind(build_sgd, SGD, SGD),
     "muon": Kind(build_muon, MUON, ADAMW_OF_OTHERS),
     "normuon": Kind(build_normuon, NORMUON, ADAMW_OF_OTHERS),
+    "soap": Kind(build_soap, SOAP_RULE, ADAMW_OF_OTHERS),
 }
 
 

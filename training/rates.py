@@ -65,6 +65,6 @@ def options_of_group(rule: Rule, cfg: Optimizer, decays: bool, rates: RateFactor
     }
     if cfg.average_decay:
         options["average_decay"] = cfg.average_decay
-    if rates.eps != 1 and rule.name == "AdamW":
+    if rates.eps != 1 and not rule.orthogonalises:
         options["eps"] = cfg.eps * rates.eps
     return options
