@@ -12,7 +12,7 @@ import torch
 
 from checkpoint import hf
 from configs.schema import InputError
-from models import FORMATS, kimi_linear, layers
+from models import FORMATS, kimi_linear
 from models.formats.kimi_linear import FORMATS as OURS
 from models.formats.layouts import WithOnes
 from parallelisms import tp_plain
@@ -20,7 +20,6 @@ from tests import parity
 from tests.parity import DOCUMENTS, KIMI_LINEAR, LORA_KIMI
 from tests.ranks import run_ranks
 from tests.shapes import KIMI_LINEAR as ARGS
-from tests.shapes import random_pair
 from training.optim import first_match
 
 # --------------------------------------------------------------------------------------------------
@@ -138,48 +137,3 @@ def test_the_layers_are_read_from_the_hubs_file_and_from_transformers():
     assert OURS.args_from_hf(config) == OURS.args_from_hf(hub) == ARGS
     of_transformers = {k: v for k, v in config.items() if k != "linear_attn_config"}
     assert OURS.args_from_hf(of_transformers) == ARGS
-
-
-# --------------------------------------------------------------------------------------------------
-# mistakes that are noticed
-
-
-def with_one_decay_for_a_head(patch: pytest.MonkeyPatch) -> None:
-    real = kimi_linear.KimiDeltaAttention.decay
-
-    def decay(self: kimi_linear.KimiDeltaAttention, x: torch.Tensor) -> torch.Tensor:
-        return real(self, x).mean(-1)
-
-    patch.setattr(kimi_linear.KimiDeltaAttention, "decay", decay)
-
-
-def with_the_gate_of_a_gated_delta_net(patch: pytest.MonkeyPatch) -> None:
-    def gate(self: kimi_linear.KimiDeltaAttention, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.silu(self.wg_b(self.wg_a(x)))
-
-    patch.setattr(kimi_linear.KimiDeltaAttention, "gate", gate)
-
-
-def with_rotary_positions(patch: pytest.MonkeyPatch) -> None:
-    def turned(self: kimi_linear.KimiLinear, positions: torch.Tensor) -> tuple:
-        frequencies = layers.rope_frequencies(6, 10000.0, positions.device)
-        return layers.rope_tables(frequencies, positions)
-
-    patch.setattr(kimi_linear.KimiLinear, "rope", turned)
-
-
-MISTAKES = [
-    with_one_decay_for_a_head,
-    with_the_gate_of_a_gated_delta_net,
-    with_rotary_positions,
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_negative_control_transformers_differs(mistake, monkeypatch):
-    pytest.importorskip("transformers")
-    mistake(monkeypatch)
-    theirs, ours, _ = random_pair(kimi_linear.FAMILY, ARGS)
-    tokens = torch.arange(4 * 23).view(4, 23)
-    assert (ours(tokens, torch.arange(23)) - theirs(tokens).logits).abs().max() > 1e-3

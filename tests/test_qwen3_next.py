@@ -1,5 +1,5 @@
 """Parts that only Qwen3-Next has: every mesh with its states, slices of tensors that join several of
-ours, the files that its format refuses, and the mistakes that a comparison must notice.
+ours, and the files that its format refuses.
 
 tests/test_hf_parity.py compares the whole model with transformers', tests/test_convert.py its files.
 """
@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from models.formats.qwen3_next import FORMATS as OURS
 from tests import parity
 from tests.parity import DOCUMENTS, LORA_NEXT, QWEN3_NEXT
 from tests.runs import ULYSSES
-from tests.shapes import QWEN3_5, exported, random_pair
+from tests.shapes import QWEN3_5, exported
 from tests.shapes import QWEN3_NEXT as ARGS
 from training import init
 from training.optim import first_match
@@ -174,53 +173,3 @@ def test_the_order_of_layers_may_be_a_list_or_an_interval():
         assert OURS.args_from_hf({k: v for k, v in config.items() if k != key}) == ARGS
     alone = OURS.args_from_hf(config | {"layer_types": ["linear_attention"] * 5})
     assert qwen3_next.attention_layers(alone) == 0
-
-
-# --------------------------------------------------------------------------------------------------
-# mistakes that are noticed
-
-
-def with_queries_for_gates(patch: pytest.MonkeyPatch) -> None:
-    """The two parts of a head in q_proj, and of in_proj_ba, are the other way round."""
-    real = Grouped.read
-
-    def read(self: Grouped, *given: Any) -> torch.Tensor:
-        other = replace(self, turn=1 - self.turn) if len(self.rows) == 2 else self
-        return real(other, *given)
-
-    patch.setattr(Grouped, "read", read)
-
-
-def with_the_end_of_a_head_rotated(patch: pytest.MonkeyPatch) -> None:
-    def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        width = cos.shape[-1]
-        rotated = qwen3_next.layers.apply_rope(x[..., -width:], cos, sin)
-        return torch.cat((x[..., :-width], rotated), -1)
-
-    patch.setattr(qwen3_next, "rotate_first", rotate)
-
-
-def with_gains_around_zero(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(qwen3_next.ZeroCentredRMSNorm, "forward", torch.nn.RMSNorm.forward)
-
-
-def without_the_gate_of_the_shared_expert(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(qwen3_next.GatedMixture, "shared", lambda self, x: self.shared_experts(x))
-
-
-MISTAKES = [
-    with_queries_for_gates,
-    with_the_end_of_a_head_rotated,
-    with_gains_around_zero,
-    without_the_gate_of_the_shared_expert,
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_negative_control_transformers_differs(mistake, monkeypatch):
-    pytest.importorskip("transformers")
-    mistake(monkeypatch)
-    theirs, ours, _ = random_pair(qwen3_next.FAMILY, ARGS)
-    tokens = torch.arange(4 * 23).view(4, 23)
-    assert (ours(tokens, torch.arange(23)) - theirs(tokens).logits).abs().max() > 1e-3
