@@ -170,7 +170,6 @@ ASKED = {  # arguments -> exit code, and what is said
     ("tools.parity.proved", "--now"): (2, "unrecognized arguments: --now"),
     ("lab.reading", "nope"): (2, "nope cannot be read: No such file"),
     ("lab.simulate", "--gpus=99"): (2, "--gpus 99: between 1 and 16"),
-    ("lab.tour", "README.md"): (2, "README.md cannot be made: File exists"),
     ("tools.compare_runs", "nope", "nope"): (2, "nope is not the folder of a run"),
     ("tools.convert", "to-hf", "nope", "out"): (2, "there is no checkpoint in 'nope'"),
     ("tools.convert", "from-dcp", "docs", "out"): (2, "docs has no .metadata: give a folder"),

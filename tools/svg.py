@@ -68,12 +68,6 @@ class Picture:
         style = f'fill="none" stroke="{stroke}" stroke-width="{width:g}"'
         self.add("polyline", f'points="{corners(points)}" {style} stroke-dasharray="{dashes}"')
 
-    def cells(self, xs: Sequence[float], y: float, size: float, fill: str) -> None:
-        """Draw a row of squares."""
-        square = f"h{size:g}v{size:g}h{-size:g}z"
-        squares = "".join(f"M{x:g} {y:g}{square}" for x in xs)
-        self.parts.append(f'<path d="{squares}" fill="{fill}" stroke="{RULE}"/>')
-
     def line(
         self,
         x: float,
@@ -87,18 +81,6 @@ class Picture:
         style = f'stroke="{stroke}" stroke-width="{width:g}"'
         style += f' stroke-dasharray="{dashes}"' if dashes else ""
         self.add("path", f'd="M{x:g} {y:g}L{to_x:g} {to_y:g}" {style}')
-
-    def band(
-        self, left: float, right: float, left_y: float, right_y: float, height: float, fill: str
-    ) -> None:
-        """Draw a ribbon of this height from one side to the other."""
-        middle = (left + right) / 2
-        upper = f"M{left:g} {left_y:g}C{middle:g} {left_y:g} {middle:g} {right_y:g} "
-        upper += f"{right:g} {right_y:g}"
-        back_y = right_y + height
-        end_y = left_y + height
-        lower = f"v{height:g}C{middle:g} {back_y:g} {middle:g} {end_y:g} {left:g} {end_y:g}z"
-        self.parts.append(f'<path d="{upper}{lower}" fill="{fill}" fill-opacity=".55"/>')
 
     def text(
         self,
