@@ -932,6 +932,19 @@ RULES = {
         "{debug.check_collectives} watches operators one by one, which {compile.cuda_graphs} takes "
         "out of sight: do without the one or the other",
     ),
+    "graphs_noise": (
+        lambda c: c.compile.cuda_graphs and c.metrics.noise_scale_interval > 0,
+        "{metrics.noise_scale_interval} computes a second gradient, which {compile.cuda_graphs} does "
+        "not record: do without the one or the other",
+    ),
+    "noise_weights": (
+        lambda c: (
+            c.metrics.noise_scale_interval > 0
+            and any(row.loss_weight != 1 for row in c.data.mixture)
+        ),
+        "{metrics.noise_scale_interval} takes all tokens for equal, and data.mixture = {loss_weights} "
+        "weighs them: do without the one or the other",
+    ),
     "float8_tp": (
         lambda c: c.training.float8 != "none" and c.parallelism.tensor_parallel > 1,
         "{training.float8} together with {parallelism.tensor_parallel} is not supported: use one "

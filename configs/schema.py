@@ -776,6 +776,9 @@ class Metrics(Table):
     gradient_interval: int = Field(0, ge=0)
     """Steps between lines of gradients.jsonl, which have two numbers of every gradient, for
     `tools.replay`; 0: none."""
+    noise_scale_interval: int = Field(0, ge=0)
+    """Steps between measurements of the gradient noise scale, each one more forward and backward pass;
+    0: none."""
     progress: Literal["auto", "on", "off"] = "auto"
     """Progress bar; auto: on a terminal."""
 

@@ -538,6 +538,15 @@ RULE_CASES = {
     ),
     "graphs_cpu": ("cuda_graphs=true device=cpu", "device=auto"),
     "graphs_documents": ("cuda_graphs=true mask_documents=true", "mask_documents=false"),
+    "graphs_noise": (
+        "cuda_graphs=true noise_scale_interval=10 device=auto",
+        "noise_scale_interval=0",
+    ),
+    "noise_weights": (
+        'mixture=[{name="a",source="x",weight=1},{name="b",source="y",weight=1,loss_weight=0.5}] '
+        "tokenizer=bytes noise_scale_interval=5",
+        "noise_scale_interval=0",
+    ),
     "graphs_watch": ("cuda_graphs=true check_collectives=true", "check_collectives=false"),
     "float8_tp": ("float8=rowwise tensor_parallel=2 local_batch_size=4", "tensor_parallel=1", 2),
     "float8_dtype": ("float8=tensorwise param_dtype=float32", "param_dtype=bfloat16"),

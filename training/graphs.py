@@ -21,6 +21,7 @@ from configs.schema import Config, InputError
 from parallelisms import dp
 from training.further import AHEAD
 from training.microbatches import raise_flags
+from training.noise_scale import NoiseScale
 
 # what a step reads of a batch (training/microbatches.py)
 READ = ("tokens", "labels", "length", "loss_weights", *AHEAD)
@@ -34,8 +35,10 @@ def directly(gradients: Callable, job: Any, batch: dict[str, Tensor], flags: Cal
 
 def open_recorder(cfg: Config, device: torch.device, args: Any) -> Compute:
     """Return the function that computes gradients: a `GraphRecorder` with compile.cuda_graphs, else
-    `directly`. Raises InputError as `check`."""
+    `directly`, or a `NoiseScale` that calls it. Raises InputError as `check`."""
     check(cfg, device, args)
+    if cfg.metrics.noise_scale_interval:
+        return NoiseScale(directly, cfg.metrics.noise_scale_interval)
     return GraphRecorder(device) if cfg.compile.cuda_graphs else directly
 
 

@@ -17,6 +17,7 @@ from parallelisms.mesh import Mesh
 from training.experts import ExpertLoad
 from training.loss import IGNORE
 from training.metrics import MetricsWriter, memory_gib, model_summary, peak_flops
+from training.noise_scale import NoiseScale
 from training.terms import TermLog
 
 logger = logging.getLogger("plumbline")
@@ -49,7 +50,10 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     tokens_per_step = cfg.training.global_batch_size * cfg.training.seq_len
     flops_per_token = family.flops_per_token(args, cfg.training.seq_len)
     experts = ExpertLoad(mesh, args) if getattr(args, "n_experts", 0) else None
-    return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token, experts)
+    noise = job.compute if isinstance(job.compute, NoiseScale) else None
+    if noise:
+        noise.done = start
+    return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token, experts, noise)
 
 
 def refuse_all(problems: list[str | None]) -> None:
@@ -99,14 +103,16 @@ class Meter:
         tokens_per_step: int,
         flops_per_token: float,
         experts: ExpertLoad | None = None,
+        noise: NoiseScale | None = None,
     ) -> None:
         """sources: how many the run trains on; tokens_per_step: of the global batch;
         flops_per_token: as the model's family counts them; experts: None for a model without
-        experts."""
+        experts; noise: None without metrics.noise_scale_interval."""
         self.mesh = mesh
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self.experts = experts
+        self.noise = noise
         self.terms = TermLog(mesh)
         self.first_loss = self.last_loss = None  # of this process
         # nats and tokens of this rank
@@ -133,6 +139,8 @@ class Meter:
             self.first_loss = result.loss
         if self.experts and not result.skipped:
             self.experts.add(result.terms)
+        if self.noise:
+            self.reported |= self.noise.metrics(result.grad_norm, result.skipped)
         self.terms.add(result.terms, result.skipped)
         if self.by_source.shape[1] > 1 and not result.skipped:
             device = self.by_source.device

@@ -945,6 +945,7 @@ def tracing(cfg: Config) -> Config:
         "data": {"mask_documents": False},
         "training": {"float8": "none", "attention": "auto", "delta_rule": "auto"},
         "parallelism": {"async_tensor_parallel": False},
+        "metrics": {"noise_scale_interval": 0},
     }
     tables = {}
     for table, options in changes.items():
