@@ -23,7 +23,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +51,8 @@ class Audited:
     corpora: dict[str, Prepared]  # by fingerprint
     mask_documents: bool = False
     dropped: tuple[str, ...] = ()  # of documents that are in no window, a sentence each
+    # of the last start, by the name of the source; 1 where it has none
+    loss_weights: dict[str, float] = field(default_factory=dict)
 
 
 def open_run(folder: str) -> Audited:
@@ -100,6 +102,7 @@ def open_run(folder: str) -> Audited:
         corpora,
         record.get("mask_documents", False),
         tuple(record.get("left_out", ())),
+        record.get("loss_weights", {}),
     )
 
 

@@ -109,7 +109,8 @@ class Corpora:
         seen."""
         folders = {source.fingerprint: source.folder for source in self.sources.values()}
         run = {"steps": self.cfg.training.steps, "folders": folders}
-        return self.state(order) | run | too_long.record(self.sources, self.cfg)
+        more = too_long.record(self.sources, self.cfg) | loss_weights.record(self.cfg)
+        return self.state(order) | run | more
 
     def state(self, order: Order) -> dict:
         """Return JSON for a checkpoint. It is the same at every step of a run, because a step's

@@ -19,6 +19,13 @@ def of_sources(cfg: Config) -> torch.Tensor | None:
     return torch.tensor(weights, dtype=torch.float64)
 
 
+def record(cfg: Config) -> dict:
+    """Return the part of data.json about weights, of the last start: {name of a source: weight}, of
+    those whose weight is not 1."""
+    weights = {row.name: row.loss_weight for row in cfg.data.mixture if row.loss_weight != 1}
+    return {"loss_weights": weights} if weights else {}
+
+
 def add(batch: dict[str, torch.Tensor], weights: torch.Tensor | None) -> None:
     """Add loss_weights to a batch, in place: float64 [A*b], of its rows; nothing without weights."""
     if weights is not None:

@@ -36,7 +36,8 @@ def colours(when: str) -> bool:
 
 
 def row(run: Audited, step: int, number: int) -> dict:
-    """Return a row of a step (counted from 1) of a run: step, row, source, window; tokens (int64
+    """Return a row of a step (counted from 1) of a run: step, row, source, loss_weight, window;
+    tokens (int64
     [n]); counts (bool [n]): which of them count as labels; names: by position, of the documents
     that begin there (a document from before the window begins at 0); padding: positions that have
     none. Raises InputError if there is no such row, or if its text is not known any more."""
@@ -63,12 +64,14 @@ def row(run: Audited, step: int, number: int) -> dict:
         first, _ = documents.extent(document)
         names[max(first - begin, 0)] = documents.name(document)
     kept = end - begin
+    name = segment.sources[int(source[0])].name
     # the last label is no input, and the first input no label
     last = split.read(end - 1, end).astype(np.int64)
     return {
         "step": step,
         "row": number,
-        "source": segment.sources[int(source[0])].name,
+        "source": name,
+        "loss_weight": run.loss_weights.get(name, 1.0),
         "window": int(window[0]),
         "tokens": np.append(tokens, last)[:kept] if kept > len(tokens) else tokens[:kept],
         "counts": np.concatenate(([False], labels != IGNORE))[:kept],
@@ -85,6 +88,8 @@ def as_text(shown: dict, tokenizer: Tokenizer, coloured: bool) -> str:
         f"step {shown['step']}, row {shown['row']}: {source}window {shown['window']}, "
         f"{int(counts.sum())} of {len(tokens)} tokens count as labels"
     ]
+    if shown["loss_weight"] != 1:
+        lines[0] += f", each {shown['loss_weight']:g} times in the loss"
     borders = set(shown["names"]) | {len(tokens)}
     borders |= set((np.flatnonzero(np.diff(counts)) + 1).tolist())
     places = sorted(borders)

@@ -359,7 +359,8 @@ def test_a_continuation_keeps_the_space_before_it(name, tmp_path, monkeypatch):
     monkeypatch.setattr("tools.sampling.sample_stream", lambda *_, **__: iter(tokens))
     loaded = Loaded(torch.nn.Identity(), words, 64)
     assert [text for [text] in texts_as_they_come(loaded, ["the"], 5)][-1] == "the the"
-    shown = {"step": 0, "row": 0, "source": "", "window": 0, "names": {0: "a"}, "padding": 0}
+    shown = {"step": 0, "row": 0, "source": "", "loss_weight": 1.0, "window": 0}
+    shown |= {"names": {0: "a"}, "padding": 0}
     shown |= {"tokens": np.array(whole), "counts": np.arange(len(whole)) >= len(prompt)}
     assert show_row.as_text(shown, words, coloured=False).endswith("the[[ the]]")
 

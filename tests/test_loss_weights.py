@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import train
 from configs.load import load_config
 from configs.schema import InputError
-from data import splice
+from data import audit, show, splice
 from data.loader import Batches
 from tests import parity
 from tests.ranks import run_ranks
@@ -294,6 +294,10 @@ def test_a_run_logs_what_is_trained_and_plain_losses_of_sources_and_of_validatio
         mean = sum(share * loss for share, loss in shares) / sum(share for share, _ in shares)
         assert line["loss"] == pytest.approx(mean, rel=1e-6)  # losses of tokens are float32
         seen = {name: line[name] for name in seen}
+
+    audited = audit.open_run(str(folder))
+    rows = [show.row(audited, 1, number) for number in range(8)]
+    assert {(row["source"], row["loss_weight"]) for row in rows} == {("a", 1.0), ("b", 0.25)}
 
     # stopped after 3 steps, and continued by two ranks of tensor parallelism
     parted = tmp_path / "parted"
