@@ -9,11 +9,10 @@ and norm with RUN's metrics.jsonl, gradients with its gradients.jsonl (metrics.g
 and weights and moments with each checkpoint that RUN has saved after one of these steps. With
 --mesh (named as in tools.parity) the steps are recomputed on a mesh and in one process, and with
 --against by OTHER too, which is another run's folder, or a checkpoint: then the state before the
-step, the batch, the output of every module, and all gradients are compared; and the first step that
-begins with equal state and ends with different state is computed once more, to find the operator or
-collective that is wrong. RUN is only read. Prints a table: step, what differs, the first module or
-parameter where it does, and by how much relative to the value. Exit code 0: equal; 1: it differs;
-2: a mistake in the call. docs/reliability.md says more.
+step, the batch, the output of every module, and all gradients are compared. RUN is only read.
+Prints a table: step, what differs, the first module or parameter where it does, on which rank, and
+by how much relative to the value. Exit code 0: equal; 1: it differs; 2: a mistake in the call.
+docs/reliability.md says more.
 """
 
 import argparse

@@ -4,7 +4,7 @@ import argparse
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from configs.load import ConfigError, load_config
@@ -18,7 +18,6 @@ from tools.parity.meshes import MeshOfRanks
 from tools.parity.ranks import on_ranks
 from tools.parity.trajectory import whole
 from tools.replay.judge import Row, from_other, from_record
-from tools.replay.locate import located
 from tools.replay.run import Recorded, open_run, state_in
 from tools.replay.steps import Recomputation, StepNotes, recompute
 
@@ -163,43 +162,6 @@ def judge(plan: Replay, first: list, second: list | None) -> list[Row]:
     return rows
 
 
-# Where the two sides begin with something else, no operator is at fault.
-BEFORE = ("weights before", "moments before", "data", "microbatches")
-
-
-def step_to_search(plan: Replay, rows: list[Row]) -> tuple[int, str] | None:
-    """Return the first step that two sides begin with equal state and compute differently, and the
-    module to look into; None if there is none."""
-    if plan.second is None:
-        return None
-    for step in plan.first.task.asked:
-        found = [row for row in rows if (row.step, row.against) == (step, plan.second.label)]
-        if any(row.what in BEFORE for row in found):
-            return None
-        if not found:
-            continue
-        name = found[0].where.partition(" ")[0]
-        if found[0].what == "forward":
-            return step, name
-        if found[0].what == "backward":
-            levels = 2 if name.startswith("layers.") else 1
-            return step, ".".join(name.split(".")[:levels])
-        return step, ""
-    return None
-
-
-def operators_of(plan: Replay, step: int, scope: str, compute: Callable, seconds: float) -> list:
-    """Compute this step once more and return both sides' notes of its operators, by rank. scope:
-    the module to look into, if one of the sides is a mesh."""
-    noted = []
-    inside = None if plan.first.ranks == plan.second.ranks == 1 else scope
-    for each in plan.first, plan.second:
-        task = replace(each.task, asked=range(step, step + 1), search=True, scope=inside)
-        of_ranks = compute(each.ranks, seconds, recompute, task)
-        noted.append([of_rank[0] for of_rank in of_ranks])
-    return noted
-
-
 def table(rows: list[Row]) -> str:
     lines = [("step", "against", "what differs", "first at", "size")]
     for row in rows:
@@ -234,11 +196,6 @@ def replay(flags: argparse.Namespace, rest: list[str], compute: Callable = on_ra
         sides = [plan.first] if plan.second is None else [plan.first, plan.second]
         noted = [compute(each.ranks, flags.seconds, recompute, each.task) for each in sides]
         rows = judge(plan, noted[0], noted[1] if plan.second else None)
-        place = step_to_search(plan, rows)
-        if place is not None:
-            ranks, (other,) = operators_of(plan, *place, compute, flags.seconds)
-            is_first = place[0] == plan.begins + 1
-            rows += located(ranks, other, plan.second.label, plan.limits, is_first)
     if not rows:
         print(f"equal to {plan.limits.values:g}, and to {plan.limits.state:g} after the optimizer")
         if plan.second is None and plan.recorded.values > PROOF:

@@ -24,9 +24,6 @@ from reliability.guard import Guard
 from reliability.objects import Key, location
 from tools.parity import trajectory
 from tools.parity.trajectory import Notes, whole
-from tools.replay import operators
-from tools.replay.messages import MessageNotes, noting_messages
-from tools.replay.operators import OperatorNotes
 from training import digests
 from training.optim import set_learning_rate
 from training.optimizers import materialise
@@ -40,9 +37,6 @@ class Recomputation:
     argv: list[str]
     checkpoint: Path | Key | None  # None: the initial values
     asked: range  # steps, of which the first is 1
-    search: bool = False  # note operators and nothing else
-    # the module whose operators are noted by token; "": the model's; None: all are, in order
-    scope: str | None = None
 
 
 @dataclass
@@ -56,8 +50,6 @@ class StepNotes(Notes):
     moments: list[dict[str, np.ndarray]] = field(default_factory=list)
     # by parameter of the whole model: its gradient's norm and digest (training/digests.py)
     digests: dict[str, list[float]] = field(default_factory=dict)
-    operators: OperatorNotes | None = None
-    messages: MessageNotes | None = None
 
 
 def recompute(task: Recomputation) -> list[StepNotes]:
@@ -81,7 +73,7 @@ def recompute(task: Recomputation) -> list[StepNotes]:
         batch = next(batches)
         set_learning_rate(job.optimizer, learning_rate(step, cfg))
         if step + 1 in task.asked:
-            notes.append(noted_step(job, batch, step + 1, guard.skip_above(), task))
+            notes.append(noted_step(job, batch, step + 1, guard.skip_above()))
             result_loss, result_norm = notes[-1].loss[0], notes[-1].norm[0]
         else:
             result = train.train_step(job, batch, guard.skip_above())
@@ -108,20 +100,15 @@ def stage_of(cfg: Config, task: Recomputation) -> Config:
     )
 
 
-def noted_step(
-    job: train.Job, batch: dict, step: int, skip_above: float, task: Recomputation
-) -> StepNotes:
+def noted_step(job: train.Job, batch: dict, step: int, skip_above: float) -> StepNotes:
     begun = trajectory.begin(job, batch)
     seen = StepNotes(begun.samples, begun.positions, begun.tp_rank, step=step)
     seen.tokens = batch["tokens"].numpy()
     seen.labels = batch["labels"].numpy()
     seen.weights.append(trajectory.parameters(job))
     seen.moments.append(moments(job))
-    noting = trajectory.noting(job, seen)
-    if task.search:
-        noting = operators.noting(job, seen, task.scope)
-    with noting, noting_messages(job) as seen.messages:
-        result = train.train_step(job, batch, skip_above, digest=not task.search)
+    with trajectory.noting(job, seen):
+        result = train.train_step(job, batch, skip_above, digest=True)
     seen.digests = digests.of_all_stages(result.gradient_digests, job.mesh)
     trajectory.add(result, job, seen)
     seen.moments.append(moments(job))
