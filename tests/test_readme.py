@@ -79,10 +79,6 @@ NEEDS = (
         "a configuration of one's own (tests/test_parity_tool.py)",
     ),
     (
-        r"^python -m tools\.convert config ",
-        "a configuration of TorchTitan's (tests/test_torchtitan_config.py)",
-    ),
-    (
         r"^python -m tools\.convert from-dcp ",
         "a checkpoint of TorchTitan's (tests/test_dcp.py)",
     ),

@@ -31,7 +31,6 @@ from tools import (
     finetune_config,
     new_checkpoint,
     places,
-    torchtitan_config,
 )
 from tools import average as averages
 from tools import lora_to_peft as peft
@@ -375,11 +374,15 @@ def average(source: Path | Key, out: Path) -> str:
     return averages.write(path, manifest, out, saved_tokenizer(path))
 
 
-def config(source: Path, out: Path, gpus: int) -> str:
-    """Write a configuration of ours, of a folder of Hugging Face's or a file of TorchTitan's."""
-    if source.is_dir():
-        return finetune_config.write(source, out)
-    return torchtitan_config.translate(source, out, gpus)
+def config(source: Path, out: Path) -> str:
+    """Write a configuration that fine-tunes the model in a folder of Hugging Face's. Raises
+    InputError."""
+    if not source.is_dir():
+        raise InputError(
+            f"{source} is no folder of Hugging Face's. Other trainers' configurations are not "
+            "translated: `python -m configs.load` answers each of their names with the one here"
+        )
+    return finetune_config.write(source, out)
 
 
 COMMANDS = {  # of tools.convert

@@ -11,7 +11,6 @@ memory at a time.
     python -m tools.convert lora-to-peft RUN OUT               a folder for peft's PeftModel.from_pretrained
     python -m tools.convert lora-merge   RUN OUT               base and adapters in one, for from_pretrained
     python -m tools.convert config       HF_FOLDER OUT.toml    a configuration that fine-tunes such a model
-    python -m tools.convert config       TORCHTITAN.toml OUT.toml   a configuration of TorchTitan
 
 The first two make `OUT/checkpoints/step-00000000`, which `checkpoint.load_path` starts a run from
 and `tools.generate` reads, and `OUT/tokenizer.json` if the tokenizer is of Llama 3's kind.
@@ -99,14 +98,9 @@ COMMANDS = {
         "The base of a run with its adapters added to its weights, for transformers' from_pretrained.",
     ),
     "config": (
-        (
-            "FILE",
-            "a folder of Hugging Face's, or a TOML file of TorchTitan up to 0.2.2, or the .json that 0.3 writes with "
-            "--debug.save_config_file",
-        ),
+        ("HF_FOLDER", "a folder with config.json and model*.safetensors"),
         ("OUT", "a new TOML file"),
-        "A configuration: one that fine-tunes the model in a folder of Hugging Face's; or of "
-        "TorchTitan, with a list of what in it has no counterpart here.",
+        "A configuration that fine-tunes the model in a folder of Hugging Face's.",
     ),
 }
 # command -> the file that its source must have, if that is a folder
@@ -136,13 +130,6 @@ OPTIONS = {  # command -> option -> its settings, argparse's
         "--tokenizer": {
             "default": "",
             "help": "a tokenizer, as data.tokenizer names it, when none is in the run's folder",
-        },
-    },
-    "config": {
-        "--gpus": {
-            "type": int,
-            "default": 0,
-            "help": "of the run; needed where the batch depends on them",
         },
     },
     "to-dcp": {

@@ -268,8 +268,7 @@ def from_dcp(source: Path, out: Path, config: Path | None) -> str:
         arriving = from_ours(folder)
     elif config is None:
         raise InputError(
-            f"{source} does not say which model it holds: describe it with --config, in our options "
-            "(`python -m tools.convert config` translates TorchTitan's TOML)"
+            f"{source} does not say which model it holds: describe it with --config, in our options"
         )
     else:
         arriving = from_torchtitans(folder, load_config([str(config)]))
