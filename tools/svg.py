@@ -37,20 +37,18 @@ class Picture:
         if title:
             self.head += f"<title>{escape(title, quote=False)}</title>\n<desc>{escape(text, quote=False)}</desc>\n"
             self.head += f"<style>{STYLE}</style>\n"
-            self.rect(0.5, 0.5, width - 1, height - 1, PAPER, RULE, radius=8)
+            self.rect((0.5, 0.5, width - 1, height - 1), PAPER, RULE, radius=8)
 
     def rect(
         self,
-        x: float,
-        y: float,
-        width: float,
-        height: float,
+        box: tuple[float, float, float, float],
         fill: str,
         stroke: str = "none",
         radius: float = 0,
         tip: str = "",
     ) -> None:
-        """tip: what a pointer on it is told."""
+        """box: x, y, width and height; tip: what a pointer on it is told."""
+        x, y, width, height = box
         place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"'
         self.add("rect", f'{place} fill="{fill}" stroke="{stroke}"', tip)
 
@@ -139,6 +137,6 @@ def legend(rows: list[tuple[str, str]], width: float, left: float) -> str:
         x += 30 + 7 * len(label)
     picture = Picture(width, y + 10)
     for (label, color), (x, y) in zip(rows, places, strict=True):
-        picture.rect(x, y - 10, 12, 12, color)
+        picture.rect((x, y - 10, 12, 12), color)
         picture.text(x + 17, y, label)
     return picture.svg()

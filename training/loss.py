@@ -10,6 +10,8 @@ sum of exponentials, its label's logit: Megatron-LM, arXiv:1909.08053 section 3)
 Shapes:  N tokens (B*T)   C tokens of a piece   D width   V vocabulary (this rank's rows of it)
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,18 +25,26 @@ from training.z_loss import ZLoss
 IGNORE = -100  # a label that does not count; torch's own convention
 
 
+class LossOptions(NamedTuple):
+    """What the loss needs in addition to tensors of tokens; the rest as in `linear_cross_entropy`."""
+
+    chunk_tokens: int
+    group: dist.ProcessGroup | None  # ranks that hold the other rows of the vocabulary
+    first_row: int  # global number of weight's row 0
+    z_loss: ZLoss | None
+    passes: LossPasses
+    weights: Tensor | None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, h, weight, labels, chunk_tokens, group, first_row, each, z_loss, passes, weights
-    ):
+    def forward(ctx, h, weight, labels, each, options):
         """h [N, D], weight [V, D] of one dtype, labels int64 [N] -> sum of the losses, a
         scalar in float32, or in float64 if that is their type.
 
-        group: ranks that hold the other rows of the vocabulary, or None; first_row: global number
-        of weight's row 0; each: float32 [N] that receives the tokens' losses, or None;
-        z_loss, passes, weights: as in `linear_cross_entropy`.
+        each: float32 [N] that receives the tokens' losses, or None; options: LossOptions.
         """
+        chunk_tokens, group, first_row, z_loss, passes, weights = options
         need_h, need_w = ctx.needs_input_grad[:2]
         # a float32 total of many pieces is off by 1e-6
         total = torch.zeros((), device=h.device, dtype=torch.float64)
@@ -100,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         grad_h = saved.pop(0) * grad if ctx.needs[0] else None
         grad_w = (saved.pop(0) * grad).to(ctx.weight_dtype) if ctx.needs[1] else None
-        return grad_h, grad_w, *[None] * 8
+        return grad_h, grad_w, *[None] * 3
 
 
 def linear_cross_entropy(
@@ -150,15 +160,5 @@ def linear_cross_entropy(
         weight = weight.to_local(grad_placements=[Shard(0)])
     if each is not None:
         each = each.view(-1)
-    return _LinearCrossEntropy.apply(
-        h.flatten(0, 1),
-        weight,
-        labels.flatten(),
-        chunk_tokens,
-        group,
-        first_row,
-        each,
-        z_loss,
-        passes,
-        weights,
-    )
+    options = LossOptions(chunk_tokens, group, first_row, z_loss, passes, weights)
+    return _LinearCrossEntropy.apply(h.flatten(0, 1), weight, labels.flatten(), each, options)

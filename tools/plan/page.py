@@ -238,7 +238,7 @@ def _timeline(plan: Plan, begin: float, end: float) -> str:
             label = f"{where}: {1e3 * start:.2f} to {1e3 * stop:.2f} ms"
             x = 180 + (start - begin) * scale
             color = STREAMS[stream.split()[-1]]
-            picture.rect(x, y, max(0.4, (stop - start) * scale), 20, color, tip=label)
+            picture.rect((x, y, max(0.4, (stop - start) * scale), 20), color, tip=label)
     for value in ticks((end - begin) * per):
         x = 180 + value / per * scale
         anchor = "middle" if x < WIDTH - 40 else "end"
@@ -297,7 +297,7 @@ def hosts(plan: Plan, shown: int = 32) -> str:
     for h in range(min(count, shown)):
         left = 10 + (h % across) * (width + 8)
         top = 6 + (h // across) * (height + 8)
-        picture.rect(left, top, width, height, "#f6f6f6", "#ccc")
+        picture.rect((left, top, width, height), "#f6f6f6", "#ccc")
         picture.text(left + 6, top + 15, f"host {h}", "dim")
         for g in range(per_host):
             rank = h * per_host + g
@@ -310,7 +310,7 @@ def hosts(plan: Plan, shown: int = 32) -> str:
             label = f"rank {rank}"
             if dims:
                 label += f": with rank 0 in {', '.join(dims)}"
-            picture.rect(x, y, cell, cell, color, tip=label)
+            picture.rect((x, y, cell, cell), color, tip=label)
     if count > shown:
         picture.text(10, bottom + 14, f"and {count - shown:,} more hosts like these", "dim")
     rows = [

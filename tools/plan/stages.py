@@ -75,7 +75,7 @@ def draw(plan: Plan, window: Window) -> str:
             if len(own) > 1:  # later stages are paler
                 opacity = 255 - 150 * own.index(action.stage) // (len(own) - 1)
                 color += f"{opacity:02x}"
-            picture.rect(x(begin), y, x(end) - x(begin), ROW - 4, color, "#fff", tip=words)
+            picture.rect((x(begin), y, x(end) - x(begin), ROW - 4), color, "#fff", tip=words)
     axis(picture, window, x, bottom, (unit, per))
     return picture.svg()
 
