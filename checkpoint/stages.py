@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from checkpoint import branches, verify
 from checkpoint.agreement import on_rank_0
@@ -14,7 +15,8 @@ from checkpoint.place import open_place
 from configs import check, stages
 from configs.schema import Config
 from parallelisms.mesh import world
-from reliability.exit import DONE
+from reliability.exit import DONE, STOPPED
+from reliability.stop import Stop
 
 logger = logging.getLogger("plumbline")
 
@@ -33,11 +35,21 @@ def run_stages(cfg: Config, start: Callable[[Config], int]) -> int:
             step = stage.training.last_step
             if code != DONE or step == last.stop:
                 return code
+            if _asked_to_stop():
+                logger.warning(f"stopped where a stage ends: step {step} is saved")
+                return STOPPED
             cfg = _goes_on(cfg)
         except stages.OtherStage as other:
             logger.warning(str(other))
             step = other.step
         _forget()
+
+
+def _asked_to_stop() -> bool:
+    """Return whether any rank was asked to stop while a stage ended. All ranks call it."""
+    asked = [False] * world().size
+    dist.all_gather_object(asked, Stop.asked_in_last)
+    return any(asked)
 
 
 def _newest(cfg: Config) -> int:

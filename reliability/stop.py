@@ -18,6 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import ClassVar
 
 from configs.program import INTERRUPTED, STOP_SIGNALS
 from reliability.exit import STOPPED
@@ -32,9 +33,11 @@ class Stop:
 
     at_once: whether to end at once because there is nothing to save. The loop sets it to False
     after its first step. saved: the last step, once the loop is over and all is saved: what is left,
-    a sample or an export, asks by itself whether it is to stop.
+    a sample or an export, asks by itself whether it is to stop. asked_in_last: of the last one in this
+    process that has ended, whether it was asked: by then the run may have done all its steps.
     """
 
+    asked_in_last: ClassVar[bool] = False
     saved: int | None = None
 
     def __init__(self, born: float, max_minutes: float, end: Callable[[int, str], object]) -> None:
@@ -65,6 +68,7 @@ class Stop:
         return self
 
     def __exit__(self, *_: object) -> None:
+        Stop.asked_in_last = self.asked()
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.before.items():
             signal.signal(number, handler)

@@ -82,6 +82,15 @@ def test_a_killed_run_goes_on_in_its_stage_on_another_mesh(options, whole, mesh,
     assert code == 0 and "nothing to do" in text
 
 
+def test_a_stop_in_the_last_step_of_a_stage_is_heard(options, whole, tmp_path):
+    """By one of two ranks: no rank goes on, and the same command does."""
+    staged = [*options, in_stages(LONGER, SMALLER)]
+    assert run_ranks(2, stopped_at, 5, staged, tmp_path, 1) == [75, 75]
+    assert max(series(tmp_path)) == 5
+    assert run_ranks(2, run, staged, tmp_path) == [(0, "")] * 2
+    assert series(tmp_path) == pytest.approx(series(whole), rel=1e-12, abs=0)
+
+
 @pytest.mark.slow
 def test_an_older_checkpoint_opens_its_own_stage(options, whole, tmp_path):
     """The newest, of stage 2, is damaged: the run goes on in stage 1. load_step goes back as far."""
