@@ -172,9 +172,11 @@ def title(cfg: Config) -> list[str]:
 
 
 def sentences(cfg: Config, broken_rules: Callable, *sizes: int | None) -> list[str]:
-    """Return the rules that a stage breaks and the run before it does not. broken_rules: of
-    configs/check.py."""
+    """Return the rules that a stage breaks and the run before it does not, also of stages behind
+    training.stop_after: a later start does them. broken_rules: of configs/check.py."""
     problems: list[str] = []
+    to_the_end = cfg.training.model_copy(update={"stop_after": 0})
+    cfg = cfg.model_copy(update={"training": to_the_end})
     for number, steps in enumerate(steps_of(cfg)[1:], 1):
         for sentence in broken_rules(of(cfg, number), *sizes):
             problems.append(f"in stage {number + 1} (from step {steps.start} on): {sentence}")

@@ -22,13 +22,16 @@ def check(family: Any, args: Any, mesh: Mesh, cfg: Config, stages: Sequence[rang
     with torch.device("meta"):
         model = family.build(args)
     freezing.check(model, cfg.training.freeze, stages)
+    untrained = {name for name, param in model.named_parameters() if not param.requires_grad}
+    untrained.update(freezing.frozen(model, cfg.training.freeze))
     freezing.thaw(model)  # as it will be when it is sharded
     if mesh.tp > 1:
         tp_check.check(family.tp_plan(args), model, mesh.tp_mesh)
     if cfg.lora.rank:
         lora.add(model, cfg.lora)
+        untrained = {name for name, _ in model.named_parameters() if not lora.is_adapter(name)}
     patterns = [pattern for pattern, _ in cfg.optimizer.lr_multipliers]
-    freezing.check_patterns(model, "optimizer.lr_multipliers", patterns)
+    freezing.check_multipliers(model, "optimizer.lr_multipliers", patterns, untrained)
 
 
 def check_count(family: Any, args: Any) -> None:

@@ -7,7 +7,7 @@ and is frozen at the end. It is sharded, computed with, saved and loaded as all 
 no gradient and no optimizer state.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
@@ -80,6 +80,27 @@ def check_patterns(model: nn.Module, option: str, patterns: Sequence[str]) -> No
                 f"{option}: {pattern!r} matches no parameter of the model, which has "
                 f"{', '.join(names[:3])} ... {names[-1]}: correct or remove it"
             )
+
+
+def check_multipliers(
+    model: nn.Module, option: str, patterns: Sequence[str], untrained: Collection[str]
+) -> None:
+    """Raise InputError for a pattern of this option, of which the first match counts, that changes
+    nothing. untrained: names of the parameters that no optimizer updates."""
+    check_patterns(model, option, patterns)
+    left = {name for name, _ in model.named_parameters()}
+    for pattern in patterns:
+        own = {name for name in left if fnmatchcase(name, pattern)}
+        if not own:
+            raise InputError(
+                f"{option}: {pattern!r} has no effect, since patterns before it match all of its "
+                "parameters and the first match counts: put it before them, or remove it"
+            )
+        if own.issubset(untrained):
+            raise InputError(
+                f"{option}: {pattern!r} has no effect, since its parameters are frozen: remove it"
+            )
+        left -= own
 
 
 def _is_in(name: str, layers: range, n_layers: int) -> bool:

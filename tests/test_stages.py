@@ -176,6 +176,8 @@ def test_a_stage_that_breaks_a_rule_is_refused_before_anything(tmp_path, monkeyp
     ) as error:
         load_config(["x.toml", too_long], 2, 2)
     assert "in stage 3 (from step 5 on)" in str(error.value)
+    with pytest.raises(InputError, match=r"in stage 2 \(from step 4 on\).*training.seq_len"):
+        load_config(["x.toml", "--training.stop_after=3", too_long], 2, 2)
     twice = in_stages("{begin=4, lr=1.0}", "{begin=4, seq_len=64}")
     with pytest.raises(InputError, match="ascending order of begin, each step once"):
         load_config(["x.toml", twice])

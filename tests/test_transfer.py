@@ -243,9 +243,26 @@ def test_multipliers_by_pattern():
     assert decays == {0.0, cfg.optimizer.weight_decay}
 
 
-def test_a_pattern_without_a_parameter_is_refused():
-    cfg = load_config([*CONFIG, '--optimizer.lr_multipliers=[["*.wz.weight", 2]]'], 1, 1)
-    with pytest.raises(InputError, match=r"lr_multipliers: '\*.wz.weight' matches no parameter"):
+@pytest.mark.parametrize(
+    "rows, more, sentence",
+    [
+        ('[["*.wz.weight", 2]]', [], r"'\*.wz.weight' matches no parameter"),
+        ('[["*", 2], ["*.wq.weight", 3]]', [], r"'\*.wq.weight' has no effect, since patterns"),
+        (
+            '[["layers.*", 2], ["tok*", 3]]',
+            ['--training.freeze=["tok*", "*norm*"]'],
+            r"'tok\*' has no effect, since its parameters are frozen",
+        ),
+        (
+            '[["*lora_b", 16], ["*.wq.weight", 2]]',
+            ["--lora.rank=2", '--lora.targets=["wq"]', "--checkpoint.load_path=x"],
+            r"'\*.wq.weight' has no effect, since its parameters are frozen",
+        ),
+    ],
+)
+def test_a_pattern_that_changes_no_rate_is_refused(rows, more, sentence):
+    cfg = load_config([*CONFIG, f"--optimizer.lr_multipliers={rows}", *more], 1, 1)
+    with pytest.raises(InputError, match=f"lr_multipliers: {sentence}"):
         family_check.check(*train.architecture(cfg), SimpleNamespace(tp=1), cfg, [range(4)])
 
 
