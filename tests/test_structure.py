@@ -119,6 +119,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "reliability.disk",
         "reliability.goodput",  # which starts a run has had
         "reliability.objects",
+        "reliability.stop",  # whether one was asked for while a stage ended
         "configs.boxes",  # how a tensor is cut
         "parallelisms.boxes",  # which box of a tensor this rank holds
         "configs.dropped",  # options that a checkpoint of an earlier version has
