@@ -257,5 +257,3 @@ def test_a_picture_of_the_differences(runs, tmp_path, capsys):
     for place in "no/such.svg", "differences.png":
         asked = [str(runs["first"]), str(runs["same"]), f"--picture={tmp_path / place}"]
         assert compare_runs.main(asked) == 2 and "--picture" in capsys.readouterr().err
-    assert compare_runs.main([str(runs["first"]), str(runs["same"]), "--png=x.png"]) == 2
-    assert "--picture=" in capsys.readouterr().err, "an earlier version's option"

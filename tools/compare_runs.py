@@ -378,13 +378,10 @@ def main(argv: list[str] | None = None) -> int:
         help="relative difference that passes as equal (exit code 0)",
     )
     parser.add_argument("--picture", type=Path, help="write the differences as this SVG file, too")
-    parser.add_argument("--png", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
     limit = ROUNDING if options.tolerance is None else options.tolerance
     try:
-        if options.png:
-            raise InputError(f"--png={options.png}: plots are SVG now: use --picture=FILE.svg")
         comparison = compare(options.a, options.b, options.tolerance)
         if options.picture:
             drawn = draw(files_of(options.a), files_of(options.b), comparison, limit)
