@@ -59,9 +59,12 @@ def options(facts: dict) -> dict[str, Any]:
     for table, values in tables.items():
         if isinstance(values, dict):
             found |= {f"{table}.{key}": value for key, value in values.items()}
-    for row in found.pop("data.mixture", []):
-        row = ADDED | row
-        found |= {f"data.mixture.{row['name']}.{key}": value for key, value in row.items()}
+    rows = found.get("data.mixture", [])
+    if rows:
+        found["data.mixture"] = [row["name"] for row in rows]
+    for row in rows:
+        of_row = ADDED | row
+        found |= {f"data.mixture.{row['name']}.{key}": value for key, value in of_row.items()}
     return found
 
 

@@ -61,7 +61,7 @@ def steps(options: tuple[str, ...], recorder: graphs.Compute = graphs.directly) 
     shape = (-1, cfg.training.local_batch_size, checks.TOKENS)
     for number, batch in enumerate(checks.batches() * 2):
         flags = train.Flags(saving=number == 3)
-        batch = {name: x.view(shape) for name, x in batch.items()}
+        batch = {name: x.view(shape) if x.ndim > 1 else x for name, x in batch.items()}
         results.append(train.train_step(job, batch, flags=lambda flags=flags: flags))
     weights = [p.detach().clone() for p in job.model.parameters()]
     close_mesh()
@@ -82,6 +82,17 @@ def test_steps_of_a_recorder_are_those_without(kind):
     recorder = OnCpu()
     torch.testing.assert_close(steps(KINDS[kind], recorder), steps(KINDS[kind]), rtol=0, atol=0)
     assert recorder.launched == 5
+
+
+def test_a_recorder_reads_the_loss_weights_of_each_step(monkeypatch):
+    made = checks.batches()
+    for step, batch in enumerate(made):
+        batch["loss_weights"] = torch.arange(checks.ROWS).double() + step
+    monkeypatch.setattr(checks, "batches", lambda: made)
+    torch.testing.assert_close(steps((TWO,), OnCpu()), steps((TWO,)), rtol=0, atol=0)
+    monkeypatch.setattr(graphs, "READ", ("tokens", "labels"))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(steps((TWO,), OnCpu()), steps((TWO,)), rtol=0, atol=0)
 
 
 @pytest.mark.slow

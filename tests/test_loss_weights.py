@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import train
-from configs.load import load_config
+from checkpoint import changes
+from configs.load import dump, load_config
 from configs.schema import InputError
 from data import audit, show, splice
 from data.loader import Batches
@@ -315,6 +316,25 @@ def test_a_run_logs_what_is_trained_and_plain_losses_of_sources_and_of_validatio
     [(code, text)] = run_ranks(1, printed, [*rest, mixture.format("")], other)
     assert code == 0 and "data.mixture.b.loss_weight 0.25 -> 1.0" in text, text
     assert series(other)[6] != series(folder)[6]
+
+
+def test_a_change_of_the_mixture_is_named_by_its_row(options):
+    rest, mixture = options
+    was = load_config([*rest, mixture.format("")])
+    row = was.data.mixture[0]
+    now = {}
+    for name, rows in {
+        "weight": (row, was.data.mixture[1].model_copy(update={"loss_weight": 0.5})),
+        "source": (*was.data.mixture, row.model_copy(update={"name": "c"})),
+    }.items():
+        data = was.data.model_copy(update={"mixture": rows})
+        now[name] = {"config": dump(was.model_copy(update={"data": data}))}
+    old = dump(was).replace("loss_weight = 1.0, ", "")
+    assert old != dump(was)
+    manifest = {"facts": {"config": old}, "mesh": {}, "step": 1}
+    assert changes.line(manifest, {"config": dump(was)}, {}) == ""
+    assert "data.mixture.b.loss_weight 1.0 -> 0.5" in changes.line(manifest, now["weight"], {})
+    assert 'data.mixture ["a", "b"] -> ["a", "b", "c"]' in changes.line(manifest, now["source"], {})
 
 
 def test_the_mistakes_are_refused(options):
