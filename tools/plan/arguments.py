@@ -53,8 +53,6 @@ def check_question(flags: argparse.Namespace) -> None:
     for name in ("search", "stages", "write", "ladder"):
         if flags.compare and getattr(flags, name):
             raise InputError(f"--compare shows two plans side by side: leave --{name} out")
-    if flags.gpus is not None and flags.gpus < 1:
-        raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     if flags.at_step < 0:
         raise InputError("--at-step is a number of steps, at least 0")
     if flags.days < 0 or flags.usd < 0:
@@ -91,10 +89,10 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add_run(parser)
     add_outputs(parser)
     flags, rest = parser.parse_known_args(with_values(argv))
+    if min(flags.gpus_per_node, 1 if flags.gpus is None else flags.gpus) < 1:
+        raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     check_question(flags)
     flags.gpus = flags.gpus or 8
-    if flags.gpus < 1 or flags.gpus_per_node < 1:
-        raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     for name in ("write", "html"):
         path = getattr(flags, name)
         if path:

@@ -1,6 +1,5 @@
 """Find the smallest and the cheapest cluster of each device for given tokens and a limit in days or
-dollars: the inverse of a plan. Given tokens and a limit, days or dollars, the smallest and the
-cheapest cluster of each device that keeps it.
+dollars: the inverse of a plan.
 
 The mesh is that of the configuration, whose data parallelism grows with the GPUs. A trace depends on
 their number and not on the device, so all devices share it.
