@@ -38,7 +38,7 @@ from data.workers import LoaderError
 from models import FORMATS, MODELS, lora, transfer
 from models.family import Family
 from models.terms import AuxiliaryTerms
-from parallelisms import contract, cores, dp, family_check, parallelize, pp
+from parallelisms import contract, cores, dp, family_check, parallelize, pp, qk_clip
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh
 from reliability import collectives, health
@@ -217,6 +217,7 @@ def train_step(
     began = time.monotonic()
     with record_function("optimizer"):
         step_if(fine, job.optimizer)
+        qk_clip.rescale(job.model, fine, job.mesh, job.cfg.optimizer.qk_clip)
         move_biases(job.model, step.terms, fine, job.cfg.training.expert_bias_speed)
     optimizer_seconds = time.monotonic() - began
     job.optimizer.zero_grad(set_to_none=True)

@@ -244,12 +244,14 @@ def _unused(option: str) -> tuple:
     return broken, sentence
 
 
+QK_CLIP = ("llama", "deepseek_v3")  # families whose attention parallelisms/qk_clip.py knows
 # option of [optimizer] -> the kinds that read it
 READ_BY = {
     "ns_dtype": MUONS,
     "adjust_lr_fn": MUONS,
     "adamw_lr_scale": OF_MATRICES,
     "normuon_beta2": ("normuon",),
+    "qk_clip": MUONS,
     "soap_frequency": ("soap",),
     "soap_max_dim": ("soap",),
 }
@@ -990,6 +992,26 @@ RULES = {
         "{optimizer.kind} together with {parallelism.cpu_offload} is not supported, because the "
         "matrices would be multiplied on the CPU: set cpu_offload = false, or use kind = "
         '"adamw"',
+    ),
+    "qk_clip_family": (
+        lambda c: c.optimizer.qk_clip > 0 and c.family_name not in QK_CLIP,
+        "{optimizer.qk_clip} scales the weights of queries and keys, and in the family {family_name} "
+        "logits do not follow from these alone, or it is untested: leave it out",
+    ),
+    "qk_clip_with": (
+        lambda c: (
+            c.optimizer.qk_clip > 0
+            and (
+                c.compile.enabled
+                or c.compile.cuda_graphs
+                or c.data.mask_documents
+                or len(c.training.freeze) > 0
+                or c.optimizer.average_decay > 0
+            )
+        ),
+        "{optimizer.qk_clip} with {compile.enabled}, {compile.cuda_graphs}, {data.mask_documents}, "
+        "{training.freeze} and {optimizer.average_decay} is not supported, since it is untested: "
+        "leave out the one or the others",
     ),
     # Transfer over width and depth.
     "transfer_tied": (

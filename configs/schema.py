@@ -572,6 +572,8 @@ class Optimizer(Table):
     """With muon, normuon or soap: the learning rate of AdamW's parameters, as a multiple of lr."""
     normuon_beta2: Decay = 0.95
     """Of NorMuon: decay rate of the average of each row's mean square."""
+    qk_clip: float = Field(0.0, ge=0)
+    """Of Muon, NorMuon: the largest logit, to which heads are scaled after a step (Kimi K2: 100); 0: off."""
     soap_frequency: int = Field(10, ge=1)
     """Of SOAP: steps between two decompositions of its factors."""
     soap_max_dim: int = Field(10000, ge=1)

@@ -7,6 +7,7 @@ replaced:  | Module of the model | Replaced by | Why |
 | --- | --- | --- |
 | `AttentionCore` | cp.py::GatheredKV | ranks exchange keys and values |
 | | cp.py::Ulysses | ranks exchange heads |
+| | qk_clip.py::MeasuredCore | around one of these: the largest logits are measured |
 | | training/sample.py::CachedAttention | keys and values of earlier tokens are kept |
 | `GatedDeltaCore` | delta_kernel.py::FlashDeltaCore | a kernel for GPUs computes it |
 | `StateCore` | cp_state.py::SharedState | ranks exchange what their tokens do to the state |
@@ -34,7 +35,7 @@ import torch
 from torch import nn
 
 from configs.schema import SCHEDULES, Config, InputError
-from parallelisms import async_tp, blocks, cores, cp, dp, ep, float8, freezing, lora, tp
+from parallelisms import async_tp, blocks, cores, cp, dp, ep, float8, freezing, lora, qk_clip, tp
 from parallelisms.mesh import Mesh
 
 MAJOR, MINOR, *_ = torch.__version__.split(".")
@@ -93,6 +94,7 @@ def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, tp_plan: dict[str, st
     if cfg.parallelism.async_tensor_parallel:
         async_tp.overlap(mesh.tp_mesh)
     cp.apply(model, mesh, cfg)
+    qk_clip.apply(model, mesh, cfg)
     float8.apply(model, mesh, cfg.training.float8, cfg.debug.emulate_float8)
     if cfg.activation_checkpoint.mode == "selective":
         blocks.checkpoint_blocks(model, cfg.activation_checkpoint)

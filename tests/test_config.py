@@ -569,6 +569,11 @@ RULE_CASES = {
         "soap_frequency=5 normuon_beta2=0.9 optimizer.kind=normuon",
         "soap_frequency=10",
     ),
+    "qk_clip_family": ("qk_clip=100 optimizer.kind=muon family=qwen3", "family=llama"),
+    "qk_clip_with": (
+        "qk_clip=100 optimizer.kind=muon mask_documents=true",
+        "mask_documents=false",
+    ),
     "muon_offload": ("optimizer.kind=muon cpu_offload=true", "cpu_offload=false"),
     "transfer_tied": ("width_base=64 tied_embeddings=true", "tied_embeddings=false"),
     "transfer_depth": ("family=olmo2 depth_base=2", "depth_base=0"),

@@ -63,6 +63,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.local",  # this rank's part of a weight
         "models.lora",  # adds adapters to modules
         "models.moe",  # which modules are routers
+        "models.qk_clip",  # which weights it scales
         "models.recurrent",  # what a state's core must have
         "configs.boxes",  # how a tensor is cut
         "models",
