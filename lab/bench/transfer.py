@@ -1,11 +1,11 @@
 """Find the best learning rate at several widths, with and without transfer over width
 (`model.width_base`): losses of small Llamas that are trained on the sources of Python's library.
 
-    python -m lab.bench transfer [--widths 32 64 128 256] [--steps 120] [--kind adamw]
-                                 [--picture out.svg]
+    python -m lab.bench transfer [--widths 32 64 128 256] [--steps 120] [--seeds 1]
+                                 [--kind adamw] [--picture out.svg]
 
-Each run begins with the same seed and sees the same bytes once; the schedule is linear, to 0. Its loss
-is the mean of the last tenth of its steps. The best rate is the vertex of the parabola through the
+Runs of one seed see the same bytes once; the schedule is linear, to 0. A loss is the mean of the last
+tenth of a run's steps, and of all seeds. The best rate is the vertex of the parabola through the
 three lowest neighbours, over the logarithm of the rate. The base is the largest width, whose runs are
 the usual ones: at a base that is so narrow that a deviation of 0.02 is far below 1 / sqrt(width), all
 widths would begin with weights that are too small.
@@ -21,6 +21,7 @@ from torch import Tensor
 
 import train
 from configs.load import load_config
+from configs.schema import Config
 from tools.ladder.page import COLORS, LEFT, TOP, Plot
 from training.optim import learning_rate, set_learning_rate
 
@@ -32,11 +33,12 @@ WAYS = {"usual": False, "transferred": True}
 SHOWN = 0.8  # nats above the lowest loss
 
 
-def options(width: int, base: int, args: argparse.Namespace) -> list[str]:
+def options(width: int, base: int, seed: int, args: argparse.Namespace) -> list[str]:
     """Return the options of a run; base: of the transfer, or 0."""
     heads = width // HEAD
     return [
         "configs/llama_debug.toml",
+        f"--run.seed={seed}",
         f"--model.dim={width}",
         f"--model.n_layers={LAYERS}",
         f"--model.n_heads={heads}",
@@ -66,19 +68,25 @@ def library() -> Tensor:
 
 
 def loss_of(text: Tensor, rate: float, width: int, base: int, args: argparse.Namespace) -> float:
-    """Train once, and return the loss at the end in nats per byte."""
-    cfg = load_config(options(width, base, args), 1, 1)
+    """Train with each seed, and return the mean loss at the end in nats per byte."""
+    configs = [load_config(options(width, base, seed, args), 1, 1) for seed in range(args.seeds)]
+    return float(np.mean([loss_of_seed(text, rate, cfg) for cfg in configs]))
+
+
+def loss_of_seed(text: Tensor, rate: float, cfg: Config) -> float:
     job = train.build(cfg)
-    order = torch.randperm(len(text) // (LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    steps = cfg.training.steps
+    generator = torch.Generator().manual_seed(cfg.run.seed)
+    order = torch.randperm(len(text) // (LENGTH + 1), generator=generator)
     losses = []
-    for step in range(args.steps):
-        lr = learning_rate(step, args.steps, rate, cfg.lr_schedule)
+    for step in range(steps):
+        lr = learning_rate(step, steps, rate, cfg.lr_schedule)
         set_learning_rate(job.optimizer, lr)
         rows = order[step * BATCH : (step + 1) * BATCH, None] * (LENGTH + 1)
         windows = text[rows + torch.arange(LENGTH + 1)]
         batch = {"tokens": windows[None, :, :-1], "labels": windows[None, :, 1:]}
         losses.append(train.train_step(job, batch).loss)
-    return float(np.mean(losses[-max(1, args.steps // 10) :]))
+    return float(np.mean(losses[-max(1, steps // 10) :]))
 
 
 def best_rate(losses: list[float]) -> float:
@@ -111,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("python -m lab.bench transfer", description=__doc__)
     parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256])
     parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--kind", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--picture", type=Path)
     args = parser.parse_args()

@@ -74,12 +74,12 @@ def first_losses(row: LedgerRow, arm: str, seed: int) -> list[float]:
 
 def run(row: LedgerRow) -> None:
     """Fill the results of a row, and the numbers that `check` compares."""
-    losses, minutes, tokens = {}, {}, 0
+    losses, minutes, tokens = {}, {}, {}
     for arm in row.arms:
         found = [outcome(row, arm, seed) for seed in row.seeds]
         losses[arm] = [one["loss"] for one in found]
         minutes[arm] = round(sum(one["minutes"] for one in found) / len(found), 2)
-        tokens = int(found[0]["tokens"])
+        tokens[arm] = int(found[0]["tokens"])
     here = {"machine": ledger.machine(), "torch": ledger.torch_version()}
     of = {"commit": ledger.commit(), "corpus": row.corpus_digest()}
     row.results = {"losses": losses, "minutes": minutes, "tokens": tokens, **here, **of}
@@ -134,6 +134,10 @@ def main(argv: list[str]) -> int:
         parser.error("--check needs the name of a row")
     try:
         row = ledger.read(ledger.ROWS / f"{args.row}.toml") if args.row else None
+        if row and row.missing():
+            raise InputError(
+                f"{row.name} needs {ledger.PUBLISHED / row.missing()}: python -m tests.published fetches it"
+            )
         if row and args.check:
             problem = check(row)
             print(problem or "", end="\n" if problem else "", file=sys.stderr)

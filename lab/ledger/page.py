@@ -12,6 +12,8 @@ PAGE = ROOT / "docs" / "ledger.md"
 MARK = "<!-- written by python -m lab.ledger -->\n"
 # Student's t at 97.5% for 1 to 9 degrees of freedom (any table; NIST handbook, 1.3.6.7.2).
 T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# The same at 99%, for a one-sided test.
+T_99 = (31.821, 6.965, 4.541, 3.747, 3.365, 3.143, 2.998, 2.896, 2.821)
 
 
 def band(losses: list[float]) -> float:
@@ -33,6 +35,13 @@ def difference(a: list[float], b: list[float], paired: bool) -> tuple[float, flo
     return statistics.fmean(b) - statistics.fmean(a), T[freedom - 1] * error
 
 
+def reaches(losses: list[float], target: float) -> bool:
+    """Return whether the mean loss is below `target` with p < 0.01, by a one-sided t-test over
+    seeds: the rule of the records of KellerJordan/modded-nanogpt (README, 2025)."""
+    error = statistics.stdev(losses) / math.sqrt(len(losses))
+    return target - statistics.fmean(losses) > T_99[min(len(losses) - 1, len(T_99)) - 1] * error
+
+
 def significance(row: LedgerRow) -> list[str]:
     """Return a clause for each arm after the first: by how much it differs from the first."""
     losses = all_losses(row)
@@ -44,6 +53,15 @@ def significance(row: LedgerRow) -> list[str]:
         means = "significant" if abs(change) > width else "not significant"
         said.append(f"{arm} - {first}: {change:+.4f} ± {width:.4f}, {means}")
     return said
+
+
+def conclusions(row: LedgerRow) -> str:
+    """Return the sentence of what is significant: differences, or who reaches the row's target."""
+    losses = all_losses(row)
+    if row.target:
+        arms = [arm for arm, found in losses.items() if reaches(found, row.target)]
+        return f"Below {row.target} with p < 0.01: {'; '.join(arms) or 'none'}."
+    return "; ".join(significance(row)) + "." if len(losses) > 1 else ""
 
 
 def all_losses(row: LedgerRow) -> dict[str, list[float]]:
@@ -73,10 +91,10 @@ def section(row: LedgerRow) -> str:
     for arm, found in losses.items():
         mean = f"{statistics.fmean(found):.4f} ± {band(found):.4f}"
         ours = arm in row.results["minutes"]
-        tokens = f"{row.results['tokens']:,}" if ours else ""
+        tokens = f"{row.results['tokens'][arm]:,}" if ours else ""
         minutes = f"{row.results['minutes'][arm]:.1f}" if ours else ""
         lines.append(f"| {arm} | {mean} | {len(found)} | {tokens} | {minutes} |")
-    lines += ["", wrapped("; ".join(significance(row)) + "." if len(losses) > 1 else "")]
+    lines += ["", wrapped(conclusions(row))]
     lines += [wrapped(row.verdict), ""]
     kind = f"{row.results['machine']}, torch {row.results['torch']}, commit {row.results['commit']}"
     lines += [wrapped(f"`{row.name}`: {kind}; corpus SHA-256 {row.results['corpus'][:16]}."), ""]

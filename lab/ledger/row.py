@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import re
 import subprocess
@@ -17,10 +18,12 @@ import tomli
 
 from configs.schema import InputError
 from data import packages, sources
+from lab.ledger import piqa
 
 ROOT = Path(__file__).parents[2]
 ROWS = Path(__file__).parent
 RUNS = ROOT / "runs" / "ledger"
+PUBLISHED = Path(os.environ.get("PLUMBLINE_PUBLISHED") or ROOT / ".published")
 MARK = "# Below: written by python -m lab.ledger\n"
 
 
@@ -28,8 +31,11 @@ MARK = "# Below: written by python -m lab.ledger\n"
 class LedgerRow:
     """A row: what was asked, how to train it, and what came out.
 
-    arms: options of each arm, after `common`; measured: losses of arms that another program has
-    trained; results and replay: empty until the row has run."""
+    arms: options of each arm, after `common`, in which {published} is the folder of what
+    `python -m tests.published` fetches; measured: losses of arms that another program has trained;
+    corpus: the name and SHA-256 of a text, and where it is from (url, or task: a folder of
+    benchmark questions in {published}); target: a loss that arms of several lengths are to reach,
+    or 0; results and replay: empty until the row has run."""
 
     name: str
     path: Path
@@ -43,15 +49,25 @@ class LedgerRow:
     rival: dict[str, Any] = field(default_factory=dict)
     measured: dict[str, list[float]] = field(default_factory=dict)
     corpus: dict[str, str] = field(default_factory=dict)
+    target: float = 0.0
     rounding: float = 1e-3
     results: dict[str, Any] = field(default_factory=dict)
     replay: dict[str, Any] = field(default_factory=dict)
 
     def options(self, arm: str, seed: int, folder: Path) -> list[str]:
-        """Return the arguments of train.py for one run."""
+        """Return the arguments of train.py for one run. InputError: a published file is missing."""
         source = [f"--data.source={self._text()}"] if self.corpus else []
         place = [f"--run.folder={folder}", f"--run.seed={seed}"]
-        return [self.base, *source, *self.common, *self.arms[arm], *place]
+        given = [self.base, *source, *self.common, *self.arms[arm], *place]
+        return [option.replace("{published}", str(PUBLISHED)) for option in given]
+
+    def missing(self) -> str:
+        """Return the first published file that the row needs and that is not here, or ""."""
+        named = re.findall(
+            r"{published}/([\w/.-]+)", " ".join([*self.common, *sum(self.arms.values(), [])])
+        )
+        named += [self.corpus["task"]] if "task" in self.corpus else []
+        return next((name for name in named if not (PUBLISHED / name).exists()), "")
 
     def corpus_digest(self) -> str:
         """Return the SHA-256 of the corpus's bytes (data/packages.py::digest where it is several
@@ -63,19 +79,25 @@ class LedgerRow:
         return packages.digest((file.name, file.path) for file in files)
 
     def _text(self) -> Path:
-        """Return the file of a corpus that has an address, and fetch it if it is not there."""
+        """Return the file of a corpus, and make it if it is not there."""
         path = RUNS / self.corpus["name"]
-        url, digest = self.corpus["url"], self.corpus["sha256"]
+        digest = self.corpus["sha256"]
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                with urllib.request.urlopen(url, timeout=60) as answer:
-                    path.write_bytes(answer.read())
-            except OSError as error:
-                raise InputError(f"{url} cannot be read ({error}): put it at {path}") from error
+            path.write_bytes(self._fetch(path))
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
             raise InputError(f"{path} is not the text of this row (SHA-256 {digest}): remove it")
         return path
+
+    def _fetch(self, path: Path) -> bytes:
+        if "task" in self.corpus:
+            return piqa.conversations(PUBLISHED / self.corpus["task"])
+        url = self.corpus["url"]
+        try:
+            with urllib.request.urlopen(url, timeout=60) as answer:
+                return answer.read()
+        except OSError as error:
+            raise InputError(f"{url} cannot be read ({error}): put it at {path}") from error
 
 
 def read(path: Path) -> LedgerRow:
