@@ -139,11 +139,16 @@ def table(done: Sequence[Measured]) -> Columns:
     )
 
 
+def undone(out: Path, rungs: Sequence[Rung]) -> list[Rung]:
+    """Return the runs that are not done, the cheapest first."""
+    _, missing = measured(out)
+    return sorted((rung for rung in rungs if rung.name in missing), key=lambda rung: rung.flops)
+
+
 def run_missing(out: Path, rungs: Sequence[Rung]) -> int:
     """Run what is not done, the cheapest first; a run that was killed goes on at its newest
     checkpoint. Returns 0, or the exit code of the first run that fails."""
-    _, missing = measured(out)
-    left = sorted((rung for rung in rungs if rung.name in missing), key=lambda rung: rung.flops)
+    left = undone(out, rungs)
     for number, rung in enumerate(left, 1):
         print(f"run {number} of {len(left)}: {toml_of(out, rung)}", flush=True)
         code = _run(toml_of(out, rung))

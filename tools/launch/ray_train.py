@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 from configs import program
 from configs.load import load_config
@@ -52,11 +53,24 @@ def node(job: dict) -> None:
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
     }
+    code = run_script(job, environment)
+    Path(job["codes"], str(context.get_world_rank())).write_text(str(code))
+    if code not in (0, WRONG_INPUT, STOPPED, CRASH_LOOP):
+        raise RuntimeError(
+            f"run_train.sh on node {context.get_world_rank()} ended with exit code {code}"
+        )
+
+
+def run_script(job: dict, environment: dict, log: IO | None = None) -> int:
+    """Run job's script in a Ray worker, and return its exit code. It is asked to stop as soon as
+    the file job["stop"] exists. log: where its output goes; None: to the worker's."""
     libc = ctypes.CDLL(None)
     process = subprocess.Popen(
         [job["script"], *job["arguments"]],
         cwd=job["folder"],
         env=os.environ | {name: str(value) for name, value in environment.items()},
+        stdout=log,
+        stderr=log,
         # a worker that Ray kills leaves nothing behind
         preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
     )
@@ -66,12 +80,7 @@ def node(job: dict) -> None:
         if not asked and Path(job["stop"]).exists():
             asked = True
             process.terminate()
-    Path(job["codes"], str(context.get_world_rank())).write_text(str(process.returncode))
-    if process.returncode not in (0, WRONG_INPUT, STOPPED, CRASH_LOOP):
-        raise RuntimeError(
-            f"run_train.sh on node {context.get_world_rank()} ended with exit code "
-            f"{process.returncode}"
-        )
+    return process.returncode
 
 
 def main(argv: list[str]) -> int:
