@@ -11,6 +11,7 @@ gradient. Where ranks share a sequence it gathers the keys once more.
 Shapes:  B batch   t queries and T keys   H query heads, K key heads, G = H / K   E head_dim
 """
 
+import math
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ class MeasuredCore(CoreOfRanks):
         self.group = mesh.device_mesh.get_group("cp") if mesh.cp > 1 else None
         self.ranks = mesh.cp
         self.largest: Tensor | None = None  # [H of this rank], since the last step
+        self.of_step: Tensor | None = None  # [H], of all ranks, in the last step
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
         if torch.is_grad_enabled():  # neither validation nor sampling
@@ -105,10 +107,19 @@ def rescale(model: nn.Module, fine: Tensor, mesh: Mesh, limit: float) -> None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     too_large = fine & (largest > limit)
     gammas = torch.where(too_large, limit / largest, torch.ones_like(largest))
-    for layer, gamma in zip(layers, gammas, strict=True):
-        for weight, of_rows in FACTORS[type(layer)](layer, gamma):
+    for number, layer in enumerate(layers):
+        for weight, of_rows in FACTORS[type(layer)](layer, gammas[number]):
             scale_rows(weight, of_rows)
         layer.core.largest = None
+        layer.core.of_step = largest[number]
+
+
+def metrics(model: nn.Module, mesh: Mesh) -> dict[str, float]:
+    """Return the largest logit of the last step, before it was scaled. Called by all ranks."""
+    cores = [m for m in model.modules() if isinstance(m, MeasuredCore)]
+    own = [core.of_step.max() for core in cores if core.of_step is not None]
+    largest = torch.stack(own).max().item() if own else -math.inf
+    return {"max_logit": max(mesh.gather(largest))}
 
 
 def scale_rows(weight: nn.Parameter, factors: Tensor) -> None:

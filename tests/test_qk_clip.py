@@ -1,5 +1,6 @@
 """QK-clip: the logits that are measured, what a step does to them, and each mesh against one process."""
 
+import json
 import math
 
 import pytest
@@ -10,7 +11,16 @@ from configs.load import load_config
 from parallelisms import qk_clip
 from tests import parity
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ULYSSES
+from tests.runs import (
+    ADAMW,
+    CONTEXT_MESHES,
+    EXPERT_MESHES,
+    MESHES,
+    ULYSSES,
+    as_typed,
+    run,
+    tiny_run,
+)
 from tools.parity import in_memory
 
 MUON = [*ADAMW, "--optimizer.kind=muon", "--optimizer.ns_dtype=float64", parity.FLOAT64]
@@ -99,6 +109,20 @@ def problems_on(name: str, fn=parity.trajectory) -> list[str]:
 )
 def test_a_mesh_clips_as_one_process(name):
     assert not problems_on(name)
+
+
+@pytest.mark.slow
+def test_the_largest_logit_is_logged(tmp_path):
+    options = [*tiny_run(tmp_path), *MUON, CLIPPED, "--training.steps=3", "--metrics.interval=1"]
+    found = {}
+    for ranks, more in (1, []), (2, ["--parallelism.pipeline_parallel=2"]):
+        folder = tmp_path / str(ranks)
+        done = run_ranks(ranks, run, as_typed([*options, *more]), folder)
+        assert all(code == 0 for code, _ in done), done
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        found[ranks] = [row["max_logit"] for row in map(json.loads, lines) if "max_logit" in row]
+    assert len(found[1]) == 3 and found[1][0] > 0.01
+    assert found[2] == pytest.approx(found[1], rel=1e-10)
 
 
 def each_rank_by_itself(options: list[str], dp_size: int) -> dict:

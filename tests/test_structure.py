@@ -94,6 +94,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "parallelisms.dp",
         "parallelisms.freezing",  # how much is trained
         "parallelisms.pp",
+        "parallelisms.qk_clip",  # what it measures is logged
     },
     "reliability": {
         "configs",

@@ -2,6 +2,8 @@
 the load of experts."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from configs import stages
 from configs.schema import MUONS, Config, InputError
-from parallelisms import dp
+from parallelisms import dp, qk_clip
 from parallelisms.mesh import Mesh
 from training.experts import ExpertLoad
 from training.loss import IGNORE
@@ -53,7 +55,8 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
     noise = job.compute if isinstance(job.compute, NoiseScale) else None
     if noise:
         noise.done = start
-    return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token, experts, noise)
+    logits = partial(qk_clip.metrics, job.model, mesh) if cfg.optimizer.qk_clip else dict
+    return metrics, Meter(mesh, sources, tokens_per_step, flops_per_token, experts, noise, logits)
 
 
 def refuse_all(problems: list[str | None]) -> None:
@@ -104,15 +107,18 @@ class Meter:
         flops_per_token: float,
         experts: ExpertLoad | None = None,
         noise: NoiseScale | None = None,
+        logits: Callable[[], dict[str, float]] = dict,
     ) -> None:
         """sources: how many the run trains on; tokens_per_step: of the global batch;
         flops_per_token: as the model's family counts them; experts: None for a model without
-        experts; noise: None without metrics.noise_scale_interval."""
+        experts; noise: None without metrics.noise_scale_interval; logits: returns metrics of the
+        last step's logits, called by all ranks."""
         self.mesh = mesh
         self.tokens_per_step = tokens_per_step
         self.flops_per_token = flops_per_token
         self.experts = experts
         self.noise = noise
+        self.logits = logits
         self.terms = TermLog(mesh)
         self.first_loss = self.last_loss = None  # of this process
         # nats and tokens of this rank
@@ -174,7 +180,7 @@ class Meter:
         terms = self.terms.line()
         if taken := sorted(values.keys() & terms.keys()):
             raise ValueError(f"an auxiliary term is called {taken[0]}, as a metric is: rename it")
-        values |= terms | self.reported
+        values |= terms | self.reported | self.logits()
         self.reset()
         return values
 
