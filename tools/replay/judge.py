@@ -61,11 +61,6 @@ def of_state(step: int, against: str, what: str, got: Values, want: Values, limi
     return [Row(step, against, what, where, error, len(found) - 1)]
 
 
-def merged(ranks: list[StepNotes], kind: str, when: int) -> Values:
-    """Merge the weights or the moments of all ranks."""
-    return compare.merged(ranks, kind, when)
-
-
 def from_record(
     ranks: list[StepNotes],
     metrics: dict[str, float] | None,
@@ -90,7 +85,7 @@ def from_record(
     if saved is not None:
         weights = of_kind(saved, "model.")
         moments = of_kind(saved, "optimizer.")
-        mine = merged(ranks, "weights", -1), merged(ranks, "moments", -1)
+        mine = compare.merged(ranks, "weights", -1), compare.merged(ranks, "moments", -1)
         if weights and all(map(is_adapter, weights)):  # their base is not saved
             mine = {name: x for name, x in mine[0].items() if is_adapter(name)}, mine[1]
         rows += of_state(step, "record", "weights after", mine[0], weights, limits.state)
@@ -192,9 +187,14 @@ def from_other(
     """Compare with the same step computed by one process: of the same run, or of another one."""
     step = other.step
     before = limits.state if not is_first else (0.0 if same_run else limits.values)
-    mine, theirs = merged(ranks, "moments", 0), other.moments[0]
+    mine, theirs = compare.merged(ranks, "moments", 0), other.moments[0]
     rows = of_state(
-        step, against, "weights before", merged(ranks, "weights", 0), other.weights[0], before
+        step,
+        against,
+        "weights before",
+        compare.merged(ranks, "weights", 0),
+        other.weights[0],
+        before,
     )
     rows += of_state(step, against, "moments before", mine, theirs, before)
     data = of_data(ranks, other, against)
@@ -223,7 +223,7 @@ def from_other(
         if phase == "forward":
             name += computed_by(ranks, other, name)
         rows.append(Row(step, against, phase, name or "-", error, len(found) - 1))
-    mine, theirs = merged(ranks, "moments", -1), other.moments[-1]
+    mine, theirs = compare.merged(ranks, "moments", -1), other.moments[-1]
     return rows + of_state(step, against, "moments after", mine, theirs, limits.state)
 
 

@@ -6,7 +6,7 @@ from html import escape
 
 from reliability.goodput import KINDS, ORDERLY, Past
 from tools.report import numbers
-from tools.report.charts import Axis
+from tools.report.charts import Axis, x_labels
 from tools.report.run import LoadedRun
 from tools.svg import path, stretched
 
@@ -78,10 +78,7 @@ def section(runs: list[LoadedRun]) -> str:
         if longest >= 3 * unit or unit == 1
     )
     across = Axis(0.0, longest / unit)
-    labels = "".join(
-        f'<span class=x style="left:{100 * across.share(value):.1f}%">{text}</span>'
-        for value, text in across.ticks
-    )
+    labels = x_labels(across)
     drawn = "".join(_lane(i, run, lanes[i], longest) for i, run in enumerate(runs))
     keys = (
         "<li><i class=starting></i>starting</li><li><i class=training></i>training</li>"
