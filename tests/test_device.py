@@ -35,6 +35,7 @@ from tests.ranks import run_ranks
 from tools.plan.arguments import arguments as plan_arguments
 from tools.plan.command import read_inputs
 from tools.plan.device import load_device
+from training import counted
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parent.parent
@@ -114,7 +115,7 @@ def test_the_command_starts_the_ranks_of_a_check():
 
 MISTAKES = {  # check -> a mistake that it must see
     # the loss is divided by a wrong number of tokens
-    "float32": lambda: mock.patch.object(train, "IGNORE", 3),
+    "float32": lambda: mock.patch.object(counted, "IGNORE", 3),
     # a limit that lets everything pass
     "control": lambda: mock.patch.object(checks, "ROUNDING", 10.0),
     "sampling": lambda: mock.patch.object(
