@@ -306,6 +306,12 @@ Step = Annotated[int, Field(ge=1)]
 Weight = Annotated[float, Field(ge=0)]
 
 
+def _none_or_three(names: tuple[str, ...]) -> tuple[str, ...]:
+    if names and (len(names) != 3 or len(set(names)) != 3):
+        raise ValueError("must name three different tokens: those before prefix, suffix and middle")
+    return names
+
+
 class MixtureRow(Table):
     name: Name
     """Name of this source in metrics, messages and the audit."""
@@ -448,7 +454,9 @@ class Data(Table):
     """Share of the training documents that are rearranged to fill in the middle (arXiv:2207.14255)."""
     fim_spm_rate: float = Field(0.5, ge=0, le=1)
     """Share of these in which the suffix comes first (SPM)."""
-    fim_tokens: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = Field((), max_length=3)
+    fim_tokens: Annotated[
+        tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_none_or_three)
+    ] = ()
     """Names of the special tokens before prefix, suffix and middle; empty: the tokenizer's own."""
     max_document_bytes: int = Field(0, ge=0)
     """Leave out (and count) documents with more bytes of UTF-8 than this; 0: no limit."""

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from configs.schema import Data, InputError
 from data import fim, hf_tokenizer, inputs
@@ -131,3 +132,9 @@ def test_published_tokenizers_have_their_own_tokens(name):
     ]
     assert tuple(names) in fim.NAMES
     assert tok.decode(fim.encode(tok, parts).tolist()).startswith(names[0])
+
+
+@pytest.mark.parametrize("names", [["<a>", "<b>"], ["<a>", "<b>", "<a>"]])
+def test_names_that_are_not_three_tokens_are_refused(names):
+    with pytest.raises(ValidationError, match="must name three different tokens"):
+        Data(fim_rate=0.5, fim_tokens=names)
