@@ -130,6 +130,20 @@ def test_every_rank_has_whole_sequences_and_every_run_its_own_place(tmp_path):
         assert not rung.cfg.training.stop_after
 
 
+@pytest.mark.parametrize("preset", ["llama_1b", "qwen3_0.6b"])
+def test_a_preset_with_a_microbatch_and_a_warmup_of_its_own_has_a_ladder(preset, tmp_path):
+    """Its numbers are those of its size: each rung has divisors of its batch, and the same share."""
+    argv = [f"configs/{preset}.toml"]
+    base = load_config(argv)
+    share = base.lr_schedule.warmup_steps / base.training.steps
+    whole = rungs.parameters_of(base)
+    for rung in rungs.ladder(argv, [whole / 40, whole / 7, whole / 3], [2, 20], tmp_path):
+        training = rung.cfg.training
+        assert training.local_batch_size <= base.training.local_batch_size
+        assert training.global_batch_size % training.local_batch_size == 0
+        assert rung.cfg.lr_schedule.warmup_fraction == pytest.approx(share, rel=1e-3)
+
+
 def test_a_budget_makes_the_models_smaller(tmp_path):
     argv = ["configs/llama_debug.toml"]
     sizes = rungs.spaced(2e5, 2e6, 3)

@@ -22,7 +22,7 @@ from typing import Any
 
 from configs import check, stages
 from configs.load import load_config
-from configs.schema import Config, InputError
+from configs.schema import Config, Derived, InputError
 from models import MODELS, NUMBERS
 
 BEGUN = ("load_path", "branch_from")  # options of [checkpoint] that give a run its first weights
@@ -198,8 +198,10 @@ def _rung(
             "--training.stop_after=0",
             f"--training.steps={steps}",
             f"--training.global_batch_size={batch}",
+            *_local_batch(training.local_batch_size, batch // parallel),
             f"--optimizer.lr={_rate(base, growth):.4g}",
             f"--lr_schedule.warmup_fraction={warmup:.4g}",
+            f"--lr_schedule.warmup_steps={round(warmup * steps)}",
             f"--validation.interval={max(1, steps // EVALUATIONS)}",
             f"--validation.steps={max(1, round(held_out / batch))}",
             f"--checkpoint.interval={max(1, steps // 4)}",
@@ -220,6 +222,15 @@ def _rate(base: Config, growth: float) -> float:
     if base.model.width_base:
         return base.optimizer.lr
     return base.optimizer.lr * growth**RATE_EXPONENT
+
+
+def _local_batch(given: int | None, rows: int) -> list[str]:
+    """Return the option of a microbatch that divides a rank's rows, at most as large as the
+    configuration's; none where that is derived."""
+    if given is None or isinstance(given, Derived):
+        return []
+    divisors = [size for size in range(1, min(given, rows) + 1) if rows % size == 0]
+    return [f"--training.local_batch_size={max(divisors)}"]
 
 
 def _data_parallel(base: Config, ranks: int) -> int:
