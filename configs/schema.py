@@ -456,7 +456,7 @@ class Data(Table):
     """Share of these in which the suffix comes first (SPM)."""
     fim_tokens: Annotated[
         tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_none_or_three)
-    ] = ()
+    ] = Field((), examples=[("<PRE>", "<SUF>", "<MID>")])
     """Names of the special tokens before prefix, suffix and middle; empty: the tokenizer's own."""
     max_document_bytes: int = Field(0, ge=0)
     """Leave out (and count) documents with more bytes of UTF-8 than this; 0: no limit."""

@@ -967,7 +967,9 @@ def other_value(option: dict) -> object:
         "integer": lambda: int(min(high, (option.get("default") or 2) + 3)),
         "number": lambda: low + 0.4 * (min(high, 1) - low) + 1e-17,
         "array": lambda: (
-            tuple(map(other_value, option["prefixItems"]))
+            tuple(option["examples"][0])
+            if "examples" in option
+            else tuple(map(other_value, option["prefixItems"]))
             if "prefixItems" in option
             else (other_value(option["items"] | {"default": None}),)
         ),

@@ -111,9 +111,9 @@ def _table(head: tuple[str, ...], rows: Rows) -> str:
 
 def _sizes(found: Fit, done: Sequence[Measured]) -> str:
     """Draw losses over weights, with the law of each number of tokens per weight."""
-    groups: dict[int, list[Measured]] = {}
+    groups: dict[float, list[Measured]] = {}
     for run in done:
-        groups.setdefault(round(run.tokens / run.parameters), []).append(run)
+        groups.setdefault(float(f"{run.tokens / run.parameters:.2g}"), []).append(run)
     sizes = [float(run.parameters) for run in done]
     losses = [run.loss for run in done]
     plot = Plot((min(sizes), max(sizes)), (min(losses), max(losses)), log=True)
@@ -125,7 +125,7 @@ def _sizes(found: Fit, done: Sequence[Measured]) -> str:
         plot.curve(list(zip(line, law, strict=True)), color)
         for run in runs:
             plot.point(run.parameters, run.loss, color, f"{run.name}: {run.loss:.4f}")
-        named.append((f"{ratio} tokens per weight", color))
+        named.append((f"{ratio:g} tokens per weight", color))
     return f"<figure>{plot.picture.svg()}{legend(named, WIDTH, LEFT)}</figure>"
 
 
