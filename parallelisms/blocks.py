@@ -43,6 +43,7 @@ KEEP = {
     "plumbline.flash_delta_rule.default",
     # context parallelism: keys and values are gathered once
     "plumbline.gathered_attention.default",
+    "plumbline.largest_products.default",  # optimizer.qk_clip
     "_c10d_functional.all_to_all_single.default",
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.reduce_scatter_tensor.default",

@@ -6,7 +6,8 @@ global batch and the keys that each may see. After the step the head's queries a
 that their products are gamma = min(1, limit / S) times as large (models/qk_clip.py).
 
 A core that measures computes the products of queries and keys once more, in blocks, without a
-gradient. Where ranks share a sequence it gathers the keys once more.
+gradient, and again where a block is recomputed: selective checkpointing alone keeps the result
+(parallelisms/blocks.py). Where ranks share a sequence it gathers the keys once more.
 
 Shapes:  B batch   t queries and T keys   H query heads, K key heads, G = H / K   E head_dim
 """
@@ -26,7 +27,37 @@ from parallelisms.boxes import box_of
 from parallelisms.cores import CoreOfRanks, places, put
 from parallelisms.mesh import Mesh
 
-BLOCK = 128  # queries whose logits exist at a time
+BLOCK = 128  # queries whose logits exist at a time; fewer where these are more than LOGITS numbers
+LOGITS = 2**26
+
+
+@torch.library.custom_op("plumbline::largest_products", mutates_args=())
+def largest_products(
+    q: Tensor, k: Tensor, positions: Tensor, behind: Tensor, window: int | None
+) -> Tensor:
+    """Return the largest product of each head's queries and the keys that they may see, [H] in
+    float32 or wider. q [B, t, H, E], k [B, T, K, E]; positions [t], behind [T]: of both in the
+    sequence, int64.
+
+    It is one operator, so that selective checkpointing does not keep the products themselves.
+    """
+    grouped = q.unflatten(2, (k.shape[2], -1))  # [B, t, K, G, E]
+    of_a_query = q.shape[0] * q.shape[2] * k.shape[1]
+    size = min(BLOCK, max(1, LOGITS // of_a_query))
+    found = []
+    for part, at in zip(grouped.split(size, 1), positions.split(size), strict=True):
+        products = torch.einsum("btkge,bske->bkgts", part, k)
+        hidden = behind > at[:, None]  # [t, T]
+        if window is not None:
+            hidden |= behind <= at[:, None] - window
+        found.append(products.masked_fill_(hidden, -torch.inf).amax((0, 3, 4)).flatten())
+    largest = torch.stack(found).amax(0)
+    return largest.to(torch.promote_types(largest.dtype, torch.float32))
+
+
+@largest_products.register_fake
+def _(q, k, positions, behind, window):
+    return q.new_empty(q.shape[2], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
 class MeasuredCore(CoreOfRanks):
@@ -40,7 +71,10 @@ class MeasuredCore(CoreOfRanks):
         self.positions = torch.cat(own).to(mesh.device)  # [t], of this rank's tokens
         self.group = mesh.device_mesh.get_group("cp") if mesh.cp > 1 else None
         self.ranks = mesh.cp
-        self.largest: Tensor | None = None  # [H of this rank], since the last step
+        # [H of this rank], since the last step; a scalar before the first forward, with which a
+        # forward and its recomputation are the same operators
+        self.none = torch.tensor(-math.inf, device=mesh.device)
+        self.largest = self.none
         self.of_step: Tensor | None = None  # [H], of all ranks, in the last step
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
@@ -53,18 +87,9 @@ class MeasuredCore(CoreOfRanks):
         """q [B, t, H, E], k [B, t, K, E]."""
         keys = self.of_all_ranks(k.transpose(0, 1)).transpose(0, 1)  # [B, T, K, E]
         behind = self.of_all_ranks(self.positions)  # [T]
-        grouped = q.unflatten(2, (keys.shape[2], -1))  # [B, t, K, G, E]
-        found = [] if self.largest is None else [self.largest]
-        for part, at in zip(grouped.split(BLOCK, 1), self.positions.split(BLOCK), strict=True):
-            logits = torch.einsum("btkge,bske->bkgts", part, keys)
-            hidden = behind > at[:, None]  # [t, T]
-            if self.spec.window is not None:
-                hidden |= behind <= at[:, None] - self.spec.window
-            logits = logits.masked_fill(hidden, -torch.inf)
-            largest = logits.amax((0, 3, 4)).flatten()
-            wide = torch.promote_types(largest.dtype, torch.float32)
-            found.append(self.factor_of_logits(q.shape[-1]) * largest.to(wide))
-        self.largest = torch.stack(found).amax(0)
+        products = largest_products(q, keys, self.positions, behind, self.spec.window)
+        found = self.factor_of_logits(q.shape[-1]) * products
+        self.largest = torch.maximum(self.largest, found)
 
     def factor_of_logits(self, width: int) -> float:
         return width**-0.5 if self.spec.scale is None else self.spec.scale
@@ -110,7 +135,7 @@ def rescale(model: nn.Module, fine: Tensor, mesh: Mesh, limit: float) -> None:
     for number, layer in enumerate(layers):
         for weight, of_rows in FACTORS[type(layer)](layer, gammas[number]):
             scale_rows(weight, of_rows)
-        layer.core.largest = None
+        layer.core.largest = layer.core.none
         layer.core.of_step = largest[number]
 
 

@@ -21,7 +21,9 @@ from tests.runs import (
     run,
     tiny_run,
 )
+from tests.steps import apart
 from tools.parity import in_memory
+from tools.plan.repeat import traced
 
 MUON = [*ADAMW, "--optimizer.kind=muon", "--optimizer.ns_dtype=float64", parity.FLOAT64]
 # below the logits that a model has with its first weights
@@ -78,6 +80,24 @@ def test_a_step_brings_the_logits_to_the_limit(options):
     assert measured == pytest.approx(before, rel=1e-12)
     assert max(before) > 0.01
     assert after == pytest.approx([min(logit, 0.01) for logit in before], rel=1e-10)
+
+
+def planned_peaks(options: list[str]) -> list[int]:
+    """Return the planned peaks of memory without and with the measurement."""
+    peaks = []
+    for clip in ("0", "100"):
+        cfg = load_config([*options, f"--optimizer.qk_clip={clip}"], 1, 1)
+        peaks.append(traced(cfg, 1, 1, on_gpu=True).peak()[0])
+    return peaks
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_keeps_no_products():
+    """The products of 512 tokens would be several times as large as everything else."""
+    options = [*parity.OPTIONS, *MUON[:-1], "--activation_checkpoint.mode=selective"]
+    lengths = ["--training.seq_len=512", "--model.max_seq_len=512", "--model.n_layers=2"]
+    without, measuring = apart(planned_peaks, [*options, *lengths])
+    assert measuring == pytest.approx(without, rel=0.01)
 
 
 RUNS = {  # name: (mesh, further options)
