@@ -340,6 +340,20 @@ def test_a_ladder_on_ray_runs_fails_and_stops(tmp_path, monkeypatch, capsys):
     assert [(out / f"{rung.name}.log").read_text().count("run of") for rung in made] == [2] * 4
 
 
+def test_a_task_of_ray_has_the_ranks_of_the_command_and_its_own_end(tmp_path, monkeypatch):
+    """A task on another node has none of this process's environment, and a run that a signal has
+    killed is no success."""
+    (tmp_path / "run_train.sh").write_text('#!/bin/bash\necho "$NGPU ranks"\nkill -KILL $$\n')
+    (tmp_path / "run_train.sh").chmod(0o755)
+    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    monkeypatch.setenv("NGPU", "3")
+    (rung, *_) = rungs.ladder(["configs/llama_debug.toml"], [2e5, 6e5], [5, 20], tmp_path)
+    job = on_ray.job_of(tmp_path, rung, tmp_path / "stop")
+    monkeypatch.delenv("NGPU")
+    assert on_ray.train(job) == 128 + signal.SIGKILL
+    assert Path(job["log"]).read_text() == "3 ranks\n"
+
+
 def stop_when(waits: Path) -> None:
     """Send SIGTERM to this process as soon as a run is there."""
     while not waits.exists():

@@ -71,7 +71,13 @@ def train(job: dict) -> int:
     if Path(job["stop"]).exists():
         return runs.STOPPED
     with open(job["log"], "a", encoding="utf-8") as log:
-        return run_script(job, {}, log)
+        return exit_code_of(run_script(job, job["environment"], log))
+
+
+def exit_code_of(returned: int) -> int:
+    """Return a process's exit code; of one that a signal has ended 128 + its number, as a shell has
+    it, where Python's negative number would be less than success."""
+    return returned if returned >= 0 else 128 - returned
 
 
 def job_of(out: Path, rung: Rung, stop: Path) -> dict:
@@ -79,6 +85,8 @@ def job_of(out: Path, rung: Rung, stop: Path) -> dict:
         "script": str(runs.ROOT / "run_train.sh"),
         "arguments": [str(runs.toml_of(out, rung).absolute())],
         "folder": str(runs.ROOT),
+        # another node's environment is not this one's
+        "environment": {"NGPU": ranks()},
         "stop": str(stop),
         "log": str((out / f"{rung.name}.log").absolute()),
     }
@@ -86,12 +94,15 @@ def job_of(out: Path, rung: Rung, stop: Path) -> dict:
 
 def room(nodes: list[dict]) -> dict[str, int]:
     """Return what a run takes of its node: as many GPUs as ranks, or cores where there are none."""
-    ranks = int(os.environ.get("NGPU") or 1)
     kind = "GPU" if any(node["Resources"].get("GPU") for node in nodes) else "CPU"
     most = max((node["Resources"].get(kind, 0) for node in nodes if node["Alive"]), default=0)
-    if most < ranks:
-        raise InputError(f"--ray: NGPU={ranks}, and no node has more than {most:.0f} {kind}s")
-    return {f"num_{kind.lower()}s": ranks}
+    if most < ranks():
+        raise InputError(f"--ray: NGPU={ranks()}, and no node has more than {most:.0f} {kind}s")
+    return {f"num_{kind.lower()}s": ranks()}
+
+
+def ranks() -> int:
+    return int(os.environ.get("NGPU") or 1)
 
 
 def exit_code(done: object, log: Path) -> int:
