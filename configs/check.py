@@ -939,6 +939,20 @@ RULES = {
         "{metrics.noise_scale_interval} computes a second gradient, which {compile.cuda_graphs} does "
         "not record: do without the one or the other",
     ),
+    "noise_batch": (  # training/noise_scale.py::WINDOWS
+        lambda c: c.metrics.noise_scale_interval > 0 and c.training.global_batch_size < 4,
+        "{metrics.noise_scale_interval} compares one window of four with the whole batch, and "
+        "{training.global_batch_size}: raise that, or set noise_scale_interval = 0",
+    ),
+    "noise_replay": (
+        lambda c: (
+            c.metrics.noise_scale_interval > 0
+            and c.debug.replay_interval > 0
+            and c.metrics.noise_scale_interval % c.debug.replay_interval == 0
+        ),
+        "{metrics.noise_scale_interval} measures no step that {debug.replay_interval} computes twice, "
+        "and that is each of its steps: make the second no divisor of the first",
+    ),
     "noise_weights": (
         lambda c: (
             c.metrics.noise_scale_interval > 0
@@ -1024,10 +1038,12 @@ RULES = {
         "{model.depth_base} scales what a block adds to the residual stream, and in the family "
         "{family_name} a norm follows there that would undo it: remove depth_base",
     ),
-    "transfer_sgd": (
-        lambda c: (c.model.width_base or c.model.depth_base) and c.optimizer.kind == "sgd",
-        "{model.width_base} and {model.depth_base} scale the learning rates of AdamW and Muon: "
-        'remove them, or set optimizer.kind = "adamw"',
+    "transfer_kind": (
+        lambda c: (
+            (c.model.width_base or c.model.depth_base) and c.optimizer.kind in ("sgd", "soap")
+        ),
+        "{model.width_base} and {model.depth_base} scale the learning rates of AdamW and Muon, and "
+        'this is {optimizer.kind}: remove them, or set kind = "adamw"',
     ),
     "transfer_lora": (
         lambda c: (c.model.width_base or c.model.depth_base) and c.lora.rank,

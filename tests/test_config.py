@@ -542,6 +542,11 @@ RULE_CASES = {
         "cuda_graphs=true noise_scale_interval=10 device=auto",
         "noise_scale_interval=0",
     ),
+    "noise_batch": ("noise_scale_interval=5 global_batch_size=2", "global_batch_size=4"),
+    "noise_replay": (
+        "noise_scale_interval=10 replay_interval=5 device=cpu",
+        "replay_interval=4",
+    ),
     "noise_weights": (
         'mixture=[{name="a",source="x",weight=1},{name="b",source="y",weight=1,loss_weight=0.5}] '
         "tokenizer=bytes noise_scale_interval=5",
@@ -577,7 +582,7 @@ RULE_CASES = {
     "muon_offload": ("optimizer.kind=muon cpu_offload=true", "cpu_offload=false"),
     "transfer_tied": ("width_base=64 tied_embeddings=true", "tied_embeddings=false"),
     "transfer_depth": ("family=olmo2 depth_base=2", "depth_base=0"),
-    "transfer_sgd": ("width_base=64 optimizer.kind=sgd", "optimizer.kind=adamw"),
+    "transfer_kind": ("width_base=64 optimizer.kind=soap", "optimizer.kind=adamw"),
     "transfer_lora": (
         'width_base=64 lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x',
         "width_base=0",

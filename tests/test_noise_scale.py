@@ -79,6 +79,14 @@ def test_the_small_batch_is_a_part_of_the_windows():
     assert first["noise/gradient_square"] == pytest.approx(square, rel=1e-12)
 
 
+def test_a_step_that_is_computed_twice_reports_no_earlier_measurement():
+    """With debug.replay_interval such a step does not call the object that measures."""
+    meter = noise_scale.NoiseScale(lambda *_: None, 2)
+    meter.small = 1.0, 1, 4
+    assert meter.metrics(0.5, False)
+    assert meter.metrics(0.5, False) == {}
+
+
 ALL_MESHES = MESHES | CONTEXT_MESHES | EXPERT_MESHES
 FAST = "fsdp2"
 QWEN = parity.EXPERTS["qwen3 experts"]

@@ -51,7 +51,8 @@ def small_batch(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 class NoiseScale:
     """Computes gradients as `compute` does. Every `interval` steps it measures the squared norm of
-    the small batch's gradient before that."""
+    the small batch's gradient before that, unless the step is computed twice
+    (debug.replay_interval), which does not call this."""
 
     def __init__(self, compute: Callable, interval: int) -> None:
         self.compute = compute
@@ -64,7 +65,6 @@ class NoiseScale:
     def __call__(
         self, gradients: Callable, job: Any, batch: dict[str, Tensor], flags: Callable
     ) -> Any:
-        self.small = None
         if (self.done + 1) % self.interval == 0:
             self.measure(gradients, job, batch)
         return self.compute(gradients, job, batch, flags)
@@ -88,9 +88,10 @@ class NoiseScale:
         """Return the estimates after a step; none where there was no measurement. grad_norm: of the
         whole batch."""
         self.done += 1
-        if self.small is None or skipped:
+        measured, self.small = self.small, None
+        if measured is None or skipped:
             return {}
-        small, b, B = self.small
+        small, b, B = measured
         square, trace = estimates(small, grad_norm**2, b, B)
         if not math.isfinite(square + trace):
             return {}

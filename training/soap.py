@@ -9,8 +9,8 @@ that is as in the authors' code (github.com/nikhilvyas/SOAP), except for:
 - hidden matrices alone, and AdamW for all other parameters, as with Muon: the authors turn an
   embedding or an output projection on its short side;
 - weight decay comes before the update, as in AdamW;
-- `RIDGE`, without which rounding would choose the basis where a factor has no full rank, another on
-  each mesh.
+- `RIDGE`, without which float64's rounding would choose the basis where a factor has no full rank,
+  another on each mesh. Float32's rounding is larger, and chooses it.
 
 State of a weight: `exp_avg`, not turned, and `exp_avg_sq`, turned; `left` [R, 2R] and `right` [C, 2C],
 each a factor with its eigenbasis to its right, sharded by rows as the weight's axis is (of a stack of
