@@ -90,6 +90,11 @@ def test_a_row_is_trained_written_and_replayed(tmp_path: Path, monkeypatch, caps
     assert "tied - untied" in page.section(row)
     program.run(row)
     assert capsys.readouterr().out == "", "what has ended is not trained again"
+    path_of = tmp_path / "runs" / "small" / "tied" / "1" / "metrics.jsonl"
+    ended = path_of.read_text()
+    path_of.write_text(ended.replace('"step": 5', '"step": 4'))
+    program.run(row)
+    assert "tied, seed 1" in capsys.readouterr().out, "what has validated before its end goes on"
     assert program.check(row) == ""
     found = list(row.replay["losses"])
     row.replay["losses"][3] += 1e-6

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import program
+from configs.load import load_config
 from configs.schema import InputError
 from lab.ledger import page
 from lab.ledger import row as ledger
@@ -46,10 +47,9 @@ def outcome(row: LedgerRow, arm: str, seed: int) -> dict[str, float]:
     ended. Minutes are those of its steps at the mean rate of its log lines."""
     folder = ledger.RUNS / row.name / arm / str(seed)
     arguments = row.options(arm, seed, folder)
-    if (
-        not any("validation_loss" in line for line in metrics(folder))
-        or not (folder / "checkpoints").exists()
-    ):
+    steps = load_config(arguments).training.steps
+    has_ended = any("validation_loss" in line and line["step"] == steps for line in metrics(folder))
+    if not has_ended or not (folder / "checkpoints").exists():
         print(f"{row.name}: {arm}, seed {seed}", flush=True)
         train(arguments)
     lines = metrics(folder)
