@@ -69,7 +69,7 @@ OPTIONS = {key: row for key, row in deepseek_v3.OPTIONS.items() if key not in _N
     "delta_heads": (
         int,
         {"ge": 1},
-        "Number of heads of Kimi delta attention, each with a state of its own.",
+        "Number of heads of Kimi delta attention, each with its own state.",
     ),
     "delta_dim": (int, {"ge": 1}, "Width of a head of Kimi delta attention."),
 }

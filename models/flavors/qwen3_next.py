@@ -89,7 +89,7 @@ OPTIONS = (
         "delta_value_heads": (
             int,
             {"ge": 1},
-            "Number of value heads of a gated delta net, each with a state of its own.",
+            "Number of value heads of a gated delta net, each with its own state.",
         ),
         "delta_key_dim": (int, {"ge": 1}, "Width of a query or key head of a gated delta net."),
         "delta_value_dim": (int, {"ge": 1}, "Width of a value head of a gated delta net."),

@@ -158,7 +158,7 @@ class Plot:
         log: bool = False,
         title: str = "",
     ) -> None:
-        """title: of a picture that is a file of its own."""
+        """title: of a picture in its own file."""
         self.scale: Callable[[float], float] = math.log10 if log else float
         self.across = self.scale(across[0]), self.scale(across[1])
         margin = 0.05 * (up[1] - up[0]) or 0.1

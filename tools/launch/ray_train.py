@@ -62,7 +62,7 @@ def node(job: dict) -> None:
 
 
 def run_script(job: dict, environment: dict, log: IO | None = None) -> int:
-    """Run job's script in a Ray worker, and return its exit code. It is asked to stop as soon as
+    """Run job's script in a Ray worker, and return its exit code. It gets SIGTERM as soon as
     the file job["stop"] exists. log: where its output goes; None: to the worker's."""
     libc = ctypes.CDLL(None)
     process = subprocess.Popen(
