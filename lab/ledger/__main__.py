@@ -60,15 +60,18 @@ def outcome(row: LedgerRow, arm: str, seed: int) -> dict[str, float]:
 
 
 def first_losses(row: LedgerRow, arm: str, seed: int) -> list[float]:
-    """Return the losses of the first STEPS steps of a run, trained anew."""
+    """Return the losses of the first STEPS steps of a run, or of all if there are fewer, trained
+    anew."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
+        options = row.options(arm, seed, folder)
+        steps = min(STEPS, load_config(options).training.steps)
         short = [
-            f"--training.stop_after={STEPS}",
+            f"--training.stop_after={steps}",
             "--metrics.interval=1",
             "--validation.interval=0",
         ]
-        train([*row.options(arm, seed, folder), *short])
+        train([*options, *short])
         return [line["loss"] for line in metrics(folder) if "loss" in line][:STEPS]
 
 
