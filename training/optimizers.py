@@ -10,6 +10,7 @@ with what a step really leaves. A new optimizer is a row here, and a name in
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from configs.cpu import bfloat16_is_fast
@@ -21,6 +22,7 @@ from configs.schema import Optimizer
 from parallelisms.mesh import Mesh
 from training import narrow_adamw
 from training.kept import LIKE, NARROW, SCALAR, SHARE, Kept
+from training.matrices import MatrixOptimizer
 from training.muon import Muon
 from training.normuon import ROW_AVERAGES, NorMuon
 from training.soap import SOAP, kept_by_soap
@@ -106,8 +108,10 @@ def muon_options(cfg: Optimizer) -> Group:
     }
 
 
-def build_muon(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
-    return Muon(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
+def build_with_adamw(
+    rule: type[MatrixOptimizer], groups: list[Group], cfg: Optimizer, mesh: Mesh | None
+) -> torch.optim.Optimizer:
+    return rule(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
 
 
 def kept_by_normuon(group: Group) -> dict[str, Kept]:
@@ -118,17 +122,9 @@ def normuon_options(cfg: Optimizer) -> Group:
     return muon_options(cfg) | {"beta2": cfg.normuon_beta2}
 
 
-def build_normuon(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
-    return NorMuon(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
-
-
 def soap_options(cfg: Optimizer) -> Group:
     shared = {"betas": cfg.betas, "eps": cfg.eps}
     return shared | {"frequency": cfg.soap_frequency, "max_dim": cfg.soap_max_dim}
-
-
-def build_soap(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
-    return SOAP(groups, adamw_options(cfg), mesh.group_of_stage() if mesh is not None else None)
 
 
 ADAMW = Rule("AdamW", kept_by_adamw, moments_of_adamw, is_one_kernel=True)
@@ -141,9 +137,9 @@ ADAMW_OF_OTHERS = replace(ADAMW, lr_scale=lambda cfg: cfg.adamw_lr_scale)
 OPTIMIZERS: dict[str, Kind] = {
     "adamw": Kind(build_adamw, ADAMW, ADAMW),
     "sgd": Kind(build_sgd, SGD, SGD),
-    "muon": Kind(build_muon, MUON, ADAMW_OF_OTHERS),
-    "normuon": Kind(build_normuon, NORMUON, ADAMW_OF_OTHERS),
-    "soap": Kind(build_soap, SOAP_RULE, ADAMW_OF_OTHERS),
+    "muon": Kind(partial(build_with_adamw, Muon), MUON, ADAMW_OF_OTHERS),
+    "normuon": Kind(partial(build_with_adamw, NorMuon), NORMUON, ADAMW_OF_OTHERS),
+    "soap": Kind(partial(build_with_adamw, SOAP), SOAP_RULE, ADAMW_OF_OTHERS),
 }
 
 

@@ -20,7 +20,12 @@ def band(losses: list[float]) -> float:
     """Return the half-width of the 95% confidence interval of a mean; nan for a single number."""
     if len(losses) < 2:
         return math.nan
-    return T[min(len(losses) - 1, len(T)) - 1] * statistics.stdev(losses) / math.sqrt(len(losses))
+    return T[min(len(losses) - 1, len(T)) - 1] * standard_error(losses)
+
+
+def standard_error(losses: list[float]) -> float:
+    """Return the standard error of a mean."""
+    return statistics.stdev(losses) / math.sqrt(len(losses))
 
 
 def difference(a: list[float], b: list[float], paired: bool) -> tuple[float, float]:
@@ -30,7 +35,7 @@ def difference(a: list[float], b: list[float], paired: bool) -> tuple[float, flo
     if paired:
         change = [y - x for x, y in zip(a, b, strict=True)]
         return statistics.fmean(change), band(change)
-    error = math.hypot(*(statistics.stdev(x) / math.sqrt(len(x)) for x in (a, b)))
+    error = math.hypot(standard_error(a), standard_error(b))
     freedom = min(len(a), len(b), len(T) + 1) - 1
     return statistics.fmean(b) - statistics.fmean(a), T[freedom - 1] * error
 
@@ -38,8 +43,8 @@ def difference(a: list[float], b: list[float], paired: bool) -> tuple[float, flo
 def reaches(losses: list[float], target: float) -> bool:
     """Return whether the mean loss is below `target` with p < 0.01, by a one-sided t-test over
     seeds: the rule of the records of KellerJordan/modded-nanogpt (README, 2025)."""
-    error = statistics.stdev(losses) / math.sqrt(len(losses))
-    return target - statistics.fmean(losses) > T_99[min(len(losses) - 1, len(T_99)) - 1] * error
+    least = T_99[min(len(losses) - 1, len(T_99)) - 1] * standard_error(losses)
+    return target - statistics.fmean(losses) > least
 
 
 def significance(row: LedgerRow) -> list[str]:

@@ -5,10 +5,8 @@ another, at its newest checkpoint. What a run prints is in OUT/NAME.log.
 """
 
 import os
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from configs.schema import InputError
@@ -42,7 +40,7 @@ def run_tasks(out: Path, left: Sequence[Rung]) -> int:
     stop = (out / "stop").absolute()
     stop.unlink(missing_ok=True)
     codes = []
-    with signals_to(stop):
+    with runs.signals_to(lambda _: stop.touch()):  # Ray's handler would end this process
         running = {task.remote(job_of(out, rung, stop)): rung.name for rung in left[::-1]}
         print(f"Ray: {number_of(len(left), 'run')}, in {out.absolute()}", flush=True)
         while running:
@@ -52,18 +50,6 @@ def run_tasks(out: Path, left: Sequence[Rung]) -> int:
     if max(codes) == runs.STOPPED:
         print("start the ladder again to go on", file=sys.stderr)
     return max(codes)
-
-
-@contextmanager
-def signals_to(stop: Path) -> Iterator[None]:
-    """Make the file `stop` at SIGTERM or SIGINT, where Ray's handler would end this process."""
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, lambda *_: stop.touch()) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def train(job: dict) -> int:

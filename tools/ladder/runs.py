@@ -5,7 +5,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -163,13 +164,20 @@ def _run(config: Path) -> int:
     """Run one configuration and return its exit code. A signal to this process goes to the run, which
     saves: it is not killed."""
     process = subprocess.Popen([ROOT / "run_train.sh", config], env=_environment())
-
-    def forward(number: int, _: object) -> None:
-        process.send_signal(number)
-
-    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with signals_to(process.send_signal):
         return process.wait()
+
+
+@contextmanager
+def signals_to(act: Callable[[int], object]) -> Iterator[None]:
+    """Call `act` with the number of a SIGINT or SIGTERM, in place of this process's handlers."""
+
+    def handle(number: int, _: object) -> None:
+        act(number)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
