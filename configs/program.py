@@ -137,6 +137,12 @@ class Program:
         leave(code, sentence if is_first else "")
 
 
+def exit_code_of(returned: int) -> int:
+    """Return a process's exit code; of one that a signal has ended 128 + its number, as a shell has
+    it, where Python's negative number would be less than success."""
+    return returned if returned >= 0 else 128 - returned
+
+
 def stopped_early(number: signal.Signals) -> tuple[int, str]:
     """Return how a run ends that a signal has stopped before it has trained: the exit code, and the
     sentence. A person who presses Ctrl-C does not want it back; a scheduler does."""

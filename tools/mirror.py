@@ -321,7 +321,7 @@ def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -
             code = process.wait()
         finally:
             ended.set()
-        code = code if code >= 0 else 128 - code
+        code = program.exit_code_of(code)
         # Ctrl-C may end the last round; the other signals were meant for the command
         program.decided(code)
         signal.signal(signal.SIGINT, before.pop(signal.SIGINT))

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs import program
 from configs.schema import InputError
 from configs.words import number_of
 from tools.ladder import runs
@@ -57,13 +58,7 @@ def train(job: dict) -> int:
     if Path(job["stop"]).exists():
         return runs.STOPPED
     with open(job["log"], "a", encoding="utf-8") as log:
-        return exit_code_of(run_script(job, job["environment"], log))
-
-
-def exit_code_of(returned: int) -> int:
-    """Return a process's exit code; of one that a signal has ended 128 + its number, as a shell has
-    it, where Python's negative number would be less than success."""
-    return returned if returned >= 0 else 128 - returned
+        return program.exit_code_of(run_script(job, job["environment"], log))
 
 
 def job_of(out: Path, rung: Rung, stop: Path) -> dict:

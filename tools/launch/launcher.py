@@ -58,7 +58,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from configs.load import load_config
-from configs.program import INTERRUPTED, STOPPED, is_train, stopped_early
+from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
 from configs.schema import Config, InputError
 
 # the ranks have --shutdown-timeout seconds to end
@@ -524,7 +524,7 @@ def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[in
             text = log_of_first.read_text(encoding="utf-8", errors="replace")
             title = f"the last lines of the log of rank {first}, the first to fail here:"
             log("\n".join([title, *text.splitlines()[-LAST_LINES:]]))
-    return code if code >= 0 else 128 - code
+    return exit_code_of(code)
 
 
 def stopped_before(number: int) -> int:

@@ -135,7 +135,7 @@ def run(module: str, *argv: str) -> int:
     """Run another tool and return its exit code; it prints for itself."""
     sys.stdout.flush()
     code = subprocess.run([sys.executable, "-m", module, *argv]).returncode
-    return code if code >= 0 else 128 - code  # ended by a signal
+    return program.exit_code_of(code)
 
 
 PROOFS: dict[str, Callable[[Call], int]] = {
