@@ -375,13 +375,21 @@ class Session:
         is not published (checkpoint/storage.py::NotFinite)."""
         self.watchdog.arm(self.watchdog.STORAGE, "save")
         self.describe(missing=True)
-        progress = {
+        self.checkpoints.save(step, self.job.model, self.job.optimizer, self.progress(step), last)
+
+    def copy_to_peers(self, step: int) -> None:
+        """Copy the state after `step` into the memory of other hosts."""
+        job = self.job
+        self.checkpoints.copy_to_peers(step, job.model, job.optimizer, self.progress(step))
+
+    def progress(self, step: int) -> dict[str, Any]:
+        """Return what a resume needs besides tensors, as JSON."""
+        return {
             "step": step,
             "samples": self.order.samples(step),
             "data": self.batches.state(),
             "spikes": self.guard.state(),
         }
-        self.checkpoints.save(step, self.job.model, self.job.optimizer, progress, last)
 
     def validate(self, step: int) -> bool:
         """Score the held-out sets. Returns True if a stop was requested meanwhile."""
@@ -467,6 +475,9 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 run.save(step, stopping)
                 clock.record("save")
                 clock.saved()
+            elif cfg.checkpoint.peers and every(step, cfg.checkpoint.peer_interval):
+                run.copy_to_peers(step)
+                clock.record("save")
             if every(step, GC_STEPS):
                 gc.collect()
         batches.close()

@@ -1,6 +1,6 @@
 """Checkpoints of a run: saves them whole, chooses the one to resume from, and removes old ones.
 
-A save is `CheckpointManager._save`: plan -> copy -> write -> gather -> publish. It runs in a thread
+A save is `CheckpointManager._write`: plan -> copy -> write -> gather -> publish. It runs in a thread
 of each rank. The copy overlaps with the next forward and backward, which only read the state; the
 optimizer's next step waits until the copy is made. Each rank then writes its file into a temporary
 folder and syncs it, and rank 0 adds the manifest and renames the folder to `step-00000100`. So at
@@ -33,8 +33,9 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,7 @@ from torch import Tensor, nn
 from checkpoint import adapters, branches, changes, state, storage, verify
 from checkpoint.agreement import NO_FILE, agree, common, gather_files, on_every_rank, on_rank_0
 from checkpoint.lease import Lost
+from checkpoint.peers import PeerCopies
 from checkpoint.place import CheckpointFolder, open_place
 from checkpoint.state import STAGING
 from checkpoint.storage import GENERATOR, NotFinite, OneByOne, SavePlan, Staged
@@ -64,6 +66,18 @@ NOTES = {  # warnings where host memory is too short for checkpoint.async_save
     ),
 }
 logger = logging.getLogger("plumbline")
+
+
+class NotCopied(Exception):
+    """The copy in the memory of other hosts failed, and nothing else."""
+
+
+class Saving(NamedTuple):
+    """A save in flight."""
+
+    step: int
+    is_kept: bool  # in the run's folder or store, and not only in the memory of hosts
+    future: concurrent.futures.Future
 
 
 class CheckpointManager:
@@ -91,7 +105,7 @@ class CheckpointManager:
         self.facts = json.loads(json.dumps(facts))  # as it will be read back, with lists for tuples
         self.group = _group()
         self.thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self.in_flight: tuple[int, concurrent.futures.Future] | None = None
+        self.in_flight: Saving | None = None
 
         self.plan: SavePlan | None = None  # of the parts that this rank writes
         self.kind: list[tuple] = []  # of the state that the plan is for
@@ -116,6 +130,8 @@ class CheckpointManager:
         self.run_id = self._on_rank_0(self.place.take)
         self.lease = self.place.lease  # rank 0 only, as is the next
         self.retention = self.place.retention
+        # copies in the memory of hosts, or None
+        self.peers = PeerCopies(cfg, self.folder, world(), self.group) if cfg.peers else None
 
     def _on_rank_0(self, fn: Callable, *args: object) -> Any:
         """Call fn(*args) on rank 0. Every rank returns its result, or raises the exception that it
@@ -158,6 +174,28 @@ class CheckpointManager:
             )
         if step == self.last_step:
             return
+        self._begin(step, model, optimizer, progress, is_kept=True)
+        if not last and (not self.cfg.async_save or (self.plan and not self.staged)):
+            self._finish()
+
+    def copy_to_peers(
+        self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict
+    ) -> None:
+        """Copy the state as it is at this call into the memory of hosts, as `save` does. While a
+        save is in flight there is no copy: the next one is newer."""
+        if self.in_flight is None:
+            self._begin(step, model, optimizer, progress, is_kept=False)
+            if self.plan and not self.staged:
+                self._finish()
+
+    def _begin(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        progress: dict,
+        is_kept: bool,
+    ) -> None:
         live = state.tensors(model, optimizer)
         if self.waits is None:
             self.waits = optimizer.register_step_pre_hook(self._before_optimizer_step)
@@ -166,9 +204,8 @@ class CheckpointManager:
         if self.mesh.device.type == "cuda":
             computed = torch.cuda.current_stream().record_event()
         head = self._manifest_head(step, optimizer, progress)
-        self.in_flight = step, self.thread.submit(self._write, step, live, computed, head)
-        if not last and (not self.cfg.async_save or (self.plan and not self.staged)):
-            self._finish()
+        future = self.thread.submit(self._write, step, live, computed, head, is_kept)
+        self.in_flight = Saving(step, is_kept, future)
 
     def _before_optimizer_step(self, *_: object) -> None:
         self.wait_for_copy()
@@ -214,19 +251,63 @@ class CheckpointManager:
         # a copy as it will be read back; what is not JSON fails here, on all ranks
         return json.loads(json.dumps(head))
 
-    def _write(self, step: int, live: dict, computed: torch.cuda.Event | None, head: dict) -> None:
-        """Save, then start the removal of expired checkpoints. Runs in the thread, on all ranks."""
-        self.saves += 1
+    def _write(
+        self,
+        step: int,
+        live: dict,
+        computed: torch.cuda.Event | None,
+        head: dict,
+        is_kept: bool,
+    ) -> None:
+        """Copy to the memory of hosts, if that is asked for, save, and start the removal of expired
+        checkpoints. Runs in the thread, on all ranks."""
         name = verify.step_name(step, self.attempt)
+        parts: OneByOne | Staged | None = None
+        error: BaseException | None = None
+        not_copied = None
+        try:
+            # plan: which parts this rank writes. Once in a run, by messages between all ranks
+            self._make_plan(live)
+            # copy: to host memory. From here on training may change the state
+            parts = self._copy(live, computed)
+        except BaseException as failure:
+            error = failure
+        try:
+            if self.peers:
+                not_copied = self._copy_to_hosts(name, parts, error, head)
+            if is_kept:
+                self._write_kept(name, parts, error, head)
+        finally:
+            self.copied.set()  # if the save failed before the copy, training must not wait for it
+        if not_copied:
+            raise not_copied
+
+    def _copy_to_hosts(
+        self, name: str, parts: OneByOne | Staged | None, error: BaseException | None, head: dict
+    ) -> NotCopied | None:
+        """Make a copy in the memory of hosts. Returns its failure, which must not end the save.
+        error: of the copy on this rank."""
+        try:
+            agree(error, self.group)
+            self.peers.keep(name, self.plan, parts, head, self.group)
+        except NotFinite:
+            raise
+        except Exception as failure:
+            return NotCopied(f"{type(failure).__name__}: {failure}")
+        return None
+
+    def _write_kept(
+        self, name: str, parts: OneByOne | Staged | None, error: BaseException | None, head: dict
+    ) -> None:
+        """Save in the run's folder or store, then start the removal of expired checkpoints."""
+        self.saves += 1
         draft = self.place.draft(self.run_id, self.saves, name)
         try:
-            self._save(draft, name, live, computed, head)
+            self._save(draft, name, parts, error, head)
         except BaseException:
             if self.retention:
                 self.place.discard(draft)
             raise
-        finally:
-            self.copied.set()  # if the save failed before the copy, training must not wait for it
         self.ancestors.append(name)
         if self.retention:
             self.ancestors = [name for name in self.ancestors if name not in self.retention.gone]
@@ -236,29 +317,23 @@ class CheckpointManager:
         self,
         draft: Path | Key,
         name: str,
-        live: dict,
-        computed: torch.cuda.Event | None,
+        parts: OneByOne | Staged | None,
+        error: BaseException | None,
         head: dict,
     ) -> None:
-        """Make one save: plan, copy, write, gather, publish. Runs in the thread, on all ranks.
+        """Write, gather, publish. Runs in the thread, on all ranks.
 
-        computed: on a GPU, the event that is set when the state to save exists. head: of the
-        manifest. An error on one rank, at any phase, is raised on all: until `agree`, the rank
-        keeps it and takes part in what the others wait for.
+        error: that of this rank, so far. head: of the manifest. An error on one rank, at any phase,
+        is raised on all: until `agree`, the rank keeps it and takes part in what the others wait
+        for.
         """
         file = NO_FILE
-        error: BaseException | None = None
-        try:
-            # plan: which parts this rank writes. Once in a run, by messages between all ranks
-            self._make_plan(live)
-
-            # copy: to host memory. From here on training may change the state
-            parts = self._copy(live, computed)
-
-            # write: this rank's file, and sync it
-            file = self.place.write(draft, self.plan, parts)
-        except BaseException as failure:
-            error = failure
+        if error is None:
+            try:
+                # write: this rank's file, and sync it
+                file = self.place.write(draft, self.plan, parts)
+            except BaseException as failure:
+                error = failure
 
         # gather: the size and the hash of each file, on rank 0
         files = gather_files(file, self.group)
@@ -332,7 +407,7 @@ class CheckpointManager:
 
     def writing(self) -> bool:
         """Return whether this rank has not finished its part of the save in flight."""
-        return self.in_flight is not None and not self.in_flight[1].done()
+        return self.in_flight is not None and not self.in_flight.future.done()
 
     def poll(self, any_rank_writing: bool | None = None) -> None:
         """Report a save that has ended. All ranks call this after every step, and before the next
@@ -357,13 +432,14 @@ class CheckpointManager:
         failed and was the `last`, which nothing comes after."""
         if self.in_flight is None:
             return
-        step, future = self.in_flight
+        step, is_kept, future = self.in_flight
         concurrent.futures.wait([future])
         self.in_flight = None
         error = future.exception()
-        if not self.mesh.any_rank(error is not None):
+        if is_kept and not self.mesh.any_rank(_of_kept(error)):
             self.failures = 0
             self.last_step = step
+        if not self.mesh.any_rank(error is not None):
             return
         cause = f"{error}" if error else "another rank failed, and its log says why"
         if self.mesh.any_rank(error is None):
@@ -375,6 +451,13 @@ class CheckpointManager:
             raise NotFinite(
                 f"step {step} left a state that is not finite, so it is not saved: {cause}"
             )
+        if not is_kept or self.last_step == step:
+            self._say(
+                logging.ERROR,
+                f"step {step} could not be copied to the memory of other hosts: {cause}. Training goes "
+                "on, and the next copy is tried when it is due",
+            )
+            return
         self.failures += 1
         reason = f"the checkpoint of step {step} could not be written to {self.folder}: {cause}"
         if isinstance(error, Lost):
@@ -400,7 +483,7 @@ class CheckpointManager:
         """Wait for the save in flight, on the way out after an error. Calls no other rank, and
         raises nothing."""
         if self.in_flight:
-            concurrent.futures.wait([self.in_flight[1]], timeout=seconds)
+            concurrent.futures.wait([self.in_flight.future], timeout=seconds)
 
     def close(self) -> None:
         """Wait for the save in flight, and release the folder. Raises InputError if the last save
@@ -415,6 +498,8 @@ class CheckpointManager:
             raise InputError(
                 f"the run has ended, but its last checkpoint could not be written to {self.folder}"
             )
+        if self.peers:
+            self.peers.close()
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -445,12 +530,29 @@ class CheckpointManager:
         size = sum(tensor.numel() * tensor.element_size() for tensor in live.values())
         names = self._on_rank_0(self._choose, size, last)
         self._make_plan(live)
-        if not names and self.cfg.branch_from:
+        candidates = [self.folder / name for name in names]
+        if self.peers:
+            self.peers.check_room(self.plan.nbytes, self.group)
+            candidates = self._with_copies(candidates, last)
+        if not candidates and self.cfg.branch_from:
             return self._branch(live, optimizer)
-        if not names:
+        if not candidates:
             self._start_from(live)
             return None
-        return self._resume(names, live, optimizer)["progress"]
+        return self._resume(candidates, live, optimizer)["progress"]
+
+    def _with_copies(self, kept: list[Path | Key], last: int | None) -> list[Path | Key]:
+        """Return these checkpoints and the copies in the memory of hosts, newest first. Not a copy of
+        the `last` step, after which nothing would save it; and none if load_step goes back."""
+        if self.cfg.load_step >= 0:
+            self.peers.forget(self.group)
+            return kept
+        copies = []
+        for name in self.peers.find(self.group):
+            if last is None or _step(name) < last:
+                copies.append(self.peers.folder / name)
+        # at the same step the copy comes first, for it is nearer
+        return sorted([*copies, *kept], key=lambda path: verify.parse_name(path.name), reverse=True)
 
     def _choose(self, size: int, last: int | None) -> list[str]:
         """Return the names of this run's checkpoints, newest first. size: bytes of one checkpoint;
@@ -473,17 +575,23 @@ class CheckpointManager:
             )
         return names
 
-    def _resume(self, names: list[str], live: dict, optimizer: torch.optim.Optimizer) -> dict:
-        """Load the first of `names` that is whole, and return its manifest."""
+    def _resume(
+        self, found: list[Path | Key], live: dict, optimizer: torch.optim.Optimizer
+    ) -> dict:
+        """Load the first of these checkpoints that is whole, and return its manifest."""
         step = self.cfg.load_step
-        candidates = names
+        candidates = found
         if step >= 0:
-            candidates = [name for name in names if _step(name) == step][:1]
-        name, manifest = self._load_first_whole(candidates, live, optimizer)
-        went_back = name != names[0]
+            candidates = [path for path in found if _step(path.name) == step][:1]
+        path, manifest = self._load_first_whole(candidates, live, optimizer)
+        names = [one.name for one in found]
+        kept = [one.name for one in found if not self._is_copy(one)]
+        went_back = path.name != names[0]
         self.attempt = verify.parse_name(names[0])[0] + went_back
-        self.ancestors = [n for n in manifest["ancestors"] if n in names] + [name]
-        self.last_step = manifest["step"]
+        self.ancestors = [n for n in [*manifest["ancestors"], path.name] if n in kept]
+        self.last_step = manifest["step"] if path.name in kept else -1
+        if self.peers:
+            self.peers.forget(self.group, but=path.name)
         if step >= 0 and went_back:
             self._say(
                 logging.WARNING,
@@ -522,35 +630,59 @@ class CheckpointManager:
         return manifest["progress"]
 
     def _load_first_whole(
-        self, candidates: list[str], live: dict, optimizer: torch.optim.Optimizer
-    ) -> tuple[str, dict]:
-        """Load the first of these checkpoints that is whole; return its name and its manifest. If
+        self, candidates: list[Path | Key], live: dict, optimizer: torch.optim.Optimizer
+    ) -> tuple[Path | Key, dict]:
+        """Load the first of these checkpoints that is whole; return its path and its manifest. If
         one is damaged, only its ancestors are tried next, never steps of a future that the run had
         abandoned."""
         while candidates:
-            name = candidates[0]
+            path = candidates[0]
             manifest = None
             try:
-                manifest = self._on_rank_0(self._manifest_of, name)
-                self._check_same_run(self.folder / name, manifest, optimizer)
+                manifest = self._manifest_of(path, live)
+                self._check_same_run(path, manifest, optimizer)
+                self._check_after(path, manifest, candidates)
                 same_mesh = manifest["mesh"] == self.mesh.sizes
-                self._read(self.folder / name, manifest, live, "model+optimizer", rng=same_mesh)
-                return name, manifest
+                self._read(path, manifest, live, "model+optimizer", rng=same_mesh)
+                return path, manifest
             except Damaged as error:
                 if self.cfg.load_step >= 0:
                     raise InputError(
-                        f"checkpoint.load_step = {self.cfg.load_step}, but {name} is damaged: "
+                        f"checkpoint.load_step = {self.cfg.load_step}, but {path.name} is damaged: "
                         f"{error}"
                     ) from None
-                self._say(logging.ERROR, f"{name} is damaged and not used: {error}")
-                candidates = [n for n in candidates if _step(n) < _step(name)]
-                if manifest:
-                    candidates = [n for n in candidates if n in manifest["ancestors"]]
+                where = "the copy in the memory of hosts " if self._is_copy(path) else ""
+                self._say(logging.ERROR, f"{where}{path.name} is damaged and not used: {error}")
+                candidates = self._before(candidates, manifest)
         raise InputError(
             f"none of the checkpoints in {self.folder} that this run could go on from can be "
             "read (see above): look at them with `python -m checkpoint.verify --all`; to start "
             "afresh, move them away"
         )
+
+    def _before(self, candidates: list[Path | Key], manifest: dict | None) -> list[Path | Key]:
+        """Return which of these may be tried when the first, with this manifest, is damaged. Where
+        the manifest cannot be read, all that are older. Copies are of the newest attempt alone."""
+        first, *others = candidates
+        if self._is_copy(first) and first.name in [path.name for path in others]:
+            return others
+        older = [path for path in others if _step(path.name) < _step(first.name)]
+        if not manifest:
+            return older
+        return [p for p in older if p.name in manifest["ancestors"] or self._is_copy(p)]
+
+    def _check_after(self, path: Path | Key, manifest: dict, candidates: list[Path | Key]) -> None:
+        """Raise Damaged for a copy in the memory of hosts that does not come after the newest of
+        the run's checkpoints: they were made without it."""
+        kept = [one.name for one in candidates if not self._is_copy(one)]
+        if not self._is_copy(path) or not kept or _step(kept[0]) >= _step(path.name):
+            return
+        if kept[0] not in manifest["ancestors"]:
+            raise Damaged(f"it does not come after {kept[0]}, the newest checkpoint")
+
+    def _is_copy(self, path: Path | Key) -> bool:
+        """Return whether a checkpoint is in the memory of hosts."""
+        return self.peers is not None and path.parent == self.peers.folder
 
     def _start_from(self, live: dict) -> None:
         """Start a new run from the weights of another: its newest checkpoint, or the one that
@@ -594,10 +726,17 @@ class CheckpointManager:
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
         return str(path.resolve())
 
-    def _manifest_of(self, name: str) -> dict:
-        manifest = verify.read_manifest(self.folder / name)
-        if manifest["step"] != _step(name):
-            raise Damaged(f"{self.folder / name}: its manifest is of step {manifest['step']}")
+    def _manifest_of(self, path: Path | Key, live: dict) -> dict:
+        """Return the manifest of a checkpoint; of a copy in the memory of hosts, when the files that
+        this host needs are here."""
+        if self._is_copy(path):
+            return self.peers.fetch(path.name, partial(state.files_of, live), self.group)
+        return self._on_rank_0(self._read_manifest, path)
+
+    def _read_manifest(self, path: Path | Key) -> dict:
+        manifest = verify.read_manifest(path)
+        if manifest["step"] != _step(path.name):
+            raise Damaged(f"{path}: its manifest is of step {manifest['step']}")
         return manifest
 
     def _check_same_run(
@@ -644,6 +783,11 @@ class CheckpointManager:
 def _group() -> dist.ProcessGroup:
     """Open a gloo group of all ranks, for the messages of the checkpoints' threads."""
     return dist.new_group(backend="gloo", timeout=PATIENCE)
+
+
+def _of_kept(error: BaseException | None) -> bool:
+    """Return whether this is an error of a save in the run's folder or store."""
+    return error is not None and not isinstance(error, NotCopied)
 
 
 def _step(name: str) -> int:

@@ -116,7 +116,7 @@ class CheckpointFolder:
         if not self.lease:
             self.claim()
         self.retention = Retention(self.path, self.lease, self.cfg)
-        ours = {".lease", *verify.published(self.path)}
+        ours = {".lease", ".peers", *verify.published(self.path)}
         leftovers = []
         for path in self.path.iterdir():
             if TEMPORARY.fullmatch(path.name) and not path.is_symlink():

@@ -291,6 +291,13 @@ def read(
     put_back(buffers, wanted)
 
 
+def files_of(wanted: dict, manifest: dict) -> list[int]:
+    """Return the ranks whose files hold the parts of a checkpoint that this rank reads. Raises
+    Damaged where the checkpoint has another state."""
+    boxes = {name: storage.box_of(name, tensor) for name, tensor in wanted.items()}
+    return sorted(storage.plan_reads(manifest, boxes))
+
+
 def _read_into_buffers(path: Path, manifest: dict, wanted: dict, buffers: dict) -> None:
     boxes = {name: storage.box_of(name, tensor) for name, tensor in wanted.items()}
     try:

@@ -29,6 +29,7 @@ from configs.schema import (
     OF_MATRICES,
     PROFILE_FROM,
     SCHEDULES,
+    Checkpoint,
     Config,
     Data,
     Derived,
@@ -890,6 +891,22 @@ RULES = {
         ),
         "{checkpoint.branch_from} goes on with all of another run's state: it excludes "
         "checkpoint.load_path, checkpoint.load_hf and lora.rank",
+    ),
+    "peers": (
+        lambda c: c.checkpoint.peers and c.checkpoint.peers >= c.world // c.local_world,
+        "{checkpoint.peers} copies would need as many hosts besides a host's own, and there are "
+        "{world} processes, {local_world} on each host: lower it, or set it to 0",
+    ),
+    "peers_unused": (
+        lambda c: (
+            not c.checkpoint.peers
+            and any(
+                getattr(c.checkpoint, name) != Checkpoint.model_fields[name].default
+                for name in ("peer_interval", "peer_stride", "peer_rate")
+            )
+        ),
+        "{checkpoint.peer_interval}, {checkpoint.peer_stride} and {checkpoint.peer_rate} are of "
+        "copies in the memory of other hosts, and {checkpoint.peers} makes none",
     ),
     "load_step": (
         lambda c: c.checkpoint.load_step > c.training.steps,

@@ -745,6 +745,16 @@ class Checkpoint(Table):
     all."""
     keep_every: int = Field(0, ge=0)
     """Also keep every checkpoint whose step this divides; 0: none."""
+    peers: int = Field(0, ge=0)
+    """Other hosts that each host sends a copy of its part of the state to, for their memory; 0:
+    none."""
+    peer_interval: int = Field(10, ge=1)
+    """Steps between those copies."""
+    peer_stride: int = Field(1, ge=1)
+    """How many hosts further on a copy goes: the hosts of a rack, where nodes are numbered rack by
+    rack."""
+    peer_rate: float = Field(0.0, ge=0)
+    """MB/s that each rank sends copies with at most; 0: no bound."""
     store: Annotated[PathText, AfterValidator(_store)] = Field(
         "", max_length=1000, examples=["s3://bucket/prefix"]
     )

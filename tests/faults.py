@@ -2,11 +2,11 @@
 
 # FAULT is "RANK WHAT STEP STARTS", or several of these with ";" between them: in the
 # first so many starts of the run that rank does that when that step begins. WHAT: a signal to
-# itself, a loop without end, an exception, a signal to the launcher, wait:FILE, until that file is
-# there, or hold:FILE, which makes that file and waits until it is gone (relative paths: in the
-# run's folder).
+# itself, a loop without end, an exception, a signal to the launcher, wait:FILE, until that file (a
+# pattern of glob) is there, or hold:FILE, which makes that file and waits until it is gone (relative
+# paths: in the run's folder).
 WRAPPER = """
-import os, signal, sys, time, train
+import glob, os, signal, sys, time, train
 from pathlib import Path
 faults = [fault.split() for fault in os.environ["FAULT"].split(";")]
 real_step, real_rate, at = train.train_step, train.learning_rate, []
@@ -22,7 +22,7 @@ def fail(what, folder):
     if kind == "hold":
         Path(folder, file).touch()
     if kind in ("hold", "wait"):
-        while Path(folder, file).exists() == (kind == "hold"):
+        while bool(glob.glob(str(Path(folder, file)))) == (kind == "hold"):
             time.sleep(0.02)
         return
     victim = os.getppid() if what.startswith("launcher:") else os.getpid()

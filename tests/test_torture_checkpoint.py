@@ -460,7 +460,7 @@ def poll_until_told(checkpoints: CheckpointManager) -> int:
     """Polls as a training loop does; how many times after all ranks' threads were done."""
     after_end = 0
     while checkpoints.in_flight is not None:
-        ended = not checkpoints.mesh.any_rank(not checkpoints.in_flight[1].done())
+        ended = not checkpoints.mesh.any_rank(not checkpoints.in_flight.future.done())
         after_end += ended
         checkpoints.poll()
         time.sleep(0.002)

@@ -85,7 +85,9 @@ class Bucket:
             draft = inside.partition("/")[0]
             if verify.parse_name(name) and verify.PARTS.fullmatch(draft):
                 drafts.add((name, draft))
-            elif rest != ".lease" and not (verify.parse_name(name) and inside == verify.MANIFEST):
+            elif rest not in (".lease", ".peers") and not (
+                verify.parse_name(name) and inside == verify.MANIFEST
+            ):
                 if size:  # consoles mark folders by empty objects
                     foreign.add(name)
         for name in sorted(foreign):

@@ -1,0 +1,252 @@
+"""Copies of the state in the memory of hosts (checkpoint/peers.py).
+
+The hosts are launchers on this machine, each with a folder of its own for its memory. A host is lost
+when its launcher and its ranks are killed and that folder is removed.
+"""
+
+import itertools
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoint import peers
+from checkpoint.peers import Copy, Offer, Transfer
+from parallelisms.mesh import World
+from tests.faults import WRAPPER
+from tests.launched import Launcher, ended
+from tests.ranks import run_ranks
+from tests.runs import as_typed, free_port, run, series, tiny_run
+
+# What the hosts hold, and who sends what: functions of numbers alone
+
+
+def offers(*hosts: dict[str, tuple[str, list[int]]], files: int = 3) -> list[dict[str, Offer]]:
+    return [
+        {name: Offer(manifest, files, tuple(held)) for name, (manifest, held) in host.items()}
+        for host in hosts
+    ]
+
+
+NEW, OLD = "step-00000020", "step-00000010"
+
+
+def test_a_copy_is_whole_if_the_hosts_that_are_left_hold_all_of_its_files():
+    copies, said = peers.whole(
+        offers({NEW: ("a", [0, 2]), OLD: ("b", [0, 2])}, {}, {NEW: ("a", [2, 1]), OLD: ("b", [2])})
+    )
+    assert copies == [Copy(NEW, "a", (0, 2), ((0,), (2,), (0, 2)))]
+    assert said == [f"{OLD}: no host has the files of ranks 1"]
+
+
+def test_a_host_that_lies_is_left_out():
+    true = ("a", [0, 1, 2])
+    copies, said = peers.whole(offers({NEW: true}, {NEW: ("lie", [0, 1, 2])}, {NEW: true}))
+    assert [copy.holders for copy in copies] == [((0, 2),) * 3]
+    assert "hosts [1]" in said[0]
+    copies, said = peers.whole(offers({NEW: true}, {NEW: ("lie", [0, 1, 2])}))
+    assert not copies and "other manifests" in said[0]
+
+
+def test_files_come_from_hosts_that_have_them_and_go_where_they_are_wanted():
+    copy = Copy(NEW, "a", (0, 2), ((0,), (0, 2), (2,), (2,)))
+    wanted = [[0], [1], [2], [2, 3], [0], [3]]  # of three hosts with two ranks each
+    found = peers.transfers(copy, wanted, 2)
+    assert found == [Transfer(2, 4, 2), Transfer(3, 5, 3), Transfer(0, 0, 4)]
+
+
+def test_copies_go_to_as_many_other_hosts_for_every_stride():
+    for hosts, stride in itertools.product(range(2, 9), range(1, 12)):
+        for number in range(1, hosts):
+            found = peers.shifts(number, stride, hosts)
+            assert len(set(found)) == number and set(found) <= set(range(1, hosts))
+    assert peers.shifts(2, 4, 16) == [4, 8]  # racks of four hosts
+
+
+def test_the_bytes_of_a_host_are_those_of_two_copies_of_all_that_it_holds():
+    sizes = [1, 2, 4, 8, 16, 32]
+    here = World(rank=3, size=6, local_rank=1, local_size=2)
+    assert peers.bytes_of_host(sizes, here, [1]) == 2 * (4 + 8 + 1 + 2)
+
+
+def test_a_sender_keeps_to_its_rate(monkeypatch):
+    now, slept = [0.0], []
+    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(peers.time, "sleep", slept.append)
+    pace = peers.Pace(2.0)
+    pace.bytes = 6_000_000
+    now[0] = 1.0
+    pace.wait()
+    assert slept == [2.0]
+
+
+# Real runs
+
+
+class Cluster:
+    """Hosts with a rank each, their memories, and a tiny run."""
+
+    def __init__(self, place: Path, hosts: int, *options: str) -> None:
+        self.place = place
+        self.hosts = hosts
+        self.folder = place / "run"
+        self.script = place / "wrapper.py"
+        self.script.write_text(WRAPPER)
+        copies = ["--checkpoint.peers=1", "--checkpoint.peer_interval=2"]
+        data = place / "data"
+        data.mkdir()
+        batch = ["--training.global_batch_size=12", "--training.local_batch_size=1"]
+        length = ["--training.steps=12", "--checkpoint.interval=100"]
+        self.plain = as_typed([*tiny_run(data), *batch, *length, *options])
+        self.options = [*self.plain, *copies]
+        self.port = free_port()
+        self.started = itertools.count()
+        self.fault = ""
+        for host in range(hosts):
+            self.memory(host).mkdir()
+
+    def memory(self, host: int) -> Path:
+        return self.place / f"memory-{host}"
+
+    def copied(self, step: int, rank: int, until: int, starts: int = 1) -> str:
+        """Return the fault by which a rank waits, in step `until`, for all hosts' copies of
+        `step`."""
+        waits = [
+            f"{rank} wait:{self.memory(host)}/*/step-{step:08d} {until} {starts}"
+            for host in range(self.hosts)
+        ]
+        return "; ".join(waits)
+
+    def start(self, host: int, fault: str, *flags: str) -> Launcher:
+        arguments = [
+            "--nproc-per-node=1",
+            f"--nnodes={self.hosts}",
+            f"--node-rank={host}",
+            "--master-addr=127.0.0.1",
+            f"--master-port={self.port}",
+            "--max-restarts=2",
+            *flags,
+            self.script,
+            f"--run.folder={self.folder}",
+            *self.options,
+        ]
+        said = self.place / f"said-{host}-{next(self.started)}"
+        memory = str(self.memory(host))
+        return Launcher(arguments, said, FAULT=fault, PLUMBLINE_HOST_MEMORY=memory)
+
+    def lose(self, host: int) -> None:
+        """Lose the memory of a host, and get another host in its place."""
+        shutil.rmtree(self.memory(host))
+        self.memory(host).mkdir()
+
+    def losses(self) -> dict[int, float]:
+        return series(self.folder)
+
+    def undisturbed(self) -> dict[int, float]:
+        folder = self.place / "whole"
+        folder.mkdir()
+        assert run_ranks(self.hosts, run, self.plain, folder) == [(0, "")] * self.hosts
+        return series(folder)
+
+    def log(self) -> str:
+        """Return what the ranks have logged."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("logs/*.log")))
+
+    def resumed(self) -> list[int]:
+        log = (self.folder / "logs" / "rank-00000.log").read_text()
+        return [int(step) for step in re.findall(r"resumed after step (\d+)", log)]
+
+
+@pytest.mark.cap(200)
+def test_after_a_kill_the_run_goes_on_from_the_memory_of_its_hosts(tmp_path):
+    """There is no checkpoint yet. The copies are gone when the run has ended."""
+    cluster = Cluster(tmp_path, 2)
+    fault = f"{cluster.copied(6, 1, 8)}; 1 SIGKILL 8 1"
+    codes, said = ended([cluster.start(host, fault) for host in range(2)])
+    assert codes == [0, 0], said
+    assert cluster.resumed() == [6], said
+    assert cluster.losses() == cluster.undisturbed()
+    assert not list(tmp_path.glob("memory-*/*"))
+
+
+def until(true: Callable[[], bool], running: list[Launcher]) -> None:
+    while not true():
+        assert all(launcher.poll() is None for launcher in running), ended(running, 1)
+        time.sleep(0.02)
+
+
+def lost_hosts(cluster: Cluster, lost: list[int], step: int, fault: str) -> tuple[list[int], str]:
+    """Run, lose these hosts in this step of the first start, and put others in their places."""
+    last = f"{lost[-1]} hold:lost {step} 1"
+    running = [cluster.start(host, f"{fault}; {last}") for host in range(cluster.hosts)]
+    until(lambda: (cluster.folder / "lost").exists(), running)
+    for host in lost:  # before one of them has heard of the end of another
+        running[host].process.kill()
+    for host in lost:
+        running[host].kill()
+        cluster.lose(host)
+    for host in lost:
+        running[host] = cluster.start(host, fault)
+    return ended(running)
+
+
+@pytest.mark.cap(240)
+@pytest.mark.slow
+def test_another_host_gets_the_part_of_a_lost_one_from_its_peers(tmp_path):
+    """The store of the run is a host's disk here, which has no checkpoint: all comes from memory."""
+    cluster = Cluster(tmp_path, 3)
+    codes, said = lost_hosts(cluster, [1], 9, cluster.copied(8, 1, 9))
+    assert codes == [0, 0, 0], said
+    assert cluster.resumed() == [8], said
+    assert cluster.losses() == cluster.undisturbed()
+
+
+@pytest.mark.cap(240)
+@pytest.mark.slow
+def test_what_the_memories_do_not_hold_together_comes_from_the_disk(tmp_path):
+    """Two hosts are lost, one of which had the copy of the other."""
+    cluster = Cluster(tmp_path, 3, "--checkpoint.interval=5")
+    fault = f"0 wait:checkpoints/step-00000005 9 1; {cluster.copied(8, 0, 9)}"
+    codes, said = lost_hosts(cluster, [1, 2], 9, fault)
+    assert codes == [0, 0, 0], said
+    assert cluster.resumed() == [5], said
+    assert "step-00000008: no host has the files of ranks 1" in cluster.log()
+    assert cluster.losses() == cluster.undisturbed()
+
+
+@pytest.mark.cap(240)
+@pytest.mark.slow
+@pytest.mark.parametrize("damaged", ["a bit", "the manifest", "a file"])
+def test_a_damaged_copy_is_not_used(tmp_path, damaged):
+    """The copy before it is. The manifest of one of two hosts, so none is that of most."""
+    cluster = Cluster(tmp_path, 2)
+    running = [
+        cluster.start(host, f"{cluster.copied(8, 1, 9)}; 1 hold:held 9 1; 1 SIGKILL 9 1")
+        for host in range(2)
+    ]
+    until(lambda: (cluster.folder / "held").exists(), running)
+    [copy] = cluster.memory(0).glob("*/step-00000008")
+    if damaged == "a bit":
+        for memory in range(2):  # all that hold it
+            [file] = cluster.memory(memory).glob("*/step-00000008/rank-00000.safetensors")
+            data = bytearray(file.read_bytes())
+            data[-9] ^= 4
+            file.write_bytes(data)
+    elif damaged == "the manifest":
+        text = (copy / "manifest.json").read_text()
+        (copy / "manifest.json").write_text(text.replace('"step":8', '"step":9'))
+    else:
+        for memory in range(2):
+            [file] = cluster.memory(memory).glob("*/step-00000008/rank-00001.safetensors")
+            file.unlink()
+    (cluster.folder / "held").unlink()
+    codes, said = ended(running)
+    assert codes == [0, 0], said
+    # the other host has the true manifest and all files
+    assert cluster.resumed() == [8 if damaged == "the manifest" else 6], said
+    assert ("hash" in cluster.log()) == (damaged != "a file")
+    assert cluster.losses() == cluster.undisturbed()
