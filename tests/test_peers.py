@@ -5,7 +5,6 @@ when its launcher and its ranks are killed and that folder is removed.
 """
 
 import itertools
-import random
 import re
 import shutil
 import time

@@ -214,12 +214,16 @@ class Plan:
         return sizes.get("parameters", 0) + sizes.get("optimizer state", 0)
 
     @property
+    def written_by_rank(self) -> int:
+        """Return the bytes of a checkpoint that one rank writes. Ranks that hold the same shard
+        share the work."""
+        return self.saved_by_rank // self.cfg.parallelism.data_parallel_replicate
+
+    @property
     def staging(self) -> int:
         """Return the bytes of host memory for the copies that one rank writes while training goes
-        on; 0 without async_save. Ranks that hold the same shard share the work."""
-        if not self.cfg.checkpoint.async_save:
-            return 0
-        return self.saved_by_rank // self.cfg.parallelism.data_parallel_replicate
+        on; 0 without async_save."""
+        return self.written_by_rank if self.cfg.checkpoint.async_save else 0
 
     def saving(self) -> tuple[float, float, float]:
         """Return the seconds of a save: to copy one rank's share to host memory, to write

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import train
+from checkpoint.peers import GENERATIONS
 from checkpoint.state import pinned_size
 from configs import check
 from configs import stages as training_stages
@@ -482,7 +483,7 @@ def run(plan: Plan) -> list[str]:
         f"best: every {number_of(max(1, round(best / step_seconds)), 'step')} ({time_text(best)}), "
         f"{plan.goodput(best):.1%}",
     ]
-    if plan.staging:
+    if plan.staging or plan.cfg.checkpoint.peers:
         lines.insert(2, host_memory(plan))
     if write > interval:
         lines.append(
@@ -500,7 +501,11 @@ def host_memory(plan: Plan) -> str:
     if plan.inputs.on_gpu:
         size = pinned_size(size)
         line += f", pinned {size_text(size)} (CUDA rounds up to a power of two)"
-    return f"{line}: {size_text(size * ranks)} on each host"
+    line += f": {size_text(size * ranks)} on each host"
+    if peers := plan.cfg.checkpoint.peers:
+        copies = GENERATIONS * (1 + peers) * plan.written_by_rank * ranks
+        line += f"; {GENERATIONS} copies of {1 + peers} hosts' state {size_text(copies)}"
+    return line
 
 
 def advice(plan: Plan) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from checkpoint.peers import GENERATIONS
 from tools.preflight.machine import checkpoint_bytes, device_table
 from tools.preflight.probe import Probe, ProbeRow
 from training.metrics import in_bytes
@@ -56,10 +57,13 @@ def free_memory() -> int:
 def memory_of_a_rank(probe: Probe) -> int:
     """Return the bytes of host memory for a rank's part of the state: the copy that a save is
     written from, which CUDA rounds up to at most twice as much when it pins it; with cpu_offload
-    also the state itself."""
+    also the state itself; with checkpoint.peers the copies for this and other hosts."""
     part = checkpoint_bytes(probe.cfg, probe.args) // probe.world.size
     pinned = 2 if probe.device.type == "cuda" else 1
-    return part * (pinned * probe.cfg.checkpoint.async_save + probe.cfg.parallelism.cpu_offload)
+    peers = probe.cfg.checkpoint.peers
+    copies = GENERATIONS * (1 + peers) if peers else 0
+    staged = pinned * probe.cfg.checkpoint.async_save
+    return part * (staged + probe.cfg.parallelism.cpu_offload + copies)
 
 
 def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
@@ -104,9 +108,9 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                     "FAIL",
                     f"{probe.named(ranks)} need {in_bytes(needed)} of host memory for the copy "
                     "that a save is "
-                    f"written from (and parallelism.cpu_offload), but {in_bytes(free)} are free: "
-                    "fewer ranks on a host, "
-                    "or checkpoint.async_save = false",
+                    f"written from (and parallelism.cpu_offload, checkpoint.peers), but {in_bytes(free)} "
+                    "are free: fewer ranks on a host, "
+                    "fewer peers, or checkpoint.async_save = false",
                     blocks=False,
                 )
             )
