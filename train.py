@@ -340,7 +340,7 @@ class Session:
         spikes = progress.get("spikes", {})
         self.guard = Guard(cfg, job.mesh, job.model, job.optimizer, spikes)
         self.patience = cfg.run.init_timeout_seconds  # for a step; the first one compiles
-        this_start.resume(self.start, self.checkpoints.origin)
+        this_start.resume(self.start, self.checkpoints.origin, self.checkpoints.loaded)
         watchdog.position.follow(pp.stages_of(job.model), job.optimizer, self.start)
 
     def open_batches(self) -> PreparedBatches:
@@ -375,21 +375,17 @@ class Session:
         is not published (checkpoint/storage.py::NotFinite)."""
         self.watchdog.arm(self.watchdog.STORAGE, "save")
         self.describe(missing=True)
-        self.checkpoints.save(step, self.job.model, self.job.optimizer, self.progress(step), last)
+        self.checkpoints.save(*self.state(step), last)
 
-    def copy_to_peers(self, step: int) -> None:
-        """Copy the state after `step` into the memory of other hosts."""
-        job = self.job
-        self.checkpoints.copy_to_peers(step, job.model, job.optimizer, self.progress(step))
-
-    def progress(self, step: int) -> dict[str, Any]:
-        """Return what a resume needs besides tensors, as JSON."""
-        return {
+    def state(self, step: int) -> tuple:
+        """Return what is saved after `step`, with what is no tensor as JSON."""
+        progress = {
             "step": step,
             "samples": self.order.samples(step),
             "data": self.batches.state(),
             "spikes": self.guard.state(),
         }
+        return step, self.job.model, self.job.optimizer, progress
 
     def validate(self, step: int) -> bool:
         """Score the held-out sets. Returns True if a stop was requested meanwhile."""
@@ -476,7 +472,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 clock.record("save")
                 clock.saved()
             elif cfg.checkpoint.peers and every(step, cfg.checkpoint.peer_interval):
-                run.copy_to_peers(step)
+                checkpoints.copy_to_peers(*run.state(step))
                 clock.record("save")
             if every(step, GC_STEPS):
                 gc.collect()

@@ -127,6 +127,7 @@ class CheckpointManager:
         # checkpoints that this run's state descends from, oldest first
         self.ancestors: list[str] = []
         self.origin = ""  # the checkpoint of another run that this one started from
+        self.loaded = ""  # the checkpoint, or the copy of one, that this start goes on from
         self.run_id = self._on_rank_0(self.place.take)
         self.lease = self.place.lease  # rank 0 only, as is the next
         self.retention = self.place.retention
@@ -590,6 +591,9 @@ class CheckpointManager:
         self.attempt = verify.parse_name(names[0])[0] + went_back
         self.ancestors = [n for n in [*manifest["ancestors"], path.name] if n in kept]
         self.last_step = manifest["step"] if path.name in kept else -1
+        self.loaded = str(path)
+        if self._is_copy(path):
+            self._say(logging.INFO, f"{path.name} comes from the memory of the hosts")
         if self.peers:
             self.peers.forget(self.group, but=path.name)
         if step >= 0 and went_back:

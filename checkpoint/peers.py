@@ -379,11 +379,11 @@ class PeerCopies:
                 for one in todo
             )
             said = "; ".join(
-                f"host {target} has {count} files of host {source}"
+                f"{count} from host {source} to host {target}"
                 for (source, target), count in sorted(pairs.items())[:8]
             )
             size = sum(manifest["files"][one.file][0] for one in todo)
-            logger.info(f"{path.name}: {size / 1e6:,.1f} MB came from other hosts: {said}")
+            logger.info(f"{path.name}: hosts sent files to others, {size / 1e6:,.1f} MB: {said}")
 
     def _open_ends(self, path: Path, manifest: dict, mine: list[Transfer]) -> list[Tensor]:
         ends = []

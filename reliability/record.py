@@ -193,13 +193,15 @@ class Start:
         new.write_text(text, encoding="utf-8")
         new.replace(self.path / name)
 
-    def resume(self, step: int, origin: str = "") -> None:
+    def resume(self, step: int, origin: str = "", loaded: str = "") -> None:
         """Record that the loop goes on after this step. Called at the start, and when a run goes
         back to a checkpoint by itself. origin: the checkpoint of another run that this one started
-        from."""
+        from; loaded: that of its own, or the copy of one in the memory of hosts."""
         self.clock.resume(step)
         if origin:
             self.add(origin=origin)
+        if loaded:
+            self.add(loaded=loaded)
         if self.path:
             total = account(read(self.folder)).seconds
             self.clock.before = {
