@@ -71,7 +71,7 @@ class Offer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Copy:
+class HostCopy:
     """A copy that the hosts hold together."""
 
     name: str  # as verify.step_name
@@ -81,7 +81,7 @@ class Copy:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
+class FileTransfer:
     """A file that one rank sends to another."""
 
     file: int  # the rank whose file it is
@@ -89,7 +89,7 @@ class Transfer:
     target: int
 
 
-def whole(offers: Sequence[dict[str, Offer]]) -> tuple[list[Copy], list[str]]:
+def whole(offers: Sequence[dict[str, Offer]]) -> tuple[list[HostCopy], list[str]]:
     """Return the copies of which every file is on some host, newest first, and a sentence for each
     of the others. offers: of each host, by the name of the copy.
 
@@ -121,11 +121,13 @@ def whole(offers: Sequence[dict[str, Offer]]) -> tuple[list[Copy], list[str]]:
         if missing := [file for file, where in enumerate(holders) if not where]:
             sentences.append(f"{name}: no host has the files of ranks {_short(missing)}")
             continue
-        copies.append(Copy(name, agreed, tuple(hosts), holders))
+        copies.append(HostCopy(name, agreed, tuple(hosts), holders))
     return copies, sentences
 
 
-def transfers(copy: Copy, wanted: Sequence[Iterable[int]], local_size: int) -> list[Transfer]:
+def transfers(
+    copy: HostCopy, wanted: Sequence[Iterable[int]], local_size: int
+) -> list[FileTransfer]:
     """Return who sends which file to whom, so that each host has those that its ranks want. wanted:
     the files that each rank wants. The work is dealt over the ranks of a host and over the hosts
     that have a file."""
@@ -138,7 +140,7 @@ def transfers(copy: Copy, wanted: Sequence[Iterable[int]], local_size: int) -> l
             where = copy.holders[file]
             source = where[(host + number) % len(where)]
             lane = number % local_size
-            found.append(Transfer(file, source * local_size + lane, ranks[lane]))
+            found.append(FileTransfer(file, source * local_size + lane, ranks[lane]))
     return found
 
 
@@ -172,7 +174,7 @@ class PeerCopies:
         # the user too: /dev/shm is for all of them
         self.prefix = f"plumbline-{os.getuid()}-{_digest(str(place.resolve()))}-"
         self.folder = host_memory() / f"{self.prefix}{identity}"
-        self.copies: dict[str, Copy] = {}
+        self.copies: dict[str, HostCopy] = {}
         on_every_rank(group, self._open)
         memory = os.stat(self.folder.parent)
         _check_distinct((_machine(), memory.st_dev, memory.st_ino), here, group)
@@ -339,7 +341,7 @@ class PeerCopies:
         self._transfer(path, manifest, transfers(copy, of_ranks, self.here.local_size), group)
         return manifest
 
-    def _receive_manifest(self, copy: Copy, text: bytes | None) -> None:
+    def _receive_manifest(self, copy: HostCopy, text: bytes | None) -> None:
         """Write the manifest on a host that has none, or another than the one agreed on, whose files
         are then removed."""
         path = self.folder / copy.name
@@ -350,7 +352,7 @@ class PeerCopies:
             path.mkdir()
             disk.write_whole(str(path / verify.MANIFEST), text)
 
-    def _manifest_of(self, copy: Copy) -> dict:
+    def _manifest_of(self, copy: HostCopy) -> dict:
         """Return the manifest on which the hosts agree."""
         path = self.folder / copy.name
         manifest = verify.read_manifest(path)
@@ -359,7 +361,7 @@ class PeerCopies:
         return manifest
 
     def _transfer(
-        self, path: Path, manifest: dict, todo: list[Transfer], group: dist.ProcessGroup
+        self, path: Path, manifest: dict, todo: list[FileTransfer], group: dist.ProcessGroup
     ) -> None:
         """Send and receive files, in an order that all ranks share. One has its name when all of it
         has come."""
@@ -385,7 +387,7 @@ class PeerCopies:
             size = sum(manifest["files"][one.file][0] for one in todo)
             logger.info(f"{path.name}: hosts sent files to others, {size / 1e6:,.1f} MB: {said}")
 
-    def _open_ends(self, path: Path, manifest: dict, mine: list[Transfer]) -> list[Tensor]:
+    def _open_ends(self, path: Path, manifest: dict, mine: list[FileTransfer]) -> list[Tensor]:
         ends = []
         try:
             for one in mine:
@@ -399,7 +401,7 @@ class PeerCopies:
             raise Damaged(f"{error.filename or path}: {error.strerror or error}") from None
         return ends
 
-    def _name_received(self, path: Path, mine: list[Transfer]) -> None:
+    def _name_received(self, path: Path, mine: list[FileTransfer]) -> None:
         for one in mine:
             if one.target == self.here.rank:
                 file = path / verify.file_name(one.file)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import peers
-from checkpoint.peers import Copy, Offer, Transfer
+from checkpoint.peers import FileTransfer, HostCopy, Offer
 from parallelisms.mesh import World
 from tests.faults import WRAPPER
 from tests.launched import Launcher, ended
@@ -38,7 +38,7 @@ def test_a_copy_is_whole_if_the_hosts_that_are_left_hold_all_of_its_files():
     copies, said = peers.whole(
         offers({NEW: ("a", [0, 2]), OLD: ("b", [0, 2])}, {}, {NEW: ("a", [2, 1]), OLD: ("b", [2])})
     )
-    assert copies == [Copy(NEW, "a", (0, 2), ((0,), (2,), (0, 2)))]
+    assert copies == [HostCopy(NEW, "a", (0, 2), ((0,), (2,), (0, 2)))]
     assert said == [f"{OLD}: no host has the files of ranks 1"]
 
 
@@ -52,10 +52,10 @@ def test_a_host_that_lies_is_left_out():
 
 
 def test_files_come_from_hosts_that_have_them_and_go_where_they_are_wanted():
-    copy = Copy(NEW, "a", (0, 2), ((0,), (0, 2), (2,), (2,)))
+    copy = HostCopy(NEW, "a", (0, 2), ((0,), (0, 2), (2,), (2,)))
     wanted = [[0], [1], [2], [2, 3], [0], [3]]  # of three hosts with two ranks each
     found = peers.transfers(copy, wanted, 2)
-    assert found == [Transfer(2, 4, 2), Transfer(3, 5, 3), Transfer(0, 0, 4)]
+    assert found == [FileTransfer(2, 4, 2), FileTransfer(3, 5, 3), FileTransfer(0, 0, 4)]
 
 
 def test_copies_go_to_as_many_other_hosts_for_every_stride():
