@@ -5,6 +5,7 @@
     python -m tools.plan configs/llama_8b.toml --gpus 64 --html runs/plan.html
     python -m tools.plan configs/llama_8b.toml --gpus 64 --compare --parallelism.tensor_parallel=4
     python -m tools.plan configs/llama_8b.toml --tokens 1e12 --days 30    # how many GPUs
+    python -m tools.plan configs/llama_405b.toml --gpus 512 --peers 1     # what interruptions cost
 
 Runs the same `train.build` and `train.train_step` as a run does, on a fake process group with fake
 tensors (`tools/plan/trace.py`), in seconds on a laptop, and plays the traced step through on a
@@ -29,6 +30,10 @@ MARGIN = 0.23
 # Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783,
 # section 3.3.4).
 MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
+# Of these, 35 were of network switches and cables (its table 5), the largest cause that several hosts
+# share. A switch spares the memory of its hosts, so this is the most that a scheduler would lose.
+LOST_TOGETHER = 35 / 419
+SIZES = (1024, 4096, 16384, 65536)  # GPUs on which --peers compares
 # The smallest mesh, where that of the file is not what is planned. expert_parallel stays, with which
 # expert_chunks and expert_exchange have a meaning.
 ONE_PROCESS = (
@@ -50,7 +55,7 @@ def check_question(flags: argparse.Namespace) -> None:
         raise InputError(
             "--ladder forecasts the run as it is configured: leave --tokens out, or set training.steps"
         )
-    for name in ("search", "stages", "write", "ladder"):
+    for name in ("search", "stages", "write", "ladder", "peers"):
         if flags.compare and getattr(flags, name):
             raise InputError(f"--compare shows two plans side by side: leave --{name} out")
     if flags.at_step < 0:
@@ -61,7 +66,7 @@ def check_question(flags: argparse.Namespace) -> None:
         raise InputError("--usd needs --usd-per-gpu-hour, the price of a GPU")
     if not asks_how_many(flags):
         return
-    for name in ("gpus", "search", "stages", "write", "html", "compare", "ladder"):
+    for name in ("gpus", "search", "stages", "write", "html", "compare", "ladder", "peers"):
         if getattr(flags, name):
             raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
     if flags.tokens <= 0:
@@ -100,8 +105,26 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     for name in ("mtbf_gpu_hours", "restart_minutes", "storage_gb_per_s"):
         if getattr(flags, name) <= 0:
             raise InputError(f"--{name.replace('_', '-')} must be more than 0")
+    check_peers(flags)
     check_hardware(flags)
     return flags, rest
+
+
+def check_peers(flags: argparse.Namespace) -> None:
+    """Raise InputError where the copies in other hosts' memory are none that can be compared."""
+    if flags.peers is not None and flags.peers < 1:
+        raise InputError("--peers is a number of other hosts, at least 1")
+    if flags.peers and flags.peers >= SIZES[0] / flags.gpus_per_node:
+        raise InputError(
+            f"--peers={flags.peers} is as many hosts as {SIZES[0]:,} GPUs have, {flags.gpus_per_node} on "
+            "each: the comparison begins there, so lower it"
+        )
+    if flags.lost_together is None:
+        return
+    if flags.peers is None:
+        raise InputError("--lost-together is of copies in the memory of other hosts: add --peers")
+    if not 0 <= flags.lost_together <= 1:
+        raise InputError("--lost-together is a share of the interruptions, from 0 to 1")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -136,6 +159,14 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--restart-minutes", type=float, default=10, help=text)
     text = "of the checkpoint folder, all ranks together (10)"
     add("--storage-gb-per-s", type=float, default=10, help=text)
+    text = (
+        "compare goodput with copies of the state in the memory of N other hosts, and without, on "
+    )
+    text += "1,024 to 65,536 GPUs (checkpoint.peers)"
+    add("--peers", type=int, metavar="N", help=text)
+    text = "share of interruptions that take a host and those with its copies "
+    text += f"({LOST_TOGETHER:.3f}; 0 with checkpoint.peer_stride)"
+    add("--lost-together", type=float, metavar="SHARE", help=text)
     text = (
         "of MoE layers: balanced; a number, how many times the mean the fullest rank gets; or the "
     )

@@ -11,6 +11,7 @@ from tools.plan import compare
 from tools.plan.arguments import asks_how_many, configuration, second
 from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
+from tools.plan.interruptions import section
 from tools.plan.page import page
 from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.report import report
@@ -140,6 +141,8 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
         stages.refuse(cfg, "--write")
     plan = make_plan(cfg, inputs)
     text = report(plan, flags.stages)
+    if peers := flags.peers or cfg.checkpoint.peers:
+        text += "\n\n" + section(plan, peers, flags.lost_together)
     print(text)
     if flags.ladder:
         print(forecast_of(configuration(flags, rest), flags.ladder))

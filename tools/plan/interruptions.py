@@ -1,0 +1,244 @@
+"""Compare what interruptions cost with checkpoints in storage alone and with copies of the state in
+the memory of other hosts, on 1,024 to 65,536 GPUs (`--peers`).
+
+Failures come at random, with exponential gaps, and each is of one of two kinds. Most leave enough
+hosts to restore the newest copy; some take a host with all hosts that hold copies of its part, and
+the run goes back to storage. That is two-level checkpointing: Vaidya (1995), "A case for two-level
+distributed recovery schemes"; Moody et al. (2010), "Design, Modeling, and Evaluation of a Scalable
+Multi-level Checkpointing System". With one kind alone it is Daly's (2006) formula, as in
+tools/goodput.py::expected.
+
+Other numbers of GPUs than the plan's are assumed to train as many tokens per second and GPU, with
+the same batch, and to shard the state over all of them.
+"""
+
+import math
+from dataclasses import dataclass
+
+from checkpoint.peers import GENERATIONS
+from configs.words import number_of
+from tools.goodput import best_interval, expected
+from tools.plan.arguments import LOST_TOGETHER, SIZES
+from tools.plan.plan import Plan
+from tools.plan.report import size_text, time_text
+
+COLUMNS = ("GPUs", "a failure in", "back to", "saved every", "back in", "goodput", "lost", "memory")
+# GB/s at which a rank sends copies to another host, over gloo and TCP: assumed
+PEER_GB_PER_S = 1.0
+# Seconds until a killed rank is noticed, and from there to the end of the first step, of 2 ranks on
+# two CPU cores (lab/bench/results/faults.txt). Nearly all of it is the import of torch; large runs
+# take longer, which --restart-minutes says: 10 minutes on some 100,000 GPUs (arXiv:2602.00277, abstract).
+NOTICED = 0.43
+RESTARTED = 6.74
+# Storage is written at least daily: other things than failures need checkpoints, too.
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class SaveLevel:
+    """Where a run goes back to, in seconds."""
+
+    interval: float  # of work between saves
+    stall: float  # that a save holds training up
+    write: float  # from there until it counts
+    back: float  # from a failure to the next step
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One line of the comparison."""
+
+    name: str
+    interval: float  # seconds of work between saves that most failures go back to
+    back: float  # seconds from such a failure to the next step
+    goodput: float
+    memory: float  # bytes of each host for the copies
+
+
+def segment(mtbf: float, seconds: float, back: float, lost: float) -> tuple[float, float]:
+    """Return the mean seconds until a stretch of so many seconds is over or a failure sends the run
+    back to storage, and the probability of the latter.
+
+    Other failures repeat the stretch from its beginning, after `back` seconds in which the run may
+    fail again. lost: the share of failures that send it back to storage.
+    """
+    fails = -math.expm1(-seconds / mtbf)
+    ends = lost + (1 - lost) * math.exp(-back / mtbf)  # a restart otherwise than in another one
+    leaves = ends * math.exp(-seconds / mtbf) + fails * lost
+    return mtbf * fails / leaves, fails * lost / leaves
+
+
+def two_levels(mtbf: float, memory: SaveLevel, storage: SaveLevel, lost: float) -> float:
+    """Return the goodput with copies in memory and saves in storage. Exact where both count at once,
+    as failures during saves and restarts count, too.
+
+    Between two saves in storage are k copies, so k stretches and the save's stall. With A the mean
+    seconds until all have passed or storage is read, G the probability that it is read, and
+    D = M (e^(back/M) - 1) for a restart from it (Daly 2006, equation 20), the interval takes
+    E = A + G (D + E). What is only published `write` seconds later adds those to `back`, as in
+    tools/goodput.py::expected.
+    """
+    copies = max(1, round(storage.interval / memory.interval))
+    back = memory.back + memory.write
+    seconds, reads = segment(mtbf, memory.interval + memory.stall, back, lost)
+    last_seconds, last_reads = segment(mtbf, storage.stall, back, lost)
+    log_passes = copies * math.log1p(-reads) if reads < 1 else -math.inf
+    stretches = -math.expm1(log_passes) / reads if reads else copies
+    passes = math.exp(log_passes)
+    mean = seconds * stretches + passes * last_seconds
+    whole = passes * (1 - last_reads)
+    restarts = math.exp(-(storage.back + storage.write) / mtbf)
+    spent = mean * restarts + (1 - whole) * mtbf * (1 - restarts)
+    return copies * memory.interval * whole * restarts / spent
+
+
+def lost_with_copies(mtbf: float, hosts: int, peers: int, window: float, together: float) -> float:
+    """Return the share of failures after which no host holds the newest copy of some part.
+
+    Assumed: a share `together` takes a host and all hosts with its copies. In the others one host
+    is lost alone, and each of the `peers` others that have its part fails independently in the
+    `window` seconds until there are as many copies again. GEMINI (Wang et al., SOSP 2023) counts
+    such placements for failures that come at once.
+    """
+    one = -math.expm1(-window / (mtbf * hosts))
+    return together + (1 - together) * one**peers
+
+
+class ScaledRun:
+    """The run of a plan on another number of GPUs."""
+
+    def __init__(self, plan: Plan, gpus: int, peers: int) -> None:
+        inputs = plan.inputs
+        checkpoint = plan.cfg.checkpoint
+        self.peers = peers
+        self.hosts = math.ceil(gpus / inputs.per_host)
+        self.mtbf = inputs.mtbf_gpu_hours * 3600 / gpus
+        self.step = plan.time.seconds * inputs.gpus / gpus
+        self.part = plan.checkpoint_bytes / gpus  # that a rank writes
+        self.per_host = self.part * inputs.per_host
+        held = self.part * plan.cfg.parallelism.data_parallel_replicate
+        self.copy = held / inputs.device.host_gb_per_s / 1e9
+        self.rate = checkpoint.peer_rate * 1e6 or PEER_GB_PER_S * 1e9
+        self.send = peers * self.part / self.rate
+        self.load = held / self.rate + self.copy  # of a host that is new
+        self.write = plan.checkpoint_bytes / inputs.storage_gb_per_s / 1e9
+        self.steps = self.sent_within()
+        if checkpoint.peers:
+            self.steps = max(self.steps, checkpoint.peer_interval)
+        self.restart = inputs.restart_seconds
+        self.async_save = checkpoint.async_save
+
+    def sent_within(self) -> int:
+        """Return the least number of steps in which a copy is made and sent."""
+        return max(1, math.ceil((self.copy + self.send) / self.step))
+
+    @property
+    def stall(self) -> float:
+        """Return the seconds that a copy to the host's memory holds training up."""
+        return max(0.0, self.copy - self.step)
+
+    @property
+    def save_stall(self) -> float:
+        return self.stall if self.async_save else self.copy + self.write
+
+    def storage(self, lost: float = 1.0) -> SaveLevel:
+        """Return saves in storage at the best interval, where a share of the failures needs them: that
+        of Young (1974) and Daly (2006) with the mean time between those. A save is written before
+        the next begins, and comes after a step."""
+        best = best_interval(self.mtbf / max(lost, 1e-9), self.save_stall)
+        interval = max(min(best, DAY), self.write, self.step)
+        return SaveLevel(interval, self.save_stall, self.write, self.restart)
+
+    def memory(self, processes: float) -> SaveLevel:
+        """Return copies in memory. processes: seconds from a failure until the state is loaded."""
+        write = self.copy + self.send
+        return SaveLevel(self.steps * self.step, self.stall, write, processes + self.load)
+
+    @property
+    def processes(self) -> float:
+        """Return the seconds of a restart without reading storage: what --restart-minutes leaves, and
+        at least what was measured on two cores."""
+        return max(self.restart - self.write, NOTICED + RESTARTED)
+
+    def alone(self) -> Outlook:
+        level = self.storage()
+        goodput = expected(self.mtbf, level.stall, level.back, level.interval, level.write)
+        return Outlook("storage alone", level.interval, level.back, goodput, 0.0)
+
+    def with_copies(self, name: str, processes: float, together: float) -> Outlook:
+        level = self.memory(processes)
+        window = level.back + level.interval + level.write
+        lost = lost_with_copies(self.mtbf, self.hosts, self.peers, window, together)
+        goodput = two_levels(self.mtbf, level, self.storage(lost), lost)
+        memory = GENERATIONS * (1 + self.peers) * self.per_host
+        return Outlook(name, level.interval, level.back, goodput, memory)
+
+    def outlooks(self, together: float) -> list[Outlook]:
+        return [
+            self.alone(),
+            self.with_copies("copies, restart", self.processes, together),
+            self.with_copies("bound: no restart", NOTICED, together),
+        ]
+
+
+def section(plan: Plan, peers: int, together: float | None) -> str:
+    """Format the comparison, with what it assumes. peers: other hosts that have a copy. together: as
+    in `lost_with_copies`; None: none where copies go to other racks."""
+    if together is None:
+        together = LOST_TOGETHER if plan.cfg.checkpoint.peer_stride == 1 else 0.0
+    price = plan.inputs.usd_per_gpu_hour
+    hours = plan.steps * plan.time.seconds * plan.inputs.gpus / 3600
+    rows = [COLUMNS]
+    for gpus in SIZES:
+        run = ScaledRun(plan, gpus, peers)
+        first = (f"{gpus:,}", time_text(run.mtbf))
+        for outlook in run.outlooks(together):
+            rows.append((*first, *cells(outlook, hours, price)))
+            first = ("", "")
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(["Interruptions", *lines, *assumptions(plan, peers, together)])
+
+
+def cells(row: Outlook, hours: float, price: float) -> tuple[str, ...]:
+    """Format a row. hours: of all GPUs, without interruptions."""
+    lost = "all"
+    if row.goodput:
+        more = hours * (1 / row.goodput - 1)
+        lost = f"${more * price:,.0f}" if price else f"{more:,.0f} GPU-h"
+    return (
+        row.name,
+        time_text(row.interval),
+        time_text(row.back),
+        f"{row.goodput:.2%}",
+        lost,
+        size_text(row.memory) if row.memory else "-",
+    )
+
+
+def assumptions(plan: Plan, peers: int, together: float) -> list[str]:
+    """Say what the comparison assumes."""
+    inputs = plan.inputs
+    checkpoint = plan.cfg.checkpoint
+    run = ScaledRun(plan, inputs.gpus, peers)
+    often = f"every {number_of(checkpoint.peer_interval, 'step')}"
+    often = often if checkpoint.peers else "after each step, if they can be sent so often"
+    lines = [
+        f"  copies: in the memory of {number_of(peers, 'other host')}, {often}, at "
+        f"{run.rate / 1e9:g} GB/s per rank; memory: of each host, for {GENERATIONS} generations",
+        f"  a restart takes {time_text(run.restart)} (--restart-minutes), of which storage is read "
+        f"{time_text(run.write)}; from copies the rest, at least {NOTICED + RESTARTED:.1f} s",
+        f"  a host that dies in silence is noticed after {time_text(plan.cfg.run.step_timeout_seconds)} "
+        "(run.step_timeout_seconds), which --restart-minutes includes",
+        f"  {together:.1%} of failures take a host and those with its copies (--lost-together), and "
+        "storage is read",
+        f"  bound: survivors go on {NOTICED} s after a failure, and load; not built; published for "
+        "some 100,000 GPUs: 3 min, and 10 min with a restart (arXiv:2602.00277)",
+        f"  {plan.tokens_per_second / inputs.gpus:,.0f} tokens/s per GPU on any number of them; not "
+        "modelled: what copies take from the network of training",
+    ]
+    if run.write > run.restart:
+        lines.append(
+            f"  Storage takes {time_text(run.write)} to read, longer than --restart-minutes: raise that."
+        )
+    return lines
