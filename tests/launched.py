@@ -9,6 +9,7 @@ with ranks that are started in tests/test_scripts.py and tests/test_launchers.py
 
 import ctypes
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from tests.ranks import WORKERS
 from tests.runs import environment
 from tools.launch import launcher as launch
 from tools.launch import rank as ranks_of
+from tools.launch import standby
 from tools.launch.__main__ import main
 
 PR_SET_CHILD_SUBREAPER = 36  # prctl(2)
@@ -102,6 +104,7 @@ def _become_launcher(
     sys.stderr = open(2, "w", buffering=1, closefd=False)
     prepare()
     nursery = Nursery()
+    standby.AFTER = math.inf  # a forked rank imports nothing
     SubprocessHandler._popen = lambda handler, args, env: Forked(nursery.fork(args, env))
     code = main(words)
     nursery.close()

@@ -60,6 +60,7 @@ from torch.distributed.elastic.rendezvous import (
 from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
 from configs.schema import Config, InputError
+from tools.launch.standby import Standby
 
 # the ranks have --shutdown-timeout seconds to end
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -283,6 +284,7 @@ class Agent(LocalElasticAgent):
 
     grace_seconds: int
     rendezvous: Rendezvous
+    standby: Standby  # the processes of the next start
     asked: set[int]  # the signals that were passed on
     interrupted = 0.0  # when Ctrl-C was pressed
     left = 0  # the quiet code with which a rank ended before this launcher had told any to end
@@ -368,6 +370,7 @@ class Agent(LocalElasticAgent):
             self.told = int(store.get("end"))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self.standby.prepare()
         ended = {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()}
         # before super() ends the rest
         self.left = next((code for code in QUIET_CODES if code in ended), 0)
@@ -395,20 +398,26 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
     """Run the script on every rank of this node until all are done; start it again when a rank has
     failed, at most --max-restarts times. Returns the exit code."""
     logging.disable(logging.ERROR)  # torchrun's messages are replaced by those below
-    for number in range(options.max_restarts + 1):
-        began = time.monotonic()
-        code, worth_retrying = start(options, script)
-        if not worth_retrying or number == options.max_restarts:
-            break
-        log(
-            f"restart {number + 1} of {options.max_restarts}, after "
-            f"{time.monotonic() - began:,.0f} s"
-        )
+    command = ["-u", "-m", "tools.launch.rank", str(os.getpid()), *script]
+    with Standby([sys.executable, *command], options.nproc_per_node) as standby:
+        for number in range(options.max_restarts + 1):
+            began = time.monotonic()
+            standby.begin(more=number < options.max_restarts)
+            code, worth_retrying = start(options, script, command, standby)
+            if not worth_retrying or number == options.max_restarts:
+                break
+            log(
+                f"restart {number + 1} of {options.max_restarts}, after "
+                f"{time.monotonic() - began:,.0f} s"
+            )
     return code
 
 
-def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
-    """Run one start. Returns its exit code, and whether another start may succeed."""
+def start(
+    options: argparse.Namespace, script: list[str], command: list[str], standby: Standby
+) -> tuple[int, bool]:
+    """Run one start. Returns its exit code, and whether another start may succeed. command: Python's
+    arguments for a rank of this script."""
     before = {number: signal.getsignal(number) for number in (*PASSED_ON, signal.SIGALRM)}
     if before[signal.SIGINT] == signal.default_int_handler:
         # it does not run while this waits for other nodes; that of configs/program.py does
@@ -422,7 +431,7 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
             local_world_size=options.nproc_per_node,
             rdzv_handler=rendezvous,
             entrypoint=sys.executable,
-            args=("-u", "-m", "tools.launch.rank", str(os.getpid()), *script),
+            args=tuple(command),
             max_restarts=0,
         )
         # Nodes that are done wait for the others at a barrier. This is the limit where one failed.
@@ -431,6 +440,7 @@ def start(options: argparse.Namespace, script: list[str]) -> tuple[int, bool]:
         agent.grace_seconds = options.shutdown_timeout
         agent.asked = set()
         agent.rendezvous = rendezvous
+        agent.standby = standby
         try:
             result = agent.run()
         except SignalException as stopped:  # between the start of the first rank and of the last

@@ -2,10 +2,11 @@
 
 Sets a parent-death signal, so that the rank dies with the launcher. If an exception ends the
 script, leaves the traceback and the time for the launcher, which shows the traceback of the first
-rank to fail at the end.
+rank to fail at the end. A process that stands by (tools/launch/standby.py) waits first.
 """
 
 import ctypes
+import importlib
 import importlib.util
 import json
 import os
@@ -17,6 +18,19 @@ import traceback
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
+STANDBY = "PLUMBLINE_STANDBY"  # as in tools/launch/standby.py, which imports torch
+# what takes long of all that train.py imports, and is not of this repository
+SLOW = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint.planner_helpers",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.tensorboard",
+    "pydantic",
+    "tiktoken",
+)
 
 
 def main(launcher: int, script: str) -> None:
@@ -24,6 +38,8 @@ def main(launcher: int, script: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         sys.exit("the launcher is gone")
+    if STANDBY in os.environ:
+        stand_by(int(os.environ[STANDBY]))
     if script == "-m":  # a module, which may import what is in this folder
         del sys.argv[0]
         script = sys.argv[0] = _file_of(sys.argv[0])
@@ -34,6 +50,19 @@ def main(launcher: int, script: str) -> None:
     except Exception as error:
         _leave(_from_script_on(error, script), getattr(error, "failed_at", time.time()))
         raise
+
+
+def stand_by(pipe: int) -> None:
+    """Import what takes long, and wait for the environment of a rank."""
+    for module in SLOW:
+        if importlib.util.find_spec(module):
+            importlib.import_module(module)
+    with open(pipe, encoding="utf-8") as word:
+        environment = word.read()
+    if not environment:
+        sys.exit("the launcher is gone")
+    os.environ.clear()
+    os.environ.update(json.loads(environment))
 
 
 def _file_of(module: str) -> str:
