@@ -106,9 +106,11 @@ def test_published_runs_are_plausible():
 
 def test_the_plan_shows_the_comparison(capsys):
     small = ["--training.seq_len=64", "--model.n_layers=2", "--gpus=4", "--gpus-per-node=2"]
-    assert main([*small, "--peers=2", "--lost-together=0.5"]) == 0
+    copies = ["--checkpoint.peers=1", "--checkpoint.peer_interval=20", "--checkpoint.peer_rate=500"]
+    assert main([*small, *copies, "--peers=2", "--lost-together=0.5"]) == 0
     said = capsys.readouterr().out
-    assert "2 other hosts" in said and "50.0% of failures" in said and "not built" in said
+    assert "2 other hosts, every 20 steps, at 0.5 GB/s per rank (peer_rate)" in said
+    assert "50.0% of failures" in said and "not built" in said
     rows = [line for line in said.splitlines() if "storage alone" in line]
     assert [row.split()[0] for row in rows] == ["1,024", "4,096", "16,384", "65,536"]
 

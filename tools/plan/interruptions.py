@@ -26,8 +26,9 @@ COLUMNS = ("GPUs", "a failure in", "back to", "saved every", "back in", "goodput
 # GB/s at which a rank sends copies to another host, over gloo and TCP: assumed
 PEER_GB_PER_S = 1.0
 # Seconds until a killed rank is noticed, and from there to the end of the first step, of 2 ranks on
-# two CPU cores (lab/bench/results/faults.txt). Nearly all of it is the import of torch; large runs
-# take longer, which --restart-minutes says: 10 minutes on some 100,000 GPUs (arXiv:2602.00277, abstract).
+# two CPU cores (lab/bench/results/faults.txt), before tools/launch/standby.py imported torch ahead
+# of a restart. --restart-minutes is for large runs, which take longer: 10 minutes on some 100,000
+# GPUs (arXiv:2602.00277, abstract).
 NOTICED = 0.43
 RESTARTED = 6.74
 # Storage is written at least daily: other things than failures need checkpoints, too.
@@ -223,9 +224,12 @@ def assumptions(plan: Plan, peers: int, together: float) -> list[str]:
     run = ScaledRun(plan, inputs.gpus, peers)
     often = f"every {number_of(checkpoint.peer_interval, 'step')}"
     often = often if checkpoint.peers else "after each step, if they can be sent so often"
+    rate = (
+        f"{run.rate / 1e9:g} GB/s per rank ({'peer_rate' if checkpoint.peer_rate else 'assumed'})"
+    )
     lines = [
         f"  copies: in the memory of {number_of(peers, 'other host')}, {often}, at "
-        f"{run.rate / 1e9:g} GB/s per rank; memory: of each host, for {GENERATIONS} generations",
+        f"{rate}; memory: of each host, for {GENERATIONS} generations",
         f"  a restart takes {time_text(run.restart)} (--restart-minutes), of which storage is read "
         f"{time_text(run.write)}; from copies the rest, at least {NOTICED + RESTARTED:.1f} s",
         f"  a host that dies in silence is noticed after {time_text(plan.cfg.run.step_timeout_seconds)} "
