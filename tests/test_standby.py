@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.runs import ROOT
+from tests.runs import ROOT, STEPS, free_port, series, tiny_run
 from tools.launch.standby import FD, Standby
 
 SCRIPT = """
@@ -57,6 +57,20 @@ def test_a_process_that_waits_becomes_a_rank(command, tmp_path):
         assert process.wait(60) == 0
         answer = json.loads((tmp_path / f"answer-{process.pid}").read_text())
         assert answer == {"pid": process.pid, "had torch": had_torch} | same
+
+
+@pytest.mark.slow
+def test_a_process_that_waits_trains(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    options = [*tiny_run(tmp_path), f"--run.folder={tmp_path / 'run'}"]
+    rank = ["-u", "-m", "tools.launch.rank", str(os.getpid()), "train.py", *options]
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with prepared([sys.executable, *rank], 1) as standby:
+        [(waits, _)] = standby.waiting
+        process = standby.take(None, rank, os.environ | alone | meets)
+        assert process is waits and process.wait(90) == 0
+    assert len(series(tmp_path / "run")) == STEPS
 
 
 @pytest.mark.slow

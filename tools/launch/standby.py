@@ -57,7 +57,8 @@ class Standby:
             return
         while len(self.waiting) < self.wanted:
             theirs, ours = os.pipe()
-            environment = os.environ | {FD: str(theirs)}
+            # RANK: a process without it is no rank, and would check the arguments for itself
+            environment = os.environ | {FD: str(theirs), "RANK": "0"}
             process = subprocess.Popen(
                 self.command, env=environment, pass_fds=[theirs], start_new_session=True
             )
