@@ -159,23 +159,24 @@ class CheckpointManager:
     ) -> None:
         """Save the state as it is at this call. Returns at once, unless the previous save is still
         being written or cfg.async_save is off. A step that is saved already is not saved again.
-        The `last` save of a run is waited for by `close`.
+        The `last` save of a run is waited for by `close`, and not copied to other hosts.
 
         After this call `optimizer.step()` waits for the copy of the state by itself. Code that
         changes the state in any other way must call `wait_for_copy` first. `poll` reports failures.
         Raises InputError as `poll` does.
         """
         began = time.monotonic()
+        is_copy = self.in_flight is not None and not self.in_flight.is_kept
         self._finish()
         waited = time.monotonic() - began
         if waited > 1:
-            self._say(
-                logging.WARNING,
-                f"step {step} waited {waited:.1f} s for the checkpoint before it to be written",
+            earlier = (
+                "copy to other hosts before it" if is_copy else "checkpoint before it to be written"
             )
+            self._say(logging.WARNING, f"step {step} waited {waited:.1f} s for the {earlier}")
         if step == self.last_step:
             return
-        self._begin(step, model, optimizer, progress, is_kept=True)
+        self._begin(step, model, optimizer, progress, is_kept=True, is_copied=not last)
         if not last and (not self.cfg.async_save or (self.plan and not self.staged)):
             self._finish()
 
@@ -185,7 +186,7 @@ class CheckpointManager:
         """Copy the state as it is at this call into the memory of hosts, as `save` does. While a
         save is in flight there is no copy: the next one is newer."""
         if self.in_flight is None:
-            self._begin(step, model, optimizer, progress, is_kept=False)
+            self._begin(step, model, optimizer, progress, is_kept=False, is_copied=True)
             if self.plan and not self.staged:
                 self._finish()
 
@@ -196,6 +197,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         progress: dict,
         is_kept: bool,
+        is_copied: bool,
     ) -> None:
         live = state.tensors(model, optimizer)
         if self.waits is None:
@@ -205,7 +207,10 @@ class CheckpointManager:
         if self.mesh.device.type == "cuda":
             computed = torch.cuda.current_stream().record_event()
         head = self._manifest_head(step, optimizer, progress)
-        future = self.thread.submit(self._write, step, live, computed, head, is_kept)
+        is_copied = is_copied and self.peers is not None
+        if is_copied:
+            self.peers.hurry.clear()
+        future = self.thread.submit(self._write, step, live, computed, head, is_kept, is_copied)
         self.in_flight = Saving(step, is_kept, future)
 
     def _before_optimizer_step(self, *_: object) -> None:
@@ -259,6 +264,7 @@ class CheckpointManager:
         computed: torch.cuda.Event | None,
         head: dict,
         is_kept: bool,
+        is_copied: bool,
     ) -> None:
         """Copy to the memory of hosts, if that is asked for, save, and start the removal of expired
         checkpoints. Runs in the thread, on all ranks."""
@@ -274,7 +280,7 @@ class CheckpointManager:
         except BaseException as failure:
             error = failure
         try:
-            if self.peers:
+            if is_copied:
                 not_copied = self._copy_to_hosts(name, parts, error, head)
             if is_kept:
                 self._write_kept(name, parts, error, head)
@@ -434,6 +440,8 @@ class CheckpointManager:
         if self.in_flight is None:
             return
         step, is_kept, future = self.in_flight
+        if self.peers:
+            self.peers.hurry.set()
         concurrent.futures.wait([future])
         self.in_flight = None
         error = future.exception()
@@ -484,6 +492,8 @@ class CheckpointManager:
         """Wait for the save in flight, on the way out after an error. Calls no other rank, and
         raises nothing."""
         if self.in_flight:
+            if self.peers:
+                self.peers.hurry.set()
             concurrent.futures.wait([self.in_flight.future], timeout=seconds)
 
     def close(self) -> None:
@@ -500,7 +510,7 @@ class CheckpointManager:
                 f"the run has ended, but its last checkpoint could not be written to {self.folder}"
             )
         if self.peers:
-            self.peers.close()
+            self.peers.close(self.last_step)
 
     def __enter__(self) -> "CheckpointManager":
         return self
@@ -535,12 +545,14 @@ class CheckpointManager:
         if self.peers:
             self.peers.check_room(self.plan.nbytes, self.group)
             candidates = self._with_copies(candidates, last)
-        if not candidates and self.cfg.branch_from:
+        if candidates:
+            return self._resume(candidates, live, optimizer)["progress"]
+        if self.peers:  # parts of a copy that is not whole are of steps that this start does anew
+            self.peers.forget(self.group)
+        if self.cfg.branch_from:
             return self._branch(live, optimizer)
-        if not candidates:
-            self._start_from(live)
-            return None
-        return self._resume(candidates, live, optimizer)["progress"]
+        self._start_from(live)
+        return None
 
     def _with_copies(self, kept: list[Path | Key], last: int | None) -> list[Path | Key]:
         """Return these checkpoints and the copies in the memory of hosts, newest first. Not a copy of
@@ -661,7 +673,7 @@ class CheckpointManager:
         raise InputError(
             f"none of the checkpoints in {self.folder} that this run could go on from can be "
             "read (see above): look at them with `python -m checkpoint.verify --all`; to start "
-            "afresh, move them away"
+            f"afresh, move them away{self.peers.with_copies() if self.peers else ''}"
         )
 
     def _before(self, candidates: list[Path | Key], manifest: dict | None) -> list[Path | Key]:

@@ -29,6 +29,7 @@ import logging
 import os
 import shutil
 import stat
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -175,6 +176,9 @@ class PeerCopies:
         self.prefix = f"plumbline-{os.getuid()}-{_digest(str(place.resolve()))}-"
         self.folder = host_memory() / f"{self.prefix}{identity}"
         self.copies: dict[str, HostCopy] = {}
+        self.hurry = (
+            threading.Event()
+        )  # set while training waits for a copy: no rate bounds it then
         on_every_rank(group, self._open)
         memory = os.stat(self.folder.parent)
         _check_distinct((_machine(), memory.st_dev, memory.st_ino), here, group)
@@ -182,10 +186,7 @@ class PeerCopies:
     def _open(self) -> None:
         """Make the folder, and remove the copies of runs that were in the same place before."""
         try:
-            self.folder.mkdir(mode=0o700, exist_ok=True)
-            found = self.folder.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise InputError(f"{self.folder} is not this user's folder: remove it")
+            self._make_folder()
             if self.here.local_rank == 0:
                 for path in self.folder.parent.glob(f"{self.prefix}*"):
                     if path != self.folder and not path.is_symlink():
@@ -195,6 +196,12 @@ class PeerCopies:
                 f"checkpoint.peers: {error.filename or self.folder}: {error.strerror}; set "
                 "PLUMBLINE_HOST_MEMORY to a folder of tmpfs on each host, or checkpoint.peers = 0"
             ) from None
+
+    def _make_folder(self) -> None:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        found = self.folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise InputError(f"{self.folder} is not this user's folder: remove it")
 
     def check_room(self, size: int, group: dist.ProcessGroup) -> None:
         """Raise InputError if a host has no memory for the copies that it will hold. size: bytes
@@ -238,10 +245,14 @@ class PeerCopies:
         manifest = {**head, "files": files, "tensors": plan.table}
         text = on_rank_0(group, verify.manifest_text, manifest)
         self._exchange(draft, file[0], group)
-        on_every_rank(group, self._publish, draft, name, text)
+        on_every_rank(group, self._write_manifest, draft, text)
+        # a rename needs no memory: all hosts have the copy, or none
+        on_every_rank(group, self._publish, draft, name)
 
     def _begin(self, draft: Path) -> None:
-        """Remove what is older than the newest copy, and make the folder of the next."""
+        """Remove what is older than the newest copy, and make the folder of the next, and again the
+        one of the copies: an administrator, or systemd when a user logs out, clears /dev/shm."""
+        self._make_folder()
         if self.here.local_rank == 0:
             for path in self.folder.glob(".tmp-*"):
                 shutil.rmtree(path)
@@ -261,7 +272,7 @@ class PeerCopies:
             path = draft / verify.file_name(source)
             comes = on_every_rank(group, _allocated, path, sizes[source])
             links.append(((self.here.rank + ahead) % self.here.size, source, comes))
-        pace = Pace(self.cfg.peer_rate)
+        pace = Pace(self.cfg.peer_rate, self.hurry)
         for start in range(0, max(sizes), CHUNK):
             chunk = slice(start, start + CHUNK)
             works = []
@@ -275,10 +286,13 @@ class PeerCopies:
                 work.wait()
             pace.wait()
 
-    def _publish(self, draft: Path, name: str, text: bytes) -> None:
+    def _write_manifest(self, draft: Path, text: bytes) -> None:
+        if self.here.local_rank == 0:
+            (draft / verify.MANIFEST).write_bytes(text)
+
+    def _publish(self, draft: Path, name: str) -> None:
         if self.here.local_rank:
             return
-        (draft / verify.MANIFEST).write_bytes(text)
         # a step that is done again after a start without its copy
         shutil.rmtree(self.folder / name, ignore_errors=True)
         draft.rename(self.folder / name)
@@ -288,7 +302,7 @@ class PeerCopies:
     def find(self, group: dist.ProcessGroup) -> list[str]:
         """Return the names of the copies that the hosts hold together, newest first, and say which
         they do not."""
-        mine = self._offer() if self.here.local_rank == 0 else {}
+        mine = on_every_rank(group, self._offer)
         offers: list = [None] * self.here.size
         dist.all_gather_object(offers, mine, group)
         copies, sentences = whole(offers[:: self.here.local_size])
@@ -299,8 +313,10 @@ class PeerCopies:
         return list(self.copies)
 
     def _offer(self) -> dict[str, Offer]:
-        """Return what this host holds, by the name of the copy."""
-        found = {}
+        """Return what this host holds, by the name of the copy: for all of its ranks the first."""
+        found: dict[str, Offer] = {}
+        if self.here.local_rank:
+            return found
         for name in verify.published(self.folder):
             try:
                 manifest = verify.read_manifest(self.folder / name)
@@ -418,24 +434,33 @@ class PeerCopies:
             if not but or verify.parse_name(name) > verify.parse_name(but):
                 shutil.rmtree(self.folder / name)
 
-    def close(self) -> None:
-        """Remove the copies of this host: the run has ended, and its last step is saved."""
-        if self.here.local_rank == 0:
+    def with_copies(self) -> str:
+        """Say where the copies are, to somebody who removes the checkpoints."""
+        return f", and {self.folder} on each host"
+
+    def close(self, saved: int) -> None:
+        """Remove the copies of this host when the run has ended, unless one is of a later step than
+        the newest checkpoint. saved: its step, or -1."""
+        if self.here.local_rank or not self.folder.is_dir():
+            return
+        steps = [verify.parse_name(name)[1] for name in verify.published(self.folder)]
+        if max(steps, default=-1) <= saved:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Pace:
-    """Keeps what a rank sends below a rate. rate: MB/s; 0: no bound."""
+    """Keeps what a rank sends below a rate, until `hurry` is set. rate: MB/s; 0: no bound."""
 
-    def __init__(self, rate: float) -> None:
+    def __init__(self, rate: float, hurry: threading.Event) -> None:
         self.rate = rate * 1e6
+        self.hurry = hurry
         self.bytes = 0
         self.began = time.monotonic()
 
     def wait(self) -> None:
         if self.rate:
             due = self.began + self.bytes / self.rate
-            time.sleep(max(0.0, due - time.monotonic()))
+            self.hurry.wait(max(0.0, due - time.monotonic()))
 
 
 def identity_of(place: Path | Key) -> str:

@@ -51,6 +51,15 @@ def build(*options: str) -> train.Job:
     return job
 
 
+def on_a_host_of_its_own(place: Path, rank: int) -> None:
+    """Let this process be the only rank of a host, with a memory in `place`."""
+    os.environ |= {
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "PLUMBLINE_HOST_MEMORY": str(place / f"memory-{rank}"),
+    }
+
+
 def open_manager(
     job: train.Job, folder: Path, facts: dict = FACTS, **options: object
 ) -> CheckpointManager:

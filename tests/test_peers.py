@@ -5,17 +5,21 @@ when its launcher and its ranks are killed and that folder is removed.
 """
 
 import itertools
+import os
 import re
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
-from checkpoint import peers
+from checkpoint import peers, verify
 from checkpoint.peers import FileTransfer, HostCopy, Offer
 from parallelisms.mesh import World
+from tests.checkpoints import build, fill, heard, on_a_host_of_its_own, open_manager
 from tests.faults import WRAPPER
 from tests.launched import Launcher, ended
 from tests.ranks import run_ranks
@@ -75,12 +79,95 @@ def test_the_bytes_of_a_host_are_those_of_two_copies_of_all_that_it_holds():
 def test_a_sender_keeps_to_its_rate(monkeypatch):
     now, slept = [0.0], []
     monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(peers.time, "sleep", slept.append)
-    pace = peers.Pace(2.0)
+    pace = peers.Pace(2.0, SimpleNamespace(wait=slept.append))
     pace.bytes = 6_000_000
     now[0] = 1.0
     pace.wait()
     assert slept == [2.0]
+
+
+# Two hosts whose ranks do nothing but copy
+
+
+def open_copies(place: Path, **options: object) -> tuple:
+    """Return a job and its checkpoints, on a host of its own, and what a load says."""
+    on_a_host_of_its_own(place, int(os.environ["RANK"]))
+    job = build("--training.global_batch_size=12")
+    checkpoints = open_manager(job, place / "checkpoints", peers=1, **options)
+    return job, checkpoints, checkpoints.load(job.model, job.optimizer)
+
+
+def copy(job, checkpoints, *steps: int) -> None:
+    for step in steps:
+        fill(job, step)
+        checkpoints.copy_to_peers(step, job.model, job.optimizer, {"step": step})
+        checkpoints.wait_for_copy()
+        checkpoints._finish()
+
+
+def died(checkpoints) -> None:
+    """Do what the end of a process does."""
+    checkpoints.thread.shutdown()
+    checkpoints.place.release()
+    dist.barrier()
+
+
+def copies_of(checkpoints) -> list[str]:
+    dist.barrier()
+    return verify.published(checkpoints.peers.folder)
+
+
+def misfortunes(place: Path) -> None:
+    """Copy through what may happen to a host's memory, and to a run that has copies."""
+    rank = dist.get_rank()
+    job, checkpoints, progress = open_copies(place)
+    assert progress is None
+    copy(job, checkpoints, 5)
+    shutil.rmtree(checkpoints.peers.folder)  # as systemd does when a user logs out
+    dist.barrier()
+    copy(job, checkpoints, 10, 15)
+    assert copies_of(checkpoints) == [verify.step_name(step, 0) for step in (15, 10)]
+
+    # one host has no room for the manifest: no host has the copy
+    with heard() as words, pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Path, "write_bytes", lambda *_: os.write(-1, b""))
+        copy(job, checkpoints, 20)
+    assert copies_of(checkpoints) == [verify.step_name(15, 0)]
+    assert rank or "step 20 could not be copied" in words[0]
+    died(checkpoints)
+
+    # a start that ends before it has saved anything leaves the copy that it has gone on from
+    job, checkpoints, progress = open_copies(place)
+    assert progress == {"step": 15}
+    checkpoints.close()
+    assert copies_of(checkpoints) == [verify.step_name(15, 0)]
+
+    # parts of a copy are removed by the start that has to do its steps anew
+    for path in checkpoints.peers.folder.glob("*/rank-00001*"):
+        path.unlink()
+    dist.barrier()
+    job, checkpoints, progress = open_copies(place, peer_rate=1e-3)
+    assert progress is None and not copies_of(checkpoints)
+
+    # the last save waits for the copy before it, at any rate, and is not copied itself
+    fill(job, 3)
+    checkpoints.copy_to_peers(3, job.model, job.optimizer, {"step": 3})
+    checkpoints.wait_for_copy()
+    fill(job, 4)
+    checkpoints.save(4, job.model, job.optimizer, {"step": 4}, last=True)
+    checkpoints._finish()
+    assert copies_of(checkpoints) == [verify.step_name(3, 0)]
+    checkpoints.close()
+    dist.barrier()
+    assert not checkpoints.peers.folder.exists()
+
+
+@pytest.mark.cap(60)
+def test_copies_survive_the_misfortunes_of_a_run_and_are_removed_when_it_is_saved(tmp_path):
+    for rank in range(2):
+        (tmp_path / f"memory-{rank}").mkdir()
+    run_ranks(2, misfortunes, tmp_path)
 
 
 # Real runs

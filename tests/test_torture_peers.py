@@ -19,19 +19,11 @@ import pytest
 
 from checkpoint import peers
 from tests import fork_server, ranks
-from tests.checkpoints import build, fill, heard, open_manager, values
+from tests.checkpoints import build, fill, heard, on_a_host_of_its_own, open_manager, values
 from tests.ranks import run_ranks
 
 FIRST = 1  # the step that is on the disk
 HOSTS = (2, 3, 4)
-
-
-def on_a_host_of_its_own(place: Path, rank: int) -> None:
-    os.environ |= {
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "PLUMBLINE_HOST_MEMORY": str(place / f"memory-{rank}"),
-    }
 
 
 def options(number: int) -> dict:
