@@ -69,6 +69,8 @@ class Program:
         self.ended: int | None = None  # the exit code of main
         self.interrupted = 0.0  # when the main thread noticed Ctrl-C
         self.noticed = threading.Event()
+        # signals to a run. Another handler may be set before the thread wakes up
+        self.noted: set[int] = set()
         self.pipe = os.pipe()
         self.began = time.monotonic()
         self.is_watched = not is_run and os.isatty(2)
@@ -90,6 +92,8 @@ class Program:
         """Unwind the stack of a tool. All else is done by the thread."""
         if os.getpid() != self.process:  # in a fork, whose parent says what there is to say
             os._exit(128 + number)
+        if self.is_run:
+            self.noted.add(number)
         if self.is_run or not self.running or self.interrupted:
             return
         self.interrupted = time.monotonic()
@@ -105,7 +109,8 @@ class Program:
                 self._say_where()
                 continue
             for number in os.read(self.pipe[0], 4096):
-                if signal.getsignal(number) == self.on_signal:
+                # in this order: it is noted before another handler is set
+                if signal.getsignal(number) == self.on_signal or number in self.noted:
                     self._answer(signal.Signals(number))
 
     def _say_where(self) -> None:

@@ -225,6 +225,26 @@ def test_a_run_that_does_not_listen_yet_is_75_and_130_after_ctrl_c(number):
     assert (code, out, err) == (expected[0], "", expected[1])
 
 
+# the thread does not run before the main thread waits
+OTHER_HANDLER = """
+import signal, sys, time
+from configs.program import Program
+Program(is_run=True).listen()
+sys.setswitchinterval(60)
+signal.raise_signal(signal.SIGTERM)
+signal.signal(signal.SIGTERM, print)
+time.sleep(5)
+"""
+
+
+def test_a_signal_that_comes_just_before_a_run_sets_another_handler_is_75():
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_HANDLER], cwd=ROOT, capture_output=True, timeout=60
+    )
+    sentence = b"stopped by SIGTERM before training began: run it again to go on\n"
+    assert (done.returncode, done.stderr) == (75, sentence)
+
+
 @pytest.mark.slow
 def test_what_nohup_ignores_stays_ignored():
     line = f"trap '' HUP; exec {sys.executable} train.py"

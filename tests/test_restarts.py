@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from reliability.goodput import account, read
 from tests.faults import WRAPPER
@@ -289,3 +291,75 @@ def test_a_save_that_takes_longer_than_the_grace_leaves_the_previous_checkpoint(
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000005"]
     assert ended(nodes(options, tmp_path / "run", fault))[0] == [0]
     assert series(tmp_path / "run") == series(place(options) / "whole")
+
+
+# A signal while the launcher starts the ranks
+
+
+# A rank: writes which signal it was told. Rank 1 fails once if there is a file `fails`.
+TOLD = """
+import os, signal, sys, time
+from pathlib import Path
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+file = folder / f"told-{rank}"
+file.unlink(missing_ok=True)  # of the start before
+if rank == "1" and (folder / "fails").exists():
+    (folder / "fails").unlink()
+    sys.exit(9)
+def told(number, frame):
+    file.write_text(signal.Signals(number).name)
+    sys.exit(75)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, told)
+(folder / str(os.getpid())).touch()
+time.sleep(60)
+"""
+
+
+def signalled(folder: Path, number: int, start: int, born: int) -> None:
+    """In a launcher: it gets this signal in that start, when one or both of its two ranks are born.
+    It goes on when both have their handlers."""
+    signal.signal(number, signal.SIG_DFL)  # also where nohup started the tests
+    real_init, real_start = SubprocessHandler.__init__, LocalElasticAgent._start_workers
+    pids = []
+
+    def signal_if(now: bool) -> None:
+        if now and len(pids) == 2 * (start - 1) + born:
+            signal.raise_signal(number)
+
+    def init(handler, *words, **more):
+        real_init(handler, *words, **more)
+        pids.append(handler.proc.pid)
+        signal_if(born == 1)
+
+    def start_workers(agent, group):
+        ranks = real_start(agent, group)
+        while len(pids) == 2 * start and not all((folder / str(pid)).exists() for pid in pids[-2:]):
+            time.sleep(0.01)
+        signal_if(born == 2)
+        return ranks
+
+    SubprocessHandler.__init__, LocalElasticAgent._start_workers = init, start_workers
+
+
+@pytest.mark.parametrize("start, born", [(1, 1), (1, 2), (2, 1)])
+def test_a_signal_while_ranks_are_started_reaches_them_all(start, born, tmp_path):
+    """Every rank is told, ends as it likes, and the launcher says nothing."""
+    script = tmp_path / "told.py"
+    script.write_text(TOLD)
+    launchers = []
+    for number in launch.PASSED_ON:
+        folder = tmp_path / number.name
+        folder.mkdir()
+        if start == 2:
+            (folder / "fails").touch()
+        words = ["--nproc-per-node=2", "--max-restarts=1", script, folder]
+        prepare = partial(signalled, folder, number, start, born)
+        launchers.append(Launcher(words, folder / "said", prepare))
+    codes, _ = ended(launchers, 60)
+    for launcher, code, number in zip(launchers, codes, launch.PASSED_ON):
+        said = launcher.said.read_text()
+        assert code == 75 and "before training" not in said, (number, code, said)
+        assert said.count("\n") == 2 * (start - 1), "of the first start, and that there is another"
+        told = {file.name: file.read_text() for file in (tmp_path / number.name).glob("told-*")}
+        assert told == {"told-0": number.name, "told-1": number.name}, said

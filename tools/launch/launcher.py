@@ -294,16 +294,24 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
         if self.rendezvous.where:
             threading.Thread(target=self._hear, args=self.rendezvous.where, daemon=True).start()
-        # nohup ignores SIGHUP
-        ignored = [number for number in PASSED_ON if signal.getsignal(number) == signal.SIG_IGN]
+        held: list[int] = []
+
+        def on_signal(number: int, frame: object) -> None:
+            if self._pcontext:
+                self._pass_on(number)
+            else:  # there may be ranks, but their process ids are not known yet
+                held.append(number)
+
+        for number in PASSED_ON:
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, on_signal)
+        signal.signal(signal.SIGALRM, on_signal)
+        # torch sets handlers before it starts the first rank, and only of the signals named here
+        # (PContext.start in torch.distributed.elastic.multiprocessing.api)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
         ranks = super()._start_workers(worker_group)
-
-        def pass_on(number: int, frame: object) -> None:
+        for number in held:
             self._pass_on(number)
-
-        # torch has set its own handlers, also for signals that were ignored
-        for number in (*PASSED_ON, signal.SIGALRM):
-            signal.signal(number, signal.SIG_IGN if number in ignored else pass_on)
         return ranks
 
     def _pass_on(self, number: int) -> None:
@@ -443,7 +451,7 @@ def start(
         agent.standby = standby
         try:
             result = agent.run()
-        except SignalException as stopped:  # between the start of the first rank and of the last
+        except SignalException as stopped:  # SIGQUIT, the only signal left to torch's handler
             return stopped_before(stopped.sigval), False
         except SpareIsDone as done:
             return done.code, False
