@@ -53,6 +53,7 @@ from checkpoint.verify import Damaged
 from configs import schema
 from configs.schema import InputError
 from parallelisms.mesh import Mesh, world
+from reliability.guard import Diverged
 from reliability.objects import Key, ask_mirror, location
 from training.optimizers import materialise
 
@@ -520,8 +521,15 @@ class CheckpointManager:
         it must not lose that save."""
         if kind is None:
             self.close()
-        else:
-            self.wait(60)
+            return
+        # Copies are made more often than what raises this is looked for: an earlier checkpoint is
+        # what it left alone.
+        is_worthless = self.peers is not None and issubclass(kind, Diverged)
+        if is_worthless:
+            self.peers.discard()
+        self.wait(60)
+        if is_worthless:  # the one that was in flight
+            self.peers.discard()
 
     # Loading
 
@@ -543,8 +551,8 @@ class CheckpointManager:
         self._make_plan(live)
         candidates = [self.folder / name for name in names]
         if self.peers:
-            self.peers.check_room(self.plan.nbytes, self.group)
             candidates = self._with_copies(candidates, last)
+            self.peers.check_room(self.plan.nbytes, self.group)
         if candidates:
             return self._resume(candidates, live, optimizer)["progress"]
         if self.peers:  # parts of a copy that is not whole are of steps that this start does anew
@@ -564,6 +572,11 @@ class CheckpointManager:
         for name in self.peers.find(self.group):
             if last is None or _step(name) < last:
                 copies.append(self.peers.folder / name)
+            else:
+                self._say(
+                    logging.WARNING,
+                    f"the copy {name} in the memory of hosts is not used: the run ends at step {last}",
+                )
         # at the same step the copy comes first, for it is nearer
         return sorted([*copies, *kept], key=lambda path: verify.parse_name(path.name), reverse=True)
 

@@ -204,11 +204,17 @@ class PeerCopies:
             raise InputError(f"{self.folder} is not this user's folder: remove it")
 
     def check_room(self, size: int, group: dist.ProcessGroup) -> None:
-        """Raise InputError if a host has no memory for the copies that it will hold. size: bytes
-        that this rank writes."""
+        """Raise InputError if a host has no memory for the copies that it will hold. A run that has
+        copies had room, so for it that is no reason to end. size: bytes that this rank writes."""
         sizes = _all_gather(size, group)
         needed = bytes_of_host(sizes, self.here, self.shifts)
-        on_every_rank(group, self._check_room, needed)
+        try:
+            on_every_rank(group, self._check_room, needed)
+        except InputError as error:
+            if not self.copies:
+                raise
+            if self.here.rank == 0:
+                logger.error(f"{error}. The run goes on, but there may be no copies until then")
 
     def _check_room(self, needed: int) -> None:
         if self.here.local_rank:
@@ -438,6 +444,11 @@ class PeerCopies:
         """Say where the copies are, to somebody who removes the checkpoints."""
         return f", and {self.folder} on each host"
 
+    def discard(self) -> None:
+        """Remove the copies of this host. Calls no other rank."""
+        if self.here.local_rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
     def close(self, saved: int) -> None:
         """Remove the copies of this host when the run has ended, unless one is of a later step than
         the newest checkpoint. saved: its step, or -1."""
@@ -445,7 +456,7 @@ class PeerCopies:
             return
         steps = [verify.parse_name(name)[1] for name in verify.published(self.folder)]
         if max(steps, default=-1) <= saved:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.discard()
 
 
 class Pace:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from checkpoint import peers, verify
 from checkpoint.peers import FileTransfer, HostCopy, Offer
+from configs.schema import InputError
 from parallelisms.mesh import World
+from reliability.guard import Diverged
 from tests.checkpoints import build, fill, heard, on_a_host_of_its_own, open_manager
 from tests.faults import WRAPPER
 from tests.launched import Launcher, ended
@@ -138,8 +140,12 @@ def misfortunes(place: Path) -> None:
     died(checkpoints)
 
     # a start that ends before it has saved anything leaves the copy that it has gone on from
-    job, checkpoints, progress = open_copies(place)
+    no_room = pytest.MonkeyPatch()
+    no_room.setattr(peers, "free_host_memory", lambda: -(10**9))
+    with heard() as words:  # it had room before, so it goes on
+        job, checkpoints, progress = open_copies(place)
     assert progress == {"step": 15}
+    assert rank or "has room for" in words[0]
     checkpoints.close()
     assert copies_of(checkpoints) == [verify.step_name(15, 0)]
 
@@ -147,8 +153,17 @@ def misfortunes(place: Path) -> None:
     for path in checkpoints.peers.folder.glob("*/rank-00001*"):
         path.unlink()
     dist.barrier()
+    with pytest.raises(InputError, match="has room for"):
+        open_copies(place)
+    no_room.undo()
     job, checkpoints, progress = open_copies(place, peer_rate=1e-3)
     assert progress is None and not copies_of(checkpoints)
+
+    # what has been found to be corrupt is in no copy
+    copy(job, checkpoints, 2)
+    assert copies_of(checkpoints) == [verify.step_name(2, 0)]
+    checkpoints.__exit__(Diverged)
+    assert not checkpoints.peers.folder.exists()
 
     # the last save waits for the copy before it, at any rate, and is not copied itself
     fill(job, 3)

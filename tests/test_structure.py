@@ -120,6 +120,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "parallelisms.mesh",
         "reliability.disk",
         "reliability.goodput",  # which starts a run has had
+        "reliability.guard",  # what says that a state is worthless
         "reliability.objects",
         "reliability.stop",  # whether one was asked for while a stage ended
         "configs.boxes",  # how a tensor is cut
