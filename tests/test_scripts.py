@@ -213,6 +213,31 @@ def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(stand_in: Pat
     assert out.count("stopped by SIGINT") == 2, "both ranks saved, each told once"
 
 
+# of a rank, which waits where Python has its own handler of Ctrl-C and ours is not there yet
+SITE = """
+import os, signal, time
+if "RANK" in os.environ:
+    os.write(1, f"ready {os.environ['RANK']} {os.getpid()}\\n".encode())
+    deadline = time.monotonic() + 20
+    while signal.SIGINT not in signal.sigpending() and time.monotonic() < deadline:
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script, who", [("train.py", ""), ("tools/check.py", "launch: ")])
+def test_ctrl_c_while_python_starts_the_ranks_is_one_sentence(
+    script: str, who: str, tmp_path: Path
+) -> None:
+    """Also of a script that has no handler before it begins."""
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    path = f"{tmp_path}:{ROOT}"
+    started = Started(*LAUNCH, "--nproc-per-node=2", script, ranks=2, PYTHONPATH=path)
+    started.process.send_signal(signal.SIGINT)
+    code, out, err, _ = started.end()
+    assert (code, out, err) == (130, "", f"{who}interrupted before training began\n")
+
+
 @pytest.mark.slow
 def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
     """The terminal is closed: SIGHUP. The ranks of a run under nohup must not end with it."""

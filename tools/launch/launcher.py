@@ -309,7 +309,12 @@ class Agent(LocalElasticAgent):
         # torch sets handlers before it starts the first rank, and only of the signals named here
         # (PContext.start in torch.distributed.elastic.multiprocessing.api)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
-        ranks = super()._start_workers(worker_group)
+        # ranks inherit it and unblock it when they have a handler (tools/launch/rank.py)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            ranks = super()._start_workers(worker_group)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         for number in held:
             self._pass_on(number)
         return ranks

@@ -38,6 +38,7 @@ def main(launcher: int, script: str) -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         sys.exit("the launcher is gone")
+    unblock_interrupt()
     if STANDBY in os.environ:
         stand_by(int(os.environ[STANDBY]))
     if script == "-m":  # a module, which may import what is in this folder
@@ -50,6 +51,17 @@ def main(launcher: int, script: str) -> None:
     except Exception as error:
         _leave(_from_script_on(error, script), getattr(error, "failed_at", time.time()))
         raise
+
+
+def unblock_interrupt() -> None:
+    """Unblock SIGINT, which the launcher blocks because Python answers Ctrl-C by a traceback, and by
+    exit code 1, while it starts. One that came meanwhile ends the process without a word, as other
+    signals do; that of train.py has a handler by now (configs/program.py)."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
 
 
 def stand_by(pipe: int) -> None:
