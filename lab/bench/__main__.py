@@ -19,6 +19,7 @@ BENCHES = {
     "device.measure": "rates, steps of 8B's layers, steps compared with other trainers, saves",
     "device.planned": "planned memory and time against those of real steps; long sequences",
     "plan": "plans against published runs",
+    "restart": "seconds from the death of a rank to the next step, with and without standby",
     "step": "tokens/s of a step against a bare loop, Hugging Face and TorchTitan",
     "transfer": "best learning rates over the width of a model, with and without model.width_base",
     "tasks": "task scores of a model against lm-evaluation-harness's",
