@@ -3,8 +3,9 @@ the seconds of a restart are the import of torch (lab/bench/results/faults.txt).
 
 Each is started as a rank is, imports what takes long, and waits (tools/launch/rank.py). The next
 start of the ranks takes these processes instead of new ones, and sends each the environment of its
-rank. They import no module of this repository before that, so a restart runs the code that is there
-then. They use no GPU while they wait, and some 300 MB of memory each.
+rank. Before that they import of this repository only what starts a program (tools/launch/rank.py,
+configs/program.py), so a restart runs the code that is there then. They use no GPU while they wait,
+and some 300 MB of memory each.
 """
 
 import json
