@@ -1,5 +1,5 @@
 """Keep processes ready that have imported torch, so that a restart does not wait for that: most of
-the seconds of a restart are the import of torch (lab/bench/results/faults.txt).
+the seconds of a restart are the import of torch (lab/bench/results/restart.txt).
 
 Each is started as a rank is, imports what takes long, and waits (tools/launch/rank.py). The next
 start of the ranks takes these processes instead of new ones, and sends each the environment of its
