@@ -544,6 +544,7 @@ class CheckpointManager:
         Raises InputError where a fresh start would hide a mistake: the step is missing, none of the
         checkpoints can be read, or the checkpoint is of a different model, data or seed.
         """
+        began = time.monotonic()
         materialise(optimizer)
         live = state.tensors(model, optimizer)
         size = sum(tensor.numel() * tensor.element_size() for tensor in live.values())
@@ -554,7 +555,14 @@ class CheckpointManager:
             candidates = self._with_copies(candidates, last)
             self.peers.check_room(self.plan.nbytes, self.group)
         if candidates:
-            return self._resume(candidates, live, optimizer)["progress"]
+            manifest = self._resume(candidates, live, optimizer)
+            if self.last_step != manifest["step"]:  # a copy
+                seconds = time.monotonic() - began
+                self._say(
+                    logging.INFO,
+                    f"step {manifest['step']} comes from the memory of the hosts, in {seconds:.2f} s",
+                )
+            return manifest["progress"]
         if self.peers:  # parts of a copy that is not whole are of steps that this start does anew
             self.peers.forget(self.group)
         if self.cfg.branch_from:
@@ -617,8 +625,6 @@ class CheckpointManager:
         self.ancestors = [n for n in [*manifest["ancestors"], path.name] if n in kept]
         self.last_step = manifest["step"] if path.name in kept else -1
         self.loaded = str(path)
-        if self._is_copy(path):
-            self._say(logging.INFO, f"{path.name} comes from the memory of the hosts")
         if self.peers:
             self.peers.forget(self.group, but=path.name)
         if step >= 0 and went_back:

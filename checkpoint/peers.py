@@ -176,9 +176,8 @@ class PeerCopies:
         self.prefix = f"plumbline-{os.getuid()}-{_digest(str(place.resolve()))}-"
         self.folder = host_memory() / f"{self.prefix}{identity}"
         self.copies: dict[str, HostCopy] = {}
-        self.hurry = (
-            threading.Event()
-        )  # set while training waits for a copy: no rate bounds it then
+        # set while training waits for a copy: no rate bounds it then
+        self.hurry = threading.Event()
         on_every_rank(group, self._open)
         memory = os.stat(self.folder.parent)
         _check_distinct((_machine(), memory.st_dev, memory.st_ino), here, group)
