@@ -446,10 +446,11 @@ class CheckpointManager:
         concurrent.futures.wait([future])
         self.in_flight = None
         error = future.exception()
-        if is_kept and not self.mesh.any_rank(_of_kept(error)):
+        has_failed = self.mesh.any_rank(error is not None)
+        if is_kept and not (has_failed and self.mesh.any_rank(_of_kept(error))):
             self.failures = 0
             self.last_step = step
-        if not self.mesh.any_rank(error is not None):
+        if not has_failed:
             return
         cause = f"{error}" if error else "another rank failed, and its log says why"
         if self.mesh.any_rank(error is None):

@@ -198,6 +198,8 @@ class Cluster:
         self.script = place / "wrapper.py"
         self.script.write_text(WRAPPER)
         copies = ["--checkpoint.peers=1", "--checkpoint.peer_interval=2"]
+        # a step waits for its copy: beside training one is left out while another is under way
+        copies += ["--checkpoint.async_save=false"]
         data = place / "data"
         data.mkdir()
         batch = ["--training.global_batch_size=12", "--training.local_batch_size=1"]
