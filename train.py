@@ -377,7 +377,7 @@ class Session:
         self.describe(missing=True)
         self.checkpoints.save(*self.state(step), last)
 
-    def state(self, step: int) -> tuple[int, Any, Any, dict]:
+    def state(self, step: int) -> Any:
         """Return what is saved after `step`, with what is no tensor as JSON."""
         progress = {
             "step": step,
