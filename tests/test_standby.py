@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.ranks import WORKERS
 from tests.runs import ROOT, STEPS, free_port, series, tiny_run
 from tools.launch.standby import FD, Standby
 
@@ -54,7 +55,7 @@ def test_a_process_that_waits_becomes_a_rank(command, tmp_path):
         assert first is waits and not standby.waiting
     same = {"rank": "3", "words": ["word"], "standby": False, "ours": []}
     for process, had_torch in (first, True), (second, False):
-        assert process.wait(60) == 0
+        assert process.wait(60 * WORKERS) == 0
         answer = json.loads((tmp_path / f"answer-{process.pid}").read_text())
         assert answer == {"pid": process.pid, "had torch": had_torch} | same
 
@@ -69,7 +70,7 @@ def test_a_process_that_waits_trains(tmp_path, monkeypatch):
     with prepared([sys.executable, *rank], 1) as standby:
         [(waits, _)] = standby.waiting
         process = standby.take(None, rank, os.environ | alone | meets)
-        assert process is waits and process.wait(90) == 0
+        assert process is waits and process.wait(90 * WORKERS) == 0
     assert len(series(tmp_path / "run")) == STEPS
 
 
@@ -84,7 +85,7 @@ def test_those_that_wait_end_with_the_launcher(command):
     )
     os.close(theirs)
     os.close(ours)
-    assert "the launcher is gone" in launcher_gone.communicate(timeout=60)[1].decode()
+    assert "the launcher is gone" in launcher_gone.communicate(timeout=60 * WORKERS)[1].decode()
 
 
 def test_the_last_start_prepares_none(command):

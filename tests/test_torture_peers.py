@@ -1,6 +1,6 @@
 """Copies in the memory of hosts under kill -9: seeded trials, each with its oracle.
 
-    python -m pytest tests/test_torture_peers.py -m torture           exhaustive: 1,000 trials
+    python -m pytest tests/test_torture_peers.py -m torture           exhaustive: 500 trials
 
 Ranks do nothing but copy, as fast as they can; the state of step s is filled with s. Some are killed
 at a random moment, and some of these hosts lose their memory. A trial takes some seconds; its seed
@@ -138,7 +138,7 @@ def trial(place: Path, seed: int) -> None:
 
 
 QUICK = (2, 7)  # these notice a copy that is removed too soon, and one that is not whole
-MARKS = {range(40): pytest.mark.torture, range(40, 500): pytest.mark.exhaustive}
+MARKS = {range(12): pytest.mark.torture, range(12, 500): pytest.mark.exhaustive}
 TRIALS = [*QUICK]
 for numbers, mark in MARKS.items():
     TRIALS += [pytest.param(seed, marks=mark) for seed in numbers if seed not in QUICK]
