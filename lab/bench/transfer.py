@@ -110,8 +110,8 @@ def picture(measured: dict[tuple[str, int], list[float]], widths: list[int]) -> 
         plot.curve(points, COLORS[widths.index(width)], "none" if WAYS[way] else "5 4")
     for row, (width, color) in enumerate(zip(widths, COLORS, strict=False)):
         y = TOP + 20 * (row + 1)
-        plot.picture.rect((LEFT + 14, y - 10, 12, 12), color)
-        plot.picture.text(LEFT + 32, y, f"width {width}", "s")
+        plot.picture.rect((LEFT + 260, y - 10, 12, 12), color)
+        plot.picture.text(LEFT + 278, y, f"width {width}", "s")
     return plot.picture.svg()
 
 

@@ -15,7 +15,7 @@ from tools.svg import RULE, Picture, legend, ticks
 
 PAGE = "ladder.html"
 WIDTH, HEIGHT = 720, 340
-LEFT, TOP, RIGHT, BOTTOM = 64, 16, 16, 44
+LEFT, TOP, RIGHT, BOTTOM = 64, 16, 28, 44
 COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a")
 STYLE = """
 :root{color-scheme:light dark}
