@@ -377,7 +377,7 @@ class Session:
         self.describe(missing=True)
         self.checkpoints.save(*self.state(step), last)
 
-    def state(self, step: int) -> Any:
+    def state(self, step: int) -> tuple[int, Any, Any, dict]:
         """Return what is saved after `step`, with what is no tensor as JSON."""
         progress = {
             "step": step,
@@ -473,7 +473,6 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 clock.saved()
             elif cfg.checkpoint.peers and every(step, cfg.checkpoint.peer_interval):
                 checkpoints.copy_to_peers(*run.state(step))
-                clock.record("save")
             if every(step, GC_STEPS):
                 gc.collect()
         batches.close()
