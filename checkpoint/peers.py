@@ -24,7 +24,6 @@ it in the file `.peers`.
 import collections
 import contextlib
 import dataclasses
-import hashlib
 import logging
 import os
 import shutil
@@ -173,7 +172,7 @@ class PeerCopies:
         self.shifts = shifts(cfg.peers, cfg.peer_stride, self.hosts)
         identity = on_rank_0(group, identity_of, place)
         # the user too: /dev/shm is for all of them
-        self.prefix = f"plumbline-{os.getuid()}-{_digest(str(place.resolve()))}-"
+        self.prefix = f"plumbline-{os.getuid()}-{verify.digest(str(place.resolve()).encode())}-"
         self.folder = host_memory() / f"{self.prefix}{identity}"
         self.copies: dict[str, HostCopy] = {}
         # set while training waits for a copy: no rate bounds it then
@@ -205,7 +204,7 @@ class PeerCopies:
     def check_room(self, size: int, group: dist.ProcessGroup) -> None:
         """Raise InputError if a host has no memory for the copies that it will hold. A run that has
         copies had room, so for it that is no reason to end. size: bytes that this rank writes."""
-        sizes = _all_gather(size, group)
+        sizes = storage.of_every_rank(size, group)
         needed = bytes_of_host(sizes, self.here, self.shifts)
         try:
             on_every_rank(group, self._check_room, needed)
@@ -268,7 +267,7 @@ class PeerCopies:
 
     def _exchange(self, draft: Path, size: int, group: dist.ProcessGroup) -> None:
         """Send this rank's file to its peers, and write those that come from others."""
-        sizes = _all_gather(size, group)
+        sizes = storage.of_every_rank(size, group)
         own = on_every_rank(group, _mapped, draft / verify.file_name(self.here.rank))
         links = []
         for shift in self.shifts:
@@ -515,13 +514,6 @@ def _allocated(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def _all_gather(number: int, group: dist.ProcessGroup) -> list[int]:
-    """Return this number of every rank."""
-    numbers = torch.empty(dist.get_world_size(group), 1, dtype=torch.int64)
-    dist.all_gather(list(numbers), torch.tensor([number]), group)
-    return numbers.flatten().tolist()
-
-
 def _check_distinct(memory: tuple, here: World, group: dist.ProcessGroup) -> None:
     """Raise InputError where two hosts would keep copies in one memory."""
     memories: list = [None] * here.size
@@ -541,10 +533,6 @@ def _machine() -> str:
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return ""
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _short(numbers: Sequence[int]) -> str:

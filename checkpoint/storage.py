@@ -168,6 +168,13 @@ def distances(replicas: list[tuple[int, int]]) -> list[int]:
     return sorted(found)
 
 
+def of_every_rank(number: int, group: dist.ProcessGroup) -> list[int]:
+    """Return this number, of 64 bits, of every rank of `group`, in 8 bytes from each."""
+    numbers = torch.empty(dist.get_world_size(group), 1, dtype=torch.int64)
+    dist.all_gather(list(numbers), torch.tensor([number]), group)
+    return numbers.flatten().tolist()
+
+
 def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dict]:
     """Return the rows of all ranks of `group`; every rank calls it. Ranks of another pipeline stage
     hold other tensors.
@@ -178,10 +185,8 @@ def share_rows(rows: dict[str, dict], group: dist.ProcessGroup) -> dict[str, dic
     """
     digits = verify.digest(json.dumps(rows).encode())
     mine = int.from_bytes(bytes.fromhex(digits), "big", signed=True)
-    kinds = torch.empty(dist.get_world_size(group), 1, dtype=torch.int64)
-    dist.all_gather(list(kinds), torch.tensor([mine]), group)
     first_of_kind: dict[int, int] = {}
-    for rank, kind in enumerate(kinds.flatten().tolist()):
+    for rank, kind in enumerate(of_every_rank(mine, group)):
         first_of_kind.setdefault(kind, rank)
     if len(first_of_kind) == 1:
         return rows

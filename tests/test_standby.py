@@ -11,7 +11,8 @@ import pytest
 
 from tests.ranks import WORKERS
 from tests.runs import ROOT, STEPS, free_port, series, tiny_run
-from tools.launch.standby import FD, Standby
+from tools.launch.rank import STANDBY
+from tools.launch.standby import Standby
 
 SCRIPT = """
 import json, os, sys
@@ -81,7 +82,7 @@ def test_those_that_wait_end_with_the_launcher(command):
     assert waits.returncode == -signal.SIGKILL
     theirs, ours = os.pipe()
     launcher_gone = subprocess.Popen(
-        command, env=os.environ | {FD: str(theirs)}, pass_fds=[theirs], stderr=subprocess.PIPE
+        command, env=os.environ | {STANDBY: str(theirs)}, pass_fds=[theirs], stderr=subprocess.PIPE
     )
     os.close(theirs)
     os.close(ours)

@@ -411,12 +411,12 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
     """Run the script on every rank of this node until all are done; start it again when a rank has
     failed, at most --max-restarts times. Returns the exit code."""
     logging.disable(logging.ERROR)  # torchrun's messages are replaced by those below
-    command = ["-u", "-m", "tools.launch.rank", str(os.getpid()), *script]
-    with Standby([sys.executable, *command], options.nproc_per_node) as standby:
+    command = [sys.executable, "-u", "-m", "tools.launch.rank", str(os.getpid()), *script]
+    with Standby(command, options.nproc_per_node) as standby:
         for number in range(options.max_restarts + 1):
             began = time.monotonic()
             standby.begin(more=number < options.max_restarts)
-            code, worth_retrying = start(options, script, command, standby)
+            code, worth_retrying = start(options, script, standby)
             if not worth_retrying or number == options.max_restarts:
                 break
             log(
@@ -426,11 +426,9 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
     return code
 
 
-def start(
-    options: argparse.Namespace, script: list[str], command: list[str], standby: Standby
-) -> tuple[int, bool]:
-    """Run one start. Returns its exit code, and whether another start may succeed. command: Python's
-    arguments for a rank of this script."""
+def start(options: argparse.Namespace, script: list[str], standby: Standby) -> tuple[int, bool]:
+    """Run one start. Returns its exit code, and whether another start may succeed. standby: has the
+    command of a rank of this script."""
     before = {number: signal.getsignal(number) for number in (*PASSED_ON, signal.SIGALRM)}
     if before[signal.SIGINT] == signal.default_int_handler:
         # it does not run while this waits for other nodes; that of configs/program.py does
@@ -443,8 +441,8 @@ def start(
             role="rank",
             local_world_size=options.nproc_per_node,
             rdzv_handler=rendezvous,
-            entrypoint=sys.executable,
-            args=tuple(command),
+            entrypoint=standby.command[0],
+            args=tuple(standby.command[1:]),
             max_restarts=0,
         )
         # Nodes that are done wait for the others at a barrier. This is the limit where one failed.

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
-STANDBY = "PLUMBLINE_STANDBY"  # as in tools/launch/standby.py, which imports torch
+STANDBY = "PLUMBLINE_STANDBY"  # in the environment of a process that stands by: its pipe
 # what takes long of all that train.py imports, and is not of this repository
 SLOW = (
     "torch",

@@ -16,7 +16,8 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-FD = "PLUMBLINE_STANDBY"  # in the environment: the pipe on which the word will come
+from tools.launch.rank import STANDBY
+
 # seconds after a start in which ranks need the cores to start themselves
 AFTER = 20.0
 
@@ -25,7 +26,7 @@ class Standby:
     """The processes that wait for the next start of this node's ranks, while the context lasts."""
 
     def __init__(self, command: list[str], count: int) -> None:
-        """command: of a rank; count: the ranks."""
+        """command: of a rank, with its interpreter; count: the ranks."""
         self.command = command
         self.count = count
         self.wanted = 0
@@ -59,7 +60,7 @@ class Standby:
         while len(self.waiting) < self.wanted:
             theirs, ours = os.pipe()
             # RANK: a process without it is no rank, and would check the arguments for itself
-            environment = os.environ | {FD: str(theirs), "RANK": "0"}
+            environment = os.environ | {STANDBY: str(theirs), "RANK": "0"}
             process = subprocess.Popen(
                 self.command, env=environment, pass_fds=[theirs], start_new_session=True
             )

@@ -64,7 +64,9 @@ def segment(mtbf: float, seconds: float, back: float, lost: float) -> tuple[floa
     fail again. lost: the share of failures that send it back to storage.
     """
     fails = -math.expm1(-seconds / mtbf)
-    ends = lost + (1 - lost) * math.exp(-back / mtbf)  # a restart otherwise than in another one
+    ends = lost + (1 - lost) * math.exp(
+        -back / mtbf
+    )  # in storage, or by a restart that no failure interrupts
     leaves = ends * math.exp(-seconds / mtbf) + fails * lost
     return mtbf * fails / leaves, fails * lost / leaves
 
