@@ -64,9 +64,8 @@ def segment(mtbf: float, seconds: float, back: float, lost: float) -> tuple[floa
     fail again. lost: the share of failures that send it back to storage.
     """
     fails = -math.expm1(-seconds / mtbf)
-    ends = lost + (1 - lost) * math.exp(
-        -back / mtbf
-    )  # in storage, or by a restart that no failure interrupts
+    # in storage, or by a restart that no failure interrupts
+    ends = lost + (1 - lost) * math.exp(-back / mtbf)
     leaves = ends * math.exp(-seconds / mtbf) + fails * lost
     return mtbf * fails / leaves, fails * lost / leaves
 
