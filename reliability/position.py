@@ -9,6 +9,7 @@ those that have not ended, as PyTorch's flight recorder has them for gloo and fo
 and inside compiled graphs. `python -m tools.hang` puts the ranks' files together.
 """
 
+import ipaddress
 import json
 import mmap
 import os
@@ -342,9 +343,16 @@ def _ticks(process: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+TABLES = (Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6"))
+
+
 def unanswered() -> list[str]:
-    """List the addresses to which the kernel retransmits what this process has written, because no
-    acknowledgement arrives."""
+    """List the addresses that acknowledge nothing of what this process has written.
+
+    The kernel sends again what was under way when the network failed (`retrnsmt`, the column that
+    /proc/net/tcp names so). Where the route is gone, it sends nothing, and probes (`timeout`, the
+    number of probes without an answer). A receiver whose window is full answers each probe.
+    """
     own = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
@@ -352,11 +360,22 @@ def unanswered() -> list[str]:
         except FileNotFoundError:
             continue
     peers = set()
-    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        waiting = int(fields[4].partition(":")[0], 16)
-        sent_again = int(fields[6], 16)
-        if f"socket:[{fields[9]}]" in own and waiting and sent_again:
-            packed = bytes.fromhex(fields[2].partition(":")[0])
-            peers.add(socket.inet_ntoa(packed[:: 1 if sys.byteorder == "big" else -1]))
+    tables = [table for table in TABLES if table.exists()]
+    for table in tables:
+        for line in table.read_text().splitlines()[1:]:
+            fields = line.split()
+            waiting = int(fields[4].partition(":")[0], 16)
+            sent_again, probes = int(fields[6], 16), int(fields[8])
+            silent = sent_again or probes > 1
+            if f"socket:[{fields[9]}]" in own and waiting and silent:
+                peers.add(_address(fields[2].partition(":")[0]))
     return sorted(peers)
+
+
+def _address(words: str) -> str:
+    """Return the address that /proc/net/tcp shows as 32-bit words in the order of this machine."""
+    packed = b"".join(
+        int(words[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(words), 8)
+    )
+    address = ipaddress.ip_address(packed)
+    return str(getattr(address, "ipv4_mapped", None) or address)

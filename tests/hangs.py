@@ -1,8 +1,8 @@
 """Ranks that hang in many ways, for tests/test_hang.py. Ranks import it by name."""
 
-import ctypes
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,7 +17,7 @@ import train
 from checkpoint.manager import CheckpointManager
 from models.layers import AttentionCore, Block
 from reliability import position
-from tests import runs
+from tests import hosts, runs
 
 ROUNDS = 3  # of collectives that all ranks run before one does something else
 PATIENCE = timedelta(seconds=300)
@@ -91,9 +91,7 @@ def two_groups(rank: int) -> None:
 def cut_off(folder: Path, rank: int, size: int, names: list[str]) -> None:
     """Run a rank on one of two hosts (tests/hosts.py), whose collectives go on until the cable is
     cut."""
-    with open(f"/run/netns/{names[rank * len(names) // size]}") as namespace:
-        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
-            raise OSError(ctypes.get_errno(), f"cannot enter {names}")
+    hosts.enter(names[rank * len(names) // size])
     os.environ["GLOO_SOCKET_IFNAME"] = "cable"
 
     def way(rank: int) -> None:
@@ -102,6 +100,25 @@ def cut_off(folder: Path, rank: int, size: int, names: list[str]) -> None:
             one_round()
 
     light_rank(folder, rank, size, way)
+
+
+def send_over_a_cable(folder: Path, names: list[str], mapped: bool) -> None:
+    """Write to the other host once the cable is cut, by a socket of IPv6 where `mapped`, and list
+    the unanswered addresses, before and after, a line each."""
+    hosts.enter(names[1])
+    server = socket.create_server((hosts.ADDRESSES[1], 0))
+    hosts.enter(names[0])
+    connection = socket.socket(socket.AF_INET6 if mapped else socket.AF_INET)
+    connection.connect(("::ffff:" * mapped + hosts.ADDRESSES[1], server.getsockname()[1]))
+    with open(folder / "listed", "a") as listed:
+        print(*position.unanswered(), file=listed, flush=True)
+        (folder / "connected").touch()
+        while not (folder / "cut").exists():
+            time.sleep(0.05)
+        connection.send(b"what is not acknowledged")
+        while True:
+            time.sleep(0.1)
+            print(*position.unanswered(), file=listed, flush=True)
 
 
 # One run that hangs in several ways, one after another ---------------------------------------------

@@ -53,8 +53,9 @@ class Hosts:
             ip("-n", name, "link", "set", "lo", "up")
         self.cable("up")
 
-    def cable(self, state: str) -> None:
-        for name in self.names:
+    def cable(self, state: str, ends: tuple[int, ...] = (0, 1)) -> None:
+        """Set the cable up or down at these ends. Without one's own end the route is gone."""
+        for name in (self.names[end] for end in ends):
             ip("-n", name, "link", "set", "cable", state)
 
     def limit(self, rate: str) -> None:
@@ -90,9 +91,9 @@ class Hosts:
                 script,
                 *options,
             ]
-            enter = partial(_enter, name)
+            begin = partial(_launch_from, name)
             here = settings | {"GLOO_SOCKET_IFNAME": "cable"}
-            self.running.append(Launcher(words, Path(f"{said}-{node}"), enter, **here))
+            self.running.append(Launcher(words, Path(f"{said}-{node}"), begin, **here))
         return self.running
 
     def kill(self, node: int) -> None:
@@ -122,12 +123,17 @@ class Hosts:
             process.wait()
 
 
-def _enter(name: str) -> None:
-    """Enter the namespace, by a process that has no thread yet, and print where errors go."""
-    os.dup2(2, 1)
+def enter(name: str) -> None:
+    """Enter the network namespace of a host, by a process that has no other thread yet."""
     with open(f"/run/netns/{name}") as namespace:
         if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), 0):
             raise OSError(ctypes.get_errno(), f"cannot enter {name}")
+
+
+def _launch_from(name: str) -> None:
+    """Enter a host, and print where errors go."""
+    os.dup2(2, 1)
+    enter(name)
 
 
 @pytest.fixture(scope="module")

@@ -197,6 +197,30 @@ def test_the_network_is_named(hosts: Hosts, tmp_path: Path) -> None:
     assert of_network(verdict), "\n".join(verdict.lines)
 
 
+@pytest.mark.parametrize("mapped", [False, True], ids=["IPv4", "IPv6 socket"])
+@pytest.mark.parametrize("end", [0, 1], ids=["own end", "other end"])
+def test_an_address_that_acknowledges_nothing_is_listed(
+    end: int, mapped: bool, hosts: Hosts, tmp_path: Path
+) -> None:
+    """Cut the cable at one end, before data is written: the kernel probes without a route, and
+    sends again with one."""
+    sends = fork_server.start(hangs.send_over_a_cable, tmp_path, hosts.names, mapped)
+    try:
+        wait_until((tmp_path / "connected").exists)
+        hosts.cable("down", (end,))
+        (tmp_path / "cut").touch()
+        wait_until(lambda: ADDRESSES[1] in _listed(tmp_path))
+    finally:
+        fork_server.end(sends)
+        hosts.cable("up")
+    assert _listed(tmp_path)[0] == ""
+
+
+def _listed(folder: Path) -> list[str]:
+    listed = folder / "listed"
+    return listed.read_text().split("\n") if listed.exists() else []
+
+
 def of_network(verdict: hang.Verdict) -> bool:
     said = "\n".join(verdict.lines)
     here, there = ADDRESSES
