@@ -556,13 +556,12 @@ class CheckpointManager:
             candidates = self._with_copies(candidates, last)
             self.peers.check_room(self.plan.nbytes, self.group)
         if candidates:
-            manifest = self._resume(candidates, live, optimizer)
-            if self.last_step != manifest["step"]:  # a copy
+            path, manifest = self._resume(candidates, live, optimizer)
+            if self.peers:
+                where = "the memory of the hosts" if self._is_copy(path) else self.folder
                 seconds = time.monotonic() - began
-                self._say(
-                    logging.INFO,
-                    f"step {manifest['step']} comes from the memory of the hosts, in {seconds:.2f} s",
-                )
+                step = manifest["step"]
+                self._say(logging.INFO, f"step {step} comes from {where}, in {seconds:.2f} s")
             return manifest["progress"]
         if self.peers:  # parts of a copy that is not whole are of steps that this start does anew
             self.peers.forget(self.group)
@@ -612,8 +611,8 @@ class CheckpointManager:
 
     def _resume(
         self, found: list[Path | Key], live: dict, optimizer: torch.optim.Optimizer
-    ) -> dict:
-        """Load the first of these checkpoints that is whole, and return its manifest."""
+    ) -> tuple[Path | Key, dict]:
+        """Load the first of these checkpoints that is whole; return its path and its manifest."""
         step = self.cfg.load_step
         candidates = found
         if step >= 0:
@@ -635,7 +634,7 @@ class CheckpointManager:
                 "restart: remove it once there is a newer checkpoint",
             )
         self._say_changes(manifest, optimizer)
-        return manifest
+        return path, manifest
 
     def _say_changes(self, manifest: dict, optimizer: torch.optim.Optimizer) -> None:
         """Log the changed options in one line, where the checkpoint has the options that it was

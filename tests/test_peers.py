@@ -5,6 +5,7 @@ when its launcher and its ranks are killed and that folder is removed.
 """
 
 import itertools
+import logging
 import os
 import re
 import shutil
@@ -176,6 +177,25 @@ def misfortunes(place: Path) -> None:
     checkpoints.close()
     dist.barrier()
     assert not checkpoints.peers.folder.exists()
+
+    # a start says where its state comes from, also where memory and disk have the same step
+    logging.getLogger("plumbline").setLevel(logging.INFO)
+    with heard() as words:
+        job, checkpoints, progress = open_copies(place)
+    assert progress == {"step": 4} and Path(checkpoints.loaded).parent == place / "checkpoints"
+    assert rank or words == [
+        f"step 4 comes from {place / 'checkpoints'}, in {words[0].split()[-2]} s"
+    ]
+    fill(job, 5)
+    checkpoints.save(5, job.model, job.optimizer, {"step": 5})
+    checkpoints.wait_for_copy()
+    checkpoints._finish()
+    died(checkpoints)
+    with heard() as words:
+        job, checkpoints, progress = open_copies(place)
+    assert progress == {"step": 5} and Path(checkpoints.loaded).parent == checkpoints.peers.folder
+    assert rank or "step 5 comes from the memory of the hosts" in words[0]
+    died(checkpoints)
 
 
 @pytest.mark.cap(60)
