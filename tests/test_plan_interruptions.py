@@ -3,14 +3,17 @@ formula of one level, and against published runs."""
 
 import math
 import random
+import re
 import statistics
+from pathlib import Path
 
 import pytest
 
 from tools import goodput
 from tools.plan.__main__ import main
-from tools.plan.interruptions import SaveLevel, lost_with_copies, two_levels
+from tools.plan.interruptions import RESTARTED, SaveLevel, lost_with_copies, two_levels
 
+ROOT = Path(__file__).resolve().parent.parent
 DAY = 86400.0
 
 
@@ -107,8 +110,13 @@ def test_published_runs_are_plausible():
 def test_the_plan_shows_the_comparison(capsys):
     small = ["--training.seq_len=64", "--model.n_layers=2", "--gpus=4", "--gpus-per-node=2"]
     copies = ["--checkpoint.peers=1", "--checkpoint.peer_interval=20", "--checkpoint.peer_rate=500"]
-    assert main([*small, *copies, "--peers=2", "--lost-together=0.5"]) == 0
+    fast = ["--restart-minutes=0.001"]
+    assert main([*small, *copies, *fast, "--peers=2", "--lost-together=0.5"]) == 0
     said = capsys.readouterr().out
+    # not faster than what was measured, with the load of the copy after it
+    assert len(re.findall(r"copies, restart .*  1\.8 s  ", said)) == 4 and "at least 1.78 s" in said
+    measured = (ROOT / "lab/bench/results/restart.txt").read_text()
+    assert f"median {RESTARTED} s      ratio" in measured
     assert "2 other hosts, every 20 steps, at 0.5 GB/s per rank (peer_rate)" in said
     assert "50.0% of failures" in said and "not built" in said
     rows = [line for line in said.splitlines() if "storage alone" in line]

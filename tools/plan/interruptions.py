@@ -25,12 +25,12 @@ from tools.plan.report import size_text, time_text
 COLUMNS = ("GPUs", "a failure in", "back to", "saved every", "back in", "goodput", "lost", "memory")
 # GB/s at which a rank sends copies to another host, over gloo and TCP: assumed
 PEER_GB_PER_S = 1.0
-# Seconds until a killed rank is noticed, and from there to the end of the first step, of 2 ranks on
-# two CPU cores (lab/bench/results/faults.txt), before tools/launch/standby.py imported torch ahead
-# of a restart. --restart-minutes is for large runs, which take longer: 10 minutes on some 100,000
-# GPUs (arXiv:2602.00277, abstract).
+# Seconds until a killed rank is noticed, of 2 ranks on two CPU cores (lab/bench/results/faults.txt).
 NOTICED = 0.43
-RESTARTED = 6.74
+# Seconds from kill -9 of a rank to the end of the next step there, in one allocation, with processes
+# that stand by (lab/bench/results/restart.txt; 4.30 without them). --restart-minutes is for large
+# runs, which take longer: 10 minutes on some 100,000 GPUs (arXiv:2602.00277, abstract).
+RESTARTED = 1.78
 # Storage is written at least daily: other things than failures need checkpoints, too.
 DAY = 86400.0
 
@@ -160,7 +160,7 @@ class ScaledRun:
     def processes(self) -> float:
         """Return the seconds of a restart without reading storage: what --restart-minutes leaves, and
         at least what was measured on two cores."""
-        return max(self.restart - self.write, NOTICED + RESTARTED)
+        return max(self.restart - self.write, RESTARTED)
 
     def alone(self) -> Outlook:
         level = self.storage()
@@ -232,7 +232,8 @@ def assumptions(plan: Plan, peers: int, together: float) -> list[str]:
         f"  copies: in the memory of {number_of(peers, 'other host')}, {often}, at "
         f"{rate}; memory: of each host, for {GENERATIONS} generations",
         f"  a restart takes {time_text(run.restart)} (--restart-minutes), of which storage is read "
-        f"{time_text(run.write)}; from copies the rest, at least {NOTICED + RESTARTED:.1f} s",
+        f"{time_text(run.write)}; from copies the rest, at least {RESTARTED} s, as measured from kill "
+        "-9 to the next step in one allocation (lab/bench/results/restart.txt)",
         f"  a host that dies in silence is noticed after {time_text(plan.cfg.run.step_timeout_seconds)} "
         "(run.step_timeout_seconds), which --restart-minutes includes",
         f"  {together:.1%} of failures take a host and those with its copies (--lost-together), and "
