@@ -171,15 +171,14 @@ class PeerCopies:
         self.hosts = here.size // here.local_size
         self.shifts = shifts(cfg.peers, cfg.peer_stride, self.hosts)
         identity = on_rank_0(group, identity_of, place)
-        # the user too: /dev/shm is for all of them
-        self.prefix = f"plumbline-{os.getuid()}-{verify.digest(str(place.resolve()).encode())}-"
+        self.prefix = prefix_of(place)
         self.folder = host_memory() / f"{self.prefix}{identity}"
         self.copies: dict[str, HostCopy] = {}
         # set while training waits for a copy: no rate bounds it then
         self.hurry = threading.Event()
         on_every_rank(group, self._open)
         memory = os.stat(self.folder.parent)
-        _check_distinct((_machine(), memory.st_dev, memory.st_ino), here, group)
+        _check_distinct((machine(), memory.st_dev, memory.st_ino), here, group)
 
     def _open(self) -> None:
         """Make the folder, and remove the copies of runs that were in the same place before."""
@@ -472,6 +471,12 @@ class Pace:
             self.hurry.wait(max(0.0, due - time.monotonic()))
 
 
+def prefix_of(place: Path | Key) -> str:
+    """Return what the names of a run's folders of copies begin with: the user too, as /dev/shm is
+    for all of them. place: its checkpoints."""
+    return f"plumbline-{os.getuid()}-{verify.digest(str(place.resolve()).encode())}-"
+
+
 def identity_of(place: Path | Key) -> str:
     """Return the number of the run whose checkpoints these are, made at the first call. Rank 0 has
     the lease."""
@@ -528,7 +533,7 @@ def _check_distinct(memory: tuple, here: World, group: dist.ProcessGroup) -> Non
         )
 
 
-def _machine() -> str:
+def machine() -> str:
     """Return what tells this machine from all others, anew at each of its starts (proc(5))."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()

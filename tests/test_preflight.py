@@ -29,13 +29,13 @@ import torch.distributed as dist
 
 import train
 from configs.load import load_config
-from configs.schema import InputError
+from configs.schema import Checkpoint, InputError
 from parallelisms.mesh import World
 from tests.hosts import hosts  # noqa: F401  a fixture
 from tests.ranks import WORKERS, run_ranks
 from tests.runs import as_typed, environment
 from tools.plan.device import load_device
-from tools.preflight import answers, job, machine, network
+from tools.preflight import answers, copies, job, machine, network
 from tools.preflight import checks as preflight
 from tools.preflight.__main__ import main
 from tools.preflight.probe import Probe
@@ -71,6 +71,21 @@ def replaced(module: object, name: str, new: Callable) -> Callable:
 def elsewhere(patch: pytest.MonkeyPatch, place: Path) -> None:
     """The same relative paths, on another file system so to speak."""
     patch.chdir(place / "elsewhere")
+
+
+def with_copies(exists: bool, free: int) -> Callable:
+    """Let each host keep copies in a folder of its own; on host b it is not there, or has no room."""
+
+    def sabotage(patch: pytest.MonkeyPatch, place: Path) -> None:
+        memory = place / f"memory-{socket.gethostname()}"
+        patch.setenv("PLUMBLINE_HOST_MEMORY", str(memory))
+        option("--checkpoint.peers=1")(patch, place)
+        if exists or memory.name == "memory-a":
+            memory.mkdir(exist_ok=True)
+        if memory.name == "memory-b":
+            patch.setattr(shutil, "disk_usage", lambda path: USAGE(9, 9, free))
+
+    return sabotage
 
 
 def table(rank_to: dict[int, dict]) -> Callable:
@@ -206,6 +221,18 @@ FAULTS = {
         lambda patch, place: patch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1"),
         "host",
         r"the host name of rank 2 \(host b\) resolves to 127.0.1.1 there",
+    ),
+    "no memory for copies": Fault(
+        ALL,
+        with_copies(False, 10**9),
+        "copies",
+        r"memory-b of rank 2 \(host b\) cannot be written \(No such file or directory\): set PLUMB",
+    ),
+    "no room for copies": Fault(
+        ALL,
+        with_copies(True, 50_000),
+        "copies",
+        r"memory-b of rank 2 \(host b\) has room for 50 kB, and 2 copies of 2 hosts' state need 7\d\d kB",
     ),
     "slow arithmetic": Fault(
         (2,),
@@ -482,6 +509,19 @@ def host_of(ranks: int, device: str = "cuda") -> Probe:
     )
 
 
+def test_memory_for_copies_that_is_a_disk_or_another_hosts_is_named():
+    probe = host_of(24)
+    probe.cfg = load_config(TINY).model_copy(update={"checkpoint": Checkpoint(peers=1)})
+    _, probe.args = train.architecture(probe.cfg)
+    probe.leaders = [0, 8, 16]
+    found = {"folder": "/dev/shm", "why": "", "type": "tmpfs", "room": 10**9, "memory": ["x", 1, 1]}
+    answers = [found | {"memory": ["y", 1, 1]}] * 8 + [found] * 8 + [found | {"type": "nfs4"}] * 8
+    disk, shared = copies.judge_copies(probe, answers)
+    assert disk.result == "warn" and "of rank 16 (host node2) is on nfs4, not in" in disk.detail
+    assert shared.result == "FAIL" and "ranks 8, 16 (hosts node1, node2) have one" in shared.detail
+    assert copies.file_system(Path("/proc")) == "proc"
+
+
 def test_a_slow_gpu_fails_and_says_why():
     """On GPUs a slow rank is a failure; 0.79 of the median is slow, 0.81 is not."""
     rates = [700e12] * 13 + [0.79 * 700e12, 0.81 * 700e12, 700e12]
@@ -636,6 +676,10 @@ def test_a_checkpoint_is_as_large_as_the_run_writes_it(place):
         machine.checkpoint_bytes(cfg, args)
         == 4 * (3 * weights + tensors) + torch.get_rng_state().nbytes
     )
+    adapters = ["--lora.rank=1", '--lora.targets=["wq"]', "--checkpoint.load_path=runs/base"]
+    size = machine.checkpoint_bytes(load_config([*TINY, *adapters]), args)
+    of_adapters = 4 * (3 * 2 * (32 + 32) + 4)  # of two layers
+    assert size == of_adapters + torch.get_rng_state().nbytes
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ NEEDS = {  # check -> those that it is left out without
     "config": ("ranks",),
     "devices": ("config",),
     "host": ("devices",),
+    "copies": ("devices",),
     "same": ("devices",),
     "compute": ("devices",),
     "folder": ("config",),
@@ -31,7 +32,7 @@ NEEDS = {  # check -> those that it is left out without
     "build": ("connect",),
     "bandwidth": ("build",),
     "step": ("build", "data"),
-    "save": ("build", "folder"),
+    "save": ("build", "folder", "copies"),
 }
 
 # A rate below this share of the median of all ranks (or of all links of a kind) is slow. Healthy

@@ -33,7 +33,7 @@ from parallelisms import mesh as meshes
 from reliability.exit import DONE, FAILED, WRONG_INPUT
 from reliability.stop import STOP_SIGNALS
 from tools.plan.device import load_device
-from tools.preflight import bucket, host, job, machine, network
+from tools.preflight import bucket, copies, host, job, machine, network
 from tools.preflight.answers import ResultStore, Stopped, Worker, judge_trouble
 from tools.preflight.arguments import NEEDS, chosen, expected
 from tools.preflight.probe import Probe, ProbeRow, in_seconds, spans
@@ -55,6 +55,7 @@ CHECKS = {
     "config": HealthCheck(machine.measure_config, machine.judge_config),
     "devices": HealthCheck(machine.measure_devices, machine.judge_devices),
     "host": HealthCheck(host.measure_host, host.judge_host),
+    "copies": HealthCheck(copies.measure_copies, copies.judge_copies),
     "same": HealthCheck(machine.measure_same, machine.judge_same),
     "compute": HealthCheck(machine.measure_compute, machine.judge_compute),
     "folder": HealthCheck(machine.measure_folder, machine.judge_folder),
@@ -209,6 +210,8 @@ def clean(probe: Probe) -> None:
     if probe.place and (probe.world.rank == 0 or probe.world.local_rank == 0):
         shutil.rmtree(probe.place, ignore_errors=True)
     in_store = bucket.prefix(probe.cfg, probe.id) if probe.cfg else None
+    if probe.place and probe.world.local_rank == 0:
+        copies.remove((in_store or probe.place) / "checkpoints")
     if in_store and probe.place and probe.world.rank == 0:
         with suppress(InputError):
             in_store.remove_below()

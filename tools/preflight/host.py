@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from checkpoint.peers import GENERATIONS
-from tools.preflight.machine import checkpoint_bytes, device_table
+from tools.preflight.copies import bytes_of_copies
+from tools.preflight.machine import device_table, part_of_a_rank
 from tools.preflight.probe import Probe, ProbeRow
 from training.metrics import in_bytes
 
@@ -29,6 +30,7 @@ def measure_host(probe: Probe) -> dict:
         "address": own_address(),
         "free": free_memory(),
         "needed": memory_of_a_rank(probe),
+        "copied": bytes_of_copies(probe),  # which the next ones replace
     }
 
 
@@ -58,7 +60,7 @@ def memory_of_a_rank(probe: Probe) -> int:
     """Return the bytes of host memory for a rank's part of the state: the copy that a save is
     written from, which CUDA rounds up to at most twice as much when it pins it; with cpu_offload
     also the state itself; with checkpoint.peers the copies for this and other hosts."""
-    part = checkpoint_bytes(probe.cfg, probe.args) // probe.world.size
+    part = part_of_a_rank(probe)
     pinned = 2 if probe.device.type == "cuda" else 1
     peers = probe.cfg.checkpoint.peers
     copies = GENERATIONS * (1 + peers) if peers else 0
@@ -101,6 +103,8 @@ def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     for leader in probe.leaders:
         ranks = [r for r in range(len(answers)) if probe.hosts[r] == probe.hosts[leader]]
         free = answers[leader]["free"]
+        if free:
+            free += answers[leader]["copied"]
         needed = sum(answers[r]["needed"] for r in ranks)
         if free and needed > free:
             rows.append(

@@ -30,9 +30,10 @@ from configs import stages
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
 from configs.words import plural
-from models import MODELS
+from models import MODELS, lora
 from parallelisms import dp
 from parallelisms import mesh as meshes
+from parallelisms.lora import freeze
 from tools.plan.device import MEMORY_EFFICIENCY
 from tools.preflight import bucket
 from tools.preflight.arguments import SLOW
@@ -529,15 +530,23 @@ def _lock(probe: Probe) -> str:
 
 
 def checkpoint_bytes(cfg: Config, args: Any) -> int:
-    """Return the bytes of one checkpoint: weights and optimizer state, from the model and optimizer
-    as the run builds them, on meta."""
-    family = MODELS[cfg.model.family]
+    """Return the bytes of one checkpoint: weights (of a run with adapters theirs alone) and optimizer
+    state, from the model and optimizer as the run builds them, on meta."""
+    family, _ = train.architecture(cfg)
     with torch.device("meta"):
         model = family.build(args)
+        if cfg.lora.rank:
+            lora.add(model, cfg.lora)
+        freeze(model, cfg.lora)
         optimizer = build_optimizer(model, family.decay, cfg.optimizer, family.matrices)
         materialise(optimizer)
     tensors = state.tensors(model, optimizer).values()
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def part_of_a_rank(probe: Probe) -> int:
+    """Return the bytes of a checkpoint that a rank writes."""
+    return checkpoint_bytes(probe.cfg, probe.args) // probe.world.size
 
 
 def checkpoints_kept(cfg: Config) -> int:
