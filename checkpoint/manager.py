@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint import adapters, branches, changes, state, storage, verify
+from checkpoint import adapters, branches, changes, copies, state, storage, verify
 from checkpoint.agreement import NO_FILE, agree, common, gather_files, on_every_rank, on_rank_0
 from checkpoint.lease import Lost
 from checkpoint.peers import PeerCopies
@@ -134,6 +134,7 @@ class CheckpointManager:
         self.retention = self.place.retention
         # copies in the memory of hosts, or None
         self.peers = PeerCopies(cfg, self.folder, world(), self.group) if cfg.peers else None
+        self.record = copies.CopyRecord(folder.parent, writes=mesh.rank == 0)
 
     def _on_rank_0(self, fn: Callable, *args: object) -> Any:
         """Call fn(*args) on rank 0. Every rank returns its result, or raises the exception that it
@@ -295,9 +296,12 @@ class CheckpointManager:
     ) -> NotCopied | None:
         """Make a copy in the memory of hosts. Returns its failure, which must not end the save.
         error: of the copy on this rank."""
+        began = time.monotonic()
         try:
             agree(error, self.group)
-            self.peers.keep(name, self.plan, parts, head, self.group)
+            size = self.peers.keep(name, self.plan, parts, head, self.group)
+            seconds = round(time.monotonic() - began, 3)
+            self.record.add(step=head["step"], seconds=seconds, bytes=size)
         except NotFinite:
             raise
         except Exception as failure:
@@ -463,6 +467,7 @@ class CheckpointManager:
                 f"step {step} left a state that is not finite, so it is not saved: {cause}"
             )
         if not is_kept or self.last_step == step:
+            self.record.add(step=step, failed=cause[:500])
             self._say(
                 logging.ERROR,
                 f"step {step} could not be copied to the memory of other hosts: {cause}. Training goes "
@@ -558,17 +563,29 @@ class CheckpointManager:
         if candidates:
             path, manifest = self._resume(candidates, live, optimizer)
             if self.peers:
-                where = "the memory of the hosts" if self._is_copy(path) else self.folder
-                seconds = time.monotonic() - began
-                step = manifest["step"]
-                self._say(logging.INFO, f"step {step} comes from {where}, in {seconds:.2f} s")
+                self._say_source(path, manifest["step"], time.monotonic() - began)
             return manifest["progress"]
-        if self.peers:  # parts of a copy that is not whole are of steps that this start does anew
+        if self.peers:
+            nothing = "none" if self.peers.held else "new"
+            self.record.add(source=nothing, **self.peers.found())
+            # parts of a copy that is not whole are of steps that this start does anew
             self.peers.forget(self.group)
         if self.cfg.branch_from:
             return self._branch(live, optimizer)
         self._start_from(live)
         return None
+
+    def _say_source(self, path: Path | Key, step: int, seconds: float) -> None:
+        """Say and record where the state of a run with copies comes from."""
+        where = "the memory of the hosts" if self._is_copy(path) else self.folder
+        self._say(logging.INFO, f"step {step} comes from {where}, in {seconds:.2f} s")
+        self.record.add(
+            source=copies.place_of(str(path)),
+            step=step,
+            seconds=round(seconds, 3),
+            sent=self.peers.sent,
+            **self.peers.found(),
+        )
 
     def _with_copies(self, kept: list[Path | Key], last: int | None) -> list[Path | Key]:
         """Return these checkpoints and the copies in the memory of hosts, newest first. Not a copy of
@@ -576,17 +593,18 @@ class CheckpointManager:
         if self.cfg.load_step >= 0:
             self.peers.forget(self.group)
             return kept
-        copies = []
+        found = []
         for name in self.peers.find(self.group):
             if last is None or _step(name) < last:
-                copies.append(self.peers.folder / name)
+                found.append(self.peers.folder / name)
             else:
+                why = f"the run ends at step {last}"
+                self.peers.unused.append(f"{name}: {why}")
                 self._say(
-                    logging.WARNING,
-                    f"the copy {name} in the memory of hosts is not used: the run ends at step {last}",
+                    logging.WARNING, f"the copy {name} in the memory of hosts is not used: {why}"
                 )
         # at the same step the copy comes first, for it is nearer
-        return sorted([*copies, *kept], key=lambda path: verify.parse_name(path.name), reverse=True)
+        return sorted([*found, *kept], key=lambda path: verify.parse_name(path.name), reverse=True)
 
     def _choose(self, size: int, last: int | None) -> list[str]:
         """Return the names of this run's checkpoints, newest first. size: bytes of one checkpoint;
@@ -686,7 +704,10 @@ class CheckpointManager:
                         f"checkpoint.load_step = {self.cfg.load_step}, but {path.name} is damaged: "
                         f"{error}"
                     ) from None
-                where = "the copy in the memory of hosts " if self._is_copy(path) else ""
+                where = ""
+                if self._is_copy(path):
+                    where = "the copy in the memory of hosts "
+                    self.peers.unused.append(f"{path.name}: {error}")
                 self._say(logging.ERROR, f"{where}{path.name} is damaged and not used: {error}")
                 candidates = self._before(candidates, manifest)
         raise InputError(

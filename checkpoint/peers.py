@@ -21,7 +21,6 @@ What a host's memory holds belongs to this run if both have the same number: the
 it in the file `.peers`.
 """
 
-import collections
 import contextlib
 import dataclasses
 import logging
@@ -40,6 +39,7 @@ from torch import Tensor
 
 from checkpoint import storage, verify
 from checkpoint.agreement import gather_files, on_every_rank, on_rank_0
+from checkpoint.copies import PREFIX
 from checkpoint.state import free_host_memory
 from checkpoint.storage import OneByOne, SavePlan, Staged
 from checkpoint.verify import Damaged
@@ -174,6 +174,10 @@ class PeerCopies:
         self.prefix = prefix_of(place)
         self.folder = host_memory() / f"{self.prefix}{identity}"
         self.copies: dict[str, HostCopy] = {}
+        # for the record of this start (copies.py), on rank 0
+        self.held: dict[str, list[int]] = {}  # by copy: how many of its files each host had
+        self.unused: list[str] = []
+        self.sent: list[list[int]] = []  # [source host, target host, files, bytes]
         # set while training waits for a copy: no rate bounds it then
         self.hurry = threading.Event()
         on_every_rank(group, self._open)
@@ -238,9 +242,10 @@ class PeerCopies:
         parts: OneByOne | Staged,
         head: dict,
         group: dist.ProcessGroup,
-    ) -> None:
-        """Make a copy, on all hosts or on none. Runs in the checkpoints' thread. head: of the
-        manifest, as in manager.py. Raises on all ranks, or on some where messages failed."""
+    ) -> int:
+        """Make a copy, on all hosts or on none. Runs in the checkpoints' thread. Returns, on rank 0,
+        the bytes of its files. head: of the manifest, as in manager.py. Raises on all ranks, or on
+        some where messages failed."""
         draft = self.folder / f".tmp-{name}"
         on_every_rank(group, self._begin, draft)
         file = on_every_rank(group, storage.write, draft, plan, parts)
@@ -251,6 +256,7 @@ class PeerCopies:
         on_every_rank(group, self._write_manifest, draft, text)
         # a rename needs no memory: all hosts have the copy, or none
         on_every_rank(group, self._publish, draft, name)
+        return sum(size for size, _ in files)
 
     def _begin(self, draft: Path) -> None:
         """Remove what is older than the newest copy, and make the folder of the next, and again the
@@ -308,12 +314,20 @@ class PeerCopies:
         mine = on_every_rank(group, self._offer)
         offers: list = [None] * self.here.size
         dist.all_gather_object(offers, mine, group)
-        copies, sentences = whole(offers[:: self.here.local_size])
+        of_hosts = offers[:: self.here.local_size]
+        copies, sentences = whole(of_hosts)
+        self.unused = sentences
+        for name in sorted({name for offer in of_hosts for name in offer}):
+            self.held[name] = [len(o[name].held) if name in o else 0 for o in of_hosts]
         if self.here.rank == 0:
             for sentence in sentences:
                 logger.warning(f"a copy in the memory of hosts is not used: {sentence}")
         self.copies = {copy.name: copy for copy in copies}
         return list(self.copies)
+
+    def found(self) -> dict:
+        """Return what the record (copies.py) has of the copies that a start has found."""
+        return {"held": self.held, "unused": [sentence[:500] for sentence in self.unused]}
 
     def _offer(self) -> dict[str, Offer]:
         """Return what this host holds, by the name of the copy: for all of its ranks the first."""
@@ -394,16 +408,17 @@ class PeerCopies:
                 else:
                     dist.recv(chunk, group=group, group_src=one.source)
         on_every_rank(group, self._name_received, path, mine)
+        pairs: dict[tuple[int, int], list[int]] = {}  # of hosts: the bytes of each file
+        for one in todo:
+            pair = one.source // self.here.local_size, one.target // self.here.local_size
+            pairs.setdefault(pair, []).append(manifest["files"][one.file][0])
+        self.sent = [[*pair, len(sizes), sum(sizes)] for pair, sizes in sorted(pairs.items())]
         if todo and self.here.rank == 0:
-            pairs = collections.Counter(
-                (one.source // self.here.local_size, one.target // self.here.local_size)
-                for one in todo
-            )
             said = "; ".join(
                 f"{count} from host {source} to host {target}"
-                for (source, target), count in sorted(pairs.items())[:8]
+                for source, target, count, _ in self.sent[:8]
             )
-            size = sum(manifest["files"][one.file][0] for one in todo)
+            size = sum(row[-1] for row in self.sent)
             logger.info(f"{path.name}: hosts sent files to others, {size / 1e6:,.1f} MB: {said}")
 
     def _open_ends(self, path: Path, manifest: dict, mine: list[FileTransfer]) -> list[Tensor]:
@@ -474,7 +489,7 @@ class Pace:
 def prefix_of(place: Path | Key) -> str:
     """Return what the names of a run's folders of copies begin with: the user too, as /dev/shm is
     for all of them. place: its checkpoints."""
-    return f"plumbline-{os.getuid()}-{verify.digest(str(place.resolve()).encode())}-"
+    return f"{PREFIX}{os.getuid()}-{verify.digest(str(place.resolve()).encode())}-"
 
 
 def identity_of(place: Path | Key) -> str:

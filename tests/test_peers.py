@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from checkpoint import peers, verify
+from checkpoint import copies, peers, verify
 from checkpoint.peers import FileTransfer, HostCopy, Offer
 from configs.schema import InputError
 from parallelisms.mesh import World
@@ -42,20 +42,20 @@ NEW, OLD = "step-00000020", "step-00000010"
 
 
 def test_a_copy_is_whole_if_the_hosts_that_are_left_hold_all_of_its_files():
-    copies, said = peers.whole(
+    found, said = peers.whole(
         offers({NEW: ("a", [0, 2]), OLD: ("b", [0, 2])}, {}, {NEW: ("a", [2, 1]), OLD: ("b", [2])})
     )
-    assert copies == [HostCopy(NEW, "a", (0, 2), ((0,), (2,), (0, 2)))]
+    assert found == [HostCopy(NEW, "a", (0, 2), ((0,), (2,), (0, 2)))]
     assert said == [f"{OLD}: no host has the files of ranks 1"]
 
 
 def test_a_host_that_lies_is_left_out():
     true = ("a", [0, 1, 2])
-    copies, said = peers.whole(offers({NEW: true}, {NEW: ("lie", [0, 1, 2])}, {NEW: true}))
-    assert [copy.holders for copy in copies] == [((0, 2),) * 3]
+    found, said = peers.whole(offers({NEW: true}, {NEW: ("lie", [0, 1, 2])}, {NEW: true}))
+    assert [copy.holders for copy in found] == [((0, 2),) * 3]
     assert "hosts [1]" in said[0]
-    copies, said = peers.whole(offers({NEW: true}, {NEW: ("lie", [0, 1, 2])}))
-    assert not copies and "other manifests" in said[0]
+    found, said = peers.whole(offers({NEW: true}, {NEW: ("lie", [0, 1, 2])}))
+    assert not found and "other manifests" in said[0]
 
 
 def test_files_come_from_hosts_that_have_them_and_go_where_they_are_wanted():
@@ -217,15 +217,15 @@ class Cluster:
         self.folder = place / "run"
         self.script = place / "wrapper.py"
         self.script.write_text(WRAPPER)
-        copies = ["--checkpoint.peers=1", "--checkpoint.peer_interval=2"]
+        often = ["--checkpoint.peers=1", "--checkpoint.peer_interval=2"]
         # a step waits for its copy: beside training one is left out while another is under way
-        copies += ["--checkpoint.async_save=false"]
+        often += ["--checkpoint.async_save=false"]
         data = place / "data"
         data.mkdir()
         batch = ["--training.global_batch_size=12", "--training.local_batch_size=1"]
         length = ["--training.steps=12", "--checkpoint.interval=100"]
         self.plain = as_typed([*tiny_run(data), *batch, *length, *options])
-        self.options = [*self.plain, *copies]
+        self.options = [*self.plain, *often]
         self.port = free_port()
         self.started = itertools.count()
         self.fault = ""
@@ -294,6 +294,12 @@ def test_after_a_kill_the_run_goes_on_from_the_memory_of_its_hosts(tmp_path):
     assert cluster.resumed() == [6], said
     assert cluster.losses() == cluster.undisturbed()
     assert not list(tmp_path.glob("memory-*/*"))
+    lines = copies.recorded(cluster.folder)
+    assert [line["step"] for line in lines if "bytes" in line] == [2, 4, 6, 8, 10]
+    new, start = [line for line in lines if "source" in line]
+    assert (new["source"], new["held"]) == ("new", {})
+    assert (start["source"], start["step"], start["sent"]) == ("memory", 6, [])
+    assert start["held"] == {f"step-{step:08d}": [2, 2] for step in (4, 6)}
 
 
 def until(true: Callable[[], bool], running: list[Launcher]) -> None:

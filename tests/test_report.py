@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from datetime import datetime
 from html.parser import HTMLParser
 from itertools import combinations_with_replacement
 from pathlib import Path
@@ -11,6 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from reliability import goodput
 from tests.ranks import run_ranks
 from tests.runs import ends, killed, run, said, series, tiny_run
 from tools.report import __main__ as report
@@ -162,6 +164,45 @@ def test_failures_and_refused_starts_stand_on_the_time_line(runs):
     assert re.findall(r'data-label="steps">([^<]+)', shown.source) == [
         *("0 to 5", "5 to 7", "none", "5 to 12")
     ]
+
+
+def test_copies_in_the_memory_of_hosts_and_where_a_start_came_from(runs, tmp_path):
+    copied = copy(runs["killed"], tmp_path / "copied")
+    memory = "/dev/shm/plumbline-0-0123-4567/step-00000005"
+    changes = {"0001": {"began": "2020-01-01 00:00:00+00:00"}, "0004": {"loaded": memory}}
+    for start, changed in changes.items():
+        about = copied / "starts" / start / "start.json"
+        about.write_text(json.dumps(json.loads(about.read_text()) | changed))
+    first = datetime.fromisoformat(changes["0001"]["began"]).timestamp()
+    fourth = goodput.read(copied)[-1].lines[-1]["time"]
+    rows = [
+        {"time": first, "source": "new", "held": {}, "unused": []},
+        {"time": first, "step": 4, "seconds": 0.25, "bytes": 78_000_000},
+        {"time": first, "step": 5, "seconds": 0.75, "bytes": 78_000_000},
+        {"time": first, "step": 6, "failed": "OSError: no <room>"},
+        {"time": fourth, "source": "memory", "step": 5, "seconds": 0.21, "sent": [[0, 1, 2, 52e6]]}
+        | {"held": {"step-00000005": [2, 0, 2]}, "unused": ["step-00000006: gone"]},
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (copied / "copies.jsonl").write_text("\n".join([*lines, '{"time": 1}', '{"ti']))
+    shown = page(copied)
+    found = re.findall(r'data-label="state from">([^<]*)', shown.source)
+    assert found == ["new", "disk", "–", "memory of hosts"]
+    assert "2 made, 1 failed; 1 start from them" in shown.text
+    table = shown.source[shown.source.index("<h2>Copies in the memory") :]
+    assert re.findall(r'data-label="(?:copies|seconds|size)">([^<]*)', table) == [
+        *("2", "0.50", "78.00 MB", "0", "–", "–")
+    ]
+    assert re.findall(r'data-label="start">([^<]*)', table) == ["1", "4"]
+    for words in (
+        "a new run<br>step 6 was not copied: OSError: no &lt;room&gt;",
+        "went on from step 5 (memory of hosts), in 0.21 s",
+        "step-00000005: files on 2 of 3 hosts, none on host 1",
+        "sent 52.00 MB: host 0 to 1",
+        "not used: step-00000006: gone",
+    ):
+        assert words in table
+    assert "memory of hosts" not in page(runs["killed"]).text
 
 
 def test_negative_control_a_run_that_never_failed_shows_no_failure(runs):

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import tomli
 
+from checkpoint.copies import recorded
 from configs.schema import InputError, redact
 from reliability import goodput
 from tools.logged import logged
@@ -35,6 +36,7 @@ class LoadedRun:
     config: str  # config.toml, without secrets; "" if there is none
     experts: list[dict]  # training/experts.py::recorded
     sample: str
+    copies: list[dict]  # checkpoint/copies.py::recorded
 
     @property
     def last_step(self) -> int:
@@ -77,6 +79,7 @@ def read_run(folder: Path, name: str) -> LoadedRun:
         redact(config),
         _experts(folder),
         redact(_sample(folder)),
+        recorded(folder),
     )
 
 
@@ -122,9 +125,9 @@ def _experts(folder: Path) -> list[dict]:
     which loads torch."""
     if not (folder / "experts.jsonl").exists():
         return []
-    from training.experts import recorded
+    from training import experts
 
-    return recorded(folder)
+    return experts.recorded(folder)
 
 
 def _sample(folder: Path) -> str:

@@ -6,7 +6,7 @@ from html import escape
 import numpy as np
 
 from tools import compare_runs
-from tools.report import charts, numbers
+from tools.report import charts, copies, numbers
 from tools.report.run import LoadedRun, Points
 from tools.report.timeline import ENDS, how_it_ended
 
@@ -60,6 +60,8 @@ def _facts(run: LoadedRun) -> dict[str, str]:
             facts[label] = summarise(run.metrics[key])
     facts |= _scores(run)
     facts["goodput"] = numbers.percent(run.account.goodput)
+    if run.copies:
+        facts["copies in memory"] = copies.fact(run)
     facts["starts"] = f"{len(run.starts):,}, {failed:,} failed"
     return facts
 

@@ -5,7 +5,7 @@ from datetime import datetime, timezone
 from html import escape
 
 from reliability.goodput import KINDS, ORDERLY, Past
-from tools.report import numbers
+from tools.report import copies, numbers
 from tools.report.charts import Axis, x_labels
 from tools.report.run import LoadedRun
 from tools.svg import path, stretched
@@ -88,12 +88,13 @@ def section(runs: list[LoadedRun]) -> str:
     keys += "".join(
         f"<li><b class={kind}>{mark}</b> {text}</li>" for kind, mark, text in ENDS.values()
     ).replace("<li><b class=fail>✕</b> given up</li>", "")
+    below = "; below, copies in the memory of hosts" if any(run.copies for run in runs) else ""
     return (
         "<section><h2>Starts and failures</h2>"
         f"<figure class=panel><ul class=legend>{keys}</ul>{drawn}"
         f"<div class=axis>{labels}</div><p class=note>{name.capitalize()} since each run's first "
-        "start. Small ticks: checkpoints.</p></figure>"
-        f"{starts_table(runs, lanes)}</section>"
+        f"start. Small ticks: checkpoints{below}.</p></figure>"
+        f"{starts_table(runs, lanes)}</section>{copies.table(runs)}"
     )
 
 
@@ -106,10 +107,11 @@ def _lane(number: int, run: LoadedRun, lane: list[Span], longest: float) -> str:
         if after is not None:
             gap = GAPS.get(span.how, "paused")
             parts.append(_bar(gap, lane[0].begin, span.end, after, longest))
-    saved = sorted({time for span in lane for time in _saves(span.start)})
-    places = sorted({round(1000 * (time - lane[0].begin) / longest) for time in saved})
-    ticks = "".join(f"M{place} 0v1" for place in places)
-    parts.append(stretched(1000, 1, path("saves", ticks)))
+    saved = [time for span in lane for time in _saves(span.start)]
+    for times in (saved, copies.made(run) if lane else []):
+        places = sorted({round(1000 * (time - lane[0].begin) / longest) for time in times})
+        ticks = "".join(f"M{place} 0v1" for place in places)
+        parts.append(stretched(1000, 1, path("saves", ticks)))
     for span in lane:
         kind, mark, text = ENDS[span.how]
         place = 100 * (span.end - lane[0].begin) / longest
@@ -153,7 +155,7 @@ def starts_table(runs: list[LoadedRun], lanes: list[list[Span]]) -> str:
             rows += _row(number, run.name, span, redone.get(span.start.number, 0))
     note = f"<p class=note>{left_out:,} earlier starts are left out.</p>" if left_out else ""
     return (
-        "<div class=wide><table class=starts><thead><tr><th>run<th>start<th>began<th>lasted<th>steps"
+        "<div class=wide><table class=starts><thead><tr><th>run<th>start<th>began<th>state from<th>lasted<th>steps"
         f"<th>redone<th>how it ended</tr></thead><tbody>{rows}</tbody></table></div>{note}"
     )
 
@@ -176,6 +178,7 @@ def _row(number: int, name: str, span: Span, redone: int) -> str:
     return (
         f'<tr class="run r{number}"><td><i></i>{escape(name)}'
         f'<td data-label="start">{span.start.number}<td>{_utc(span.begin)}'
+        f'<td data-label="state from">{copies.state_from(span.start)}'
         f'<td data-label="lasted">{numbers.duration(span.end - span.begin)}'
         f'<td data-label="steps">{reached}<td data-label="redone">{redone:,}'
         f"<td class=words><b class={kind}>{mark}</b> {escape(said)}</tr>"
