@@ -189,6 +189,7 @@ def test_copies_in_the_memory_of_hosts_and_where_a_start_came_from(runs, tmp_pat
     found = re.findall(r'data-label="state from">([^<]*)', shown.source)
     assert found == ["new", "disk", "–", "memory of hosts"]
     assert "2 made, 1 failed; 1 start from them" in shown.text
+    assert shown.drawn("copy_seconds", 0) == {4: 0.25, 5: 0.75}
     table = shown.source[shown.source.index("<h2>Copies in the memory") :]
     assert re.findall(r'data-label="(?:copies|seconds|size)">([^<]*)', table) == [
         *("2", "0.50", "78.00 MB", "0", "–", "–")

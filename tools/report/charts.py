@@ -50,6 +50,7 @@ PANELS = (
     Panel("goodput", "Goodput so far", "productive share", "zero", True),
     Panel("z_loss", "z-loss", "nats per token, with its factor", "zero"),
     Panel("expert_load", "Expert load", "busiest expert over the mean, worst layer", "zero"),
+    Panel("copy_seconds", "Copies in the memory of hosts", "seconds of each", "zero"),
 )
 # Shown elsewhere on the page, or the inverse of a chart that is shown.
 # Of the groups of a task, MMLU's 57 subjects say, tools.evaluate has the scores.

@@ -69,17 +69,18 @@ def read_run(folder: Path, name: str) -> LoadedRun:
         options = tomli.loads(config)
     except ValueError:
         options = {}
+    copies = recorded(folder)
     return LoadedRun(
         name,
         folder,
-        _metrics(folder),
+        _metrics(folder) | _of_copies(copies),
         starts,
         goodput.account(starts),
         options,
         redact(config),
         _experts(folder),
         redact(_sample(folder)),
-        recorded(folder),
+        copies,
     )
 
 
@@ -110,6 +111,16 @@ def _metrics(folder: Path) -> dict[str, Points]:
         for column, key in enumerate(keys):
             parts.setdefault(key, []).append(Points(np.array(steps), columns[:, column]))
     return {key: joined(group) for key, group in parts.items()}
+
+
+def _of_copies(copies: list[dict]) -> dict[str, Points]:
+    """Return the seconds of each copy in the memory of hosts as a metric; of a step that was done
+    twice the later one."""
+    seconds = {line["step"]: line["seconds"] for line in copies if "bytes" in line}
+    if not seconds:
+        return {}
+    steps = np.array(list(seconds), dtype=np.int64)
+    return {"copy_seconds": Points(steps, np.array(list(seconds.values()), dtype=float))}
 
 
 def joined(group: list[Points]) -> Points:
