@@ -211,13 +211,13 @@ def test_copies_survive_the_misfortunes_of_a_run_and_are_removed_when_it_is_save
 class Cluster:
     """Hosts with a rank each, their memories, and a tiny run."""
 
-    def __init__(self, place: Path, hosts: int, *options: str) -> None:
+    def __init__(self, place: Path, hosts: int, *options: str, copied_to: int = 1) -> None:
         self.place = place
         self.hosts = hosts
         self.folder = place / "run"
         self.script = place / "wrapper.py"
         self.script.write_text(WRAPPER)
-        often = ["--checkpoint.peers=1", "--checkpoint.peer_interval=2"]
+        often = [f"--checkpoint.peers={copied_to}", "--checkpoint.peer_interval=2"]
         # a step waits for its copy: beside training one is left out while another is under way
         often += ["--checkpoint.async_save=false"]
         data = place / "data"
@@ -331,6 +331,25 @@ def test_another_host_gets_the_part_of_a_lost_one_from_its_peers(tmp_path):
     codes, said = lost_hosts(cluster, [1], 9, cluster.copied(8, 1, 9))
     assert codes == [0, 0, 0], said
     assert cluster.resumed() == [8], said
+    assert cluster.losses() == cluster.undisturbed()
+
+
+@pytest.mark.cap(240)
+@pytest.mark.slow
+def test_adapters_come_from_the_only_host_that_is_left(tmp_path):
+    """Two of three hosts are lost at once, and the third has a copy of both."""
+    base = f"--checkpoint.load_path={tmp_path / 'base'}"
+    adapters = [base, "--lora.rank=2", '--lora.targets=["wq", "w2"]', "--optimizer.lr=0.01"]
+    cluster = Cluster(tmp_path, 3, *adapters, copied_to=2)
+    (tmp_path / "base").mkdir()
+    plain = [option for option in cluster.plain if option not in adapters]
+    assert run_ranks(1, run, plain, tmp_path / "base") == [(0, "")]
+    codes, said = lost_hosts(cluster, [1, 2], 9, cluster.copied(8, 0, 9))
+    assert codes == [0, 0, 0], said
+    assert cluster.resumed() == [8], said
+    start = [line for line in copies.recorded(cluster.folder) if "source" in line][-1]
+    assert start["held"]["step-00000008"] == [3, 0, 0]
+    assert [row[:3] for row in start["sent"]] == [[0, 1, 3], [0, 2, 3]]
     assert cluster.losses() == cluster.undisturbed()
 
 
