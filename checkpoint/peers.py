@@ -48,6 +48,7 @@ from configs.schema import InputError
 from parallelisms.mesh import World
 from reliability import disk
 from reliability.objects import Key
+from training.metrics import in_bytes
 
 GENERATIONS = 2  # copies that a host keeps
 CHUNK = 1 << 24  # bytes of one message
@@ -228,8 +229,8 @@ class PeerCopies:
         if room + taken < needed:
             raise InputError(
                 f"checkpoint.peers = {self.cfg.peers}: host {self.host} holds {GENERATIONS} copies "
-                f"of {1 + self.cfg.peers} hosts' state, {needed / 1e9:,.2f} GB, and "
-                f"{self.folder.parent} has room for {(room + taken) / 1e9:,.2f} GB: make it larger "
+                f"of {1 + self.cfg.peers} hosts' state, {in_bytes(needed)}, and "
+                f"{self.folder.parent} has room for {in_bytes(room + taken)}: make it larger "
                 "(mount -o remount,size=..., docker --shm-size), or copy to fewer hosts"
             )
 
