@@ -48,7 +48,6 @@ from configs.schema import InputError
 from parallelisms.mesh import World
 from reliability import disk
 from reliability.objects import Key
-from training.metrics import in_bytes
 
 GENERATIONS = 2  # copies that a host keeps
 CHUNK = 1 << 24  # bytes of one message
@@ -229,8 +228,8 @@ class PeerCopies:
         if room + taken < needed:
             raise InputError(
                 f"checkpoint.peers = {self.cfg.peers}: host {self.host} holds {GENERATIONS} copies "
-                f"of {1 + self.cfg.peers} hosts' state, {in_bytes(needed)}, and "
-                f"{self.folder.parent} has room for {in_bytes(room + taken)}: make it larger "
+                f"of {1 + self.cfg.peers} hosts' state, {needed / 1e6:,.1f} MB, and "
+                f"{self.folder.parent} has room for {(room + taken) / 1e6:,.1f} MB: make it larger "
                 "(mount -o remount,size=..., docker --shm-size), or copy to fewer hosts"
             )
 
