@@ -725,9 +725,9 @@ def test_secrets_of_the_environment_stay_there(monkeypatch):
 
 
 def test_only_and_skip():
-    whole = "ranks config devices host same folder data connect clock".split()
+    whole = "ranks config devices host copies same folder data connect clock".split()
     assert preflight.chosen("", "build,compute") == whole
-    needed = [name for name in whole if name not in ("folder", "data")]
+    needed = [name for name in whole if name not in ("copies", "folder", "data")]
     assert preflight.chosen("clock", "") == needed
     with pytest.raises(InputError, match="--skip=sleep: no such check; there are ranks, config"):
         preflight.chosen("", "sleep")
