@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from models.kernels.ruled_attention import ruled_attention
 from tests.examples import fork
 from tests.runs import ROOT, environment, tiny_run
 from tools.parity import __main__ as tool
-from tools.parity import properties, proved
+from tools.parity import declared, properties, proved
 from tools.parity.tiny import Tiny, copy_of
 from training import sample
 
@@ -31,6 +31,24 @@ Patch = pytest.MonkeyPatch
 # compiling costs more than all others, and no fork of the museum breaks it
 QUICK = tuple(one for one in properties.TABLE if one.name != "compiled")
 PRESETS = sorted(path.stem for path in (ROOT / "configs").glob("*.toml"))
+# preset: the one whose copy has the same modules and branches, and is tried in its place
+ALIKE = {
+    "gemma3_1b": "gemma3_debug",
+    "gemma3_4b": "gemma3_debug",
+    "gemma3_12b": "gemma3_debug",
+    "gemma3_27b": "gemma3_debug",
+    "gpt_oss_20b": "gpt_oss_debug",
+    "gpt_oss_120b": "gpt_oss_debug",
+    "kimi_linear_48b_a3b": "kimi_linear_debug",
+    "llama_3b": "llama_1b",
+    "llama_8b": "llama_405b",
+    "llama_8b_128k": "llama_405b",
+    "llama_70b": "llama_405b",
+    "qwen3_30b_a3b": "qwen3_moe_debug",
+    "qwen3_235b_a22b": "qwen3_moe_debug",
+    "qwen3_next_80b_a3b": "qwen3_next_debug",
+}
+NUMBERS = ("max_seq_len", "query_scalar")  # of a copy; which one it is decides no branch
 
 
 def tiny(preset: str, *options: str) -> Tiny:
@@ -271,10 +289,32 @@ def test_a_run_of_a_changed_family_proves_it_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [preset for preset in PRESETS if preset not in ALIKE])
 def test_every_preset_holds_its_properties(preset: str) -> None:
     table = properties.TABLE if "debug" in preset else QUICK
     assert failures(tiny(preset), table) == {}
+
+
+def branches(value: object) -> object:
+    """Return what of an option of a copy decides a branch: of a fraction, whether it is 0."""
+    if isinstance(value, dict):
+        return {
+            name: bool(one) if name in NUMBERS else branches(one) for name, one in value.items()
+        }
+    return bool(value) if isinstance(value, float) else value
+
+
+@pytest.mark.slow
+def test_a_preset_that_is_not_tried_has_the_copy_of_one_that_is() -> None:
+    """The count of its parameters is of its own sizes. Negative control: a tied output."""
+    tried = {preset: tiny(preset) for preset in set(ALIKE.values())}
+    for preset, other in ALIKE.items():
+        copy = tiny(preset)
+        assert copy.lora == tried[other].lora and copy.narrow == tried[other].narrow, preset
+        assert branches(asdict(copy.args)) == branches(asdict(tried[other].args)), preset
+        assert declared.counts_parameters(copy) is None, preset
+    tied, untied = (branches(asdict(tried[name].args)) for name in ("llama_1b", "llama_405b"))
+    assert tied != untied
 
 
 # Layers without attention -----------------------------------------------------------------------
