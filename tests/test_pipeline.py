@@ -56,8 +56,9 @@ def test_a_run_that_is_killed_on_one_depth_after_another_is_the_run_on_one_proce
     oracle, options, tmp_path
 ):
     """No sample is repeated or skipped. Loss, norm, validation and the export for Hugging Face are
-    equal up to rounding; the sample at the end is equal."""
-    legs = ["pp2", "one", "pp2xfsdp2", "pp2xtp2", "pp4"]
+    equal up to rounding; the sample at the end is equal. From a pipeline to one process and back:
+    tests/test_any_mesh.py."""
+    legs = ["pp2", "pp2xfsdp2", "pp2xtp2", "pp4"]
     more = {
         "pp2": "--parallelism.pipeline_schedule=zbv",
         "pp2xfsdp2": "--parallelism.pipeline_schedule=interleaved_1f1b",

@@ -215,9 +215,12 @@ DENSE = (
 PP2, EP2 = "--parallelism.pipeline_parallel=2", "--parallelism.expert_parallel=2"
 CP2 = "--parallelism.context_parallel=2"
 HIERARCHICAL = "--parallelism.expert_exchange=hierarchical"
-_EXPERTS = ["--model.n_experts=8", "--model.experts_per_token=3", "--model.expert_dim=16"]
-QWEN3_EXPERTS = ["--model.family=qwen3", *_EXPERTS]
-LATENT = ["--model.family=deepseek_v3", *_EXPERTS]
+QWEN3_EXPERTS = [
+    "--model.family=qwen3",
+    "--model.n_experts=8",
+    "--model.experts_per_token=3",
+    "--model.expert_dim=16",
+]
 OFFLOAD = "--parallelism.cpu_offload=true"
 
 
@@ -232,12 +235,11 @@ WHOLE_RUNS = {  # name -> (GPUs, options, where a step may wait)
         [*QWEN3_EXPERTS, EP2, HIERARCHICAL, "--parallelism.expert_chunks=2"],
         (ROWS,),
     ),
-    "latent attention, gather": (2, [*LATENT, CP2], ()),
     "pipeline of shards": (4, [PP2], ()),
     "zbv": (2, [PP2, "--parallelism.pipeline_schedule=zbv", "--training.local_batch_size=1"], ()),
 }
 # PyTorch's CUDA sanitizer looks for races between the streams of these
-SANITIZED = WHOLE_RUNS.keys() - {"flash, workers", "latent attention, gather", "zbv"}
+SANITIZED = WHOLE_RUNS.keys() - {"flash, workers", "zbv"}
 # options that change no number, so that the run on the CPU does without them
 ALIKE_ON_THE_CPU = (
     "--parallelism.",
@@ -262,8 +264,6 @@ def corpus(tmp_path_factory) -> list[str]:
 def a_run(corpus: list[str], folder: Path, *options: str) -> list[str]:
     given = {option.split("=")[0] for option in options}
     kept = [option for option in DENSE if option.split("=")[0] not in given]
-    if LATENT[0] in options:
-        kept = [o for o in kept if not o.startswith(("--model.n_kv_heads", "--model.head_dim"))]
     return [*kept, *corpus, *options, f"--run.folder={folder}"]
 
 
