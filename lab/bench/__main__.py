@@ -22,7 +22,6 @@ BENCHES = {
     "restart": "seconds from the death of a rank to the next step, with and without standby",
     "step": "tokens/s of a step against a bare loop, Hugging Face and TorchTitan",
     "transfer": "best learning rates over the width of a model, with and without model.width_base",
-    "torchft": "what a killed replica costs torchft, if it is installed",
     "tasks": "task scores of a model against lm-evaluation-harness's",
 }
 FILES = {

@@ -206,7 +206,7 @@ def planned(options: list[str], device: Device) -> dict:
 
 
 def started(options: str) -> Contender:
-    """Start a process that runs one configuration, when it is asked to."""
+    """Start a process that will run one configuration."""
     return Contender(["-m", "lab.bench", "device.planned", "ran", *options.split()])
 
 
