@@ -193,7 +193,7 @@ def begin() -> None:
 
 
 def starts_train() -> bool:
-    """Return True in `python train.py`, without a launcher, whose ranks are all called alike."""
+    """Return True in `python train.py`, without a launcher, whose ranks all have this name."""
     return started_as() == str(TRAIN) and "RANK" not in os.environ
 
 

@@ -293,7 +293,7 @@ def read_file(path: Path, end: str = "", cache: str | None = None) -> Tokenizer:
         begin, end = begin_and_end(path.parent, added, end)
         files = companions(path.parent, set(added))
         parts = {"document": document, "beside": files}
-        make = functools.partial(opened, document, begin, end, files)
+        make = functools.partial(opened, document, (begin, end), files)
         if cache is None or len(content) < kept_proofs.LEAST:
             return make()
         return kept_proofs.opened(kept_proofs.path_of(content, begin, end, cache), parts, make)
@@ -331,11 +331,11 @@ def companions(folder: Path, ids: set[int]) -> dict[str, Any]:
 
 
 def opened(
-    document: dict, begin: str | None, end: str, companions: dict[str, Any]
+    document: dict, ends: tuple[str | None, str], companions: dict[str, Any]
 ) -> library.LibraryTokenizer:
     """Build the tokenizer of a parsed tokenizer.json, run by tiktoken where that is proved to make
-    the same ids. Raises InputError if the library cannot read it, KeyError if begin or end is none
-    of its added tokens."""
+    the same ids. ends: the names of the tokens that begin and end a text. Raises InputError if
+    the library cannot read it, KeyError if one of the ends is none of its added tokens."""
     model = document["model"]
     if model.get("dropout"):
         raise ValueError(
@@ -349,8 +349,8 @@ def opened(
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = f"{error} is unknown" if isinstance(error, KeyError) else str(error)
         added = library.added_by(library.build(document))
-        return library.LibraryTokenizer(document, added, begin, end, companions, None, reason)
-    tok = library.LibraryTokenizer(document, added, begin, end, companions, proof)
+        return library.LibraryTokenizer(document, added, ends, companions, None, reason)
+    tok = library.LibraryTokenizer(document, added, ends, companions, proof)
     if tok.has_other_ids():
         return tok.by_library("a text of many scripts has other ids in `tokenizers`")
     return tok

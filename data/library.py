@@ -49,16 +49,15 @@ class LibraryTokenizer(Tokenizer):
         self,
         document: dict,
         added: list[Added],
-        begin: str | None,
-        end: str,
+        ends: tuple[str | None, str],
         companions: Mapping[str, Any],
         proof: Proof | None,
         reason: str = "",
         fingerprint: str = "",
     ) -> None:
-        """document: the parsed file. companions: as `Tokenizer.companions`. reason: why there is no
-        proof. fingerprint: if it is known (half a second otherwise). Raises KeyError if begin or
-        end is no added token."""
+        """document: the parsed file. ends: the names of the tokens that begin and end a text.
+        companions: as `Tokenizer.companions`. reason: why there is no proof. fingerprint: if it is
+        known (half a second otherwise). Raises KeyError if one of the ends is no added token."""
         self.document = document
         self.added = added
         self.companions = companions
@@ -69,6 +68,7 @@ class LibraryTokenizer(Tokenizer):
         highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else len(vocabulary) - 1
         ids = [row.id for row in added]
         names = [row.name for row in added]
+        begin, end = ends
         self._name(names, ids, end, begin, max([highest, *ids]) + 1)
         self.is_byte_level = is_byte_level(document)
         self.exact_lengths = self.is_byte_level and not loses_text(
@@ -148,8 +148,8 @@ class LibraryTokenizer(Tokenizer):
 
     def by_library(self, reason: str) -> LibraryTokenizer:
         """Return the same tokenizer without tiktoken."""
-        given = (self.document, self.added, self.begin_of_text, self.end_of_text, self.companions)
-        return LibraryTokenizer(*given, None, reason)
+        ends = (self.begin_of_text, self.end_of_text)
+        return LibraryTokenizer(self.document, self.added, ends, self.companions, None, reason)
 
     # ----------------------------------------------------------------------------------------------
     # text to ids
@@ -298,7 +298,7 @@ def restored(saved: dict) -> LibraryTokenizer:
     added = [Added(*row) for row in saved["added"]]
     ends = (saved["begin_of_text"], saved["end_of_text"])
     why = (proof, saved["reason"], saved.get("fingerprint", ""))
-    return LibraryTokenizer(saved["document"], added, *ends, saved["beside"], *why)
+    return LibraryTokenizer(saved["document"], added, ends, saved["beside"], *why)
 
 
 def _as_base64(ranks: list[bytes]) -> list[str]:

@@ -57,7 +57,7 @@ def _ending(tok: tokenizer.Tokenizer, end: str) -> tokenizer.Tokenizer:
     if not end or ends.check_end(end, tok.special_tokens) == tok.end_of_text:
         return tok
     if isinstance(tok, library.LibraryTokenizer):
-        return hf_tokenizer.opened(tok.document, tok.begin_of_text, end, tok.companions)
+        return hf_tokenizer.opened(tok.document, (tok.begin_of_text, end), tok.companions)
     ids = tok.ids or list(range(tok.n_vocab))
     return tokenizer.Tokenizer(
         tok.ranks, tok.split, tok.special_tokens, end, ids, tok.begin_of_text

@@ -237,7 +237,7 @@ def _with_special_tokens(ranks: list[bytes], known: RankFile, end: str) -> Token
     if not known.nfc:
         return tok
     document = hf_tokenizer.files(tok, 0)["tokenizer.json"] | {"normalizer": {"type": "NFC"}}
-    return hf_tokenizer.opened(document, None, end, {})
+    return hf_tokenizer.opened(document, (None, end), {})
 
 
 def _from_tokenizer_json(path: str, ranks: list[bytes], end: str) -> Tokenizer:

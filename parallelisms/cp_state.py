@@ -6,7 +6,7 @@ which its own tokens run. What is sent does not depend on the length of a sequen
 needs the last W - 1 inputs before its tokens, and all gather these.
 
 A rank's tokens are one or two parts of the sequence (`parallelisms/mesh.py::Mesh.token_ranges`), and
-each part has a map, and a tail, of its own. Backward sums the gradients of what was gathered.
+each part has a separate map and tail. Backward sums the gradients of what was gathered.
 
 Shapes:  P parts of a sequence, all ranks'   B sequences   t a rank's tokens of each   l of a part
          H heads   E rows of a state   V its columns   C channels   W taps

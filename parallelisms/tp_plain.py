@@ -213,8 +213,8 @@ class OwnParameters(ParallelStyle):
 
 
 class GatherSequenceSplitOwn(GatherSequence):
-    """`GatherSequence` for a module with parameters per head or per column of its own, such as
-    attention sinks."""
+    """`GatherSequence` for a module that has a parameter for each head or column, such as attention
+    sinks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         own = OwnParameters(Shard(0))

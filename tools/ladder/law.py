@@ -123,7 +123,7 @@ def _search(n: Array, d: Array, losses: Array, a_grid: Array, b_grid: Array) -> 
 
 
 def _around(grid: Array, best: float) -> Array:
-    """Return a finer grid, between the neighbours of the best point of this one."""
+    """Return a finer grid, between the points before and after the best one."""
     step = grid[1] / grid[0]
     low, high = max(EXPONENTS[0], best / step), min(EXPONENTS[1], best * step)
     return np.geomspace(low, high, FINE)
