@@ -303,7 +303,7 @@ def test_a_tokenizer_config_numbers_the_special_tokens_of_a_rank_file(bpe, tmp_p
 
 
 def test_kimi_cuts_ideographs_from_other_letters(tmp_path):
-    """The published file itself was compared with another implementation by hand (docs/LOG.md)."""
+    """The published file itself was compared with another implementation by hand."""
     letters = [bytes([byte]) for byte in range(256)]
     joined = "\u6587".encode()
     path = tmp_path / "tiktoken.model"

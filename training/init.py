@@ -10,7 +10,7 @@ Only integer arithmetic, a table look-up and one float32 multiply-add per elemen
 are exact or correctly rounded on every device. A logarithm or a cosine is not: it differs between
 vector widths, devices and versions. (torch's own random functions were not an option: DTensor's
 give every rank of a CPU mesh the same numbers, and `trunc_normal_` changed between torch 2.11 and
-2.13. `docs/LOG.md` has the comparison.)
+2.13.)
 """
 
 import hashlib
