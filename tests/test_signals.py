@@ -182,6 +182,8 @@ def stopped_in_step_6(folder: Path, options: list[str], number: signal.Signals, 
 def test_all_ranks_stop_at_the_same_step(number, only, options, tmp_path):
     assert run_ranks(2, stopped_in_step_6, tmp_path, options, number, only) == [(75, "")] * 2
     assert max(series(tmp_path)) == 6 and (tmp_path / "checkpoints" / "step-00000006").is_dir()
+    log = (tmp_path / "logs" / "rank-00000.log").read_text()
+    assert log.count(f"stopped on request after step 6 of {STEPS}; run the same command again") == 1
 
 
 def each_for_itself(folder: Path, options: list[str]) -> tuple[int, str]:
