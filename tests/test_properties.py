@@ -24,7 +24,7 @@ from tests.examples import fork
 from tests.runs import ROOT, environment, tiny_run
 from tools.parity import __main__ as tool
 from tools.parity import declared, properties, proved
-from tools.parity.tiny import Tiny, copy_of
+from tools.parity.tiny import Tiny, copy_of, on_meta, shrunk
 from training import sample
 
 Patch = pytest.MonkeyPatch
@@ -51,10 +51,22 @@ ALIKE = {
 NUMBERS = ("max_seq_len", "query_scalar")  # of a copy; which one it is decides no branch
 
 
-def tiny(preset: str, *options: str) -> Tiny:
+def configured(preset: str, *options: str) -> tuple:
+    """Return the family of a preset, its Args and its adapters."""
     cfg = load_config([str(ROOT / "configs" / f"{preset}.toml"), *options], None, None)
     family = lora.adapted(MODELS[cfg.model.family], cfg.lora)
-    return copy_of(family, family.Args(**check.architecture(cfg.model)), cfg.lora)
+    return family, family.Args(**check.architecture(cfg.model)), cfg.lora
+
+
+def tiny(preset: str, *options: str) -> Tiny:
+    return copy_of(*configured(preset, *options))
+
+
+def unbuilt(preset: str) -> Tiny:
+    """Return the copy without its model."""
+    family, args, adapters = configured(preset)
+    with on_meta():
+        return Tiny(family, args, shrunk(family, args), adapters, None, None)
 
 
 # The museum: ten forks, each wrong by a line ---------------------------------------------------------
@@ -231,10 +243,7 @@ def test_a_copy_has_the_kinds_of_layers_that_the_model_has() -> None:
 
 
 def proved_at_start(preset: str) -> list[str]:
-    cfg = load_config([str(ROOT / "configs" / f"{preset}.toml")], None, None)
-    family = lora.adapted(MODELS[cfg.model.family], cfg.lora)
-    args = family.Args(**check.architecture(cfg.model))
-    return proved.prove(family, args, cfg.lora, masks_documents=True)
+    return proved.prove(*configured(preset), masks_documents=True)
 
 
 def test_a_start_refuses_a_wrong_model_by_property_and_module(monkeypatch: Patch) -> None:
@@ -307,10 +316,12 @@ def branches(value: object) -> object:
 @pytest.mark.slow
 def test_a_preset_that_is_not_tried_has_the_copy_of_one_that_is() -> None:
     """The count of its parameters is of its own sizes. Negative control: a tied output."""
-    tried = {preset: tiny(preset) for preset in set(ALIKE.values())}
+    tried = {preset: unbuilt(preset) for preset in set(ALIKE.values())}
     for preset, other in ALIKE.items():
-        copy = tiny(preset)
-        assert copy.lora == tried[other].lora and copy.narrow == tried[other].narrow, preset
+        copy = unbuilt(preset)
+        assert (copy.family.name, copy.lora) == (tried[other].family.name, tried[other].lora), (
+            preset
+        )
         assert branches(asdict(copy.args)) == branches(asdict(tried[other].args)), preset
         assert declared.counts_parameters(copy) is None, preset
     tied, untied = (branches(asdict(tried[name].args)) for name in ("llama_1b", "llama_405b"))
