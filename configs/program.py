@@ -47,6 +47,9 @@ SERVANTS = ("data.rendering", "lab.simulate.server")
 ECHO = 1.0  # seconds in which Ctrl-C again is the same request: a parent may send it too
 SILENT = 4.0  # seconds
 PATIENCE = 2.0  # seconds that C code may keep the main thread from noticing Ctrl-C
+# when a process that stood by (tools/launch/standby.py) became a rank, on the monotonic clock: what
+# was before are the seconds of another start. 0: it never stood by
+stood_by_until = 0.0
 
 
 class Heard(io.TextIOWrapper):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
+from configs import program
 from configs.schema import InputError
 
 # of every line of time.jsonl: with a fixed length the last line can be written over
@@ -43,7 +44,8 @@ ORDERLY = (0, 75, 76, 130)
 
 class Clock:
     """Counts every second of this start, by kind, beginning when this process was born (also a
-    forked or restarted one), or when its start before has ended."""
+    forked or restarted one), became a rank (tools/launch/standby.py), or when its start before has
+    ended."""
 
     counted = (
         -math.inf
@@ -52,7 +54,7 @@ class Clock:
     def __init__(self, path: Path | None):
         """path: the folder of this start on the rank that writes, None on the others."""
         now = time.monotonic()
-        self.born = now - _process_age()
+        self.born = max(now - _process_age(), program.stood_by_until)
         self.since = max(self.born, Clock.counted) if Clock.counted < now else self.born
         age = now - self.since
         self.seconds = dict.fromkeys(MEASURED, 0.0)

@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
+from reliability import goodput
 from tests.ranks import WORKERS
 from tests.runs import ROOT, STEPS, free_port, series, tiny_run
 from tools.launch.rank import STANDBY
@@ -70,9 +72,14 @@ def test_a_process_that_waits_trains(tmp_path, monkeypatch):
     meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with prepared([sys.executable, *rank], 1) as standby:
         [(waits, _)] = standby.waiting
+        time.sleep(1)
+        taken = time.time()
         process = standby.take(None, rank, os.environ | alone | meets)
         assert process is waits and process.wait(90 * WORKERS) == 0
     assert len(series(tmp_path / "run")) == STEPS
+    # the seconds in which it waited are those of the start before
+    [start] = goodput.read(tmp_path / "run")
+    assert start.lines[0]["time"] >= round(taken, 3)
 
 
 @pytest.mark.slow

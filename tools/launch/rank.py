@@ -17,6 +17,8 @@ import time
 import traceback
 from pathlib import Path
 
+from configs import program
+
 PR_SET_PDEATHSIG = 1  # prctl(2)
 STANDBY = "PLUMBLINE_STANDBY"  # in the environment of a process that stands by: its pipe
 # what takes long of all that train.py imports, and is not of this repository
@@ -75,6 +77,7 @@ def stand_by(pipe: int) -> None:
         sys.exit("the launcher is gone")
     os.environ.clear()
     os.environ.update(json.loads(environment))
+    program.stood_by_until = time.monotonic()
 
 
 def _file_of(module: str) -> str:
