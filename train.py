@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,12 +23,11 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from checkpoint import hf
+from checkpoint import hf, rounds
 from checkpoint.place import claimed
 from checkpoint.resume import resume
-from checkpoint.stages import run_stages
 from configs import check, program
-from configs.load import as_given, dump, help_asked_for, ignored, load_config
+from configs.load import as_given, dump, help_asked_for, ignored
 from configs.schema import Config, InputError
 from data import turns
 from data.loader import Corpora, PreparedBatches
@@ -44,7 +42,6 @@ from parallelisms.mesh import Mesh
 from reliability import collectives, health
 from reliability.exit import CRASH_LOOP, DONE, STOPPED, refuse
 from reliability.guard import Guard
-from reliability.objects import check_mirrored
 from reliability.record import Start, hosts, same_on_all_ranks
 from reliability.stop import Stop
 from tools.parity import proved
@@ -411,6 +408,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
         return CRASH_LOOP
 
     run = Session(job, corpora, place, this_start, stop, watchdog)
+    rounds.follow(run)
     checkpoints, guard, meter, metrics = run.checkpoints, run.guard, run.meter, run.metrics
     step = run.start
     stopping = step >= steps
@@ -423,6 +421,8 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
         health.FailureTime(watchdog.position),
     ):
         batches = run.open_batches()
+        if rounds.is_interrupted():
+            stopping = finish_step(run, step, stopping)
         while not stopping:
             clock.record("other")
             watchdog.arm(run.patience + cfg.data.timeout_seconds, "data")
@@ -445,12 +445,12 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             meter.add(batch, result, data_seconds, step_seconds)
             guard.add_seconds(data_seconds, result)
             profile.step()
-            checkpoints.poll(result.flags.saving)
             stopping = result.flags.stop
             if step == run.start + 1:
                 run.end_first_step()
 
             guard.judge(step, result, batch["window"], corpora.audit_hint)
+            checkpoints.poll(result.flags.saving)
             if every(step, cfg.debug.replica_check_interval):
                 guard.check_replicas(step, result.loss, result.grad_norm)
             if every(step, STRAGGLER_STEPS):
@@ -461,18 +461,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             if every(step, cfg.metrics.interval) or step in (run.start + 1, steps) or stopping:
                 line = meter.line(step, run.order, result.loss, result.grad_norm, lr)
                 metrics.log(step, line | clock.metrics())
-            clock.record("other")
-            if every(step, cfg.validation.interval) or step == steps:
-                stopping |= run.validate(step)
-            if every(step, cfg.evaluation.interval) or step == steps:
-                stopping |= run.evaluate(step)
-            stopping |= step == steps
-            if every(step, cfg.checkpoint.interval) or stopping:
-                run.save(step, stopping)
-                clock.record("save")
-                clock.saved()
-            elif cfg.checkpoint.peers and every(step, cfg.checkpoint.peer_interval):
-                checkpoints.copy_to_peers(*run.state(step))
+            stopping = finish_step(run, step, stopping)
             if every(step, GC_STEPS):
                 gc.collect()
         batches.close()
@@ -484,8 +473,27 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
     clock.record("save")  # the one in flight
     watchdog.rest()
     batches.check(step)
-    summary = summarise(run, step)
-    return finish(run, this_start, step, summary)
+    return finish(run, this_start, step, summarise(run, step))
+
+
+def finish_step(run: Session, step: int, stopping: bool) -> bool:
+    """Do what is due after a step: scores, and a save or a copy. Returns whether the run stops."""
+    cfg = run.job.cfg
+    clock = run.clock
+    clock.record("other")
+    is_last = step == cfg.training.last_step
+    if is_last or every(step, cfg.validation.interval):
+        stopping |= run.validate(step)
+    if is_last or every(step, cfg.evaluation.interval):
+        stopping |= run.evaluate(step)
+    stopping |= is_last
+    if stopping or every(step, cfg.checkpoint.interval):
+        run.save(step, stopping)
+        clock.record("save")
+        clock.saved()
+    elif cfg.checkpoint.peers and every(step, cfg.checkpoint.peer_interval):
+        run.checkpoints.copy_to_peers(*run.state(step))
+    return stopping
 
 
 def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple[Corpora, Job]:
@@ -537,14 +545,12 @@ def start(argv: list[str], cfg: Config) -> int:
         claimed(cfg) as place,
         Start(folder, here.rank, argv, *as_given(argv), dump(cfg), os.environ) as this_start,
     ):
-        log.setup(folder, here.rank, log.writes_log(here.size, here.local_rank))
+        log.setup(folder, here.rank, log.writes_log(here.size, here.local_rank), ignored(argv))
         with (
             Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
             health.Watchdog(folder, here.rank) as watchdog,
             health.FailureTime(),
         ):
-            for sentence in ignored(argv):
-                logger.warning(sentence)
             this_start.code = train(cfg, place, this_start, stop, watchdog)
     return this_start.code
 
@@ -565,13 +571,7 @@ def main(argv: list[str] | None = None) -> int:
         print(text)
         return DONE
     try:
-        here = meshes.world()
-        cfg = load_config(argv, here.size, here.local_size)
-        check_mirrored(cfg.run.mirror)
-        meshes.open_group(cfg.run)
-        code = run_stages(cfg, partial(start, argv))
-        meshes.close_mesh()
-        return code
+        return rounds.run(argv, start)
     except (InputError, LoaderError, OSError) as error:
         return refuse(error)
 

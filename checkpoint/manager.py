@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from checkpoint import adapters, branches, changes, copies, state, storage, verify
+from checkpoint import adapters, branches, changes, copies, rounds, state, storage, verify
 from checkpoint.agreement import NO_FILE, agree, common, gather_files, on_every_rank, on_rank_0
 from checkpoint.lease import Lost
 from checkpoint.peers import PeerCopies
@@ -167,6 +167,8 @@ class CheckpointManager:
         changes the state in any other way must call `wait_for_copy` first. `poll` reports failures.
         Raises InputError as `poll` does.
         """
+        if last and rounds.leaves(self.mesh):
+            return
         began = time.monotonic()
         is_copy = self.in_flight is not None and not self.in_flight.is_kept
         self._finish()

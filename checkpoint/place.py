@@ -8,6 +8,7 @@ and `take` of the next start removes it.
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from checkpoint.lease import Lease, Lost, removed
 from checkpoint.retention import Retention
 from checkpoint.storage import OneByOne, SavePlan, Staged
 from checkpoint.stores.bucket import Bucket
+from configs.rounds import ROLE
 from configs.schema import Checkpoint, Config, InputError
 from reliability import disk
 from reliability.objects import Unreachable, location
@@ -48,8 +50,10 @@ def claimed(cfg: Config) -> "Iterator[CheckpointFolder | Bucket]":
         yield place
     except Unreachable:  # a store that does not answer would not hear of it either
         raise
-    except InputError:
-        place.release()
+    except Exception as error:
+        # a process that lives on must not keep the folder from others (checkpoint/rounds.py)
+        if isinstance(error, InputError) or ROLE in os.environ:
+            place.release()
         raise
     place.release()
 

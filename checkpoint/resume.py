@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoint import adapters, branches, hf
+from checkpoint import adapters, branches, hf, rounds
 from checkpoint.manager import CheckpointManager
 from configs import stages
 from parallelisms.mesh import world
@@ -57,7 +57,9 @@ def resume(
     watchdog.arm(watchdog.STORAGE, "load")
     if cfg.lora.rank:
         adapters.load_base(job, families, checkpoints)
-    progress = checkpoints.load(job.model, job.optimizer, cfg.training.last_step) or {}
+    progress = rounds.hand_over(job, checkpoints)
+    if progress is None:
+        progress = checkpoints.load(job.model, job.optimizer, cfg.training.last_step) or {}
     if not progress and cfg.checkpoint.load_hf and not cfg.lora.rank:
         published = Path(cfg.checkpoint.load_hf)
         checkpoints.origin = hf.load(

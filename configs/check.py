@@ -908,6 +908,11 @@ RULES = {
         "{checkpoint.peer_interval}, {checkpoint.peer_stride} and {checkpoint.peer_rate} are of "
         "copies in the memory of other hosts, and {checkpoint.peers} makes none",
     ),
+    "fault_tolerant": (
+        lambda c: c.run.fault_tolerant and c.data.stream,
+        "{run.fault_tolerant} keeps the state of a rank when others are lost, and the places of "
+        "{data.stream} are known to all ranks together alone: set one to false",
+    ),
     "load_step": (
         lambda c: c.checkpoint.load_step > c.training.steps,
         "{checkpoint.load_step} is beyond the end of the run, {training.steps}",

@@ -239,6 +239,9 @@ class Run(Table):
     step_timeout_seconds: int = Field(300, ge=1, le=86400)
     """Longest time for a collective or a step afterwards; a hung or dead rank is noticed within
     this time."""
+    fault_tolerant: bool = False
+    """Go on without the replicas whose ranks are lost, and with them again when they come back;
+    false: all start again."""
     max_minutes: float = Field(0.0, ge=0)
     """Save a checkpoint and stop this many minutes after the processes started, as after a signal;
     0: no limit."""

@@ -264,7 +264,7 @@ def open_group(run: Run) -> torch.device:
                     f"{here.size} ranks need {name} in the environment, where they meet: start them "
                     "with ./run_train.sh or torchrun, which set it"
                 )
-        dist.init_process_group(backend, timeout=limit)
+        dist.init_process_group(backend, os.environ.get("INIT_METHOD"), timeout=limit)
     else:
         store = dist.HashStore()
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)

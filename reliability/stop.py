@@ -35,9 +35,11 @@ class Stop:
     after its first step. saved: the last step, once the loop is over and all is saved: what is left,
     a sample or an export, asks by itself whether it is to stop. asked_in_last: of the last one in this
     process that has ended, whether it was asked: by then the run may have done all its steps.
+    called: whether the ranks are to meet after this step (checkpoint/rounds.py).
     """
 
     asked_in_last: ClassVar[bool] = False
+    called = False
     saved: int | None = None
 
     def __init__(self, born: float, max_minutes: float, end: Callable[[int, str], object]) -> None:
@@ -52,7 +54,7 @@ class Stop:
 
     def asked(self) -> bool:
         """Return whether this process was told to stop, or its time is over."""
-        return self.heard or time.monotonic() > self.deadline
+        return self.heard or self.called or time.monotonic() > self.deadline
 
     def __enter__(self) -> "Stop":
         self.pipe = os.pipe()
@@ -68,7 +70,7 @@ class Stop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        Stop.asked_in_last = self.asked()
+        Stop.asked_in_last = self.heard or time.monotonic() > self.deadline
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.before.items():
             signal.signal(number, handler)

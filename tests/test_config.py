@@ -515,6 +515,7 @@ RULE_CASES = {
     "stop_after": ("stop_after=400", "stop_after=100"),
     "branch_from": ("branch_from=a@5 load_path=b", "load_path="),
     "peers": ("peers=2", "peers=1", 4, 2),
+    "fault_tolerant": ("fault_tolerant=true stream=true", "stream=false"),
     "peers_unused": ("peer_interval=5 peers=0", "peers=1", 4, 2),
     "load_step": ("load_step=400", "load_step=100"),
     "skip_spikes": ("skip_spikes=true", "spike_threshold=6.0"),

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import train
+from configs.load import load_config
 from data import audit
 from data.documents import DocumentIndex
 from data.loader import Batches
@@ -113,7 +114,7 @@ def test_a_mixture_is_the_same_run_on_every_mesh(options, tmp_path):
 def test_no_held_out_text_is_in_a_training_window_of_any_source(options, tmp_path):
     """Held out is by the hash of the text: of the 25 texts in both sources, each is on the same
     side in both."""
-    cfg = train.load_config([f"--run.folder={tmp_path}", *options])
+    cfg = load_config([f"--run.folder={tmp_path}", *options])
     corpora = open_corpora(cfg, log=lambda _: None)
     sources, sets = corpora.sources, corpora.sets
     assert list(sources) == ["web", "code"] and list(sets) == ["web", "code", "further"]
@@ -139,9 +140,7 @@ def test_every_seed_is_validated_on_the_same_sequences_in_the_same_order(options
     alone = data_rank()
     seen, trained = [], []
     for seed in 0, 1:
-        corpora = open_corpora(
-            train.load_config([*options, f"--run.seed={seed}"]), log=lambda _: None
-        )
+        corpora = open_corpora(load_config([*options, f"--run.seed={seed}"]), log=lambda _: None)
         sets = corpora.held_out(alone, 263)
         assert list(sets) == ["web", "code", "further"]
         seen.append(

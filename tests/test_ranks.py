@@ -19,6 +19,7 @@ from torch.distributed import device_mesh
 
 import train
 from checkpoint import storage
+from configs.load import load_config
 from configs.schema import Run
 from parallelisms import dp
 from parallelisms import mesh as meshes
@@ -94,7 +95,7 @@ def test_a_step_costs_no_collective_for_what_the_ranks_agree_on(tmp_path):
 
 def replayed(options: list[str]) -> tuple[list[int], train.Flags]:
     """A step whose gradient is computed twice, while a signal comes between the two passes."""
-    job = train.build(train.load_config(options, 2, 2))
+    job = train.build(load_config(options, 2, 2))
     window = torch.arange(2 * 2 * 17).view(2, 2, 17)
     batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
     asked = itertools.cycle([train.Flags(), train.Flags(stop=True)])
@@ -143,7 +144,7 @@ def first_steps(options: list[str]) -> list[list[tuple[int, float]]]:
 def first_step(options: list[str], layers: int) -> tuple[int, float]:
     size = dist.get_world_size()
     with groups_opened() as opened:
-        job = train.build(train.load_config([*options, f"--model.n_layers={layers}"], size, size))
+        job = train.build(load_config([*options, f"--model.n_layers={layers}"], size, size))
     window = torch.arange(17).expand(1, 1, 17)
     batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
     return len(opened), train.train_step(job, batch).loss

@@ -16,7 +16,7 @@ import pytest
 import torch
 from pyarrow import parquet
 
-import train
+from configs.load import load_config
 from configs.schema import Data, InputError
 from data import audit, sources, splice, stream
 from data.prepare import prepare
@@ -497,7 +497,7 @@ def test_the_end_of_the_data_saves_and_says_so(tiny, tmp_path):
 @pytest.mark.slow
 def test_validation_is_on_sets_that_were_prepared(tiny, tmp_path):
     """A prepared part of the source holds out the documents that the stream holds out."""
-    cfg = train.load_config([f"--run.folder={tmp_path}", *tiny])
+    cfg = load_config([f"--run.folder={tmp_path}", *tiny])
     held = {"validation_fraction": 0.2, "cache": f"{tmp_path}/cache"}
     part = prepare(cfg.data.model_copy(update=held), log=lambda line: None)
     sets = f'--validation.sets=[{{name = "part", source = "{part.folder}"}}]'

@@ -73,6 +73,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "models.mtp",
         "configs",
         "configs.done",
+        "configs.rounds",  # who goes on when ranks are lost
         "configs.words",
         "configs.cpu",  # whether bfloat16 is fast there
         "configs.schema",
@@ -99,6 +100,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     "reliability": {
         "configs",
         "configs.done",
+        "configs.rounds",  # who goes on when ranks are lost
         "configs.words",
         "configs.program",
         "configs.schema",
@@ -113,6 +115,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "reliability.exit",
         "configs",
         "configs.done",
+        "configs.rounds",  # who goes on when ranks are lost
         "configs.load",  # the options of this start, as a checkpoint has them
         "configs.program",
         "configs.words",

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -184,14 +185,16 @@ def writes_log(ranks: int, local_rank: int) -> bool:
     return local_rank == 0 or ranks < MANY_RANKS
 
 
-def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
+def setup(
+    folder: str | Path, rank: int, writes: bool = True, warnings: Sequence[str] = ()
+) -> logging.Logger:
     """Send log records to the console and to `<folder>/logs/rank-00000.log`; returns the logger to
     use.
 
     The console shows the records of rank 0, and errors of any rank. Records with `extra={"console":
     False}` go to the file only. The file is appended to, so a
     resumed run continues its own history. A crash is in the file too. If this rank `writes` nothing
-    else, the file begins with the last records before its first error. Raises InputError if the
+    else, the file begins with the last records before its first error. `warnings` come first. Raises InputError if the
     folder cannot be written.
     """
     path = Path(folder) / "logs" / f"rank-{rank:05d}.log"
@@ -222,6 +225,8 @@ def setup(folder: str | Path, rank: int, writes: bool = True) -> logging.Logger:
         logger.critical("crashed", exc_info=exception, extra={"console": False})
         sys.__excepthook__(*exception)
 
+    for sentence in warnings:
+        logger.warning(sentence)
     # the launcher points to the file, so it holds the traceback as well as stderr
     sys.excepthook = crashed
     threading.excepthook = _thread_crashed

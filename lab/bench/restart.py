@@ -1,12 +1,15 @@
 """Measure the seconds from the death of a rank to the next step of all, with processes that stand by
-(tools/launch/standby.py) and without, in turn: kill -9 of the second of two ranks of a tiny run.
+(tools/launch/standby.py) and without, and where the others go on (run.fault_tolerant), in turn: kill
+-9 of the second of two ranks of a tiny run.
 
     python -m lab.bench restart [--rounds 5]
 
-Without: the rank is killed before those processes are started. With: when they wait.
+Without: the rank is killed before those processes are started. With: when they wait. Where the
+others go on, a process that waits takes its place.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -29,25 +32,38 @@ FIRST = 30  # steps before the kill: one save is made
 IDLE = 0.5  # seconds in which a process that waits has used no processor
 
 
+KINDS = {  # kind: (whether processes stand by, more options)
+    "without standby": (False, []),
+    "with standby": (True, []),
+    "fault tolerant": (
+        True,
+        ["--run.fault_tolerant=true", "--parallelism.data_parallel_replicate=2"],
+    ),
+}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
-    found: dict[bool, list[float]] = {False: [], True: []}
+    found: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
     with tempfile.TemporaryDirectory() as place:
         for number in range(rounds):
-            for waits in found:
-                seconds = restart(Path(place) / f"{number}-{waits}", waits)
-                found[waits].append(seconds)
-                print(f"{'with' if waits else 'without'} standby: {seconds:.2f} s", flush=True)
-    anew, warm = median(found[False]), median(found[True])
-    print(f"medians: {anew:.2f} s without, {warm:.2f} s with; ratio {anew / warm:.2f}")
+            for kind, (waits, more) in KINDS.items():
+                seconds = restart(Path(place) / f"{number}-{kind}", waits, more)
+                found[kind].append(seconds)
+                print(f"{kind}: {', '.join(f'{second:.2f}' for second in seconds)} s", flush=True)
+    for kind, rows in found.items():
+        medians = [median(column) for column in zip(*rows, strict=True)]
+        print(f"{kind}: median {', '.join(f'{second:.2f}' for second in medians)} s")
     return 0
 
 
-def restart(folder: Path, waits: bool) -> float:
-    """Return the seconds from the kill to the first step after it."""
-    command = ["./run_train.sh", "configs/llama_debug.toml", f"--run.folder={folder}", *OPTIONS]
+def restart(folder: Path, waits: bool, more: list[str]) -> list[float]:
+    """Return the seconds from the kill to the first step after it; where the others go on, also to
+    the first step of both."""
+    command = ["./run_train.sh", "configs/llama_debug.toml", f"--run.folder={folder}"]
+    command += [*OPTIONS, *more]
     here = os.environ | {"NGPU": "2", "RESTARTS": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.Popen(
         command, cwd=ROOT, env=here, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -60,10 +76,13 @@ def restart(folder: Path, waits: bool) -> float:
         ranks = [pid for pid in children(run.pid) if pid not in standing(run.pid)]
         began = time.monotonic()
         os.kill(ranks[1], signal.SIGKILL)
-        until(lambda: starts(folder) == 2, run)
-        first = steps(folder)
-        until(lambda: steps(folder) > first, run)
-        return time.monotonic() - began
+        seconds = []
+        for start in (2, 3) if more else (2,):
+            until(lambda start=start: starts(folder) == start, run)
+            first = steps(folder)
+            until(lambda first=first: steps(folder) > first, run)
+            seconds.append(time.monotonic() - began)
+        return seconds
     finally:
         run.terminate()
         run.wait()
@@ -101,8 +120,9 @@ def standing(launcher: int) -> list[int]:
     """Return those that stand by."""
     found = []
     for pid in children(launcher):
-        if STANDBY.encode() in Path(f"/proc/{pid}/environ").read_bytes():
-            found.append(pid)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            if STANDBY.encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                found.append(pid)
     return found
 
 

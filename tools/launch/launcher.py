@@ -59,8 +59,11 @@ from torch.distributed.elastic.rendezvous import (
 
 from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
+from configs.rounds import LATEST, ROLE
 from configs.schema import Config, InputError
+from tools.launch.rounds import Coordinator, Rounds, is_frozen
 from tools.launch.standby import Standby
+from tools.launch.words import log
 
 # the ranks have --shutdown-timeout seconds to end
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -105,6 +108,9 @@ class Rendezvous(RendezvousHandler):
         self.script = script
         self.store: TCPStore | None = None
         self.where: tuple[str, int] | None = None
+        self.members: list[int] = []
+        self.address = ""
+        self.is_back = False  # this node was lost, and the run has gone on
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next start. Raises RendezvousError when fewer than the least
@@ -128,6 +134,8 @@ class Rendezvous(RendezvousHandler):
         else:
             members = self._join(address, port, deadline)
         self.where = (address, port) if len(members) > 1 else None
+        self.members = members
+        self.address = address
         return RendezvousInfo(
             self.store, members.index(o.node_rank), len(members), RendezvousStoreInfo(address, port)
         )
@@ -185,7 +193,9 @@ class Rendezvous(RendezvousHandler):
                 if not self.store.check(["members"]):
                     self.store.set(f"node/{node}", "")
                 members = json.loads(self.store.get("members"))
-                if node in members and not self.store.check([f"taken/{node}"]):
+                is_new = not self.store.check([f"taken/{node}"])
+                self.is_back = not is_new and self.store.check([LATEST])
+                if node in members and (is_new or self.is_back):
                     self.store.set(f"taken/{node}", "")
                     return members
                 deadline = time.monotonic() + self.options.join_timeout  # node 0 lives
@@ -284,6 +294,8 @@ class Agent(LocalElasticAgent):
 
     grace_seconds: int
     rendezvous: Rendezvous
+    rounds: Rounds | None = None  # of a run that goes on without ranks that it has lost
+    coordinator: Coordinator | None = None  # the same, on node 0
     standby: Standby  # the processes of the next start
     asked: set[int]  # the signals that were passed on
     interrupted = 0.0  # when Ctrl-C was pressed
@@ -306,6 +318,7 @@ class Agent(LocalElasticAgent):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, on_signal)
         signal.signal(signal.SIGALRM, on_signal)
+        self._open_rounds()
         # torch sets handlers before it starts the first rank, and only of the signals named here
         # (PContext.start in torch.distributed.elastic.multiprocessing.api)
         os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
@@ -318,6 +331,29 @@ class Agent(LocalElasticAgent):
         for number in held:
             self._pass_on(number)
         return ranks
+
+    def _open_rounds(self) -> None:
+        """Let the run go on without ranks that it has lost, if it is to (tools/launch/rounds.py)."""
+        o, script = self.rendezvous.options, self.rendezvous.script
+        nodes = self.rendezvous.members
+        cfg = _config(script, len(nodes) * o.nproc_per_node, o.nproc_per_node)
+        os.environ.pop(ROLE, None)
+        if not cfg or not cfg.run.fault_tolerant or cfg.parallelism.data_parallel_replicate == 1:
+            return
+        place = nodes.index(o.node_rank)
+        where = (self.rendezvous.address, self.rendezvous.store.port)
+        if place == 0:
+            self.coordinator = Coordinator(where, script[1:], cfg, len(nodes), o.nproc_per_node)
+            self.coordinator.begin()
+        self.rounds = Rounds(where, o, place)
+        os.environ[ROLE] = "newcomer" if self.rendezvous.is_back else "member"
+
+    def _exit_barrier(self) -> None:
+        """Wait for the other nodes; where some are lost, not for these."""
+        if self.rounds:
+            self.rounds.wait_for_others()
+        else:
+            super()._exit_barrier()
 
     def _pass_on(self, number: int) -> None:
         """Pass a signal on to the ranks, which say what they make of it. Those that have not ended
@@ -384,12 +420,17 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self.standby.prepare()
+        if self.rounds and not self.rounds.watch(self, worker_group):
+            return RunResult(state=WorkerState.HEALTHY)
         ended = {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()}
+        if None in ended and self.asked & {*STOP} and ended <= {None, 0, *QUIET_CODES}:
+            # a rank that is told to end may be slower, and say what the others leave to it
+            return RunResult(state=WorkerState.HEALTHY)
         # before super() ends the rest
         self.left = next((code for code in QUIET_CODES if code in ended), 0)
         if ended - {None, 0}:
             for local_rank, pid in self._pcontext.pids().items():
-                if _is_frozen(pid):
+                if is_frozen(pid):
                     rank = worker_group.workers[local_rank].global_rank
                     log(
                         f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a "
@@ -412,12 +453,13 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
     failed, at most --max-restarts times. Returns the exit code."""
     logging.disable(logging.ERROR)  # torchrun's messages are replaced by those below
     command = [sys.executable, "-u", "-m", "tools.launch.rank", str(os.getpid()), *script]
+    options.replaced = 0  # ranks, each by a restart of its own (tools/launch/rounds.py)
     with Standby(command, options.nproc_per_node) as standby:
         for number in range(options.max_restarts + 1):
             began = time.monotonic()
             standby.begin(more=number < options.max_restarts)
             code, worth_retrying = start(options, script, standby)
-            if not worth_retrying or number == options.max_restarts:
+            if not worth_retrying or number + options.replaced >= options.max_restarts:
                 break
             log(
                 f"restart {number + 1} of {options.max_restarts}, after "
@@ -473,6 +515,8 @@ def start(options: argparse.Namespace, script: list[str], standby: Standby) -> t
             code = end(agent, result.failures, script)
         elif options.node_rank == 0:
             agent.tell(0)  # spare nodes wait for it
+        if agent.coordinator:
+            agent.coordinator.close()
         worth_retrying = code not in (0, *QUIET_CODES) and not agent.asked
         del agent, spec, result
         rendezvous.close()
@@ -675,13 +719,6 @@ def first_of(failures: dict[int, ProcessFailure]) -> int:
     return by_blame(failures)[0]
 
 
-def _is_frozen(pid: int) -> bool:
-    """proc(5); false where there is none."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
-
-
 def _clock(moment: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(moment)) + f".{int(moment % 1 * 1000):03d}"
 
@@ -709,9 +746,3 @@ def _named(log: Path | None) -> str:
     return f"; its log: {log}" + (
         f", its stacks: {stacks}" if stacks.exists() and stacks.stat().st_size else ""
     )
-
-
-def log(sentence: str) -> None:
-    # one write with the newline: print writes it separately, and threads would share a line
-    sys.stderr.write(f"launch: {sentence}\n")
-    sys.stderr.flush()

@@ -1,0 +1,138 @@
+"""Says who goes on when ranks of a run are lost (run.fault_tolerant), and with which options.
+
+A round is the time in which the same ranks train together. When ranks are lost, or come back, those
+that are there end the round, meet, and begin the next one: with as many whole replicas of the model
+(parallelism.data_parallel_replicate) as there are, and the same global batch. A slot is the place of
+a rank in the whole mesh, its number in the first round.
+
+Ranks and launchers meet in the launcher's store. Its keys, all below `rounds/`: `latest`, the number
+of the round; and for each round N: `N/call`, it ends; `N/end`, why, LOST or ENDED; without it others
+wait to join after a step; `N/door/SLOT`, that rank waits for the next round, and the step that its state is after;
+`N/dead/SLOT`, its process has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`, counts up while that
+launcher lives; `over`, the exit code of the run, when no further round begins. It imports no torch.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from configs.load import load_config
+from configs.schema import Config, InputError
+
+ROLE = "PLUMBLINE_ROUNDS"  # in the environment of a rank: "member" or "newcomer"
+NO_STATE = -1  # the step of a rank that has no whole state
+LATEST, OVER = "rounds/latest", "rounds/over"
+ORDERLY = (0, 2, 75, 76, 130)  # exit codes with which a run ends on all ranks
+NO_REPLICA = 1  # the exit code where no replica is left whole
+CALL, END = "call", "end"
+LOST, ENDED = "ranks are lost", "the next has begun"
+
+
+def key(number: int, *parts: object) -> str:
+    return "/".join(map(str, ("rounds", number, *parts)))
+
+
+def report_loss(store: Any, number: int) -> None:
+    """Tell all ranks and launchers that ranks of this round are lost. store: a TCPStore."""
+    store.set(key(number, END), LOST)
+    store.set(key(number, CALL), "")
+
+
+@dataclass(frozen=True)
+class RoundOfRanks:
+    """The ranks of a round, and where they get their state."""
+
+    slots: list[int]  # by rank
+    replicas: int
+    options: list[str]  # that replace those of the run
+    step: int  # that the state is after
+    source: int  # a replica of this round that has it
+    whole: bool  # whether all ranks have it
+    local_size: int  # ranks on a host, where all have equally many
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def read(text: str | bytes) -> "RoundOfRanks":
+        return RoundOfRanks(**json.loads(text))
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The whole mesh: (pp, replicas, rest), the rank's number row-major in it (parallelisms/mesh.py)."""
+
+    pp: int
+    replicas: int
+    rest: int
+
+    @staticmethod
+    def of(cfg: Config, size: int) -> "Whole":
+        p = cfg.parallelism
+        return Whole(
+            p.pipeline_parallel,
+            p.data_parallel_replicate,
+            size // (p.pipeline_parallel * p.data_parallel_replicate),
+        )
+
+    def slots(self, replicas: Collection[int]) -> list[int]:
+        """Return the slots of these replicas in the order of their ranks."""
+        found = []
+        for stage in range(self.pp):
+            for replica in sorted(replicas):
+                begin = (stage * self.replicas + replica) * self.rest
+                found += range(begin, begin + self.rest)
+        return found
+
+
+def next_round(
+    argv: list[str], cfg: Config, whole: Whole, steps: Mapping[int, int], per_node: int
+) -> RoundOfRanks | None:
+    """Choose the ranks of the next round; None where none of the replicas that are whole has a
+    state, or no number of them can share the batch.
+
+    argv: of the script; cfg: as it resolves it for the whole mesh; steps: of the ranks that wait, by
+    slot; per_node: ranks of a node.
+    """
+    there = []
+    for replica in range(whole.replicas):
+        found = {steps.get(slot) for slot in whole.slots([replica])}
+        if None not in found:
+            there.append((replica, found.pop() if len(found) == 1 else NO_STATE))
+    newest = max((step for _, step in there), default=NO_STATE)
+    if newest == NO_STATE:
+        return None
+    there.sort(key=lambda row: (row[1] != newest, row[0]))
+    for count in range(len(there), 0, -1):
+        chosen = dict(sorted(there[:count]))
+        slots = whole.slots(chosen)
+        nodes = [slot // per_node for slot in slots]
+        on_hosts = {nodes.count(node) for node in nodes}
+        local_size = min(on_hosts) if len(on_hosts) == 1 else min(per_node, len(slots))
+        options = _options(cfg, whole, count, len(on_hosts) == 1)
+        try:
+            load_config([*argv, *options], len(slots), local_size)
+        except InputError:
+            continue
+        at = list(chosen.values())
+        return RoundOfRanks(
+            slots, count, options, newest, at.index(newest), set(at) == {newest}, local_size
+        )
+    return None
+
+
+def _options(cfg: Config, whole: Whole, replicas: int, is_even: bool) -> list[str]:
+    """Return the options of a round with so many replicas: rows of a microbatch at most as before,
+    so that it fits in memory. is_even: whether all hosts have equally many ranks."""
+    p, training = cfg.parallelism, cfg.training
+    ranks = replicas * whole.rest // (p.context_parallel * p.tensor_parallel)
+    rows = max(1, training.global_batch_size // ranks)
+    local = max(n for n in range(1, training.local_batch_size + 1) if rows % n == 0)
+    options = [
+        f"--parallelism.data_parallel_replicate={replicas}",
+        f"--training.local_batch_size={local}",
+    ]
+    if cfg.checkpoint.peers and not is_even:  # whose hosts are of equally many ranks
+        options.append("--checkpoint.peers=0")
+    return options

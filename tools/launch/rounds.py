@@ -1,0 +1,312 @@
+"""Lets a run go on without the ranks that it has lost (run.fault_tolerant, configs/rounds.py).
+
+Each launcher has a `Rounds`: it tells which of its ranks have ended, starts others in their place
+as long as restarts are left, and counts up a number, by which its host is seen to live. On node 0 a
+`Coordinator` decides who takes part in the next round.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from configs.rounds import (
+    CALL,
+    END,
+    ENDED,
+    LATEST,
+    NO_REPLICA,
+    NO_STATE,
+    ORDERLY,
+    OVER,
+    ROLE,
+    RoundOfRanks,
+    Whole,
+    key,
+    next_round,
+    report_loss,
+)
+from configs.schema import Config
+from tools.launch.words import log
+
+ANSWER = timedelta(seconds=20)  # in which the launchers' store answers
+TICK = 0.05  # seconds between looks at the store while ranks come to the door
+BEAT = 0.25  # seconds between looks of a launcher, which are its signs of life
+SILENT = 5.0  # seconds without one after which its host is lost, or with a rank that is stopped
+ANSWERS = 1.5  # the same while all others wait at the door
+# seconds that the ranks of a host that lives may take to the door; then they are killed
+PATIENCE = 15.0
+JOINS = 600.0  # seconds that a round may take to the end of its step when others join it
+
+
+class Rounds:
+    """The ranks of this node in the rounds of a start."""
+
+    def __init__(self, where: tuple[str, int], options: argparse.Namespace, node: int) -> None:
+        """where: the launchers' store; options: of the launcher, whose `replaced` counts the ranks
+        that have taken another's place; node: the place of this one among those of this start."""
+        self.store = connect(where)
+        self.options = options
+        self.node = node
+        self.per_node = options.nproc_per_node
+        self.lost: set[int] = set()  # local ranks without a process
+        self.beats = 0
+        self.looked = 0.0
+        self.is_over = False
+        self.loss_seen: tuple[int, float] | None = None  # the round that ends, and since when
+        self.stopped: dict[int, int] = {}  # process -> looks at which it was stopped
+
+    def watch(self, agent: Any, group: WorkerGroup) -> bool:
+        """Look after the ranks. Returns whether the agent shall look after them itself: the run is
+        over, or node 0 is gone."""
+        if self.is_over:
+            return True
+        now = time.monotonic()
+        if now < self.looked + BEAT:
+            return False
+        self.looked = now
+        try:
+            self.beats += 1
+            self.store.set(f"rounds/alive/{self.node}", str(self.beats))
+            self._look(agent, group)
+        except DistError:
+            self.is_over = True
+        return self.is_over
+
+    def _look(self, agent: Any, group: WorkerGroup) -> None:
+        context = agent._pcontext
+        if self.store.check([OVER]):
+            self.is_over = True
+            if int(self.store.get(OVER)) not in ORDERLY:
+                # the agent then finds those that have ended, and ends the others
+                context._running_local_ranks |= self.lost
+            return
+        for local in sorted(context._running_local_ranks):
+            code = context.subprocess_handlers[local].proc.poll()
+            if code in ORDERLY or (code is not None and agent.asked):
+                self.store.set(OVER, str(code))
+                self.is_over = True
+                return
+            if code is not None:
+                self._lose(agent, group, local, code)
+        self._kill_frozen(context)
+        self._kill_late(context)
+
+    def wait_for_others(self) -> None:
+        """Wait until the ranks of all nodes have ended, --shutdown-timeout seconds at most: node 0
+        serves the store that they use."""
+        with contextlib.suppress(DistError):
+            self.store.set(f"rounds/ended/{self.node}", "")
+            number = int(self.store.get(LATEST))
+            slots = range(self.options.nnodes[1] * self.per_node)
+            if number:
+                slots = RoundOfRanks.read(self.store.get(key(number, "ranks"))).slots
+            names = [f"rounds/ended/{node}" for node in {slot // self.per_node for slot in slots}]
+            deadline = time.monotonic() + self.options.shutdown_timeout
+            while time.monotonic() < deadline and not self.store.check(names):
+                time.sleep(TICK)
+
+    def _lose(self, agent: Any, group: WorkerGroup, local: int, code: int) -> None:
+        """Report a rank whose process has ended, and start another in its place."""
+        slot = self.node * self.per_node + local
+        number = int(self.store.get(LATEST))
+        context = agent._pcontext
+        context._running_local_ranks.discard(local)
+        how = f"ended with exit code {code}"
+        if code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        then = "the replicas that are left go on without its replica"
+        left = self.options.max_restarts - self.options.replaced
+        if left:
+            self.options.replaced += 1
+            then += f", and another process takes its place ({left - 1} restarts are left)"
+        log(f"rank {slot} on {socket.gethostname()} {how}: {then}")
+        if message := _message(context.error_files[local]):
+            log(f"its traceback:\n{message}")
+        self.store.set(key(number, "dead", slot), "")
+        report_loss(self.store, number)
+        if not left:
+            self.lost.add(local)
+            return
+        environment = context.envs[local] | {ROLE: "newcomer"}
+        handler = SubprocessHandler(
+            context.entrypoint, context.args[local], environment, None, None, local, None
+        )
+        context.subprocess_handlers[local] = handler
+        context._running_local_ranks.add(local)
+        group.workers[local].id = handler.proc.pid
+
+    def _kill_frozen(self, context: Any) -> None:
+        """Kill ranks that have been stopped for SILENT seconds, of which this process was not."""
+        for local in context._running_local_ranks:
+            pid = context.subprocess_handlers[local].proc.pid
+            self.stopped[pid] = self.stopped.get(pid, 0) + 1 if is_frozen(pid) else 0
+            if self.stopped[pid] > SILENT / BEAT:
+                self._kill(local, pid, "is frozen (SIGSTOP, or a debugger)")
+
+    def _kill(self, local: int, pid: int, why: str) -> None:
+        log(
+            f"rank {self.node * self.per_node + local} on {socket.gethostname()} {why}: it is killed"
+        )
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def _kill_late(self, context: Any) -> None:
+        """Kill ranks that do not come to the door: they wait for a device, or are stopped."""
+        number = int(self.store.get(LATEST))
+        if not self.store.check([key(number, END)]):
+            self.loss_seen = None
+            return
+        now = time.monotonic()
+        if self.loss_seen is None or self.loss_seen[0] != number:
+            self.loss_seen = (number, now)
+        for local in context._running_local_ranks:
+            slot = self.node * self.per_node + local
+            pid = context.subprocess_handlers[local].proc.pid
+            is_late = now > self.loss_seen[1] + PATIENCE or is_frozen(pid)
+            if is_late and not self.store.check([key(number, "door", slot)]):
+                self._kill(local, pid, "does not answer while others go on")
+
+
+def connect(where: tuple[str, int]) -> TCPStore:
+    """Connect to the launchers' store. A call that is not answered fails: the network is cut."""
+    return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=ANSWER)
+
+
+def is_frozen(pid: int) -> bool:
+    """Return whether a process is stopped (proc(5)); False where the kernel does not say."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
+
+
+def _message(error_file: str) -> str:
+    """Return the traceback that a rank has left (tools/launch/rank.py), "" where there is none."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        with open(error_file, encoding="utf-8") as file:
+            return json.load(file)["message"]["message"].rstrip()
+    return ""
+
+
+class Coordinator:
+    """Decides, in a thread of node 0's launcher, who takes part in the next round."""
+
+    def __init__(
+        self,
+        where: tuple[str, int],
+        argv: list[str],
+        cfg: Config,
+        nodes: int,
+        per_node: int,
+    ) -> None:
+        """where: the launchers' store; argv: of the script, and cfg: what it resolves to."""
+        self.where = where
+        self.argv = argv
+        self.cfg = cfg
+        self.per_node = per_node
+        self.size = nodes * per_node
+        self.whole = Whole.of(cfg, self.size)
+        self.members = list(range(self.size))
+        self.waiting: set[int] = set()  # ranks at the door of this round that are no members
+        self.beats: dict[int, tuple[bytes, float]] = {}
+        self.is_closed = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="rounds", daemon=True)
+
+    def begin(self) -> None:
+        self.store = connect(self.where)
+        self.store.set(LATEST, "0")
+        self.thread.start()
+
+    def close(self) -> None:
+        """End the thread, before the store is closed."""
+        self.is_closed.set()
+        self.thread.join(ANSWER.total_seconds())
+
+    def _run(self) -> None:
+        with contextlib.suppress(DistError):  # the store does not answer
+            number = 0
+            while not self.is_closed.is_set() and not self.store.check([OVER]):
+                if self.store.check([key(number, END)]):
+                    number = self._end(number)
+                elif self._silent():
+                    report_loss(self.store, number)
+                elif self._have_come(number):
+                    self.store.set(key(number, CALL), "")
+                    if self._wait(number, JOINS):
+                        number = self._end(number)
+                self.is_closed.wait(TICK)
+
+    def _have_come(self, number: int) -> bool:
+        """Return whether ranks that are not members wait that make another replica whole."""
+        waiting = {slot for slot in range(self.size) if slot not in self.members}
+        waiting = {slot for slot in waiting if self.store.check([key(number, "door", slot)])}
+        if waiting == self.waiting:
+            return False
+        self.waiting = waiting
+        steps = dict.fromkeys(self.members, 0) | dict.fromkeys(waiting, NO_STATE)
+        more = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
+        return more is not None and len(more.slots) > len(self.members)
+
+    def _silent(self, seconds: float = SILENT) -> set[int]:
+        """Return the nodes of members that have given no sign of life for so many seconds."""
+        now = time.monotonic()
+        for node in {slot // self.per_node for slot in self.members}:
+            name = f"rounds/alive/{node}"
+            beat = self.store.get(name) if self.store.check([name]) else b""
+            if self.beats.get(node, (None, 0.0))[0] != beat:
+                self.beats[node] = (beat, now)
+        return {node for node, (_, since) in self.beats.items() if now > since + seconds}
+
+    def _wait(self, number: int, seconds: float) -> bool:
+        """Wait until all members are at the door, dead, or on a host that is silent. Returns False
+        if they joined no round in that time."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            silent = self._silent(ANSWERS)
+            missing = [
+                slot
+                for slot in self.members
+                if slot // self.per_node not in silent
+                and not self.store.check([key(number, "door", slot)])
+                and not self.store.check([key(number, "dead", slot)])
+            ]
+            if not missing or self.is_closed.wait(TICK) or self.store.check([OVER]):
+                return True
+        return False
+
+    def _end(self, number: int) -> int:
+        """End a round and begin the next. Returns its number."""
+        began = time.monotonic()
+        self._wait(number, 2 * PATIENCE)
+        steps = {}
+        for slot in range(self.size):
+            name = key(number, "door", slot)
+            if self.store.check([name]) and not self.store.check([key(number, "dead", slot)]):
+                steps[slot] = int(self.store.get(name))
+        chosen = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
+        if chosen is None:
+            log("no replica is left whole: all ranks end, for a restart")
+            self.store.set(OVER, str(NO_REPLICA))
+            return number
+        self.members = chosen.slots
+        self.waiting = set()
+        self.beats = {}
+        self.store.set(key(number + 1, "ranks"), chosen.text())
+        self.store.set(LATEST, str(number + 1))
+        self.store.compare_set(key(number, END), "", ENDED)
+        log(
+            f"{chosen.replicas} of {self.whole.replicas} replicas go on after step {chosen.step}, "
+            f"agreed in {time.monotonic() - began:.2f} s"
+        )
+        return number + 1
