@@ -535,7 +535,7 @@ class CheckpointManager:
         is_worthless = self.peers is not None and issubclass(kind, Diverged)
         if is_worthless:
             self.peers.discard()
-        self.wait(60)
+        self.wait(rounds.save_may_take(60))
         if is_worthless:  # the one that was in flight
             self.peers.discard()
 

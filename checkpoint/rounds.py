@@ -9,6 +9,7 @@ that is, by one broadcast over dp_replicate for each tensor.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -327,6 +328,12 @@ def is_interrupted() -> bool:
     return Door.here is not None and Door.here.round is not None
 
 
+def save_may_take(seconds: float) -> float:
+    """Return the seconds for which a run that has failed waits for the save in flight: fewer where
+    it goes on, and saves again."""
+    return min(seconds, 5.0) if Door.here else seconds
+
+
 def leaves(mesh: Mesh) -> bool:
     """Return whether this round ends now for others to join, so that nothing need be saved: not if
     the run was asked to stop, or has done its last step. Called by all ranks after a step."""
@@ -414,12 +421,16 @@ def _meet(url: str, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
 
 
 def _close_groups() -> None:
-    """Drop the process groups, and what DTensor has planned for their meshes."""
+    """Drop the process groups, what DTensor has planned for their meshes, and the old model."""
     if dist.is_initialized():
         with contextlib.suppress(Exception):
             dist.distributed_c10d._abort_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
+    torch._dynamo.reset()  # after eight models of one kind it would compile no more
+    gc.collect()  # the old model, which the loop has not collected
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     with contextlib.suppress(AttributeError):
         torch._C._clear_DTensor_sharding_propagator_cache()
 

@@ -71,6 +71,7 @@ class Program:
         self.running = False  # whether `run` has called main, and it has not returned
         self.ended: int | None = None  # the exit code of main
         self.interrupted = 0.0  # when the main thread noticed Ctrl-C
+        self.heard = 0.0  # when the thread did
         self.noticed = threading.Event()
         # signals to a run. Another handler may be set before the thread wakes up
         self.noted: set[int] = set()
@@ -134,7 +135,9 @@ class Program:
                 return
             end_children()
             leave(INTERRUPTED, "interrupted")
-        if time.monotonic() > self.interrupted + ECHO:
+        # the first may be heard here long after the main thread has noted it
+        self.heard = self.heard or time.monotonic()
+        if time.monotonic() > self.heard + ECHO:
             leave(INTERRUPTED, "interrupted again: ended at once")
 
     def _stop_run(self, number: signal.Signals) -> None:

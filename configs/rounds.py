@@ -60,17 +60,17 @@ class RoundOfRanks:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The whole mesh: (pp, replicas, rest), the rank's number row-major in it (parallelisms/mesh.py)."""
+class WholeMesh:
+    """The mesh of all slots: (pp, replicas, rest), the rank's number row-major in it (parallelisms/mesh.py)."""
 
     pp: int
     replicas: int
     rest: int
 
     @staticmethod
-    def of(cfg: Config, size: int) -> "Whole":
+    def of(cfg: Config, size: int) -> "WholeMesh":
         p = cfg.parallelism
-        return Whole(
+        return WholeMesh(
             p.pipeline_parallel,
             p.data_parallel_replicate,
             size // (p.pipeline_parallel * p.data_parallel_replicate),
@@ -87,7 +87,7 @@ class Whole:
 
 
 def next_round(
-    argv: list[str], cfg: Config, whole: Whole, steps: Mapping[int, int], per_node: int
+    argv: list[str], cfg: Config, whole: WholeMesh, steps: Mapping[int, int], per_node: int
 ) -> RoundOfRanks | None:
     """Choose the ranks of the next round; None where none of the replicas that are whole has a
     state, or no number of them can share the batch.
@@ -122,7 +122,7 @@ def next_round(
     return None
 
 
-def _options(cfg: Config, whole: Whole, replicas: int, is_even: bool) -> list[str]:
+def _options(cfg: Config, whole: WholeMesh, replicas: int, is_even: bool) -> list[str]:
     """Return the options of a round with so many replicas: rows of a microbatch at most as before,
     so that it fits in memory. is_even: whether all hosts have equally many ranks."""
     p, training = cfg.parallelism, cfg.training

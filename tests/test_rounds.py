@@ -20,9 +20,12 @@ import pytest
 import torch
 
 from checkpoint import state, storage, verify
+from configs.load import load_config
+from configs.rounds import NO_STATE, WholeMesh, next_round
 from tests.launched import Launcher, ended
 from tests.ranks import WORKERS, run_ranks, step_timeout
-from tests.runs import as_typed, free_port, run, series, tiny_run
+from tests.runs import TINY, as_typed, free_port, run, series, tiny_run
+from tools import hang
 
 pytestmark = pytest.mark.waits
 STEPS = 40
@@ -77,6 +80,46 @@ sys.exit(train.main())
 """
 
 
+# replicas, ranks of each, steps by slot: the slots, replicas, source and microbatch's rows of the next
+# round, and whether all of them have the state
+CHOICES = [
+    (2, 2, {0: 7, 1: 7}, ([0, 1], 1, 0, 2, True)),
+    (2, 2, {0: 7, 1: 7, 3: 7}, ([0, 1], 1, 0, 2, True)),
+    # one is ahead: the update was under way
+    (2, 2, {0: 7, 1: 7, 2: 8, 3: 8}, ([0, 1, 2, 3], 2, 1, 2, False)),
+    # the ranks of one differ, so the other's state counts
+    (2, 2, {0: 7, 1: 8, 2: 7, 3: 7}, ([0, 1, 2, 3], 2, 1, 2, False)),
+    # one is new
+    (2, 2, {0: NO_STATE, 1: NO_STATE, 2: 7, 3: 7}, ([0, 1, 2, 3], 2, 1, 2, False)),
+    # three do not divide the batch of eight
+    (4, 1, {0: 7, 1: 7, 3: 7}, ([0, 1], 2, 0, 2, True)),
+    (2, 2, {0: 7, 1: 8, 2: 7}, None),
+    (2, 2, {0: NO_STATE, 1: NO_STATE}, None),
+]
+
+
+@pytest.mark.parametrize("replicas, ranks, steps, expected", CHOICES)
+def test_who_goes_on(
+    replicas: int, ranks: int, steps: dict[int, int], expected: tuple | None
+) -> None:
+    argv = [*TINY, f"--parallelism.data_parallel_replicate={replicas}", "--run.fault_tolerant=true"]
+    cfg = load_config(argv, replicas * ranks, replicas * ranks)
+    mesh = WholeMesh.of(cfg, replicas * ranks)
+    found = next_round(argv, cfg, mesh, steps, replicas * ranks)
+    if expected is None:
+        assert found is None
+        return
+    slots, count, source, rows, whole = expected
+    assert (found.slots, found.replicas, found.source, found.whole) == (slots, count, source, whole)
+    assert f"--training.local_batch_size={rows}" in found.options
+
+
+def test_ranks_of_a_pipeline_belong_to_one_replica() -> None:
+    """The stages are outermost in the mesh."""
+    mesh = WholeMesh(pp=2, replicas=2, rest=2)
+    assert mesh.slots([0]) == [0, 1, 4, 5] and mesh.slots([1]) == [2, 3, 6, 7]
+
+
 class Run:
     """A run on several hosts of this machine, each a launcher."""
 
@@ -126,6 +169,10 @@ class Run:
             if is_child and int(fields[3]) == int(process.name) and fields[0] != "Z":
                 found.append(int(process.name))
         return sorted(found)
+
+    def of_rank(self, rank: int) -> int:
+        """Return the process of a rank of the first round."""
+        return hang.read_rank(self.folder / "logs" / f"rank-{rank:05d}.position").process
 
     def step(self) -> int:
         path = self.folder / "metrics.jsonl"
@@ -195,7 +242,7 @@ def begin(
 def test_a_run_goes_on_without_a_lost_rank(mesh: str, whole: Callable, tmp_path: Path) -> None:
     run = begin(whole, mesh, tmp_path / "run")
     run.wait_for(10)
-    os.kill(run.ranks(0)[-1], signal.SIGKILL)
+    os.kill(run.of_rank(1), signal.SIGKILL)
     assert run.end() == [0], run.said()
     assert "replicas go on after step" in run.said()
     check(run)
@@ -209,7 +256,7 @@ def test_a_rank_that_comes_back_gets_the_state(
 ) -> None:
     run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=1, more="" if is_sent else NOT_SENT)
     run.wait_for(5)
-    os.kill(run.ranks(0)[0], signal.SIGKILL)
+    os.kill(run.of_rank(0), signal.SIGKILL)
     assert run.end() == [0], run.said()
     assert "2 of 2 replicas go on" in run.said()
     if is_sent:
@@ -230,11 +277,22 @@ rounds._broadcast = lambda *arguments: None
 def test_without_a_whole_replica_all_start_again(whole: Callable, tmp_path: Path) -> None:
     run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=3)
     run.wait_for(5)
-    for rank in run.ranks(0)[1:3]:
-        os.kill(rank, signal.SIGKILL)
+    for rank in 1, 2:
+        os.kill(run.of_rank(rank), signal.SIGKILL)
     assert run.end() == [0], run.said()
     assert "no replica is left whole" in run.said() and "launch: restart 1 of 3" in run.said()
     check(run)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_a_host_that_is_started_twice_waits(whole: Callable, tmp_path: Path) -> None:
+    run = begin(whole, "ddp3", tmp_path / "run", hosts=3)
+    run.wait_for(5)
+    second = run.start(2)
+    assert run.end() == [0, 0, 0], run.said()
+    assert ended([second])[0] == [0] and "go on" not in run.said()
+    check(run, losses=0)
 
 
 @pytest.mark.slow
@@ -243,7 +301,7 @@ def test_a_run_that_goes_on_stops_on_request_and_resumes(whole: Callable, tmp_pa
     """The signal comes while the ranks meet."""
     run = begin(whole, "hsdp2x2", tmp_path / "run")
     run.wait_for(5)
-    os.kill(run.ranks(0)[-1], signal.SIGKILL)
+    os.kill(run.of_rank(1), signal.SIGKILL)
     while "replicas go on after" not in run.said():
         time.sleep(0.005)
     os.kill(run.launchers[0].process.pid, signal.SIGTERM)

@@ -59,9 +59,9 @@ from torch.distributed.elastic.rendezvous import (
 
 from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
-from configs.rounds import LATEST, ROLE
+from configs.rounds import ROLE
 from configs.schema import Config, InputError
-from tools.launch.rounds import Coordinator, Rounds, is_frozen
+from tools.launch.rounds import Coordinator, Rounds, Signs, is_frozen
 from tools.launch.standby import Standby
 from tools.launch.words import log
 
@@ -181,6 +181,7 @@ class Rendezvous(RendezvousHandler):
         node = self.options.node_rank
         waits = False
         searched = time.monotonic()
+        signs = Signs()
         why = ""
         while True:
             try:
@@ -194,7 +195,8 @@ class Rendezvous(RendezvousHandler):
                     self.store.set(f"node/{node}", "")
                 members = json.loads(self.store.get("members"))
                 is_new = not self.store.check([f"taken/{node}"])
-                self.is_back = not is_new and self.store.check([LATEST])
+                if node in members and not is_new:
+                    self.is_back = signs.have_ended(self.store, members.index(node))
                 if node in members and (is_new or self.is_back):
                     self.store.set(f"taken/{node}", "")
                     return members
@@ -345,7 +347,7 @@ class Agent(LocalElasticAgent):
         if place == 0:
             self.coordinator = Coordinator(where, script[1:], cfg, len(nodes), o.nproc_per_node)
             self.coordinator.begin()
-        self.rounds = Rounds(where, o, place)
+        self.rounds = Rounds(where, o, place, len(nodes))
         os.environ[ROLE] = "newcomer" if self.rendezvous.is_back else "member"
 
     def _exit_barrier(self) -> None:

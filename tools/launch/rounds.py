@@ -8,6 +8,7 @@ as long as restarts are left, and counts up a number, by which its host is seen 
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -32,7 +33,7 @@ from configs.rounds import (
     OVER,
     ROLE,
     RoundOfRanks,
-    Whole,
+    WholeMesh,
     key,
     next_round,
     report_loss,
@@ -53,12 +54,16 @@ JOINS = 600.0  # seconds that a round may take to the end of its step when other
 class Rounds:
     """The ranks of this node in the rounds of a start."""
 
-    def __init__(self, where: tuple[str, int], options: argparse.Namespace, node: int) -> None:
+    def __init__(
+        self, where: tuple[str, int], options: argparse.Namespace, node: int, nodes: int
+    ) -> None:
         """where: the launchers' store; options: of the launcher, whose `replaced` counts the ranks
-        that have taken another's place; node: the place of this one among those of this start."""
+        that have taken another's place; node: the place of this one among those of this start, of
+        which there are `nodes`."""
         self.store = connect(where)
         self.options = options
         self.node = node
+        self.nodes = nodes
         self.per_node = options.nproc_per_node
         self.lost: set[int] = set()  # local ranks without a process
         self.beats = 0
@@ -78,7 +83,7 @@ class Rounds:
         self.looked = now
         try:
             self.beats += 1
-            self.store.set(f"rounds/alive/{self.node}", str(self.beats))
+            self.store.set(alive(self.node), str(self.beats))
             self._look(agent, group)
         except DistError:
             self.is_over = True
@@ -86,14 +91,16 @@ class Rounds:
 
     def _look(self, agent: Any, group: WorkerGroup) -> None:
         context = agent._pcontext
+        handlers = context.subprocess_handlers
+        # before the look at the store: ranks end because it says so
+        codes = {local: handlers[local].proc.poll() for local in context._running_local_ranks}
         if self.store.check([OVER]):
             self.is_over = True
             if int(self.store.get(OVER)) not in ORDERLY:
                 # the agent then finds those that have ended, and ends the others
                 context._running_local_ranks |= self.lost
             return
-        for local in sorted(context._running_local_ranks):
-            code = context.subprocess_handlers[local].proc.poll()
+        for local, code in sorted(codes.items()):
             if code in ORDERLY or (code is not None and agent.asked):
                 self.store.set(OVER, str(code))
                 self.is_over = True
@@ -109,7 +116,7 @@ class Rounds:
         with contextlib.suppress(DistError):
             self.store.set(f"rounds/ended/{self.node}", "")
             number = int(self.store.get(LATEST))
-            slots = range(self.options.nnodes[1] * self.per_node)
+            slots = range(self.nodes * self.per_node)
             if number:
                 slots = RoundOfRanks.read(self.store.get(key(number, "ranks"))).slots
             names = [f"rounds/ended/{node}" for node in {slot // self.per_node for slot in slots}]
@@ -184,6 +191,29 @@ def connect(where: tuple[str, int]) -> TCPStore:
     return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=ANSWER)
 
 
+def alive(node: int) -> str:
+    """Return the key of the number that a launcher counts up while it lives."""
+    return f"rounds/alive/{node}"
+
+
+class Signs:
+    """The signs of life of a launcher."""
+
+    def __init__(self) -> None:
+        self.beat: tuple[bytes, float] = (b"", math.inf)  # the last one, and since when
+
+    def have_ended(self, store: TCPStore, node: int) -> bool:
+        """Look at them; returns whether none came for ANSWERS seconds. Without a call that waits:
+        the store may be closed a second after the run has ended."""
+        if not store.check([LATEST, alive(node)]):
+            return False
+        beat = store.get(alive(node))
+        now = time.monotonic()
+        if beat != self.beat[0]:
+            self.beat = (beat, now)
+        return now > self.beat[1] + ANSWERS
+
+
 def is_frozen(pid: int) -> bool:
     """Return whether a process is stopped (proc(5)); False where the kernel does not say."""
     with contextlib.suppress(OSError):
@@ -216,7 +246,7 @@ class Coordinator:
         self.cfg = cfg
         self.per_node = per_node
         self.size = nodes * per_node
-        self.whole = Whole.of(cfg, self.size)
+        self.whole = WholeMesh.of(cfg, self.size)
         self.members = list(range(self.size))
         self.waiting: set[int] = set()  # ranks at the door of this round that are no members
         self.beats: dict[int, tuple[bytes, float]] = {}
@@ -262,7 +292,7 @@ class Coordinator:
         """Return the nodes of members that have given no sign of life for so many seconds."""
         now = time.monotonic()
         for node in {slot // self.per_node for slot in self.members}:
-            name = f"rounds/alive/{node}"
+            name = alive(node)
             beat = self.store.get(name) if self.store.check([name]) else b""
             if self.beats.get(node, (None, 0.0))[0] != beat:
                 self.beats[node] = (beat, now)
