@@ -55,8 +55,8 @@ from training.optimizers import materialise
 
 logger = logging.getLogger("plumbline")
 
-# Seconds in which ranks that lack nobody may end their step by themselves when others are lost:
-# those of a replica that is whole need only each other from the all-reduce of the loss on.
+# Seconds in which ranks of a whole replica may end their step by themselves when others are lost:
+# from the all-reduce of the loss on they need only each other.
 GRACE = 0.5
 UPDATE = 10.0  # the same while the optimizer changes the weights
 AGAIN = 0.5  # seconds between attempts to end what waits
@@ -78,13 +78,13 @@ class StateOfRank:
 
 
 class Door:
-    """Where this rank waits between rounds."""
+    """The place where this rank waits between rounds."""
 
     here: "Door | None" = None  # that of this process
 
     def __init__(self) -> None:
         self.slot = world().rank
-        self.own: set[str] = set()  # the sockets of its own connections
+        self.own: set[str] = set()  # sockets of its connections to the store
         self.store = self._connect()
         self.number = int(self.store.get(LATEST))
         self.round: RoundOfRanks | None = None  # the first has none
@@ -167,7 +167,7 @@ class Door:
         """Keep the state of this run (train.Session) from now on."""
         self.kept = None
         self.run = run
-        if self.round:  # what was asked of the round before is asked of this one
+        if self.round:  # a request to the round before holds
             run.stop.heard |= self.is_asked or Stop.asked_in_last
         run.job.optimizer.register_step_pre_hook(self._begin_update)
 
@@ -412,8 +412,8 @@ def _take_up(checkpoints: Any, step: int, ancestors: list[str], names: list[str]
 
 
 def _meet(url: str, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
-    """Give the process group of a round a store of its own: in that of the round before gloo would
-    find the addresses of ranks that are lost."""
+    """Give the process group of a round a prefix in the store: without one gloo would find the
+    addresses of ranks that are lost."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
     here = world()
