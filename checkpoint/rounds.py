@@ -345,7 +345,7 @@ def leaves(mesh: Mesh) -> bool:
     is_over |= run.clock.at >= run.job.cfg.training.last_step
     if mesh.any_rank(is_over):
         return False
-    door.leaves = mesh.any_rank(stop.called)
+    stop.called = door.leaves = mesh.any_rank(stop.called)
     return door.leaves
 
 

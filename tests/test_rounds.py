@@ -259,6 +259,8 @@ def test_a_rank_that_comes_back_gets_the_state(
     os.kill(run.of_rank(0), signal.SIGKILL)
     assert run.end() == [0], run.said()
     assert "2 of 2 replicas go on" in run.said()
+    log = (run.folder / "logs" / "rank-00000.log").read_text()
+    assert "all ranks meet those that have come" in log and "stopped on request" not in log
     if is_sent:
         check(run)
     else:

@@ -43,6 +43,8 @@ def summarise(run: Any, step: int) -> str:
             f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {shown} "
             f"{question}"
         )
+    if step < steps and run.stop.called and not run.stop.heard:
+        return f"after step {step} all ranks meet those that have come"
     if step < steps:
         lines.append(
             f"stopped on request after step {step} of {steps}; run the same command again to go on"
