@@ -7,9 +7,10 @@ a rank in the whole mesh, its number in the first round.
 
 Ranks and launchers meet in the launcher's store. Its keys, all below `rounds/`: `latest`, the number
 of the round; and for each round N: `N/call`, it ends; `N/end`, why, LOST or ENDED; without it others
-wait to join after a step; `N/door/SLOT`, that rank waits for the next round, and the step that its state is after;
-`N/dead/SLOT`, its process has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`, counts up while that
-launcher lives; `over`, the exit code of the run, when no further round begins. It imports no torch.
+wait to join after a step; `N/door/SLOT`, that rank waits for the next round, and the step that its
+state is after; `N/dead/SLOT`, its process has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`,
+counts up while that launcher lives; `over`, the exit code of the run, when no further round begins.
+It imports no torch.
 """
 
 import json
@@ -18,12 +19,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from configs.load import load_config
+from configs.program import INTERRUPTED, STOPPED
 from configs.schema import Config, InputError
 
 ROLE = "PLUMBLINE_ROUNDS"  # in the environment of a rank: "member" or "newcomer"
 NO_STATE = -1  # the step of a rank that has no whole state
 LATEST, OVER = "rounds/latest", "rounds/over"
-ORDERLY = (0, 2, 75, 76, 130)  # exit codes with which a run ends on all ranks
+ORDERLY = (0, 2, STOPPED, 76, INTERRUPTED)  # exit codes with which a run ends on all ranks
 NO_REPLICA = 1  # the exit code where no replica is left whole
 CALL, END = "call", "end"
 LOST, ENDED = "ranks are lost", "the next has begun"
@@ -61,7 +63,8 @@ class RoundOfRanks:
 
 @dataclass(frozen=True)
 class WholeMesh:
-    """The mesh of all slots: (pp, replicas, rest), the rank's number row-major in it (parallelisms/mesh.py)."""
+    """The mesh of all slots: (pp, replicas, rest), in which they are numbered row by row
+    (parallelisms/mesh.py)."""
 
     pp: int
     replicas: int

@@ -6,9 +6,9 @@ as long as restarts are left, and counts up a number, by which its host is seen 
 """
 
 import argparse
+import collections
 import contextlib
 import json
-import math
 import os
 import signal
 import socket
@@ -200,18 +200,22 @@ class Signs:
     """The signs of life of a launcher."""
 
     def __init__(self) -> None:
-        self.beat: tuple[bytes, float] = (b"", math.inf)  # the last one, and since when
+        self.beat: bytes | None = None  # the last one
+        self.since = 0.0
+
+    def silence(self, store: TCPStore, node: int) -> float:
+        """Look at them; returns the seconds for which none came. Without a call that waits: the
+        store may be closed a second after the run has ended."""
+        name = alive(node)
+        beat = store.get(name) if store.check([name]) else b""
+        now = time.monotonic()
+        if beat != self.beat:
+            self.beat, self.since = beat, now
+        return now - self.since
 
     def have_ended(self, store: TCPStore, node: int) -> bool:
-        """Look at them; returns whether none came for ANSWERS seconds. Without a call that waits:
-        the store may be closed a second after the run has ended."""
-        if not store.check([LATEST, alive(node)]):
-            return False
-        beat = store.get(alive(node))
-        now = time.monotonic()
-        if beat != self.beat[0]:
-            self.beat = (beat, now)
-        return now > self.beat[1] + ANSWERS
+        """Return whether the launcher of a node that takes part in rounds is gone."""
+        return store.check([LATEST, alive(node)]) and self.silence(store, node) > ANSWERS
 
 
 def is_frozen(pid: int) -> bool:
@@ -249,7 +253,7 @@ class Coordinator:
         self.whole = WholeMesh.of(cfg, self.size)
         self.members = list(range(self.size))
         self.waiting: set[int] = set()  # ranks at the door of this round that are no members
-        self.beats: dict[int, tuple[bytes, float]] = {}
+        self.signs: dict[int, Signs] = collections.defaultdict(Signs)
         self.is_closed = threading.Event()
         self.thread = threading.Thread(target=self._run, name="rounds", daemon=True)
 
@@ -290,13 +294,8 @@ class Coordinator:
 
     def _silent(self, seconds: float = SILENT) -> set[int]:
         """Return the nodes of members that have given no sign of life for so many seconds."""
-        now = time.monotonic()
-        for node in {slot // self.per_node for slot in self.members}:
-            name = alive(node)
-            beat = self.store.get(name) if self.store.check([name]) else b""
-            if self.beats.get(node, (None, 0.0))[0] != beat:
-                self.beats[node] = (beat, now)
-        return {node for node, (_, since) in self.beats.items() if now > since + seconds}
+        nodes = {slot // self.per_node for slot in self.members}
+        return {node for node in nodes if self.signs[node].silence(self.store, node) > seconds}
 
     def _wait(self, number: int, seconds: float) -> bool:
         """Wait until all members are at the door, dead, or on a host that is silent. Returns False
@@ -331,7 +330,7 @@ class Coordinator:
             return number
         self.members = chosen.slots
         self.waiting = set()
-        self.beats = {}
+        self.signs.clear()
         self.store.set(key(number + 1, "ranks"), chosen.text())
         self.store.set(LATEST, str(number + 1))
         self.store.compare_set(key(number, END), "", ENDED)
