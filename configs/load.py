@@ -598,18 +598,26 @@ def json_schema() -> str:
     """Return the JSON schema of the TOML file, for editors (`#:schema schema.json` as a preset's
     first line).
 
-    It has no references, and its dialect is draft 7, because the TOML editors know no later one.
+    It has no references, and its dialect is draft 7, because the TOML editors know no later one. Each
+    option is a line.
     """
-    tables = {
-        table: {"type": "object", "additionalProperties": False, "properties": {}}
-        for table in TABLES
-    }
-    for name, option in OPTIONS.items():
-        table, key = name.split(".")
-        tables[table]["properties"][key] = option
-    schema = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "A run of Plumbline"}
-    schema |= {"type": "object", "additionalProperties": False, "properties": tables}
-    return json.dumps(schema, indent=1) + "\n"
+    tables = []
+    for table in TABLES:
+        rows = []
+        for name, option in OPTIONS.items():
+            of, key = name.split(".")
+            if of == table:
+                rows.append(f'   "{key}": {json.dumps(option)}')
+        properties = ",\n".join(rows)
+        tables.append(
+            f'  "{table}": {{\n   "type": "object", "additionalProperties": false, "properties": {{\n'
+            f"{properties}\n  }}}}"
+        )
+    head = (
+        '{\n "$schema": "http://json-schema.org/draft-07/schema#", "title": "A run of Plumbline",\n'
+    )
+    head += ' "type": "object", "additionalProperties": false, "properties": {\n'
+    return head + ",\n".join(tables) + "\n }\n}\n"
 
 
 def main(argv: list[str]) -> int:
