@@ -383,23 +383,20 @@ def test_planned_and_run(tmp_path):
     assert "1 planned and run; error of seconds: median" in written["notes"]
 
 
-def subjects(folder: Path) -> tuple[dict, dict, tuple]:
+def subjects() -> tuple[dict, tuple]:
     """Return the subjects that are measured with a model, at a size that takes a second."""
     tiny = " ".join([*checks.MODEL, "--training.param_dtype=float32"])
-    measure.SAVED["cpu"] = measure.STEPS["1B"]["cpu"] = tiny
+    measure.STEPS["1B"]["cpu"] = tiny
     measure.ask_plan = lambda options: {"live": 1.5, "needed": 2.0}
     measure.close_mesh = lambda: None
     return (
-        measure.saves(folder),
         measure.one_step("1B"),
         measure.rates_of(CPU, 128),
     )
 
 
-def test_what_is_measured_with_a_model(tmp_path):
-    saves, step, rates = run_ranks(1, subjects, tmp_path)[0]
-    assert saves["rows"][1][0] == "training waits for a save" and not list(tmp_path.iterdir())
-    assert all(len(row) == len(saves["columns"]) for row in saves["rows"])
+def test_what_is_measured_with_a_model():
+    step, rates = run_ranks(1, subjects)[0]
     row = dict(zip(step["columns"], step["rows"][0], strict=True))
     assert (
         row["configuration"] == "1B (small)" and row["layers"] == "3" and row["plan GiB"] == "1.50"
@@ -449,13 +446,9 @@ def test_every_part_can_be_started():
             assert front == "lab.bench" and name in BENCHES, line
             if name == "device.checks":
                 assert set(arguments) <= checks.CHECKS.keys(), part
-            if arguments[:1] == ["compare"]:
-                assert kind in measure.COMPARISONS[arguments[1].replace("_", " ")][1], part
             if arguments[:1] == ["step"]:
                 steps.setdefault(arguments[1].replace("_", " "), set()).add(kind)
     assert steps == {name: set(kinds) for name, kinds in measure.STEPS.items()}
     options = [line for kinds in measure.STEPS.values() for line in kinds.values()]
-    options += [line for _, kinds in measure.COMPARISONS.values() for line in kinds.values()]
-    options += measure.SAVED.values()
     for line in options:
         load_config(line.split(), 1, 1)

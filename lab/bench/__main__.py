@@ -16,12 +16,10 @@ BENCHES = {
     "delta_net": "the gated delta rule, by what computes it on this device",
     "device": "everything on the GPU at hand, the most valuable first, within a budget of minutes",
     "device.checks": "numbers on this device against a float64 model; also on ranks that share a GPU",
-    "device.measure": "rates, steps of 8B's layers, steps compared with other trainers, saves",
+    "device.measure": "rates of this device, steps of 8B's layers",
     "device.planned": "planned memory and time against those of real steps; long sequences",
     "plan": "plans against published runs",
     "restart": "seconds from the death of a rank to the next step, with and without standby",
-    "step": "tokens/s of a step against a bare loop, Hugging Face and TorchTitan",
-    "transfer": "best learning rates over the width of a model, with and without model.width_base",
     "tasks": "task scores of a model against lm-evaluation-harness's",
 }
 FILES = {

@@ -28,15 +28,6 @@ from reliability.record import code, source_hash
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
-def is_slow(options: str) -> bool:
-    """Return True if a row with these options needs bfloat16 on a CPU that takes a hundred times
-    longer for it: the row is then skipped, with one line."""
-    slow = "bfloat16" in options and not torch.cuda.is_available() and not bfloat16_is_fast()
-    if slow:
-        print(f"left out, because bfloat16 is slow on this processor: {options}", file=sys.stderr)
-    return slow
-
-
 def narrow() -> str:
     """bfloat16, or float32 on a CPU that multiplies that far faster."""
     if torch.cuda.is_available() or bfloat16_is_fast():

@@ -1,38 +1,27 @@
 """Measure the subjects of `lab.bench device`, one per process:
 
-    python -m lab.bench device.measure (rates | step NAME | compare NAME | saves) [--json out.json]
+    python -m lab.bench device.measure (rates | step NAME) [--json out.json]
 
 - rates: the numbers of a row of tools/plan/devices.toml, for `tools.plan`.
 - step NAME: one of STEPS, through lab/bench/sections.py; 8B's layers are as many as fit, by the
   plan.
-- compare NAME: our step compared with that of the bare loop (bare), or of an installed peer: one of
-  COMPARISONS, through lab/bench/step.py.
-- saves: how long training waits for a save, how much longer the steps during it take, and a load.
 
 On a CPU the sizes are small, so that all of it takes minutes: that is how the command is tested.
 Exit code 2 and a sentence where something cannot run here.
 """
 
 import json
-import shutil
-import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 import train
-from checkpoint import state
-from checkpoint.manager import CheckpointManager
 from configs.load import load_config
-from configs.schema import Checkpoint, InputError
+from configs.schema import InputError
 from lab.bench import harness, sections
-from lab.bench import step as others
 from models.kernels.causal_attention import causal_attention
 from models.kernels.document_attention import Documents, document_attention
 from parallelisms.mesh import close_mesh
@@ -68,52 +57,10 @@ STEPS = {  # name -> options, by kind of device; a kind that is missing cannot r
 }
 ABOUT = {  # what the sizes on a CPU stand for
     "cuda": "",
-    "cpu": " On a CPU a small model replaces a large one: 8 layers of width 512 for 8B's and "
-    "for saves, 2 layers of "
-    "1B for 1B.",
+    "cpu": " On a CPU a small model replaces a large one: 8 layers of width 512 for 8B's, "
+    "2 layers of 1B for 1B.",
 }
 ROUNDS = {"cuda": 8, "cpu": 2}
-SAVED = {
-    "cuda": (
-        f"--model.flavor=1B {WHOLE} --training.local_batch_size=2 --training.global_batch_size=2"
-    ),
-    "cpu": (
-        f"{sections.BENCH} {BFLOAT16} --training.local_batch_size=2 --training.global_batch_size=2"
-    ),
-}
-# A smaller vocabulary, so that all fit and the loss has its share of 8B's FLOPs. The layers of these
-# few fit 80 GB.
-SMALL_8B = f"{sections.LAYERS_8B} --model.vocab_size=32768 --optimizer.lr=3e-6"
-NONE = "--activation_checkpoint.mode=none"
-OF_1B = (
-    f"--model.flavor=1B {WHOLE} {NONE} --training.local_batch_size=1 "
-    "--training.global_batch_size=1 --model.tied_embeddings=false --model.vocab_size=32768 "
-    "--optimizer.lr=3e-6"
-)
-ON_A_CPU = "--training.local_batch_size=2 --training.global_batch_size=2"
-TITANS = ("torchtitan", "torchtitan_autocast")
-COMPARISONS = {  # name -> contenders against ours, options by kind of device
-    # no recomputation, because these two do none
-    "bare": (("bare",), {"cuda": f"{SMALL_8B} {NONE}", "cpu": ON_A_CPU}),
-    "hf": (("hf",), {"cuda": f"{SMALL_8B} {NONE}", "cpu": ON_A_CPU}),
-    "torchtitan": (
-        TITANS,
-        {"cuda": f"{SMALL_8B} {NONE} --model.n_layers=4", "cpu": ON_A_CPU},
-    ),
-    "torchtitan selective": (
-        TITANS,
-        {
-            "cuda": f"{SMALL_8B} --model.n_layers=4",
-            "cpu": f"{ON_A_CPU} --activation_checkpoint.mode=selective",
-        },
-    ),
-    "torchtitan 1B": (("torchtitan_autocast",), {"cuda": OF_1B}),
-    "torchtitan vocabulary": (
-        ("torchtitan_autocast",),
-        {"cuda": f"{sections.LAYERS_8B} {NONE} --model.n_layers=3 --optimizer.lr=3e-6"},
-    ),
-}
-TITAN_ROUNDS = {"cuda": 18, "cpu": 2}  # with two to warm up, 20 losses
 HEAT_UP_SECONDS = 1.5
 
 
@@ -256,10 +203,10 @@ def one_step(name: str) -> dict:
     }
 
 
-def layers_that_fit(options: list[str], share: float = 1.0) -> int:
-    """Return how many layers of these options one GPU's memory (or a share of it) holds, by the
+def layers_that_fit(options: list[str]) -> int:
+    """Return how many layers of these options one GPU's memory holds, by the
     plan, which adds the allocator's waste. Raises InputError if not even one fits."""
-    room = torch.cuda.mem_get_info()[1] / 2**30 * share
+    room = torch.cuda.mem_get_info()[1] / 2**30
     return most_layers(room, lambda layers: needed_gib([*options, f"--model.n_layers={layers}"]))
 
 
@@ -302,135 +249,18 @@ def plan(options: list[str]) -> dict:
     return {"live": made.live / 2**30, "needed": made.needed / 2**30}
 
 
-def compare(name: str) -> dict:
-    """name: of COMPARISONS. Raises InputError if this kind of device has no such comparison, or the
-    peer's package is not installed."""
-    contenders, by_kind = COMPARISONS.get(name, ((), {}))
-    if KIND not in by_kind:
-        names = ", ".join(name for name, (_, kinds) in COMPARISONS.items() if KIND in kinds)
-        raise InputError(f"{name!r} is not compared on a {KIND}; there are {names}")
-    package = others.package_of(contenders[0])
-    if not find_spec(package):
-        raise InputError(f"{package} is not installed here")
-    options = by_kind[KIND].split()
-    rounds = (TITAN_ROUNDS if package == "torchtitan" else ROUNDS)[KIND]
-    if GPU and package != "torchtitan":  # both are in memory at once, and peers keep whole logits
-        options.append(f"--model.n_layers={layers_that_fit(options, 1 / 3)}")
-    installed = {"bare", *others.installed_peers()}
-    names = ["ours", *(name for name in contenders if name in installed)]
-    dtype = harness.narrow()
-    rows = others.measure(dtype, names, options, rounds)
-    notes = f"{rounds} alternating rounds; {' '.join(options)}."
-    return {
-        "title": "Our step and others",
-        "columns": list(others.COLUMNS),
-        "rows": rows,
-        "notes": notes,
-    }
-
-
-def saves(folder: Path) -> dict:
-    """folder: on the disk to write to."""
-    cfg = load_config(SAVED[KIND].split())
-    job = train.build(cfg)
-    t = cfg.training
-    shape = (1, t.local_batch_size, t.seq_len)
-    batch = {name: torch.randint(0, job.args.vocab_size, shape) for name in ("tokens", "labels")}
-    place = Path(tempfile.mkdtemp(prefix="saves-", dir=folder))
-
-    def manager() -> CheckpointManager:
-        return CheckpointManager(Checkpoint(), place, job.mesh, {"must_match": {}})
-
-    def step() -> float:
-        return harness.alternate({"": lambda: train.train_step(job, batch)}, 1, 0)[""][0]
-
-    try:
-        checkpoints = manager()
-        checkpoints.load(job.model, job.optimizer)  # makes the buffers, as at every start
-        size = sum(x.nbytes for x in state.tensors(job.model, job.optimizer).values()) / 1e9
-        alone = statistics.median([step() for _ in range(2 + 2 * ROUNDS[KIND])][2:])
-        rounds = [during_a_save(checkpoints, job, number, step) for number in (1, 2)]
-        checkpoints.close()
-        began = time.perf_counter()
-        with manager() as resumed:
-            resumed.load(job.model, job.optimizer)
-        loaded = time.perf_counter() - began
-    finally:
-        shutil.rmtree(place)
-        close_mesh()
-    # in the first one, the files' pages are touched for the first time
-    stall, longer, durable, count = rounds[-1]
-    steps_alone = count * alone
-    rows = [
-        ["a step without a save", f"{alone * 1e3:,.0f} ms", ""],
-        [
-            "training waits for a save",
-            f"{stall * 1e3:,.1f} ms",
-            f"{stall / steps_alone:.2%} of the steps during it",
-        ],
-        [
-            f"steps during a save ({count}) take longer by",
-            f"{longer * 1e3:,.0f} ms",
-            f"{longer / steps_alone:.1%}",
-        ],
-        ["a save is durable after", f"{durable:.2f} s", f"{size / durable:.2f} GB/s"],
-        ["load, with every byte verified", f"{loaded:.2f} s", f"{size / loaded:.2f} GB/s"],
-    ]
-    about = "pinned" if GPU else "pageable: there is no GPU"
-    notes = (
-        f"{size:.2f} GB of weights and optimizer state; host buffers are {about}. The second "
-        "of two saves."
-    )
-    notes += ABOUT[KIND]
-    return {
-        "title": "Saves",
-        "columns": ["what", "time", "rate or share"],
-        "rows": rows,
-        "notes": notes,
-    }
-
-
-def during_a_save(
-    checkpoints: CheckpointManager, job: train.Job, number: int, step: Callable[[], float]
-) -> tuple[float, float, float, int]:
-    """Save, and train until it is durable. Seconds that training waits, seconds of the steps beyond
-    as many medians of three steps before, seconds until it is durable, and the number of those
-    steps."""
-    usual = statistics.median(step() for _ in range(3))
-    checkpoints.stall()
-    began = time.perf_counter()
-    checkpoints.save(number, job.model, job.optimizer, {"step": number})
-    blocked = time.perf_counter() - began
-    seconds = []
-    while checkpoints.writing() or not seconds:
-        seconds.append(step())
-    durable = time.perf_counter() - began
-    checkpoints.poll()
-    return (
-        checkpoints.stall() + blocked,
-        blocked + sum(seconds) - usual * len(seconds),
-        durable,
-        len(seconds),
-    )
-
-
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.add_argument("subject", choices=("rates", "step", "compare", "saves", "plan", "about"))
-    parser.add_argument(
-        "name", nargs="?", default="", help="of a step or a comparison, with _ for spaces"
-    )
+    parser.add_argument("subject", choices=("rates", "step", "plan", "about"))
+    parser.add_argument("name", nargs="?", default="", help="of a step, with _ for spaces")
     args, options = parser.parse_known_args()
     answers = {
         "plan": lambda: plan(options),
         "about": lambda: harness.machine() | {"kind": KIND},
     }
-    folder = Path(args.json).parent if args.json else Path.cwd()
     reports = {
         "rates": rates,
         "step": lambda: one_step(args.name.replace("_", " ")),
-        "compare": lambda: compare(args.name.replace("_", " ")),
-        "saves": lambda: saves(folder),
     }
     if args.subject in answers:
         print(json.dumps(answers[args.subject]()))

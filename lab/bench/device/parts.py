@@ -68,12 +68,6 @@ PARTS = [  # the most valuable first
     section("compile", f"{CHECKS} compiled", 35, 60),
     section("rates", f"{MEASURE} rates", 30, 15),
     section("8B layers", f"{MEASURE} step 8B_layers", 75, 60),
-    section("vs TorchTitan", f"{MEASURE} compare torchtitan", 75, 60),
-    section("vs TorchTitan, selective", f"{MEASURE} compare torchtitan_selective", 60, 60),
-    section("1B vs TorchTitan", f"{MEASURE} compare torchtitan_1B", 60),
-    section("vocabulary vs TorchTitan", f"{MEASURE} compare torchtitan_vocabulary", 60),
-    section("vs the bare loop", f"{MEASURE} compare bare", 60, 40),
-    section("vs Hugging Face", f"{MEASURE} compare hf", 60, 50),
     Section(
         "attention",
         {
@@ -81,7 +75,6 @@ PARTS = [  # the most valuable first
             "cpu": (40, f"{ATTENTION} --rounds=3 --shapes 8,4,2,256,64 2,8,8,384,128"),
         },
     ),
-    section("saves", f"{MEASURE} saves", 90, 60),
     section("1B", f"{MEASURE} step 1B", 80, 60),
     section("3B", f"{MEASURE} step 3B", 100),
     section("planned and run", f"{PLANNED} planner --seconds=85", 95, 90),
