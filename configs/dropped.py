@@ -6,6 +6,7 @@ old option is accepted where it has the value that holds now. With another value
 says so, unless its numbers would be others: then it is refused.
 """
 
+import argparse
 from typing import Any, NamedTuple
 
 
@@ -52,6 +53,25 @@ DROPPED = {
     ),
     "profiler.start_step": Dropped(5, "a trace begins with the fifth step of a process"),
 }
+
+
+class _Flag(argparse.Action):
+    """Flag of earlier versions of a tool: it ends the program with the sentence in `const`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        parser.error(f"{self.option_strings[0]} is gone: {self.const}")
+
+
+def flag(parser: argparse.ArgumentParser, name: str, sentence: str) -> None:
+    """Answer a tool's old flag with what to do now; exit code 2."""
+    parser.add_argument(
+        name,
+        nargs="?",
+        action=_Flag,
+        const=sentence,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
 
 
 def holds(name: str, value: object) -> bool:

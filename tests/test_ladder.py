@@ -1,11 +1,7 @@
 """Ladders: the law, their rungs, forecasts, and runs that are judged by them."""
 
 import json
-import os
 import re
-import signal
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +11,7 @@ import pytest
 from configs.load import load_config
 from configs.schema import Config, InputError
 from tools.ladder import __main__ as command
-from tools.ladder import budget, forecast, law, on_ray, page, rungs, runs
+from tools.ladder import budget, forecast, law, page, rungs, runs
 from tools.plan import command as plan
 from training import forecast as registered
 
@@ -298,77 +294,3 @@ def test_a_ladder_runs_what_is_missing_and_a_plan_registers_its_forecast(tmp_pat
     size, tokens = float(of_budget[1]), float(of_budget[2])
     spent = rungs.parameters_of(cfg) * rungs.tokens_of(cfg)
     assert size * tokens == pytest.approx(spent, rel=0.02)  # the same dollars buy the same FLOPs
-
-
-SCRIPT = """#!/bin/bash
-# replaces a run: ends with the code in the file "code" next to it, or has done all its steps
-here=$(dirname "$0")
-folder=$(sed -n 's/^folder = "\\(.*\\)"/\\1/p' "$1")
-steps=$(sed -n '/^.training/,/^steps/s/^steps = //p' "$1")
-mkdir -p "$folder"
-code=$(cat "$here/code" 2>/dev/null || echo 0)
-[ "$code" = wait ] && { touch "$here/waits"; trap 'exit 75' TERM; while true; do sleep 0.1; done; }
-[ "$code" = 0 ] && echo "{\\"step\\": $steps, \\"validation_loss\\": 5.0}" >> "$folder/metrics.jsonl"
-echo "run of $1"
-exit "$code"
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.cap(240)
-def test_a_ladder_on_ray_runs_fails_and_stops(tmp_path, monkeypatch, capsys):
-    """The runs are a script here; Ray is real."""
-    ray = pytest.importorskip("ray")
-    out, place = tmp_path / "ladder", tmp_path / "repository"
-    made = rungs.ladder(["configs/llama_debug.toml"], [2e5, 6e5], [5, 20], out)
-    runs.write(out, ["configs/llama_debug.toml"], made)
-    place.mkdir()
-    (place / "run_train.sh").write_text(SCRIPT)
-    (place / "run_train.sh").chmod(0o755)
-    monkeypatch.setattr(runs, "ROOT", place)
-    with ray.init(num_cpus=2):
-        (place / "code").write_text("3")
-        assert on_ray.run_tasks(out, made) == 3
-        assert f"{made[0].name}.log: exit code 3" in capsys.readouterr().err
-        (place / "code").write_text("wait")
-        threading.Thread(target=stop_when, args=(place / "waits",)).start()
-        assert on_ray.run_tasks(out, made) == runs.STOPPED
-        assert "start the ladder again" in capsys.readouterr().err
-        (place / "code").write_text("0")
-        assert on_ray.run_tasks(out, made) == 0
-    assert on_ray.run_missing(out, made) == 0, "nothing is left to do"
-    assert [(out / f"{rung.name}.log").read_text().count("run of") for rung in made] == [2] * 4
-
-
-def test_a_task_of_ray_has_the_ranks_of_the_command_and_its_own_end(tmp_path, monkeypatch):
-    """A task on another node has none of this process's environment, and a run that a signal has
-    killed is no success."""
-    (tmp_path / "run_train.sh").write_text('#!/bin/bash\necho "$NGPU ranks"\nkill -KILL $$\n')
-    (tmp_path / "run_train.sh").chmod(0o755)
-    monkeypatch.setattr(runs, "ROOT", tmp_path)
-    monkeypatch.setenv("NGPU", "3")
-    (rung, *_) = rungs.ladder(["configs/llama_debug.toml"], [2e5, 6e5], [5, 20], tmp_path)
-    job = on_ray.job_of(tmp_path, rung, tmp_path / "stop")
-    monkeypatch.delenv("NGPU")
-    assert on_ray.train(job) == 128 + signal.SIGKILL
-    assert Path(job["log"]).read_text() == "3 ranks\n"
-
-
-def stop_when(waits: Path) -> None:
-    """Send SIGTERM to this process as soon as a run is there."""
-    while not waits.exists():
-        time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-@pytest.mark.parametrize(
-    "environment, words",
-    [({"NNODES": "2"}, "a task on one node"), ({"NGPU": "9"}, "no node has more than 8 GPUs")],
-)
-def test_a_ladder_that_ray_has_no_room_for_is_refused(environment, words, monkeypatch):
-    pytest.importorskip("ray")
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=words):
-        command.check_ray()
-        on_ray.room([{"Alive": True, "Resources": {"CPU": 96, "GPU": 8}}])

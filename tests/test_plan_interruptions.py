@@ -130,7 +130,6 @@ def test_the_plan_shows_the_comparison(capsys):
         (["--peers=128"], "lower it"),
         (["--peers=1", "--lost-together=2"], "from 0 to 1"),
         (["--lost-together=0.1"], "add --peers"),
-        (["--peers=1", "--compare=--optimizer.lr=1"], "leave --peers out"),
     ],
 )
 def test_a_mistake_in_the_call(mistake, words, capsys):

@@ -7,8 +7,6 @@ import pytest
 
 from configs.load import load_config
 from parallelisms.schedules import FORWARD, Action, Timeline
-from tools.plan import compare
-from tools.plan.__main__ import main
 from tools.plan.device import load_device
 from tools.plan.page import page
 from tools.plan.plan import PlanInputs, make_plan
@@ -62,23 +60,6 @@ def two_plans():
     return first, make_plan(load_config([*options, *pipeline], 4, 2), inputs)
 
 
-def test_two_plans_are_compared_in_what_their_steps_go_into(two_plans):
-    for plan in two_plans:
-        parts = compare.parts_of_step(plan)
-        assert sum(parts.values()) == pytest.approx(plan.time.seconds)
-    differences = compare.differences(*two_plans)
-    sizes = [abs(b - a) for _, a, b in differences]
-    assert sizes == sorted(sizes, reverse=True) and sizes[0] > 0
-    total = sum(b - a for _, a, b in differences)
-    assert total == pytest.approx(two_plans[1].time.seconds - two_plans[0].time.seconds)
-    said = compare.table(*two_plans)
-    assert re.search(r"parallelism.pipeline_parallel +1 +2\n", said)
-    assert re.search(r"bubble of the pipeline +0.0% +\d+.\d% +\+", said)
-    assert "dp_shard all-gather, hidden" in said and "tokens/s per GPU" in said
-    backwards = compare.table(*reversed(two_plans))
-    assert re.search(r"bubble of the pipeline +\d+.\d% +0.0% +-", backwards)
-
-
 def test_the_page_sets_every_word_of_the_report_in_tables_and_paragraphs(two_plans):
     for plan in two_plans:
         said = report(plan)
@@ -93,20 +74,3 @@ def test_the_page_sets_every_word_of_the_report_in_tables_and_paragraphs(two_pla
         assert all(title.startswith(begin) for title, begin in zip(titles, expected))
         assert re.search(r"<td>live at the peak</td><td>[\d.]+ \w+</td>", shown)
         assert "<b>Time of a step</b>" in shown
-
-
-@pytest.mark.parametrize(
-    "options, words",
-    (
-        (["--compare", "--run.seed=42"], "changes no option"),
-        (["--compare", "nowhere.toml"], "nowhere.toml"),
-        (["--compare", "a.toml", "--compare", "b.toml"], "takes one file"),
-        (["--compare", "--run.sed=1"], "sed"),
-        (["--compare", "--parallelism.tensor_parallel=3"], "tensor_parallel"),
-        (["--compare", "--run.seed=1", "--search"], "leave --search out"),
-    ),
-)
-def test_a_mistake_in_a_comparison_is_a_sentence(options, words, capsys):
-    assert main([*SMALL, "--run.seed=42", "--gpus", "4", *options]) == 2
-    said = capsys.readouterr()
-    assert words in said.err and "Traceback" not in said.err and not said.out

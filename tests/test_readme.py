@@ -84,8 +84,6 @@ NEEDS = (
     ),
     (OWN_MODEL, "a published model (test_your_own_model_in_five_commands)"),
     (r"\bs3://bucket/", "a bucket (tests/test_stores.py, tests/test_stored_corpora.py)"),
-    (r"--on ray\b", "a Ray cluster (tests/test_prepare_on_ray.py)"),
-    (r"^head=", "Slurm"),
     (r"^export \w+=", "a shell that goes on"),
     (r"^pip ", "a download"),
     (r"\bmodels/[\w.-]*(Llama|Qwen)", "published weights (tests/test_convert.py makes small ones)"),

@@ -21,13 +21,12 @@ directory, flushed to the disk and then renamed, by one process at a time (the k
 when all processes that hold it are dead).
 
 job.py plans the parts and merges them, part.py makes one, encoding.py turns a document into tokens,
-workers.py runs several processes, cluster.py several machines, and __main__.py is the command.
+workers.py runs several processes, and __main__.py is the command.
 """
 
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import json
 import os
@@ -40,7 +39,6 @@ from pathlib import Path
 from configs.schema import CACHE, Data, InputError, is_prepared
 from data import ends, fim, formats, rank_files, sources
 from data.open_tokenizer import open_named
-from data.prepare import cluster
 from data.prepare.job import BPE_CHARACTERS, PrepareJob
 from data.prepare.workers import Processes
 from data.prepared import (
@@ -56,24 +54,17 @@ from data.stores.upload import upload
 from reliability.disk import sync
 
 Log = Callable[[str], object]
-Engine = Processes | cluster.RayCluster
-HERE, RAY = "here", "ray"  # where the parts are made
 
 
-def prepare(
-    cfg: Data, log: Log = print, out: str = "", workers: int = 0, on: str = HERE
-) -> Prepared:
+def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Prepared:
     """Return the tokenised corpus of `cfg`, from the cache or from the folder `out`. It is made
     first if it is not there.
 
     Any number of processes may call this at once. A source that is a prepared folder is opened as
     it is. `log` receives progress messages. `workers` is the largest number of processes to use; 0
-    means one per core. `on`: "here", or "ray" (cluster.py). InputError: the source, the tokenizer,
-    the cache or Ray cannot be used."""
-    if on == RAY:
-        cluster.check_installed()
+    means one per core. InputError: the source, the tokenizer or the cache cannot be used."""
     if places.is_url(out):
-        made = prepare(cfg, log, "", workers, on)
+        made = prepare(cfg, log, "", workers)
         if places.is_url(made.folder):
             raise InputError(f"data.source: {cfg.source} is prepared already")
         upload(made, out, log)
@@ -92,8 +83,8 @@ def prepare(
             os.makedirs(parent, exist_ok=True)
             with _lock(f"{folder}.lock", log) as lock:
                 if not _is_there(folder):  # no other process made it meanwhile
-                    open_engine = functools.partial(_engine, on, workers, lock, log)
-                    _make(folder, key, cfg, files, log, open_engine)
+                    most = workers or len(os.sched_getaffinity(0))
+                    _make(folder, key, cfg, files, log, Processes(most, lock))
         except OSError as error:
             label, option = ("--out", "--out") if out else ("data.cache", "--data.cache")
             raise InputError(
@@ -212,21 +203,13 @@ def _lock(path: str, log: Log) -> Iterator[int]:
         yield file.fileno()
 
 
-def _engine(on: str, most: int, lock: int, log: Log) -> Engine:
-    """Return the engine that makes the parts: processes of this machine, or tasks of a Ray
-    cluster."""
-    if on == RAY:
-        return cluster.RayCluster(log)
-    return Processes(most or len(os.sched_getaffinity(0)), lock)
-
-
 def _make(
     folder: str,
     key: str,
     cfg: Data,
     files: list[sources.File],
     log: Log,
-    open_engine: Callable[[], Engine],
+    processes: Processes,
 ) -> None:
     """Make the folder. The caller holds the lock, so the temporary folder is ours, and so are the
     finished parts that a killed process left in it. (Where the lock does not reach another host,
@@ -234,9 +217,8 @@ def _make(
     temporary = f"{folder}.tmp"
     try:
         if not _is_finished(temporary, key):
-            with open_engine() as engine:
-                job = PrepareJob.open(temporary, key, cfg, files, log)
-                records = job.run(engine, log)
+            job = PrepareJob.open(temporary, key, cfg, files, log)
+            records = job.run(processes, log)
             job.finish(records, key, log)
         if sources.find(cfg.source) != files:
             shutil.rmtree(temporary)

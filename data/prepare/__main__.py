@@ -6,10 +6,10 @@ import argparse
 import sys
 from typing import get_args
 
-from configs import program
+from configs import dropped, program
 from configs.schema import Data, InputError
 from data import formats
-from data.prepare import HERE, RAY, prepare
+from data.prepare import prepare
 from data.prepare.job import COUNTS, PrepareJob
 from data.prepare.workers import work
 from data.prepared import Prepared, read_manifest, verify
@@ -87,19 +87,14 @@ def main() -> int:
     parser.add_argument(
         "--workers", type=int, default=0, help="processes to use at most; 0: one per core [0]"
     )
-    parser.add_argument(
-        "--on",
-        choices=(HERE, RAY),
-        default=HERE,
-        help=f"the machines: this one, or a Ray cluster (RAY_ADDRESS) [{HERE}]",
+    dropped.flag(
+        parser, "--on", "each machine prepares some of the files, and a run mixes the folders"
     )
     parser.add_argument(
         "--verify", action="store_true", help="read every byte again and compare the hashes"
     )
     arguments = vars(parser.parse_args())
-    check, out, workers, on = (arguments.pop(name) for name in ("verify", "out", "workers", "on"))
-    if on == RAY and workers:
-        parser.error("--workers is for one machine: on a Ray cluster every CPU makes parts")
+    check, out, workers = (arguments.pop(name) for name in ("verify", "out", "workers"))
     arguments["fim_tokens"] = tuple(arguments["fim_tokens"])
     arguments["chat_may_drop"] = tuple(arguments["chat_may_drop"])
     try:
@@ -107,7 +102,7 @@ def main() -> int:
     except ValueError as error:  # pydantic's: an option out of its bounds
         parser.error(str(error))
     try:
-        prepared = prepare(cfg, out=out, workers=workers, on=on)
+        prepared = prepare(cfg, out=out, workers=workers)
         if check:
             verify(prepared.folder, cfg)
     except InputError as error:

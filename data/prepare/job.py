@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,11 +28,6 @@ from data.prepare import reasons, workers
 from data.prepare.part import PartMaker
 from data.prepared import FORMAT, FORMAT_OF_ANSWERS, SPLITS, file_sha256, tables
 from reliability.disk import sync, write_whole
-
-if TYPE_CHECKING:
-    from data.prepare.cluster import RayCluster
-
-    Engine = workers.Processes | RayCluster
 
 # a BPE is trained on the first documents, up to here: more text hardly changes its merges
 BPE_CHARACTERS = 64_000_000
@@ -111,18 +105,13 @@ class PrepareJob:
         cfg = Data.model_validate_json(json.dumps(plan["cfg"]))
         return PrepareJob(folder, cfg, files, plan["parts"], tok, formats.load(folder))
 
-    def plan(self) -> dict[str, bytes]:
-        """Return the files that `load` reads, by name."""
-        names = [PLAN, "tokenizer.json", *([formats.FILE] if self.format else [])]
-        return {name: Path(self.folder, name).read_bytes() for name in names}
-
     # ----------------------------------------------------------------------------------------------
     # making the parts
 
-    def run(self, engine: Engine, log: Log) -> list[dict]:
+    def run(self, processes: workers.Processes, log: Log) -> list[dict]:
         """Make the missing parts and return the records of all. Documents change sides if a split
         would be empty."""
-        records = self._run({}, (), engine, log)
+        records = self._run({}, (), processes, log)
         change = change_of_sides(records, self.cfg.validation_fraction)
         if change:
             score = change.get("low", change.get("high"))
@@ -131,10 +120,12 @@ class PrepareJob:
                 for i, record in enumerate(records)
                 if score in (record["lowest"], record["highest"])
             ]
-            records = self._run(change, touched, engine, log)
+            records = self._run(change, touched, processes, log)
         return records
 
-    def _run(self, change: dict, touched: Iterable[int], engine: Engine, log: Log) -> list[dict]:
+    def _run(
+        self, change: dict, touched: Iterable[int], processes: workers.Processes, log: Log
+    ) -> list[dict]:
         """Make the parts without a record, and those in `touched` that were made without this
         change. Returns all records."""
         records = {i: self.record(i) for i in range(len(self.parts))}
@@ -158,7 +149,7 @@ class PrepareJob:
         for part in sorted(records.keys() - set(todo)):
             add(part, records[part])
         with progress:
-            engine.make(self, todo, change, progress.add, add)
+            processes.make(self, todo, change, progress.add, add)
         return [records[i] for i in range(len(self.parts))]
 
     def make(
@@ -172,31 +163,6 @@ class PrepareJob:
     def _keep(self, part: int, record: dict) -> None:
         path = os.path.join(self.folder, "parts", f"{part:05}.json")
         write_whole(path, json.dumps(record).encode("ascii"))
-
-    def take(self, part: int) -> dict[str, bytes]:
-        """Return the files of a part that was made here, by name, and remove them."""
-        taken = {}
-        for name in self._files_of(part):
-            path = Path(self.folder, name)
-            if path.exists():  # a shard without a token is not there
-                taken[name] = path.read_bytes()
-                path.unlink()
-        return taken
-
-    def receive(self, part: int, record: dict, files: dict[str, bytes]) -> None:
-        """Keep a part that was made in another folder, its record last."""
-        for name in self._files_of(part):
-            if name in files:
-                write_whole(os.path.join(self.folder, name), files[name])
-        self._keep(part, record)
-
-    def _files_of(self, part: int) -> list[str]:
-        names = []
-        for split in SPLITS:
-            of_split = f"{split}-{part:05}"
-            names.append(f"{of_split}.bin")
-            names += [f"parts/{of_split}.{table}" for table in tables(self.format, self.tokenizer)]
-        return names
 
     def record(self, part: int) -> dict | None:
         """Return the record of a finished part, None if it is not finished."""

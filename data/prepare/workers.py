@@ -33,12 +33,6 @@ class Processes:
     most: int  # processes at a time
     lock: int  # the descriptor of the lock, which the processes inherit
 
-    def __enter__(self) -> Processes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
     def make(
         self,
         job: PrepareJob,

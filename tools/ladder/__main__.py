@@ -4,19 +4,18 @@
     python -m tools.plan configs/llama_debug.toml --ladder runs/ladder   # the loss of this run
 
 Makes the models of the ladder from one configuration (tools/ladder/rungs.py has the rules), runs
-what is missing on this machine (--ray: on a cluster), fits L(N, D) = E + A / N^a + B / D^b, and
+what is missing on this machine (--slurm: in an array of jobs), fits L(N, D) = E + A / N^a + B / D^b, and
 writes OUT/ladder.html. A ladder that was stopped goes on where it was. Exit code 0: done; 75:
 stopped, start it again; 2: wrong arguments.
 """
 
 import argparse
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs import program
+from configs import dropped, program
 from configs.load import load_config
 from configs.schema import InputError
 from data.stores.places import out_folder
@@ -48,21 +47,13 @@ def climb(flags: argparse.Namespace, rest: list[str]) -> int:
         return 0
     from tools.ladder import runs
 
-    if flags.ray:
-        check_ray()
     runs.write(flags.out, rest, made)
     if flags.slurm:
         script = flags.out / "array.sh"
         script.write_text(runs.array_script(flags.out, made), encoding="utf-8")
         print(f"written: {script}; from this folder: sbatch -N 1 {script}")
         return 0
-    if flags.ray:
-        from tools.ladder import on_ray
-
-        code = on_ray.run_missing(flags.out, made)
-    else:
-        code = runs.run_missing(flags.out, made)
-    if code:
+    if code := runs.run_missing(flags.out, made):
         return code
     from tools.ladder.page import write
 
@@ -90,7 +81,9 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--dry-run", action="store_true", help="list the runs, write nothing")
     parser.add_argument("--slurm", action="store_true", help="write a Slurm array, run nothing")
-    parser.add_argument("--ray", action="store_true", help="run on a Ray cluster, all at a time")
+    dropped.flag(
+        parser, "--ray", "--slurm writes a job array, and each run has its TOML file in --out"
+    )
     flags, rest = parser.parse_known_args(argv)
     if flags.rungs < 3:
         raise InputError(f"--rungs {flags.rungs}: a law of sizes needs 3 or more")
@@ -118,16 +111,6 @@ def planned(flags: argparse.Namespace, rest: list[str]) -> list[Rung]:
     if flags.budget:
         sizes = rungs.within_budget(rest, sizes, flags.ratio, flags.budget)
     return rungs.ladder(rest, sizes, flags.ratio, flags.out, ranks())
-
-
-def check_ray() -> None:
-    """Raise InputError where no run could be a task of Ray."""
-    if not importlib.util.find_spec("ray"):
-        raise InputError('--ray: Ray is not installed: pip install "ray[default]", on every node')
-    if os.environ.get("NNODES", "1") != "1":
-        raise InputError(
-            f"--ray: NNODES={os.environ['NNODES']}, but a run of the ladder is a task on one node"
-        )
 
 
 def ranks() -> int:

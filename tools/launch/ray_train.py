@@ -22,7 +22,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import IO
 
 from configs import program
 from configs.load import load_config
@@ -61,16 +60,14 @@ def node(job: dict) -> None:
         )
 
 
-def run_script(job: dict, environment: dict, log: IO | None = None) -> int:
+def run_script(job: dict, environment: dict) -> int:
     """Run job's script in a Ray worker, and return its exit code. It gets SIGTERM as soon as
-    the file job["stop"] exists. log: where its output goes; None: to the worker's."""
+    the file job["stop"] exists."""
     libc = ctypes.CDLL(None)
     process = subprocess.Popen(
         [job["script"], *job["arguments"]],
         cwd=job["folder"],
         env=os.environ | {name: str(value) for name, value in environment.items()},
-        stdout=log,
-        stderr=log,
         # a worker that Ray kills leaves nothing behind
         preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
     )

@@ -5,7 +5,7 @@ import sys
 
 from configs import program
 from configs.schema import InputError
-from tools.plan.arguments import arguments, configuration, second
+from tools.plan.arguments import arguments, configuration
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -13,8 +13,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         flags, rest = arguments(sys.argv[1:] if argv is None else argv)
         configuration(flags, rest)
-        if flags.compare:
-            configuration(flags, second(flags, rest))
         from tools.plan.command import planned  # here, because it imports torch
 
         return planned(flags, rest, fresh=argv is None)

@@ -3,7 +3,6 @@
     python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100 [--table.key=value ...]
     python -m tools.plan configs/llama_405b.toml --gpus 1024 --search --write best.toml
     python -m tools.plan configs/llama_8b.toml --gpus 64 --html runs/plan.html
-    python -m tools.plan configs/llama_8b.toml --gpus 64 --compare --parallelism.tensor_parallel=4
     python -m tools.plan configs/llama_8b.toml --tokens 1e12 --days 30    # how many GPUs
     python -m tools.plan configs/llama_405b.toml --gpus 512 --peers 1     # what interruptions cost
 
@@ -16,7 +15,7 @@ configuration or arguments. `docs/planning.md` says how far off it was where it 
 import argparse
 from pathlib import Path
 
-from configs import stages
+from configs import dropped, stages
 from configs.check import derive
 from configs.load import load_config
 from configs.schema import Config, InputError
@@ -49,15 +48,11 @@ ONE_PROCESS = (
 
 
 def check_question(flags: argparse.Namespace) -> None:
-    """Raise InputError where --days or --usd ask how many GPUs, or --compare asks for two plans, and
-    something else contradicts."""
+    """Raise InputError where --days or --usd ask how many GPUs, and something else contradicts."""
     if flags.ladder and flags.tokens:
         raise InputError(
             "--ladder forecasts the run as it is configured: leave --tokens out, or set training.steps"
         )
-    for name in ("search", "stages", "write", "ladder", "peers"):
-        if flags.compare and getattr(flags, name):
-            raise InputError(f"--compare shows two plans side by side: leave --{name} out")
     if flags.at_step < 0:
         raise InputError("--at-step is a number of steps, at least 0")
     if flags.days < 0 or flags.usd < 0:
@@ -66,7 +61,7 @@ def check_question(flags: argparse.Namespace) -> None:
         raise InputError("--usd needs --usd-per-gpu-hour, the price of a GPU")
     if not asks_how_many(flags):
         return
-    for name in ("gpus", "search", "stages", "write", "html", "compare", "ladder", "peers"):
+    for name in ("gpus", "search", "stages", "write", "html", "ladder", "peers"):
         if getattr(flags, name):
             raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
     if flags.tokens <= 0:
@@ -93,7 +88,7 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add_machine(parser)
     add_run(parser)
     add_outputs(parser)
-    flags, rest = parser.parse_known_args(with_values(argv))
+    flags, rest = parser.parse_known_args(argv)
     if min(flags.gpus_per_node, 1 if flags.gpus is None else flags.gpus) < 1:
         raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
     check_question(flags)
@@ -186,9 +181,9 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     add("--write", metavar="OUT.toml", help=text)
     text = "one page with the memory curve, the time line and the mesh"
     add("--html", metavar="OUT.html", help=text)
-    text = "a second plan to compare with: a TOML file, or an option to add to this plan's, as "
-    text += "--parallelism.tensor_parallel=4; may be repeated"
-    add("--compare", action="append", metavar="OTHER", help=text)
+    dropped.flag(
+        parser, "--compare", "plan each, and compare the two reports; --search ranks meshes"
+    )
     text = "forecast the loss from this ladder (tools.ladder), and write it into the run's folder"
     add("--ladder", type=Path, metavar="DIR", help=text)
 
@@ -209,18 +204,6 @@ def check_hardware(flags: argparse.Namespace) -> None:
     rows.check_routing(flags.routing)
 
 
-def with_values(argv: list[str]) -> list[str]:
-    """Return the arguments with "--compare" and its value as one, since the value may begin with
-    dashes."""
-    joined: list[str] = []
-    for argument in argv:
-        if joined and joined[-1] == "--compare":
-            joined[-1] = f"--compare={argument}"
-        else:
-            joined.append(argument)
-    return joined
-
-
 def configuration(flags: argparse.Namespace, rest: list[str]) -> Config:
     """Return the configuration to plan, checked; the mesh of the file only where it is what is
     planned. Raises ConfigError with every rule that is broken."""
@@ -231,11 +214,3 @@ def configuration(flags: argparse.Namespace, rest: list[str]) -> Config:
     if not cfg.training.stages:
         return cfg
     return derive(stages.at(cfg, flags.at_step), flags.gpus)
-
-
-def second(flags: argparse.Namespace, rest: list[str]) -> list[str]:
-    """Return the arguments of the second plan, that --compare asks for."""
-    files = [value for value in flags.compare if not value.startswith("--")]
-    if len(files) > 1:
-        raise InputError(f"--compare takes one file, not {len(files)}: {', '.join(files)}")
-    return flags.compare if files else [*rest, *flags.compare]

@@ -7,8 +7,7 @@ from pathlib import Path
 from configs import stages
 from configs.load import dump
 from configs.schema import Config, InputError
-from tools.plan import compare
-from tools.plan.arguments import asks_how_many, configuration, second
+from tools.plan.arguments import asks_how_many, configuration
 from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
 from tools.plan.interruptions import section
@@ -25,21 +24,6 @@ OVERRIDDEN = {  # option -> field of the device
     "attention_efficiency": "attention_efficiency",
     "network_gb_per_s": "fabric_gb_per_s",
 }
-
-
-def compared(cfg: Config, inputs: PlanInputs, flags: argparse.Namespace, rest: list[str]) -> int:
-    """Plans two configurations and shows them side by side. Returns the exit code. Raises
-    InputError."""
-    other, _ = read_inputs(flags, second(flags, rest))
-    compare.changes(cfg, other)
-    plans = make_plan(cfg, inputs), make_plan(other, inputs)
-    print(compare.table(*plans))
-    if flags.html:
-        reports = "\n\n".join(f"Plan {name}\n\n{report(p)}" for name, p in zip("AB", plans))
-        text = page(plans[0], reports, plans[1], compare.section(*plans))
-        Path(flags.html).write_text(text, encoding="utf-8")
-        print(f"\nwritten: {flags.html}")
-    return 0 if all(plan.fits for plan in plans) else 1
 
 
 def overridden(device: Device, flags: argparse.Namespace) -> Device:
@@ -131,8 +115,6 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
         print(answer(found, flags.days, flags.usd))
         return 0 if any(one.keeps(flags.days, flags.usd) for one in found) else 1
     cfg, inputs = read_inputs(flags, rest)
-    if flags.compare:
-        return compared(cfg, inputs, flags, rest)
     if flags.search:
         found = search(cfg, inputs, log=to_stderr, fresh=fresh and inputs.on_gpu)
         print(table(found) + "\n\nThe first of these:\n")

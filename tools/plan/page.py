@@ -58,18 +58,14 @@ figcaption{color:#aaa}}
 """
 
 
-def page(plan: Plan, report: str, other: Plan | None = None, section: str = "") -> str:
-    """Build the page as HTML. section: HTML below the report. other: a plan to compare, whose
-    figures follow."""
+def page(plan: Plan, report: str) -> str:
+    """Build the page as HTML: the report, and below it the figures."""
     title = title_of(plan)
-    body = section + figures_of(plan)
-    if other:
-        body = f"{section}<h2>Plan A</h2>{figures_of(plan)}<h2>Plan B</h2>{figures_of(other)}"
     return (
         '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         'content="width=device-width">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><h1>{escape(title)}</h1>"
-        f"{typeset(report)}{body}</body></html>\n"
+        f"{typeset(report)}{figures_of(plan)}</body></html>\n"
     )
 
 
