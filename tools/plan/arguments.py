@@ -13,6 +13,7 @@ configuration or arguments. `docs/planning.md` says how far off it was where it 
 """
 
 import argparse
+import math
 from pathlib import Path
 
 from configs import dropped, stages
@@ -32,6 +33,9 @@ MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
 # Of these, 35 were of network switches and cables (its table 5), the largest cause that several hosts
 # share. A switch spares the memory of its hosts, so this is the most that a scheduler would lose.
 LOST_TOGETHER = 35 / 419
+# Seconds in which a rank that goes on builds its model and compiles it again, with Inductor's cache:
+# assumed, not measured
+REBUILD_SECONDS = 30.0
 SIZES = (1024, 4096, 16384, 65536)  # GPUs on which --peers compares
 # The smallest mesh, where that of the file is not what is planned. expert_parallel stays, with which
 # expert_chunks and expert_exchange have a meaning.
@@ -114,11 +118,14 @@ def check_peers(flags: argparse.Namespace) -> None:
             f"--peers={flags.peers} is as many hosts as {SIZES[0]:,} GPUs have, {flags.gpus_per_node} on "
             "each: the comparison begins there, so lower it"
         )
-    if flags.lost_together is None:
-        return
-    if flags.peers is None:
-        raise InputError("--lost-together is of copies in the memory of other hosts: add --peers")
-    if not 0 <= flags.lost_together <= 1:
+    for name in ("lost_together", "replace_minutes", "rebuild_seconds"):
+        value = getattr(flags, name)
+        option = f"--{name.replace('_', '-')}"
+        if value is not None and flags.peers is None:
+            raise InputError(f"{option} is of the comparison of interruptions: add --peers")
+        if value is not None and not 0 <= value < math.inf:
+            raise InputError(f"{option}={value:g} must be a number, at least 0")
+    if flags.lost_together is not None and flags.lost_together > 1:
         raise InputError("--lost-together is a share of the interruptions, from 0 to 1")
 
 
@@ -154,11 +161,17 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--restart-minutes", type=float, default=10, help=text)
     text = "of the checkpoint folder, all ranks together (10)"
     add("--storage-gb-per-s", type=float, default=10, help=text)
-    text = (
-        "compare goodput with copies of the state in the memory of N other hosts, and without, on "
+    text = "compare goodput with storage alone, with copies of the state in the memory of N other hosts "
+    text += (
+        "(checkpoint.peers), and without a restart (run.fault_tolerant), on 1,024 to 65,536 GPUs"
     )
-    text += "1,024 to 65,536 GPUs (checkpoint.peers)"
     add("--peers", type=int, metavar="N", help=text)
+    text = "until a replica that is lost returns, on a spare host or when its host is replaced (as long "
+    text += "as a restart's processes take: --restart-minutes, without reading storage)"
+    add("--replace-minutes", type=float, metavar="MINUTES", help=text)
+    text = "until a rank has built its model again and compiled it "
+    text += f"({REBUILD_SECONDS:g} where compile.enabled)"
+    add("--rebuild-seconds", type=float, metavar="SECONDS", help=text)
     text = "share of interruptions that take a host and those with its copies "
     text += f"({LOST_TOGETHER:.3f}; 0 with checkpoint.peer_stride)"
     add("--lost-together", type=float, metavar="SHARE", help=text)

@@ -124,7 +124,9 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
     plan = make_plan(cfg, inputs)
     text = report(plan, flags.stages)
     if peers := flags.peers or cfg.checkpoint.peers:
-        text += "\n\n" + section(plan, peers, flags.lost_together)
+        minutes = flags.replace_minutes
+        back = None if minutes is None else minutes * 60
+        text += "\n\n" + section(plan, peers, flags.lost_together, back, flags.rebuild_seconds)
     print(text)
     if flags.ladder:
         print(forecast_of(configuration(flags, rest), flags.ladder))

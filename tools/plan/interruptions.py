@@ -1,5 +1,5 @@
-"""Compare what interruptions cost with checkpoints in storage alone and with copies of the state in
-the memory of other hosts, on 1,024 to 65,536 GPUs (`--peers`).
+"""Compare what interruptions cost with checkpoints in storage alone, with copies of the state in the
+memory of other hosts, and where other replicas go on, on 1,024 to 65,536 GPUs (`--peers`).
 
 Failures come at random, with exponential gaps, and each is of one of two kinds. Most leave enough
 hosts to restore the newest copy; some take a host with all hosts that hold copies of its part, and
@@ -9,7 +9,7 @@ Multi-level Checkpointing System". With one kind alone it is Daly's (2006) formu
 tools/goodput.py::expected.
 
 Other numbers of GPUs than the plan's are assumed to train as many tokens per second and GPU, with
-the same batch, and to shard the state over all of them.
+the same batch, and to shard the state over all of them, or over replicas of the plan's size.
 """
 
 import math
@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from checkpoint.peers import GENERATIONS
 from configs.words import number_of
 from tools.goodput import best_interval, expected
-from tools.plan.arguments import LOST_TOGETHER, SIZES
+from tools.plan import survivors
+from tools.plan.arguments import LOST_TOGETHER, REBUILD_SECONDS, SIZES
 from tools.plan.plan import Plan
 from tools.plan.report import size_text, time_text
+from tools.plan.survivors import Survivors
 
 COLUMNS = ("GPUs", "a failure in", "back to", "saved every", "back in", "goodput", "lost", "memory")
 # GB/s at which a rank sends copies to another host, over gloo and TCP: assumed
 PEER_GB_PER_S = 1.0
-# Seconds until a killed rank is noticed, of 2 ranks on two CPU cores (lab/bench/results/faults.txt).
-NOTICED = 0.43
 # Seconds from kill -9 of a rank to the end of the next step there, in one allocation, with processes
 # that stand by (lab/bench/results/restart.txt; 4.30 without them). --restart-minutes is for large
 # runs, which take longer: 10 minutes on some 100,000 GPUs (arXiv:2602.00277, abstract).
@@ -109,20 +109,34 @@ def lost_with_copies(mtbf: float, hosts: int, peers: int, window: float, togethe
 class ScaledRun:
     """The run of a plan on another number of GPUs."""
 
-    def __init__(self, plan: Plan, gpus: int, peers: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        gpus: int,
+        peers: int,
+        replicas: int | None = None,
+        built: float | None = None,
+    ) -> None:
+        """replicas: in place of the plan's; built: seconds in which the model is built and compiled,
+        None for what is assumed."""
         inputs = plan.inputs
         checkpoint = plan.cfg.checkpoint
+        self.plan = plan
+        self.gpus = gpus
         self.peers = peers
+        self.replicas = replicas or plan.cfg.parallelism.data_parallel_replicate
+        compiles = plan.cfg.compile.enabled
+        self.built = built if built is not None else REBUILD_SECONDS * compiles
         self.hosts = math.ceil(gpus / inputs.per_host)
         self.mtbf = inputs.mtbf_gpu_hours * 3600 / gpus
         self.step = plan.time.seconds * inputs.gpus / gpus
         self.part = plan.checkpoint_bytes / gpus  # that a rank writes
         self.per_host = self.part * inputs.per_host
-        held = self.part * plan.cfg.parallelism.data_parallel_replicate
-        self.copy = held / inputs.device.host_gb_per_s / 1e9
+        self.held = self.part * self.replicas
+        self.copy = self.held / inputs.device.host_gb_per_s / 1e9
         self.rate = checkpoint.peer_rate * 1e6 or PEER_GB_PER_S * 1e9
         self.send = peers * self.part / self.rate
-        self.load = held / self.rate + self.copy  # of a host that is new
+        self.load = self.held / self.rate + self.copy  # of a host that is new
         self.write = plan.checkpoint_bytes / inputs.storage_gb_per_s / 1e9
         self.steps = self.sent_within()
         if checkpoint.peers:
@@ -131,8 +145,10 @@ class ScaledRun:
         self.async_save = checkpoint.async_save
 
     def sent_within(self) -> int:
-        """Return the least number of steps in which a copy is made and sent."""
-        return max(1, math.ceil((self.copy + self.send) / self.step))
+        """Return the least number of steps in which a copy is made and sent; if it holds training up,
+        at least as many as lose least."""
+        least = best_interval(self.mtbf, self.stall) if self.stall else 0.0
+        return max(1, math.ceil(max(self.copy + self.send, least) / self.step))
 
     @property
     def stall(self) -> float:
@@ -159,47 +175,98 @@ class ScaledRun:
     @property
     def processes(self) -> float:
         """Return the seconds of a restart without reading storage: what --restart-minutes leaves, and
-        at least what was measured on two cores."""
-        return max(self.restart - self.write, RESTARTED)
+        at least what was measured on two cores, with groups of this size and the model built."""
+        least = RESTARTED + survivors.groups(self.gpus) + self.built
+        return max(self.restart - self.write, least)
 
     def alone(self) -> Outlook:
         level = self.storage()
         goodput = expected(self.mtbf, level.stall, level.back, level.interval, level.write)
         return Outlook("storage alone", level.interval, level.back, goodput, 0.0)
 
-    def with_copies(self, name: str, processes: float, together: float) -> Outlook:
-        level = self.memory(processes)
-        window = level.back + level.interval + level.write
-        lost = lost_with_copies(self.mtbf, self.hosts, self.peers, window, together)
+    def with_copies(self, together: float) -> Outlook:
+        level = self.memory(self.processes)
+        lost = self.lost(level, together)
         goodput = two_levels(self.mtbf, level, self.storage(lost), lost)
-        memory = GENERATIONS * (1 + self.peers) * self.per_host
-        return Outlook(name, level.interval, level.back, goodput, memory)
+        return Outlook("copies, restart", level.interval, level.back, goodput, self.copies)
 
-    def outlooks(self, together: float) -> list[Outlook]:
-        return [
-            self.alone(),
-            self.with_copies("copies, restart", self.processes, together),
-            self.with_copies("bound: no restart", NOTICED, together),
-        ]
+    def lost(self, level: SaveLevel, together: float) -> float:
+        """Return the share of failures with which the newest copies are lost."""
+        window = level.back + level.interval + level.write
+        return lost_with_copies(self.mtbf, self.hosts, self.peers, window, together)
+
+    @property
+    def copies(self) -> float:
+        """Return the bytes of copies on a host."""
+        return GENERATIONS * (1 + self.peers) * self.per_host
+
+    def survivors(self, back: float | None) -> Survivors:
+        """Return the replicas of this run. back: seconds until one that is lost can return; None: as
+        many as the processes of a restart take."""
+        plan = self.plan
+        cfg, device = plan.cfg, plan.inputs.device
+        ranks = plan.data_parallel // cfg.parallelism.data_parallel_replicate
+        return Survivors(
+            self.gpus,
+            self.hosts,
+            self.replicas,
+            survivors.sharing(cfg.training.global_batch_size, ranks, self.replicas),
+            self.mtbf,
+            self.step,
+            self.held,
+            device.host_gb_per_s * 1e9,
+            device.fabric_gb_per_s * 1e9,
+            self.built,
+            self.processes if back is None else back,
+            4 * plan.parameters * self.replicas / self.gpus,
+        )
+
+    def without_restart(self, left: Survivors, together: float) -> Outlook:
+        """Return what copies and survivors together do."""
+        level = self.memory(self.processes)
+        host = 1 / self.hosts  # node 0's
+        end = lost_with_copies(self.mtbf, self.replicas, self.replicas - 1, left.back, host)
+        lost = self.lost(level, together)
+        saved = two_levels(self.mtbf / end, level, self.storage(lost * end), lost)
+        goodput = saved * left.kept()
+        return Outlook("copies, no restart", level.interval, left.stop, goodput, self.copies)
 
 
-def section(plan: Plan, peers: int, together: float | None) -> str:
+def section(
+    plan: Plan, peers: int, together: float | None, back: float | None, built: float | None
+) -> str:
     """Format the comparison, with what it assumes. peers: other hosts that have a copy. together: as
-    in `lost_with_copies`; None: none where copies go to other racks."""
+    in `lost_with_copies`; None: none where copies go to other racks. back: seconds until a lost
+    replica can return; built: those in which the model is built again; None: as `ScaledRun` says."""
     if together is None:
         together = LOST_TOGETHER if plan.cfg.checkpoint.peer_stride == 1 else 0.0
     price = plan.inputs.usd_per_gpu_hour
     hours = plan.steps * plan.time.seconds * plan.inputs.gpus / 3600
+    size = plan.inputs.gpus // plan.cfg.parallelism.data_parallel_replicate  # of a replica
     rows = [COLUMNS]
-    for gpus in SIZES:
-        run = ScaledRun(plan, gpus, peers)
+    parts = []
+    for gpus in sizes(plan, peers):
+        run = ScaledRun(plan, gpus, peers, built=built)
+        outlooks = [run.alone(), run.with_copies(together)]
+        if gpus >= 2 * size:
+            replicated = ScaledRun(plan, gpus, peers, gpus // size, built)
+            parts.append(replicated.survivors(back))
+            outlooks.append(replicated.without_restart(parts[-1], together))
         first = (f"{gpus:,}", time_text(run.mtbf))
-        for outlook in run.outlooks(together):
+        for outlook in outlooks:
             rows.append((*first, *cells(outlook, hours, price)))
             first = ("", "")
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join(["Interruptions", *lines, *assumptions(plan, peers, together)])
+    lines += assumptions(plan, peers, together)
+    lines += survivors.lines(parts, size, plan.cfg.training.global_batch_size, back is not None)
+    return "\n".join(["Interruptions", *lines])
+
+
+def sizes(plan: Plan, peers: int) -> list[int]:
+    """Return the numbers of GPUs that are compared: the plan's too, if it has hosts for the copies."""
+    own = [plan.inputs.gpus] if plan.inputs.gpus > peers * plan.inputs.per_host else []
+    return sorted({*SIZES, *own})
 
 
 def cells(row: Outlook, hours: float, price: float) -> tuple[str, ...]:
@@ -233,13 +300,12 @@ def assumptions(plan: Plan, peers: int, together: float) -> list[str]:
         f"{rate}; memory: of each host, for {GENERATIONS} generations",
         f"  a restart takes {time_text(run.restart)} (--restart-minutes), of which storage is read "
         f"{time_text(run.write)}; from copies the rest, at least {RESTARTED} s, as measured from kill "
-        "-9 to the next step in one allocation (lab/bench/results/restart.txt)",
-        f"  a host that dies in silence is noticed after {time_text(plan.cfg.run.step_timeout_seconds)} "
+        "-9 to the next step in one allocation (lab/bench/results/restart.txt), with groups and the "
+        "model built as below",
+        f"  before a restart a silent host is noticed after {time_text(plan.cfg.run.step_timeout_seconds)} "
         "(run.step_timeout_seconds), which --restart-minutes includes",
         f"  {together:.1%} of failures take a host and those with its copies (--lost-together), and "
         "storage is read",
-        f"  bound: survivors go on {NOTICED} s after a failure, and load; not built; published for "
-        "some 100,000 GPUs: 3 min, and 10 min with a restart (arXiv:2602.00277)",
         f"  {plan.tokens_per_second / inputs.gpus:,.0f} tokens/s per GPU on any number of them; not "
         "modelled: what copies take from the network of training",
     ]
