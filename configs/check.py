@@ -251,10 +251,8 @@ READ_BY = {
     "ns_dtype": MUONS,
     "adjust_lr_fn": MUONS,
     "adamw_lr_scale": OF_MATRICES,
-    "normuon_beta2": ("normuon",),
     "qk_clip": MUONS,
     "soap_frequency": ("soap",),
-    "soap_max_dim": ("soap",),
 }
 
 

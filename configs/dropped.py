@@ -37,6 +37,10 @@ DROPPED = {
     ),
     "optimizer.nesterov": Dropped(True, "Muon's momentum is always Nesterov's", True),
     "optimizer.ns_steps": Dropped(5, "Muon takes 5 Newton-Schulz iterations", True),
+    "optimizer.normuon_beta2": Dropped(0.95, "NorMuon's second moment has a decay of 0.95", True),
+    "optimizer.soap_max_dim": Dropped(
+        10000, "SOAP turns no side of a matrix that is longer than 10,000", True
+    ),
     "compile.optimizer": Dropped(
         False, "gradients are clipped in a pass of their own, before the optimizer's", True
     ),

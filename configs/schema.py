@@ -581,14 +581,10 @@ class Optimizer(Table):
     """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
     adamw_lr_scale: float = Field(1.0, gt=0)
     """With muon, normuon or soap: the learning rate of AdamW's parameters, as a multiple of lr."""
-    normuon_beta2: Decay = 0.95
-    """Of NorMuon: decay rate of the average of each row's mean square."""
     qk_clip: float = Field(0.0, ge=0)
     """Of Muon, NorMuon: the largest logit, to which heads are scaled after a step (Kimi K2: 100); 0: off."""
     soap_frequency: int = Field(10, ge=1)
     """Of SOAP: steps between two decompositions of its factors."""
-    soap_max_dim: int = Field(10000, ge=1)
-    """Of SOAP: the longest side of a matrix that has a factor."""
     average_decay: float = Field(0.0, ge=0, lt=1)
     """Keep an exponential moving average of the weights with this decay, which is validated too; 0:
     none."""

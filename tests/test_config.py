@@ -574,7 +574,7 @@ RULE_CASES = {
     "momentum": ("momentum=0.9", "optimizer.kind=sgd"),
     "moment_dtype": ("moment_dtype=bfloat16 optimizer.kind=muon", "optimizer.kind=adamw"),
     "optimizer_options": (
-        "soap_frequency=5 normuon_beta2=0.9 optimizer.kind=normuon",
+        "soap_frequency=5 optimizer.kind=normuon",
         "soap_frequency=10",
     ),
     "qk_clip_family": ("qk_clip=100 optimizer.kind=muon family=qwen3", "family=llama"),

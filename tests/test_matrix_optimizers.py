@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 from tests.runs import ADAMW, EXPERT_MESHES, MESHES, as_typed, run, tiny_run
 from tests.steps import apart
 from tools.plan.repeat import traced
-from training import normuon, soap
+from training import normuon, optimizers, soap
 from training.muon import local, orthogonalised
 from training.optim import build_optimizer, step_if
 from training.optimizers import materialise
@@ -81,9 +81,10 @@ def with_normuon(weight: Tensor, gradients: list[Tensor], beta2: float) -> Tenso
 
 
 @pytest.mark.parametrize("beta2", [0.95, 0.5])
-def test_normuon_is_the_paper_s(beta2):
+def test_normuon_is_the_paper_s(beta2, monkeypatch):
+    monkeypatch.setattr(optimizers, "NORMUON_BETA2", beta2)
     gradients = random_gradients(4)
-    seen = trained("normuon", gradients, normuon_beta2=beta2)
+    seen = trained("normuon", gradients)
     for number, found in enumerate(seen):
         weight = Matrices().weights[number].detach()
         of_weight = [step[number] for step in gradients]
@@ -137,9 +138,10 @@ def first_basis(factor: Tensor, max_dim: int) -> Tensor:
 
 
 @pytest.mark.parametrize("frequency, max_dim", [(2, 10000), (1, 8)])
-def test_soap_is_the_paper_s(frequency, max_dim):
+def test_soap_is_the_paper_s(frequency, max_dim, monkeypatch):
+    monkeypatch.setattr(optimizers, "SOAP_MAX_DIM", max_dim)
     gradients = random_gradients(6)
-    seen = trained("soap", gradients, soap_frequency=frequency, soap_max_dim=max_dim)
+    seen = trained("soap", gradients, soap_frequency=frequency)
     for number, found in enumerate(seen):
         weight = Matrices().weights[number].detach()
         of_weight = [step[number] for step in gradients]

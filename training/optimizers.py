@@ -68,6 +68,12 @@ class Kind:
         return self.matrices, self.others
 
 
+# decay of the average of each row's mean square (arXiv:2510.05491)
+NORMUON_BETA2 = 0.95
+# the longest side of a matrix that has a factor: of the authors' code (arXiv:2409.11321)
+SOAP_MAX_DIM = 10_000
+
+
 def kept_by_adamw(group: Group) -> dict[str, Kept]:
     average = NARROW if group.get("moment_dtype") == "bfloat16" else LIKE
     state = {"exp_avg": average, "exp_avg_sq": average, "step": SCALAR}
@@ -119,12 +125,12 @@ def kept_by_normuon(group: Group) -> dict[str, Kept]:
 
 
 def normuon_options(cfg: Optimizer) -> Group:
-    return muon_options(cfg) | {"beta2": cfg.normuon_beta2}
+    return muon_options(cfg) | {"beta2": NORMUON_BETA2}
 
 
 def soap_options(cfg: Optimizer) -> Group:
     shared = {"betas": cfg.betas, "eps": cfg.eps}
-    return shared | {"frequency": cfg.soap_frequency, "max_dim": cfg.soap_max_dim}
+    return shared | {"frequency": cfg.soap_frequency, "max_dim": SOAP_MAX_DIM}
 
 
 ADAMW = Rule("AdamW", kept_by_adamw, moments_of_adamw, is_one_kernel=True)
