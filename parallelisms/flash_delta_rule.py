@@ -4,7 +4,7 @@ They are called through an operator of ours, so that a compiled block is one gra
 checkpointing keeps the result. Backward computes the forward again, by the package too: what its
 kernels keep between the two depends on its version.
 
-models/kernels/delta_rule.py is the reference; `python -m lab.bench device` compares both. Signatures:
+models/kernels/delta_rule.py is the reference; `lab.bench device.checks delta_rule` compares both. Signatures:
 fla-org/flash-linear-attention, fla/ops/gated_delta_rule/chunk.py and fla/ops/kda/chunk.py.
 
 Shapes:  B batch   T sequence   K key heads   H value heads, a multiple of K   E width of a key

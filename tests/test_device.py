@@ -1,14 +1,11 @@
-"""`python -m lab.bench device`: its checks on a CPU, its budget, its record, and what it reads of
-a GPU on made-up input."""
+"""`python -m lab.bench device.*`: its checks on a CPU, and what it reads of a GPU on made-up input."""
 
 import functools
 import itertools
 import json
 import os
 import re
-import signal
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from unittest import mock
@@ -24,9 +21,6 @@ from lab.bench import delta_net, idle
 from lab.bench.__main__ import BENCHES, FILES
 from lab.bench.__main__ import main as run_bench
 from lab.bench.device import checks, measure, planned, shared
-from lab.bench.device import parts as command
-from lab.bench.device.parts import PARTS, Section, main
-from lab.bench.device.record import Record
 from models import moe
 from models.kernels import document_attention as masked
 from parallelisms import delta_kernel
@@ -161,188 +155,15 @@ def test_an_error_that_is_no_number_fails():
 
 
 # --------------------------------------------------------------------------------------------------
-# the command
-
-MACHINE = {"device": "a device", "torch": "2.13.0", "python": "3.11", "commit": "abc"}
-FAKE = """
-import json, os, sys, time
-how, path = sys.argv[1], sys.argv[-1].removeprefix("--json=")
-with open(os.environ["FAKE_CALLS"], "a") as file:
-    file.write(f"{how} {os.getpid()}\\n")
-if how == "sleep":
-    time.sleep(60)
-about = {"title": f"T {how}", "machine": {"device": "a device"}, "notes": "", "columns": ["x"]}
-if how != "silent":
-    json.dump(about | {"rows": [["1"]], "numbers": {}}, open(path, "w"))
-print("first line\\nlast line of " + how)
-sys.exit({"fail": 1, "wrong": 2}.get(how, 0))
-"""
-
-
-@pytest.fixture
-def place(tmp_path, monkeypatch):
-    """Return a folder with parts that import nothing, so that they take 30 ms each."""
-    (tmp_path / "fake_part.py").write_text(FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("FAKE_CALLS", str(tmp_path / "calls"))
-    monkeypatch.setattr(command, "child", lambda *_: MACHINE | {"kind": "cpu"})
-    return tmp_path
-
-
-def fake(how: str, seconds: float = 20, kind: str = "cpu") -> Section:
-    return Section(how, {kind: (seconds, f"fake_part {how}")})
-
-
-def calls(place: Path) -> list[str]:
-    return [line.split()[0] for line in (place / "calls").read_text().splitlines()]
-
-
-def parts_of(place: Path) -> dict[str, dict]:
-    return json.loads((place / "out.json").read_text())["parts"]
-
-
-def test_every_outcome_is_a_row_and_the_command_goes_on(place, capsys):
-    parts = [
-        fake("good"),
-        fake("fail"),
-        fake("silent"),
-        fake("wrong"),
-        fake("sleep", 0.3),
-        fake("huge", 1e6),
-        fake("gpu", 1, "cuda"),
-        fake("last"),
-    ]
-    assert main([f"--json={place}/out.json"], parts) == 1
-    seen = parts_of(place)
-    assert {name: entry["state"] for name, entry in seen.items()} == {
-        "good": "done",
-        "fail": "failed",
-        "silent": "failed",
-        "wrong": "not run",
-        "sleep": "failed",
-        "huge": "not run",
-        "gpu": "not run",
-        "last": "done",
-    }
-    assert seen["fail"]["why"] == "last line of fail" and Path(
-        seen["fail"]["log"]
-    ).read_text().startswith("first line")
-    assert seen["silent"]["why"] == "it ended with code 0 and no result"
-    assert seen["wrong"]["why"] == "last line of wrong" and "only a GPU" in seen["gpu"]["why"]
-    assert (
-        seen["sleep"]["why"].startswith("no result after 1 s")
-        and "1000000 s" in seen["huge"]["why"]
-    )
-    text = (place / "out.md").read_text()
-    assert (
-        "| fail | failed |" in text
-        and "last line of fail" in text
-        and "### T good" in text
-        and "### T fail" in text
-    )
-    assert f"log: {place}/out.logs/fail.log" in capsys.readouterr().out
-    assert not (place / "out.toml").exists()
-
-
-def test_what_is_done_is_not_repeated_and_what_failed_is(place):
-    parts = [fake("good"), fake("fail")]
-    assert main([f"--json={place}/out.json"], parts) == 1
-    assert main([f"--json={place}/out.json"], parts) == 1
-    assert calls(place) == ["good", "fail", "fail"]
-    assert main([f"--json={place}/out.json", "--only", "good"], parts) == 0
-    assert main([f"--json={place}/out.json", "--only", "good", "--again"], parts) == 0
-    assert calls(place) == ["good", "fail", "fail", "good"]
-    assert (
-        main([f"--json={place}/out.json", "--only", "good", "--again", "--minutes=0.001"], parts)
-        == 0
-    )
-    assert parts_of(place)["good"]["state"] == "done"  # of before: it could not be run again
-
-
-def test_the_budget_ends_a_part_and_lists_the_others(place):
-    # six seconds, of which merely starting a process takes up to four on a busy machine
-    parts = [fake("good", 0.1), fake("sleep", 2), fake("last", 2)]
-    began = time.monotonic()
-    assert main([f"--json={place}/out.json", "--minutes=0.1"], parts) == 0
-    assert time.monotonic() - began < 30
-    seen = parts_of(place)
-    assert seen["good"]["state"] == "done"
-    assert seen["sleep"]["state"] == "not run" and "the budget ended" in seen["sleep"]["why"]
-    assert seen["last"]["state"] == "not run" and "s were left" in seen["last"]["why"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_a_second_call_goes_on_after_kill_9(place):
-    parts = [fake("good"), fake("sleep", 50), fake("last")]
-    pid = os.fork()
-    if pid == 0:
-        main([f"--json={place}/out.json"], parts)
-        os._exit(0)
-    deadline = time.monotonic() + 60
-    while not ((place / "calls").exists() and "sleep" in (place / "calls").read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    sleeper = int((place / "calls").read_text().splitlines()[1].split()[1])
-    while (
-        Path(f"/proc/{sleeper}").exists()
-        and "Z" not in Path(f"/proc/{sleeper}/stat").read_text().split()[2]
-    ):
-        assert time.monotonic() < deadline, "the part outlived the command"
-        time.sleep(0.01)
-    assert set(parts_of(place)) == {"good"}
-    assert main([f"--json={place}/out.json"], [parts[0], fake("better"), parts[2]]) == 0
-    assert calls(place) == ["good", "sleep", "better", "last"]
-    assert parts_of(place).keys() == {"good", "better", "last"}
-
-
-@pytest.mark.parametrize(
-    "arguments, sentence",
-    [
-        (["--minutes=0"], "a number of minutes above 0"),
-        (["--minutes=nan"], "a number of minutes above 0"),
-        (["--only", "nonsense"], "no such part; there are good"),
-        (["--json=out.txt"], "ends in .json"),
-    ],
-)
-def test_wrong_arguments_start_nothing(place, capsys, arguments, sentence):
-    assert main(arguments, [fake("good")]) == 2
-    assert sentence in capsys.readouterr().err and not (place / "calls").exists()
-
-
-@pytest.mark.parametrize(
-    "content, sentence",
-    [
-        ('{"machine": {"device": "another"}, "parts": {}}', "device was another and is a device"),
-        ('{"machine": ', "not a record of this command"),
-        ("[]", "not a record of this command"),
-    ],
-)
-def test_a_file_that_is_not_this_machines_record_stays(place, capsys, content, sentence):
-    (place / "out.json").write_text(content)
-    assert main([f"--json={place}/out.json"], [fake("good")]) == 2
-    assert sentence in capsys.readouterr().err
-    assert (place / "out.json").read_text() == content and not (place / "calls").exists()
+# the planner's device
 
 
 def test_the_planner_reads_the_numbers_that_are_written(tmp_path):
-    record = Record(tmp_path / "out.json", MACHINE, ["rates"])
     with mock.patch.object(measure, "peak_flops", lambda _: 989e12):
         rates = measure.Rates(722e12, 480e12, 260e12, 312e12, 4.1e12, 55e9)
         device = measure.as_device("NVIDIA H200", 139.8, rates)
-    report = {
-        "title": "Rates",
-        "machine": MACHINE,
-        "notes": "",
-        "columns": ["x"],
-        "rows": [["1"]],
-        "numbers": device.model_dump(exclude_defaults=True),
-    }
-    record.put("rates", {"state": "failed", "ended": "now", "report": report})
-    assert not (tmp_path / "out.toml").exists()
-    record.put("rates", {"state": "done", "ended": "now", "report": report})
     file = tmp_path / "out.toml"
+    file.write_text(measure.as_toml(device))
     assert load_device(str(file)) == device
     flags, rest = plan_arguments(["configs/llama_debug.toml", "--gpus=1", f"--device={file}"])
     _, inputs = read_inputs(flags, rest)
@@ -420,8 +241,11 @@ def test_every_benchmark_that_is_named_exists():
     "arguments, code, sentence",
     [
         ([], 0, "  device.planned  planned memory"),
-        (["nonsense"], 2, "nonsense: no such benchmark; there are attention, delta_net, device, "),
-        (["device", "--minutes=0"], 2, "a number of minutes above 0"),
+        (
+            ["nonsense"],
+            2,
+            "nonsense: no such benchmark; there are attention, delta_net, device.checks, ",
+        ),
         (["attention", "--shapes=4,5"], 2, "4,5 is no shape; one is "),
         (["attention", "--json=no/such/x.json"], 2, "there is no folder for no/such/x.json"),
     ],
@@ -437,18 +261,8 @@ def test_the_front_lists_and_runs_benchmarks(arguments, code, sentence, capsys, 
     assert sentence in said.out + said.err
 
 
-def test_every_part_can_be_started():
-    """Its bench, checks and configurations exist, because no GPU has run them here."""
-    steps = {}
-    for part in PARTS:
-        for kind, (_, line) in part.by_device.items():
-            front, name, *arguments = line.split()
-            assert front == "lab.bench" and name in BENCHES, line
-            if name == "device.checks":
-                assert set(arguments) <= checks.CHECKS.keys(), part
-            if arguments[:1] == ["step"]:
-                steps.setdefault(arguments[1].replace("_", " "), set()).add(kind)
-    assert steps == {name: set(kinds) for name, kinds in measure.STEPS.items()}
-    options = [line for kinds in measure.STEPS.values() for line in kinds.values()]
-    for line in options:
-        load_config(line.split(), 1, 1)
+def test_every_step_is_a_configuration():
+    """No GPU has run those of a GPU here."""
+    for kinds in measure.STEPS.values():
+        for line in kinds.values():
+            load_config(line.split(), 1, 1)

@@ -1,4 +1,4 @@
-"""The checks of `lab.bench device` on a GPU: `./run_tests.sh -m gpu`. tests/test_device.py runs
+"""The checks of `lab.bench device.checks` on a GPU: `./run_tests.sh -m gpu`. tests/test_device.py runs
 the same ones on a CPU."""
 
 import functools

@@ -524,7 +524,7 @@ def test_a_device_of_ones_own(tmp_path, capsys):
         == 2
     )
     assert "memory: Extra inputs" in capsys.readouterr().err
-    # a CPU that lab.bench device has measured has no CUDA context and no pinned memory
+    # a CPU that lab.bench has measured has no CUDA context and no pinned memory
     for kind in ("cpu", "gpu"):
         flags = arguments(
             [*DEBUG, "--gpus", "1", "--device", own_device(tmp_path, peak_tflops=10, kind=kind)]

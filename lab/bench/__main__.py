@@ -14,7 +14,6 @@ from lab.bench.usage import usage
 BENCHES = {
     "attention": "kernels of causal attention, by the shape of a model's heads",
     "delta_net": "the gated delta rule, by what computes it on this device",
-    "device": "everything on the GPU at hand, the most valuable first, within a budget of minutes",
     "device.checks": "numbers on this device against a float64 model; also on ranks that share a GPU",
     "device.measure": "rates of this device, steps of 8B's layers",
     "device.planned": "planned memory and time against those of real steps; long sequences",
@@ -22,10 +21,7 @@ BENCHES = {
     "restart": "seconds from the death of a rank to the next step, with and without standby",
     "tasks": "task scores of a model against lm-evaluation-harness's",
 }
-FILES = {
-    "device": "device.parts",
-    "plan": "published",
-}  # where the module is not called as the benchmark
+FILES = {"plan": "published"}  # where the module is not called as the benchmark
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,5 +1,5 @@
-"""Check that a run works on this device and computes what a plain model computes, for
-`lab.bench device`.
+"""Check that a run works on this device and computes what a plain model computes:
+
     python -m lab.bench device.checks [NAME ...] [--json out.json]          # all of CHECKS by default
 
 The judge of all numbers is a plain model in float64 on the CPU: a loop of a few lines with

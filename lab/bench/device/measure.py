@@ -1,8 +1,9 @@
-"""Measure the subjects of `lab.bench device`, one per process:
+"""Measure this device:
 
-    python -m lab.bench device.measure (rates | step NAME) [--json out.json]
+    python -m lab.bench device.measure (rates | step NAME) [--json out.json] [--toml device.toml]
 
-- rates: the numbers of a row of tools/plan/devices.toml, for `tools.plan`.
+- rates: the numbers of a row of tools/plan/devices.toml; --toml writes them for
+  `tools.plan --device device.toml`.
 - step NAME: one of STEPS, through lab/bench/sections.py; 8B's layers are as many as fit, by the
   plan.
 
@@ -14,6 +15,7 @@ import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -64,8 +66,11 @@ ROUNDS = {"cuda": 8, "cpu": 2}
 HEAT_UP_SECONDS = 1.5
 
 
-def rates() -> dict:
+def rates(toml: str = "") -> dict:
+    """toml: a file to write for the planner, if there is one."""
     device = measure_gpu() if GPU else measure_cpu()
+    if toml:
+        Path(toml).write_text(as_toml(device), encoding="utf-8")
     numbers = device.model_dump(exclude_defaults=True)
     rows = [
         [name, f"{value:.4g}" if isinstance(value, float) else value]
@@ -73,6 +78,15 @@ def rates() -> dict:
     ]
     columns = ["field of tools/plan/devices.toml", "measured"]
     return {"title": "Rates of the device", "columns": columns, "rows": rows, "numbers": numbers}
+
+
+def as_toml(device: Device) -> str:
+    """Return the device as a file for `tools.plan --device`."""
+    lines = ["# Measured by lab.bench device.measure; tools/plan/devices.toml explains the fields."]
+    lines.append("[device]")
+    for field, value in device.model_dump(exclude_defaults=True).items():
+        lines.append(f"{field} = {json.dumps(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def measure_gpu() -> Device:
@@ -172,7 +186,7 @@ def as_device(name: str, memory_gib: float, rates: Rates) -> Device:
         attention_efficiency=min(1.0, rates.packed / peak),
         fast_attention_efficiency=min(1.0, rates.attention / peak),
         narrow_attention=min(1.0, rates.narrow / rates.attention),
-        source="measured by lab.bench device; links "
+        source="measured by lab.bench device.measure; links "
         f"{'of the table' if row else 'assumed: PCIe gen4, 100 Gb/s'}",
     )
 
@@ -251,18 +265,17 @@ def plan(options: list[str]) -> dict:
 
 def main() -> None:
     parser = harness.parser(__doc__)
-    parser.add_argument("subject", choices=("rates", "step", "plan", "about"))
+    parser.add_argument(
+        "--toml", type=harness.in_a_folder, help="also write the rates, for tools.plan"
+    )
+    parser.add_argument("subject", choices=("rates", "step", "plan"))
     parser.add_argument("name", nargs="?", default="", help="of a step, with _ for spaces")
     args, options = parser.parse_known_args()
-    answers = {
-        "plan": lambda: plan(options),
-        "about": lambda: harness.machine() | {"kind": KIND},
-    }
-    reports = {
-        "rates": rates,
-        "step": lambda: one_step(args.name.replace("_", " ")),
-    }
-    if args.subject in answers:
-        print(json.dumps(answers[args.subject]()))
+    if args.subject == "plan":  # asked by this program itself
+        print(json.dumps(plan(options)))
+        return
+    if args.subject == "rates":
+        report = rates(args.toml)
     else:
-        harness.report(**reports[args.subject](), json_path=args.json)
+        report = one_step(args.name.replace("_", " "))
+    harness.report(**report, json_path=args.json)
