@@ -82,27 +82,24 @@ def wrapped(text: str) -> str:
 
 def section(row: LedgerRow) -> str:
     """Return the part of the page about one row."""
-    lines = [f"## {row.title}", "", wrapped(row.question), ""]
+    lines = [f"## {row.title} (`{row.name}`)", "", wrapped(row.question), ""]
     if row.rival:
         lines += [wrapped(f"Published: {row.rival['number']} ({row.rival['source']})."), ""]
     losses = all_losses(row)
     if not row.results:
-        lines += [wrapped(f"`{row.name}`: **not run yet**. {row.verdict}"), ""]
+        lines += [wrapped(f"**Not run yet.** {row.verdict}"), ""]
         return "\n".join(lines)
     lines += [
-        "| arm | validation loss | seeds | tokens | minutes |",
-        "| --- | --- | --- | --- | --- |",
+        "| arm | validation loss | tokens |",
+        "| --- | --- | --- |",
     ]
     for arm, found in losses.items():
         mean = f"{statistics.fmean(found):.4f} ± {band(found):.4f}"
-        ours = arm in row.results["minutes"]
+        ours = arm in row.results["tokens"]
         tokens = f"{row.results['tokens'][arm]:,}" if ours else ""
-        minutes = f"{row.results['minutes'][arm]:.1f}" if ours else ""
-        lines.append(f"| {arm} | {mean} | {len(found)} | {tokens} | {minutes} |")
+        lines.append(f"| {arm} | {mean} | {tokens} |")
     lines += ["", wrapped(conclusions(row))]
     lines += [wrapped(row.verdict), ""]
-    kind = f"{row.results['machine']}, torch {row.results['torch']}, commit {row.results['commit']}"
-    lines += [wrapped(f"`{row.name}`: {kind}; corpus SHA-256 {row.results['corpus'][:16]}."), ""]
     return "\n".join(lines)
 
 
