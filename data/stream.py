@@ -440,10 +440,8 @@ class StreamedBatches:
         ranks: Ranks,
         vocab_size: int = 2**32,
         pin_memory: bool = False,
-        depth: int = 0,
     ) -> None:
-        """depth: further tokens that are predicted (data/further.py). Raises InputError if the ranks
-        do not divide streams and rows."""
+        """Raises InputError if the ranks do not divide streams and rows."""
         dp_size = ranks.dp_size
         if order.groups % dp_size:
             raise InputError(
@@ -463,7 +461,7 @@ class StreamedBatches:
         self.rows = range(ranks.dp_rank * rows, (ranks.dp_rank + 1) * rows)
         self.mine = range(ranks.dp_rank * streams, (ranks.dp_rank + 1) * streams)
         self.token_ranges = ranks.token_ranges(order.seq_len)
-        self.depth = depth
+        self.depth = 0  # further tokens that are predicted (data/further.py)
         self.problem: Exception | None = None
         # after the batch that was given last
         self.places = order.places[self.mine.start : self.mine.stop]
@@ -617,7 +615,7 @@ class StreamedCorpora(Corpora):
         vocab_size: int,
         pin_memory: bool = False,
     ) -> StreamedBatches:
-        return StreamedBatches(
+        batches = StreamedBatches(
             self.sources[""],
             order,
             steps,
@@ -625,8 +623,9 @@ class StreamedCorpora(Corpora):
             ranks,
             vocab_size,
             pin_memory,
-            tokens_ahead(self.cfg.model),
         )
+        batches.depth = tokens_ahead(self.cfg.model)
+        return batches
 
     def audit_hint(self, step: int, windows: list[list[int]]) -> str:
         numbers = set()
