@@ -63,14 +63,15 @@ def test_a_block_gathers_twice_more():
         assert again == kept + 2 * 3
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.cap(300)
 @pytest.mark.skipif(
     shutil.which("c++") is None, reason="inductor compiles with a C++ compiler, and there is none"
 )
 def test_asynchronous_tensor_parallelism_fuses_as_without_and_hides_what_is_gathered_again():
     """Weights that are gathered again are for gradients of weights, and no part of a fused
-    operator. They travel while the gradient of another weight is computed."""
+    operator. They travel while the gradient of another weight is computed. By hand, after a change of
+    parallelisms/async_tp.py or of PyTorch: the graph that it rewrites is in tests/test_parallelisms.py."""
     ranks, options, dp_size = MESHES["tp2"]
     results = run_ranks(ranks, overlapped, [*ASYNC, *AGAIN, *options], dp_size, timeout=270)
     assert not [p for seen in results for p in compare("tp2", seen.trajectory, plain())]

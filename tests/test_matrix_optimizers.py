@@ -164,7 +164,6 @@ RUNS = {  # name: (mesh, further options)
     "fsdp2xtp2": ("fsdp2xtp2", []),
     "hsdp2x2": ("hsdp2x2", []),
     "pp2": ("pp2", []),
-    "ep2": ("ep2", EXPERTS["qwen3 experts"]),
     "ep2xfsdp2": ("ep2xfsdp2", [*FEW_EXPERTS, "--model.expert_dim=12"]),  # rows of experts
     "experts on tp2": ("experts on tp2", EXPERTS["qwen3 experts"]),
 }
