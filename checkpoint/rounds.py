@@ -34,6 +34,7 @@ from checkpoint.storage import GENERATOR, local
 from configs.load import load_config
 from configs.program import STOP_SIGNALS, stopped_early
 from configs.rounds import (
+    BEGUN,
     CALL,
     END,
     LATEST,
@@ -42,6 +43,7 @@ from configs.rounds import (
     ORDERLY,
     OVER,
     ROLE,
+    ROUND,
     RoundOfRanks,
     key,
     report_loss,
@@ -88,6 +90,8 @@ class Door:
         self.store = self._connect()
         self.number = int(self.store.get(LATEST))
         self.round: RoundOfRanks | None = None  # the first has none
+        self.takes_up = False  # whether the next start goes on from the state of the round before
+        self.is_interrupted = False  # whether this one has
         self.run: Any = None  # a train.Session
         self.kept: StateOfRank | None = None
         self.updating = 0  # the step of which the optimizer has begun to change the weights
@@ -167,7 +171,10 @@ class Door:
         """Keep the state of this run (train.Session) from now on."""
         self.kept = None
         self.run = run
-        if self.round:  # a request to the round before holds
+        self.is_interrupted = self.takes_up
+        self.takes_up = False
+        self.store.set(BEGUN, "")
+        if self.is_interrupted:  # a request to the round before holds
             run.stop.heard |= self.is_asked or Stop.asked_in_last
         run.job.optimizer.register_step_pre_hook(self._begin_update)
 
@@ -207,6 +214,7 @@ class Door:
                 break
             self.kept = None
         self.round = found
+        self.takes_up = True
         self.leaves = False
         self.is_lost.clear()
         self.is_at_door.clear()
@@ -215,6 +223,7 @@ class Door:
             "WORLD_SIZE": str(len(found.slots)),
             "LOCAL_WORLD_SIZE": str(found.local_size),
             "INIT_METHOD": f"{SCHEME}://{self.number}",
+            ROUND: str(self.number),
         }
         return found.options
 
@@ -325,7 +334,7 @@ def follow(run: Any) -> None:
 def is_interrupted() -> bool:
     """Return whether the round before may have ended before all was done that was due after its last
     step."""
-    return Door.here is not None and Door.here.round is not None
+    return Door.here is not None and Door.here.is_interrupted
 
 
 def save_may_take(seconds: float) -> float:
@@ -345,15 +354,15 @@ def leaves(mesh: Mesh) -> bool:
     is_over |= run.clock.at >= run.job.cfg.training.last_step
     if mesh.any_rank(is_over):
         return False
-    stop.called = door.leaves = mesh.any_rank(stop.called)
+    stop.leaves = door.leaves = mesh.any_rank(stop.called)
     return door.leaves
 
 
 def hand_over(job: Any, checkpoints: Any) -> dict | None:
-    """Give a job the state of the round before, and return its progress; None in the first round.
-    Called by all ranks. checkpoints: a checkpoint/manager.py::CheckpointManager."""
+    """Give a job the state of the round before, and return its progress; None where this start is
+    not the first of a later round. Called by all ranks. checkpoints: a checkpoint/manager.py::CheckpointManager."""
     door = Door.here
-    if door is None or door.round is None:
+    if door is None or not door.takes_up:
         return None
     began = time.monotonic()
     mesh, kept = job.mesh, door.kept
@@ -427,6 +436,8 @@ def _close_groups() -> None:
             dist.distributed_c10d._abort_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
+    # a group that could not be opened was counted, and its number is a part of its keys
+    dist.distributed_c10d._world.group_count = 0
     torch._dynamo.reset()  # after eight models of one kind it would compile no more
     gc.collect()  # the old model, which the loop has not collected
     if torch.cuda.is_available():

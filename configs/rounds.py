@@ -6,10 +6,11 @@ that are there end the round, meet, and begin the next one: with as many whole r
 a rank in the whole mesh, its number in the first round.
 
 Ranks and launchers meet in the launcher's store. Its keys, all below `rounds/`: `latest`, the number
-of the round; and for each round N: `N/call`, it ends; `N/end`, why, LOST or ENDED; without it others
-wait to join after a step; `N/door/SLOT`, that rank waits for the next round, and the step that its
-state is after; `N/dead/SLOT`, its process has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`,
-counts up while that launcher lives; `over`, the exit code of the run, when no further round begins.
+of the round; `begun`, a rank has a state; and for each round N: `N/call`, it ends; `N/end`, why, LOST
+or ENDED; without it others wait to join after a step; `N/door/SLOT`, that rank waits for the next
+round, and the step that its state is after; `N/dead/SLOT`, its process has ended; `N/ranks`, a
+`RoundOfRanks`; `alive/NODE`, counts up while that launcher lives; `over`, the exit code of the run,
+when no further round begins.
 It imports no torch.
 """
 
@@ -23,8 +24,9 @@ from configs.program import INTERRUPTED, STOPPED
 from configs.schema import Config, InputError
 
 ROLE = "PLUMBLINE_ROUNDS"  # in the environment of a rank: "member" or "newcomer"
+ROUND = "PLUMBLINE_ROUND"  # the same: the number of its round, after the first
 NO_STATE = -1  # the step of a rank that has no whole state
-LATEST, OVER = "rounds/latest", "rounds/over"
+LATEST, BEGUN, OVER = "rounds/latest", "rounds/begun", "rounds/over"
 ORDERLY = (0, 2, STOPPED, 76, INTERRUPTED)  # exit codes with which a run ends on all ranks
 NO_REPLICA = 1  # the exit code where no replica is left whole
 CALL, END = "call", "end"

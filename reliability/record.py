@@ -32,12 +32,14 @@ from typing import Any
 import torch
 
 from configs import program
+from configs.rounds import ROUND
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
 from reliability import causes
 from reliability.disk import NoRoom
 from reliability.exit import CANNOT_WRITE, RunFailed, cannot_write
 from reliability.goodput import KINDS, ORDERLY, Clock, Past, account, folders, read, read_json
+from reliability.stop import Stop
 
 logger = logging.getLogger("plumbline")
 
@@ -160,6 +162,7 @@ class Start:
             "code": code(),
             "versions": versions(),
             "memory_kills": causes.memory_kills(),
+            "round": int(environ.get(ROUND, 0)),
             "environment": {name: environ[name] for name in ENVIRONMENT if name in environ},
         }
         self._describe_changes(before)
@@ -212,9 +215,10 @@ class Start:
         """Return the failures of the starts just before this one: (the step that none of them got
         past, how many in a row, the reason of the last). A start counts only if it had the same
         options and code as this one, so that a change of either is a new try, only if it had begun
-        to train, since others say nothing about a step, and only if its cause is that of the
-        others. One that was killed from outside after it had done a step ends the row. (-1, 0, "")
-        if there is none, and on every rank but 0."""
+        to train, since others say nothing about a step, if its ranks did not go on in another round
+        (checkpoint/rounds.py), and only if its cause is that of the others. One that was killed
+        from outside after it had done a step ends the row. (-1, 0, "") if there is none, and on
+        every rank but 0."""
         none = (-1, 0, "")
         if not self.path:
             return none
@@ -225,7 +229,7 @@ class Start:
         later = self.facts
         for past in reversed(before):
             next_one, later = later, past.about
-            if self._says_nothing(past):
+            if self._says_nothing(past) or next_one.get("round"):
                 continue
             row = self._failure(past, next_one)
             if row is None or (counted and row[:2] != counted[0][:2]):
@@ -324,11 +328,10 @@ class Start:
 
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if kind is None:
-            self.end(
-                self.code,
-                self.reason
-                or {0: "done", 75: "stopped on request with a checkpoint"}.get(self.code, ""),
-            )
+            stopped = "stopped on request with a checkpoint"
+            if Stop.left_in_last:
+                stopped = "goes on with the ranks that have come"
+            self.end(self.code, self.reason or {0: "done", 75: stopped}.get(self.code, ""))
         elif kind is KeyboardInterrupt:
             self.end(130, "interrupted before training began")
         elif isinstance(error, SystemExit):

@@ -35,11 +35,14 @@ class Stop:
     after its first step. saved: the last step, once the loop is over and all is saved: what is left,
     a sample or an export, asks by itself whether it is to stop. asked_in_last: of the last one in this
     process that has ended, whether it was asked: by then the run may have done all its steps.
-    called: whether the ranks are to meet after this step (checkpoint/rounds.py).
+    called: whether the ranks are to meet after this step (checkpoint/rounds.py). leaves: whether they
+    have agreed to; left_in_last: the same of the last one in this process.
     """
 
     asked_in_last: ClassVar[bool] = False
+    left_in_last: ClassVar[bool] = False
     called = False
+    leaves = False
     saved: int | None = None
 
     def __init__(self, born: float, max_minutes: float, end: Callable[[int, str], object]) -> None:
@@ -71,6 +74,7 @@ class Stop:
 
     def __exit__(self, *_: object) -> None:
         Stop.asked_in_last = self.heard or time.monotonic() > self.deadline
+        Stop.left_in_last = self.leaves
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.before.items():
             signal.signal(number, handler)

@@ -8,10 +8,12 @@ with clipping in force.
 """
 
 import contextlib
+import json
 import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -311,6 +313,66 @@ def test_a_run_that_goes_on_stops_on_request_and_resumes(whole: Callable, tmp_pa
     run.launchers[0] = run.start(0)
     assert run.end() == [0], run.said()
     check(run)
+
+
+# the script's first lines: rank SLOT ends at its NUMBERth call of MODULE.FUNCTION, once in a run
+DIES = """
+import importlib, os, pathlib, signal
+def dies(slot, module, name, number):
+    place = importlib.import_module(module)
+    real, calls = getattr(place, name), []
+    mark = pathlib.Path(__file__).with_name(f"{module}.{name}.{number}")
+    def call(*arguments, **options):
+        calls.append(1)
+        if own == slot and len(calls) == number and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*arguments, **options)
+    setattr(place, name, call)
+own = int(os.environ["RANK"])
+"""
+FOUR = "data_parallel_replicate=4"
+EIGHT = "--training.global_batch_size=8"  # of four replicas, two go on when one is lost
+STAGES = "--training.stages=[{begin=20,seq_len=32}]"
+SAVES = "--validation.interval=10 --checkpoint.interval=10"
+# name: (mesh, restarts, options, who dies where)
+PHASES = {
+    # it takes one restart, and not one more for each rank that waits for it
+    "build": (FOUR, 1, EIGHT, [(3, "train", "build", 1)]),
+    # no step is done in the second round, which is no start that fails again and again
+    "first step": (
+        FOUR,
+        0,
+        f"{EIGHT} --run.max_failures_at_step=1",
+        [(1, "train", "train_step", 12), (2, "train", "train_step", 13)],
+    ),
+    # a rank that could not open its group meets one that had none to open; then a stage begins
+    "meeting": (
+        FOUR,
+        0,
+        f"{EIGHT} {STAGES}",
+        [(1, "train", "train_step", 12), (2, "parallelisms.mesh", "open_group", 3)],
+    ),
+    # the scores of this step are computed before the save, and again after it has failed
+    "save": (MESHES["hsdp2x2"][1], 0, SAVES, [(3, "checkpoint.storage", "write", 2)]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_run_goes_on_where_a_rank_is_lost(phase: str, whole: Callable, tmp_path: Path) -> None:
+    mesh, restarts, options, deaths = PHASES[phase]
+    more = DIES + "".join(f"dies{death}\n" for death in deaths)
+    options = [*whole(options.split()), f"--parallelism.{mesh}"]
+    run = Run(options, tmp_path / "run", 1, 4, restarts, more)
+    assert run.end() == [0], run.said()
+    went_on = "replicas go on after step" in run.said()
+    assert went_on != ("launch: restart 1 of 1" in run.said()), run.said()
+    check(run)
+    lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
+    seen = Counter((line["step"], "loss" in line) for line in lines)
+    assert set(seen.values()) == {1}, seen
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ import json
 import logging
 import math
 import os
+from collections.abc import Collection
+from functools import partial
 from io import FileIO
 from pathlib import Path
 
@@ -55,6 +57,8 @@ class Lines:
             self._try(self._clean)
 
     def add(self, line: dict) -> None:
+        if line["step"] == self.after:  # scores that are computed again (checkpoint/rounds.py)
+            self._try(partial(self._forget, line.keys()))
         self.pending.append(json.dumps(line) + "\n")
         self._try(self._write)
 
@@ -84,6 +88,12 @@ class Lines:
         if self.failed and not self.pending:
             self.failed = False
             logger.info(f"{self.path} is written again, and no line is missing")
+
+    def _forget(self, keys: Collection[str]) -> None:
+        if self.file:
+            self.file.close()
+            self.file = None
+        forget_after(self.path, self.after, keys)
 
     def _clean(self) -> None:
         forget_after(self.path, self.after)
@@ -123,13 +133,15 @@ def json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(float(value))
 
 
-def forget_after(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a line cut off by a crash. A crash in here leaves the old
-    file or the new."""
+def forget_after(path: Path, step: int, again: Collection[str] = ()) -> None:
+    """Drop the lines of later steps, and a line cut off by a crash; and one of this step that has the
+    keys `again`. A crash in here leaves the old file or the new."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     kept = [line for line in lines if _step_of(line) <= step]
+    if again:
+        kept = [line for line in kept if _step_of(line) < step or json.loads(line).keys() != again]
     if kept == lines:
         return
     new = path.with_suffix(".tmp")

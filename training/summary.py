@@ -43,7 +43,7 @@ def summarise(run: Any, step: int) -> str:
             f"checkpoints in {folder / 'checkpoints'}; try: python -m tools.generate {shown} "
             f"{question}"
         )
-    if step < steps and run.stop.called and not run.stop.heard:
+    if run.stop.leaves:
         return f"after step {step} all ranks meet those that have come"
     if step < steps:
         lines.append(

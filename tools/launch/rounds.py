@@ -23,6 +23,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from configs.rounds import (
+    BEGUN,
     CALL,
     END,
     ENDED,
@@ -127,7 +128,9 @@ class Rounds:
     def _lose(self, agent: Any, group: WorkerGroup, local: int, code: int) -> None:
         """Report a rank whose process has ended, and start another in its place."""
         slot = self.node * self.per_node + local
-        number = int(self.store.get(LATEST))
+        if not self.store.check([BEGUN]):  # no rank could go on
+            self.store.set(OVER, str(NO_REPLICA))
+            return
         context = agent._pcontext
         context._running_local_ranks.discard(local)
         how = f"ended with exit code {code}"
@@ -141,8 +144,7 @@ class Rounds:
         log(f"rank {slot} on {socket.gethostname()} {how}: {then}")
         if message := _message(context.error_files[local]):
             log(f"its traceback:\n{message}")
-        self.store.set(key(number, "dead", slot), "")
-        report_loss(self.store, number)
+        self._report(slot)
         if not left:
             self.lost.add(local)
             return
@@ -153,6 +155,14 @@ class Rounds:
         context.subprocess_handlers[local] = handler
         context._running_local_ranks.add(local)
         group.workers[local].id = handler.proc.pid
+
+    def _report(self, slot: int) -> None:
+        """Report that a rank's process has ended; to the next round too, if it begins meanwhile."""
+        number = None
+        while number != (latest := int(self.store.get(LATEST))):
+            number = latest
+            self.store.set(key(number, "dead", slot), "")
+            report_loss(self.store, number)
 
     def _kill_frozen(self, context: Any) -> None:
         """Kill ranks that have been stopped for SILENT seconds, of which this process was not."""
@@ -334,6 +344,8 @@ class Coordinator:
         self.store.set(key(number + 1, "ranks"), chosen.text())
         self.store.set(LATEST, str(number + 1))
         self.store.compare_set(key(number, END), "", ENDED)
+        if any(self.store.check([key(number, "dead", slot)]) for slot in chosen.slots):
+            report_loss(self.store, number + 1)  # it ended after the look above
         log(
             f"{chosen.replicas} of {self.whole.replicas} replicas go on after step {chosen.step}, "
             f"agreed in {time.monotonic() - began:.2f} s"

@@ -44,9 +44,9 @@ class Standby:
         """End those that wait."""
         SubprocessHandler._popen = self.start_anew
         for process, ours in self.waiting:
-            os.close(ours)
-            process.kill()
+            process.kill()  # before it hears that the launcher is gone, and says so
             process.wait()
+            os.close(ours)
 
     def begin(self, more: bool) -> None:
         """Note that a start begins. more: another may follow."""
