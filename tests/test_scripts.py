@@ -135,7 +135,7 @@ def repository(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, tmp_path / name)
     # so that the environment of these tests will do
     (tmp_path / "requirements-test.txt").write_text("pytest==8\n")
-    for name in ("checkpoint", "configs", "models", "data", "reliability", "tools", ".ci"):
+    for name in ("checkpoint", "configs", "models", "data", "reliability", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "tests").mkdir()
     shutil.copy(ROOT / "tests" / "conftest.py", tmp_path / "tests" / "conftest.py")
