@@ -38,19 +38,15 @@ from configs.schema import InputError
 from reliability import disk
 from tests import fork_server, ranks
 from tests.checkpoints import (
-    MESHES,
     build,
     copy_of,
     fill,
     flip,
     full_disk,
     heard,
-    load_pattern,
-    mesh_options,
     open_manager,
     resume,
     save_all,
-    save_pattern,
     saved,  # noqa: F401  a fixture
     values,
     values_on_disk,
@@ -765,18 +761,3 @@ def check_one_winner(answers: list[str]) -> None:
 def test_of_two_runs_one_gets_the_folder(trials, tmp_path):
     for seed in range(trials):
         check_one_winner(two_runs(tmp_path, random.Random(100 + seed)))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.cap(300)
-def test_every_mesh_loads_what_every_mesh_saved(tmp_path):
-    """All pairs, weights and optimizer bitwise; sizes that no mesh divides, and a tied weight.
-    tests/test_any_mesh.py has untied ones."""
-    more = ["--model.tied_embeddings=true"]
-    for source in MESHES:
-        n, options = mesh_options(source, *more)
-        run_ranks(n, save_pattern, tmp_path / source, options)
-    folders = [tmp_path / source for source in MESHES]
-    for target in MESHES:
-        n, options = mesh_options(target, *more)
-        assert run_ranks(n, load_pattern, folders, options) == [[[]] * len(MESHES)] * n, target
