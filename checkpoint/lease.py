@@ -42,9 +42,13 @@ class Lease:
 
     `id` is new with every lease. Temporary folders carry it, so that they are never confused with
     those of an earlier run.
+
+    before: the lease that another rank of this run held; the run has gone on without that rank
+    (checkpoint/rounds.py), so it is not waited for, and neither is a lock that the server of a
+    network file system still keeps for a host that is lost.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, before: str = ""):
         self.path = path
         self.id = uuid.uuid4().hex[:8]
         self.count = 0
@@ -53,6 +57,8 @@ class Lease:
         try:
             locked = _lock(self.fd)
             owner, is_free = _read(self.fd)
+            if owner and owner["id"] == before:
+                locked, is_free = locked or None, True
             if is_free:
                 owner = None
             local = locked and owner and owner["host"] == socket.gethostname()

@@ -21,7 +21,7 @@ from checkpoint.lease import Lease, Lost, removed
 from checkpoint.retention import Retention
 from checkpoint.storage import OneByOne, SavePlan, Staged
 from checkpoint.stores.bucket import Bucket
-from configs.rounds import ROLE
+from configs.rounds import LEASE, ROLE
 from configs.schema import Checkpoint, Config, InputError
 from reliability import disk
 from reliability.objects import Unreachable, location
@@ -105,7 +105,7 @@ class CheckpointFolder:
         for parent in (self.path.parent, self.path.parent.parent):
             # a folder whose name a power cut takes away is lost with all that was synced in it
             disk.sync(parent)
-        self.lease = Lease(self.path / ".lease")
+        self.lease = Lease(self.path / ".lease", os.environ.get(LEASE, ""))
 
     def release(self) -> None:
         """Release the folder, if it is ours."""

@@ -38,6 +38,7 @@ from configs.rounds import (
     CALL,
     END,
     LATEST,
+    LEASE,
     LOST,
     NO_STATE,
     ORDERLY,
@@ -171,6 +172,7 @@ class Door:
         """Keep the state of this run (train.Session) from now on."""
         self.kept = None
         self.run = run
+        os.environ[LEASE] = run.checkpoints.run_id
         self.is_interrupted = self.takes_up
         self.takes_up = False
         self.store.set(BEGUN, "")

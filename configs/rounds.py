@@ -21,10 +21,12 @@ from typing import Any
 
 from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED
+from configs.ranks import OF_RANKS, default, written
 from configs.schema import Config, InputError
 
 ROLE = "PLUMBLINE_ROUNDS"  # in the environment of a rank: "member" or "newcomer"
 ROUND = "PLUMBLINE_ROUND"  # the same: the number of its round, after the first
+LEASE = "PLUMBLINE_LEASE"  # the same: of the run's folder, as rank 0 held it in the round before
 NO_STATE = -1  # the step of a rank that has no whole state
 LATEST, BEGUN, OVER = "rounds/latest", "rounds/begun", "rounds/over"
 ORDERLY = (0, 2, STOPPED, 76, INTERRUPTED)  # exit codes with which a run ends on all ranks
@@ -95,7 +97,7 @@ def next_round(
     argv: list[str], cfg: Config, whole: WholeMesh, steps: Mapping[int, int], per_node: int
 ) -> RoundOfRanks | None:
     """Choose the ranks of the next round; None where none of the replicas that are whole has a
-    state, or no number of them can share the batch.
+    state. Raises InputError where the options suit no number of them.
 
     argv: of the script; cfg: as it resolves it for the whole mesh; steps: of the ranks that wait, by
     slot; per_node: ranks of a node.
@@ -109,27 +111,31 @@ def next_round(
     if newest == NO_STATE:
         return None
     there.sort(key=lambda row: (row[1] != newest, row[0]))
+    problem = None
     for count in range(len(there), 0, -1):
         chosen = dict(sorted(there[:count]))
         slots = whole.slots(chosen)
         nodes = [slot // per_node for slot in slots]
         on_hosts = {nodes.count(node) for node in nodes}
         local_size = min(on_hosts) if len(on_hosts) == 1 else min(per_node, len(slots))
-        options = _options(cfg, whole, count, len(on_hosts) == 1)
+        hosts = len(set(nodes)) if len(on_hosts) == 1 else 0
+        options = _options(cfg, whole, count, hosts)
         try:
             load_config([*argv, *options], len(slots), local_size)
-        except InputError:
+        except InputError as error:
+            problem = error
             continue
         at = list(chosen.values())
         return RoundOfRanks(
             slots, count, options, newest, at.index(newest), set(at) == {newest}, local_size
         )
-    return None
+    raise problem
 
 
-def _options(cfg: Config, whole: WholeMesh, replicas: int, is_even: bool) -> list[str]:
+def _options(cfg: Config, whole: WholeMesh, replicas: int, hosts: int) -> list[str]:
     """Return the options of a round with so many replicas: rows of a microbatch at most as before,
-    so that it fits in memory. is_even: whether all hosts have equally many ranks."""
+    so that it fits in memory, and nothing that fewer ranks have no use for. hosts: of equally many
+    ranks; 0 if they differ."""
     p, training = cfg.parallelism, cfg.training
     ranks = replicas * whole.rest // (p.context_parallel * p.tensor_parallel)
     rows = max(1, training.global_batch_size // ranks)
@@ -138,6 +144,15 @@ def _options(cfg: Config, whole: WholeMesh, replicas: int, is_even: bool) -> lis
         f"--parallelism.data_parallel_replicate={replicas}",
         f"--training.local_batch_size={local}",
     ]
-    if cfg.checkpoint.peers and not is_even:  # whose hosts are of equally many ranks
-        options.append("--checkpoint.peers=0")
+    for name, needs in OF_RANKS.items():
+        others = {*needs.degrees} - {"data_parallel_replicate"}
+        is_idle = replicas == 1 and len(others) < len(needs.degrees)
+        if is_idle and all(getattr(p, degree) == 1 for degree in others):
+            options.append(f"--{name}={written(default(name))}")
+    peers = min(cfg.checkpoint.peers, max(0, hosts - 1))  # whose hosts are of equally many ranks
+    if peers < cfg.checkpoint.peers:
+        options.append(f"--checkpoint.peers={peers}")
+        if peers == 0:
+            names = [f"checkpoint.{name}" for name in ("peer_interval", "peer_stride", "peer_rate")]
+            options += [f"--{name}={written(default(name))}" for name in names]
     return options

@@ -24,6 +24,7 @@ import torch
 from checkpoint import state, storage, verify
 from configs.load import load_config
 from configs.rounds import NO_STATE, WholeMesh, next_round
+from configs.schema import InputError
 from tests.launched import Launcher, ended
 from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import TINY, as_typed, free_port, run, series, tiny_run
@@ -114,6 +115,21 @@ def test_who_goes_on(
     slots, count, source, rows, whole = expected
     assert (found.slots, found.replicas, found.source, found.whole) == (slots, count, source, whole)
     assert f"--training.local_batch_size={rows}" in found.options
+
+
+@pytest.mark.parametrize(
+    "option", ["checkpoint.peers=1 --checkpoint.peer_interval=3", "debug.replica_check_interval=5"]
+)
+def test_one_replica_goes_on_without_options_of_several(option: str) -> None:
+    """Each is refused where there is but one replica, or one host."""
+    argv = [*TINY, "--parallelism.data_parallel_replicate=2", *f"--{option}".split()]
+    cfg = load_config(argv, 4, 2)
+    found = next_round(argv, cfg, WholeMesh.of(cfg, 4), {0: 7, 1: 7}, 2)
+    assert found.slots == [0, 1]
+    both = next_round(argv, cfg, WholeMesh.of(cfg, 4), dict.fromkeys(range(4), 7), 2)
+    assert load_config([*argv, *both.options], 4, 2) == cfg
+    with pytest.raises(InputError, match=r"training\.steps"):
+        next_round([*argv, "--training.steps=0"], cfg, WholeMesh.of(cfg, 4), {0: 7, 1: 7}, 2)
 
 
 def test_ranks_of_a_pipeline_belong_to_one_replica() -> None:

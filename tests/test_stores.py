@@ -336,6 +336,15 @@ def test_a_living_run_of_this_machine_is_refused_without_a_beat(store, tmp_path,
     mine.release()
 
 
+def test_a_round_takes_the_lease_of_the_one_before_at_once(store):
+    lost = lease.StoreLease(location(URL) / ".lease")
+    mine = lease.StoreLease(location(URL) / ".lease", before=lost.id)
+    mine.check()
+    assert not lost.held()
+    mine.release()
+    lost.release()
+
+
 def _refusal(where: str, patience: float) -> str:
     lease.PATIENCE = patience
     lease._where = lambda: where

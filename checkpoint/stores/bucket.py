@@ -12,6 +12,7 @@ first the manifest, then the files. Files that no manifest names are what a kill
 next start removes them."""
 
 import logging
+import os
 from typing import Any
 
 from checkpoint import storage, verify
@@ -20,6 +21,7 @@ from checkpoint.retention import Retention
 from checkpoint.storage import OneByOne, SavePlan, Staged
 from checkpoint.stores.lease import StoreLease
 from checkpoint.verify import Damaged
+from configs.rounds import LEASE
 from configs.schema import Checkpoint, InputError
 from reliability.objects import Key, Unreachable
 
@@ -63,7 +65,7 @@ class Bucket:
 
     def claim(self) -> None:
         """Become the only run that writes here, until `release`."""
-        self.lease = StoreLease(self.path / ".lease")
+        self.lease = StoreLease(self.path / ".lease", before=os.environ.get(LEASE, ""))
 
     def release(self) -> None:
         """Release the prefix, if it is ours."""

@@ -40,11 +40,18 @@ class StoreLease:
     """A lease, held from construction to `release`, as checkpoint/lease.py::Lease is.
 
     option: what another run sets, for the refusal. handover: seconds for which a run on another
-    machine may still go on, before this one is refused. Raises InputError if another run holds it.
+    machine may still go on, before this one is refused. before: as of Lease. Raises InputError if
+    another run holds it.
     """
 
-    def __init__(self, key: Key, option: str = "checkpoint.store", handover: float = 0.0):
-        self.key, self.option = key, option
+    def __init__(
+        self,
+        key: Key,
+        option: str = "checkpoint.store",
+        handover: float = 0.0,
+        before: str = "",
+    ):
+        self.key, self.option, self.before = key, option, before
         self.id = uuid.uuid4().hex[:8]
         self.count = 0
         self.changing = threading.Lock()
@@ -65,7 +72,7 @@ class StoreLease:
         owner, version = _read(self.key)
         began = beaten = time.monotonic()
         told = ""
-        while owner.get("id"):
+        while owner.get("id") not in (None, "", self.before):
             alive = _is_alive(owner)
             if alive:
                 raise self._refused(_named(owner))

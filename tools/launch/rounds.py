@@ -39,7 +39,7 @@ from configs.rounds import (
     next_round,
     report_loss,
 )
-from configs.schema import Config
+from configs.schema import Config, InputError
 from tools.launch.words import log
 
 ANSWER = timedelta(seconds=20)  # in which the launchers' store answers
@@ -270,6 +270,14 @@ class Coordinator:
     def begin(self) -> None:
         self.store = connect(self.where)
         self.store.set(LATEST, "0")
+        slots = self.whole.slots(range(self.whole.replicas - 1))
+        try:
+            next_round(self.argv, self.cfg, self.whole, dict.fromkeys(slots, 0), self.per_node)
+        except InputError as error:
+            log(
+                "run.fault_tolerant has no effect: every loss is a restart, since the options suit "
+                f"no smaller number of replicas: {error}"
+            )
         self.thread.start()
 
     def close(self) -> None:
@@ -299,8 +307,10 @@ class Coordinator:
             return False
         self.waiting = waiting
         steps = dict.fromkeys(self.members, 0) | dict.fromkeys(waiting, NO_STATE)
-        more = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
-        return more is not None and len(more.slots) > len(self.members)
+        with contextlib.suppress(InputError):
+            more = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
+            return more is not None and len(more.slots) > len(self.members)
+        return False
 
     def _silent(self, seconds: float = SILENT) -> set[int]:
         """Return the nodes of members that have given no sign of life for so many seconds."""
@@ -333,9 +343,13 @@ class Coordinator:
             name = key(number, "door", slot)
             if self.store.check([name]) and not self.store.check([key(number, "dead", slot)]):
                 steps[slot] = int(self.store.get(name))
-        chosen = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
+        chosen, why = None, "no replica is left whole"
+        try:
+            chosen = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
+        except InputError as error:
+            why = f"the options do not suit the replicas that are left ({error})"
         if chosen is None:
-            log("no replica is left whole: all ranks end, for a restart")
+            log(f"{why}: all ranks end, for a restart")
             self.store.set(OVER, str(NO_REPLICA))
             return number
         self.members = chosen.slots
