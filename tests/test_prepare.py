@@ -25,6 +25,7 @@ from configs.schema import Data, InputError, is_prepared
 from data import hf_tokenizer, packages, rank_files, sources, splice, stream, tokenizer
 from data.documents import DocumentIndex
 from data.prepare import prepare
+from data.prepare.part import SplitWriter
 from data.prepared import Prepared, open_prepared, verify
 from data.tokens import Tokens
 from tests.conversations import conversations, write
@@ -982,3 +983,12 @@ def test_a_line_that_is_longer_than_several_parts(tmp_path: Path) -> None:
         patch.setattr("data.prepare.job.PART_BYTES", 100_000)
         prepared = prepare(cfg, out=str(tmp_path / "out"), workers=2)
     assert list(texts(prepared).values()) == lines
+
+
+def test_two_processes_with_one_number_do_not_share_a_file(tmp_path: Path, monkeypatch) -> None:
+    """Processes of two hosts may have the same number, where the lock reaches one of them alone."""
+    (tmp_path / "parts").mkdir()
+    monkeypatch.setattr("os.getpid", lambda: 7)
+    one, two = (SplitWriter(str(tmp_path), "train", 0, {}) for _ in range(2))
+    assert one.suffix != two.suffix
+    one.close(), two.close()
