@@ -46,6 +46,7 @@ from configs.rounds import (
     ROLE,
     ROUND,
     RoundOfRanks,
+    come,
     key,
     report_loss,
 )
@@ -210,7 +211,7 @@ class Door:
         _close_groups()
         self.is_at_door.set()
         while True:
-            self.store.set(key(self.number, "door", self.slot), str(self._step()))
+            come(self.store, self.number, self.slot, self._step())
             found = self._next(error)
             if self.slot in found.slots:
                 break
@@ -244,7 +245,8 @@ class Door:
                 if error and code not in ORDERLY:
                     raise error
                 sys.exit(code)
-            time.sleep(AT_DOOR if time.monotonic() < began + 5 else SPARE)
+            soon = time.monotonic() < began + 5
+            time.sleep(look(2 * world().size, AT_DOOR if soon else SPARE))
         self.number += 1
         return RoundOfRanks.read(self.store.get(key(self.number, "ranks")))
 
@@ -274,10 +276,10 @@ class Door:
         )
 
 
-def look(ranks: int) -> float:
+def look(calls: int, least: float = 0.2) -> float:
     """Return the seconds between two looks of a rank at the launcher's store, which answers some
-    10,000 a second."""
-    return max(0.2, ranks / 10_000)
+    10,000 calls a second. calls: of all ranks together."""
+    return max(least, calls / 10_000)
 
 
 def run(argv: list[str], start: Callable[[list[str], Config], int]) -> int:

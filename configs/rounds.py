@@ -7,14 +7,16 @@ a rank in the whole mesh, its number in the first round.
 
 Ranks and launchers meet in the launcher's store. Its keys, all below `rounds/`: `latest`, the number
 of the round; `begun`, a rank has a state; and for each round N: `N/call`, it ends; `N/end`, why, LOST
-or ENDED; without it others wait to join after a step; `N/door/SLOT`, that rank waits for the next
-round, and the step that its state is after; `N/dead/SLOT`, its process has ended; `N/ranks`, a
-`RoundOfRanks`; `alive/NODE`, counts up while that launcher lives; `over`, the exit code of the run,
-when no further round begins.
+or ENDED; without it others wait to join after a step; `N/door`, a line for each rank that waits for
+the next round: its slot, and the step that its state is after; `N/dead`, a line for each whose process
+has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`, counts up while that launcher lives; `over`, the
+exit code of the run, when no further round begins. What all ranks write is one key, so that node 0
+reads it with one call.
 It imports no torch.
 """
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -43,6 +45,33 @@ def report_loss(store: Any, number: int) -> None:
     """Tell all ranks and launchers that ranks of this round are lost. store: a TCPStore."""
     store.set(key(number, END), LOST)
     store.set(key(number, CALL), "")
+
+
+def come(store: Any, number: int, slot: int, step: int) -> None:
+    """Say that a rank waits for the round after this one, with the state after a step."""
+    store.append(key(number, "door"), f"{slot} {step}\n")
+
+
+def report_death(store: Any, number: int, slot: int) -> None:
+    """Say that the process of a rank has ended in this round."""
+    store.append(key(number, "dead"), f"{slot} {NO_STATE}\n")
+
+
+def at_door(store: Any, number: int) -> dict[int, int]:
+    """Return the ranks that wait for the next round: slot -> the step of its state."""
+    return _slots(store, key(number, "door"))
+
+
+def dead(store: Any, number: int) -> set[int]:
+    """Return the slots of the ranks whose process has ended in this round."""
+    return set(_slots(store, key(number, "dead")))
+
+
+def _slots(store: Any, name: str) -> dict[int, int]:
+    if not store.check([name]):
+        return {}
+    lines = store.get(name).decode().splitlines()
+    return {int(slot): int(step) for slot, step in map(str.split, lines)}
 
 
 @dataclass(frozen=True)
@@ -115,10 +144,10 @@ def next_round(
     for count in range(len(there), 0, -1):
         chosen = dict(sorted(there[:count]))
         slots = whole.slots(chosen)
-        nodes = [slot // per_node for slot in slots]
-        on_hosts = {nodes.count(node) for node in nodes}
+        nodes = Counter(slot // per_node for slot in slots)
+        on_hosts = set(nodes.values())
         local_size = min(on_hosts) if len(on_hosts) == 1 else min(per_node, len(slots))
-        hosts = len(set(nodes)) if len(on_hosts) == 1 else 0
+        hosts = len(nodes) if len(on_hosts) == 1 else 0
         options = _options(cfg, whole, count, hosts)
         try:
             load_config([*argv, *options], len(slots), local_size)

@@ -35,8 +35,11 @@ from configs.rounds import (
     ROLE,
     RoundOfRanks,
     WholeMesh,
+    at_door,
+    dead,
     key,
     next_round,
+    report_death,
     report_loss,
 )
 from configs.schema import Config, InputError
@@ -161,7 +164,7 @@ class Rounds:
         number = None
         while number != (latest := int(self.store.get(LATEST))):
             number = latest
-            self.store.set(key(number, "dead", slot), "")
+            report_death(self.store, number, slot)
             report_loss(self.store, number)
 
     def _kill_frozen(self, context: Any) -> None:
@@ -192,7 +195,7 @@ class Rounds:
             slot = self.node * self.per_node + local
             pid = context.subprocess_handlers[local].proc.pid
             is_late = now > self.loss_seen[1] + PATIENCE or is_frozen(pid)
-            if is_late and not self.store.check([key(number, "door", slot)]):
+            if is_late and slot not in at_door(self.store, number):
                 self._kill(local, pid, "does not answer while others go on")
 
 
@@ -213,19 +216,18 @@ class Signs:
         self.beat: bytes | None = None  # the last one
         self.since = 0.0
 
-    def silence(self, store: TCPStore, node: int) -> float:
-        """Look at them; returns the seconds for which none came. Without a call that waits: the
-        store may be closed a second after the run has ended."""
-        name = alive(node)
-        beat = store.get(name) if store.check([name]) else b""
+    def silence(self, beat: bytes) -> float:
+        """Note its number as it is now; returns the seconds for which that has not changed."""
         now = time.monotonic()
         if beat != self.beat:
             self.beat, self.since = beat, now
         return now - self.since
 
     def have_ended(self, store: TCPStore, node: int) -> bool:
-        """Return whether the launcher of a node that takes part in rounds is gone."""
-        return store.check([LATEST, alive(node)]) and self.silence(store, node) > ANSWERS
+        """Return whether the launcher of a node that takes part in rounds is gone. Without a call
+        that waits: the store may be closed a second after the run has ended."""
+        name = alive(node)
+        return store.check([LATEST, name]) and self.silence(store.get(name)) > ANSWERS
 
 
 def is_frozen(pid: int) -> bool:
@@ -301,8 +303,7 @@ class Coordinator:
 
     def _have_come(self, number: int) -> bool:
         """Return whether ranks that are not members wait that make another replica whole."""
-        waiting = {slot for slot in range(self.size) if slot not in self.members}
-        waiting = {slot for slot in waiting if self.store.check([key(number, "door", slot)])}
+        waiting = set(at_door(self.store, number)) - set(self.members)
         if waiting == self.waiting:
             return False
         self.waiting = waiting
@@ -314,8 +315,17 @@ class Coordinator:
 
     def _silent(self, seconds: float = SILENT) -> set[int]:
         """Return the nodes of members that have given no sign of life for so many seconds."""
-        nodes = {slot // self.per_node for slot in self.members}
-        return {node for node in nodes if self.signs[node].silence(self.store, node) > seconds}
+        beats = self._beats(sorted({slot // self.per_node for slot in self.members}))
+        return {node for node, beat in beats.items() if self.signs[node].silence(beat) > seconds}
+
+    def _beats(self, nodes: list[int]) -> dict[int, bytes]:
+        """Return what the launchers have counted, b"" before one has begun, with two calls once all
+        have."""
+        names = [alive(node) for node in nodes]
+        if self.store.check(names):
+            return dict(zip(nodes, self.store.multi_get(names), strict=True))
+        found = [self.store.get(name) if self.store.check([name]) else b"" for name in names]
+        return dict(zip(nodes, found, strict=True))
 
     def _wait(self, number: int, seconds: float) -> bool:
         """Wait until all members are at the door, dead, or on a host that is silent. Returns False
@@ -323,13 +333,9 @@ class Coordinator:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             silent = self._silent(ANSWERS)
-            missing = [
-                slot
-                for slot in self.members
-                if slot // self.per_node not in silent
-                and not self.store.check([key(number, "door", slot)])
-                and not self.store.check([key(number, "dead", slot)])
-            ]
+            missing = set(self.members) - set(at_door(self.store, number))
+            missing -= dead(self.store, number)
+            missing = {slot for slot in missing if slot // self.per_node not in silent}
             if not missing or self.is_closed.wait(TICK) or self.store.check([OVER]):
                 return True
         return False
@@ -338,11 +344,9 @@ class Coordinator:
         """End a round and begin the next. Returns its number."""
         began = time.monotonic()
         self._wait(number, 2 * PATIENCE)
-        steps = {}
-        for slot in range(self.size):
-            name = key(number, "door", slot)
-            if self.store.check([name]) and not self.store.check([key(number, "dead", slot)]):
-                steps[slot] = int(self.store.get(name))
+        gone = dead(self.store, number)
+        there = at_door(self.store, number)
+        steps = {slot: there[slot] for slot in sorted(there) if slot not in gone}
         chosen, why = None, "no replica is left whole"
         try:
             chosen = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
@@ -358,7 +362,7 @@ class Coordinator:
         self.store.set(key(number + 1, "ranks"), chosen.text())
         self.store.set(LATEST, str(number + 1))
         self.store.compare_set(key(number, END), "", ENDED)
-        if any(self.store.check([key(number, "dead", slot)]) for slot in chosen.slots):
+        if not dead(self.store, number).isdisjoint(chosen.slots):
             report_loss(self.store, number + 1)  # it ended after the look above
         log(
             f"{chosen.replicas} of {self.whole.replicas} replicas go on after step {chosen.step}, "

@@ -1,0 +1,96 @@
+"""Node 0 decides on a round with as many calls to the launchers' store for many ranks as for few."""
+
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+
+from configs.load import load_config
+from configs.rounds import (
+    LATEST,
+    RoundOfRanks,
+    at_door,
+    come,
+    key,
+    report_death,
+    report_loss,
+)
+from tools.launch.rounds import Coordinator, alive, connect
+
+RANKS = 4  # of a node
+OPTIONS = [
+    "--parallelism.data_parallel_replicate=4",
+    "--training.global_batch_size=144",
+    "--training.local_batch_size=1",
+]
+
+
+class Counted:
+    """A store that counts its calls."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self.store = store
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        return getattr(self.store, name)
+
+
+def serve() -> TCPStore:
+    seconds = timedelta(seconds=20)
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=seconds)
+
+
+def coordinator(server: TCPStore, nodes: int) -> Coordinator:
+    where = ("127.0.0.1", server.port)
+    cfg = load_config(OPTIONS, nodes * RANKS, RANKS)
+    found = Coordinator(where, OPTIONS, cfg, nodes, RANKS)
+    store = connect(where)
+    store.set(LATEST, "0")
+    for node in range(nodes):
+        store.set(alive(node), "1")
+    found.store = Counted(store)
+    return found
+
+
+def calls_of_a_round(server: TCPStore, nodes: int) -> int:
+    """Lose a rank of the second replica, go on without it, and let it come back. Returns the calls."""
+    node0 = coordinator(server, nodes)
+    here = node0.store.store  # one connection, whose calls are done in order
+    ranks = nodes * RANKS
+    second = range(ranks // 4, ranks // 2)
+    assert not node0._silent() and not node0._have_come(0)
+    report_death(here, 0, second[0])
+    report_loss(here, 0)
+    for slot in range(ranks):
+        if slot != second[0]:
+            come(here, 0, slot, 7)
+    come(here, 0, second[0], -1)  # the process in its place is no member of this round
+    assert node0._end(0) == 1
+    chosen = RoundOfRanks.read(server.get(key(1, "ranks")))
+    assert node0.members == chosen.slots == [slot for slot in range(ranks) if slot not in second]
+    for slot in second[1:]:
+        come(here, 1, slot, 7)
+    assert not node0._have_come(1)
+    come(here, 1, second[0], -1)
+    assert node0._have_come(1) and not node0._have_come(1)
+    return node0.store.calls
+
+
+def test_calls_do_not_grow_with_the_ranks():
+    assert calls_of_a_round(serve(), 12) == calls_of_a_round(serve(), 4) < 40
+
+
+def test_a_launcher_that_has_not_begun_is_waited_for():
+    server = serve()
+    node0 = coordinator(server, 4)
+    node0.store.store.delete_key(alive(2))
+    assert not node0._silent() and node0._silent(0.0) == {0, 1, 2, 3}
+
+
+def test_who_comes_twice_is_as_far_as_it_said_last():
+    server = serve()
+    come(server, 3, 5, 9)
+    come(server, 3, 5, 10)
+    assert at_door(server, 3) == {5: 10} and not at_door(server, 4)
