@@ -280,7 +280,8 @@ def judge(ranks: list[RankState]) -> Verdict:
     """Return the verdict for the user, the most certain explanation first."""
     standing = [rank for rank in ranks if rank.standing or rank.silent]
     if all(rank.phase == "end" for rank in ranks):
-        return Verdict([], ["no rank hangs: all have come to the end of the run"], False)
+        words = "no rank hangs: all have come to the end of the run, or of a round"
+        return Verdict([], [words + " (run.fault_tolerant: they wait for each other)"], False)
     if not standing:
         furthest = max(rank.step for rank in ranks)
         ended = any(rank.over for rank in ranks) or time.time() - ranks[0].looked > QUIET
