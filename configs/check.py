@@ -911,6 +911,28 @@ RULES = {
         "{run.fault_tolerant} keeps the state of a rank when others are lost, and the places of "
         "{data.stream} are known to all ranks together alone: set one to false",
     ),
+    "leave_out_odd_replica": (
+        lambda c: c.debug.leave_out_odd_replica and not c.run.fault_tolerant,
+        "{debug.leave_out_odd_replica} needs a run that goes on without a replica: set "
+        "{run.fault_tolerant} to true",
+    ),
+    # what is saved by a run that goes on must have been compared
+    "leave_out_unchecked": (
+        lambda c: (
+            c.debug.leave_out_odd_replica
+            and (
+                not c.debug.replica_check_interval
+                or c.checkpoint.interval % c.debug.replica_check_interval
+                or (
+                    c.checkpoint.peers
+                    and c.checkpoint.peer_interval % c.debug.replica_check_interval
+                )
+            )
+        ),
+        "{debug.leave_out_odd_replica} needs a comparison before each save: "
+        "{debug.replica_check_interval} must divide {checkpoint.interval}, and with "
+        "checkpoint.peers also {checkpoint.peer_interval}",
+    ),
     "load_step": (
         lambda c: c.checkpoint.load_step > c.training.steps,
         "{checkpoint.load_step} is beyond the end of the run, {training.steps}",

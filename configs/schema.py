@@ -841,6 +841,8 @@ class Debug(Table):
     replica_check_interval: int = Field(0, ge=0)
     """Steps between comparisons of state that is replicated on several ranks (silent corruption);
     0: never."""
+    leave_out_odd_replica: bool = False
+    """With run.fault_tolerant: end only the ranks that differ from the majority, instead of all."""
     replay_interval: int = Field(0, ge=0)
     """Steps between checks that compute a gradient twice and name the rank whose two results
     differ; 0: never."""

@@ -94,19 +94,27 @@ class Guard:
             )
 
     def check_replicas(self, step: int, loss: float, grad_norm: float) -> None:
-        """Raise Diverged if state that several ranks hold is not the same on all of them. Called by
-        all ranks. After a step that was skipped there is nothing new to compare."""
+        """Raise Diverged if state that several ranks hold is not the same on all of them; with
+        debug.leave_out_odd_replica only on those that differ from the majority. Called by all ranks.
+        After a step that was skipped there is nothing new to compare."""
         if self.skipped_in_a_row:
             return
         problems = mismatching_replicas(
             self.model, self.optimizer, self.mesh, loss=loss, grad_norm=grad_norm
         )
-        if problems:
-            raise Diverged(
-                f"step {step}: state that must be the same on several ranks is not: "
-                f"{'; '.join(problems)}. "
-                "A device computes or remembers wrong; nothing of this state is saved"
-            )
+        if not problems:
+            return
+        found = (
+            f"step {step}: state that must be the same on several ranks is not: "
+            f"{'; '.join(problem.text for problem in problems)}. "
+            "A device computes or remembers wrong; "
+        )
+        odd = sorted({rank for problem in problems for rank in problem.ranks})
+        is_left = self.mesh.replicas_without(odd) if self.cfg.debug.leave_out_odd_replica else 0
+        if is_left and self.mesh.rank not in odd:
+            logger.warning(f"{found}the others go on without {named(odd)}")
+            return
+        raise Diverged(f"{found}nothing of this state is saved")
 
     def add_seconds(self, data_seconds: float, result: Any) -> None:
         """Add this rank's seconds of a step before it met the others: `late_ranks` compares them.

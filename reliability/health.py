@@ -14,6 +14,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -205,11 +206,17 @@ def _state(
     return parts
 
 
+class Mismatch(NamedTuple):
+    """State that should be the same on several ranks and is not."""
+
+    ranks: tuple[int, ...]  # that differ from the majority; all, if there is none
+    text: str
+
+
 def mismatching_replicas(
     model: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh, **numbers: float
-) -> list[str]:
-    """Describe state that should be the same on several ranks and is not, in sentences that are the
-    same on every rank.
+) -> list[Mismatch]:
+    """Return the state that should be the same on several ranks and is not; the same on every rank.
 
     Compared are `numbers` and the hashes of the weights and optimizer state that are replicated, by
     FSDP (dp_replicate) or by tensor parallelism (norms). A hash is the exclusive or of all
@@ -242,15 +249,15 @@ def mismatching_replicas(
     for rank_problems, _ in everyone:
         for name, dim, odd in rank_problems:
             names_by_ranks.setdefault((dim, odd), set()).add(name)
-    sentences = [
-        f"{named(odd)} of {dim}: {number_of(len(names), 'tensor')}, {min(names)} among them"
-        for (dim, odd), names in sorted(names_by_ranks.items())
-    ]
+    found = []
+    for (dim, odd), names in sorted(names_by_ranks.items()):
+        count = number_of(len(names), "tensor")
+        found.append(Mismatch(odd, f"{named(odd)} of {dim}: {count}, {min(names)} among them"))
     for name in numbers:
         values = [rank_numbers[name] for _, rank_numbers in everyone]
         if odd := outliers(values):
-            sentences.append(f"{named(odd)}: {name} {values[odd[0]]!r}")
-    return sentences
+            found.append(Mismatch(tuple(odd), f"{named(odd)}: {name} {values[odd[0]]!r}"))
+    return found
 
 
 def _differ(mesh: Mesh, numbers: dict[str, float]) -> bool:

@@ -516,6 +516,18 @@ RULE_CASES = {
     "branch_from": ("branch_from=a@5 load_path=b", "load_path="),
     "peers": ("peers=2", "peers=1", 4, 2),
     "fault_tolerant": ("fault_tolerant=true stream=true", "stream=false"),
+    "leave_out_odd_replica": (
+        "leave_out_odd_replica=true replica_check_interval=5 data_parallel_replicate=2 "
+        "checkpoint.interval=10",
+        "fault_tolerant=true",
+        2,
+    ),
+    "leave_out_unchecked": (
+        "leave_out_odd_replica=true replica_check_interval=5 data_parallel_replicate=2 "
+        "fault_tolerant=true checkpoint.interval=12",
+        "checkpoint.interval=10",
+        2,
+    ),
     "peers_unused": ("peer_interval=5 peers=0", "peers=1", 4, 2),
     "load_step": ("load_step=400", "load_step=100"),
     "skip_spikes": ("skip_spikes=true", "spike_threshold=6.0"),

@@ -279,7 +279,8 @@ def flipped_bit() -> tuple[list[str], list[str]]:
         state.local(job.model.layers["1"].feed_forward.experts.w2).detach().view(torch.int32)[
             0, 0, 0
         ] ^= 1
-    return before, mismatching_replicas(job.model, job.optimizer, job.mesh, loss=0.0)
+    after = mismatching_replicas(job.model, job.optimizer, job.mesh, loss=0.0)
+    return before, [mismatch.text for mismatch in after]
 
 
 def test_a_flipped_bit_of_an_expert_is_seen_between_replicas():

@@ -17,7 +17,7 @@ import data.loader
 import train
 from checkpoint import storage
 from configs.load import load_config
-from reliability import record
+from reliability import health, record
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, mismatching_replicas, outliers
 from tests.ranks import WORKERS, run_ranks
@@ -389,7 +389,7 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
     clean_number = mismatching_replicas(
         job.model, job.optimizer, job.mesh, loss=float(job.mesh.rank == 1)
     )
-    assert clean_number and "loss" in clean_number[0]
+    assert clean_number and "loss" in clean_number[0].text
     return clean, found
 
 
@@ -416,10 +416,12 @@ def test_every_flipped_bit_is_detected_and_its_rank_named(mesh, ranks, options):
         assert clean == [] and len(found) == 20
         for rank, said in found:
             assert len(said) == 1, said
-            named = (
-                said[0].split(" of ")[0].removeprefix("ranks ").removeprefix("rank ").split(", ")
+            found_ranks = said[0].ranks
+            assert rank in found_ranks and len(found_ranks) == (1 if ranks == 3 else 2), (
+                rank,
+                said,
             )
-            assert str(rank) in named and len(named) == (1 if ranks == 3 else 2), (rank, said)
+            assert said[0].text.startswith(f"{health.named(found_ranks)} of ")
 
 
 def test_who_is_the_odd_one():

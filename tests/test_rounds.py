@@ -263,11 +263,14 @@ def begin(
     restarts: int = 0,
     more: str = "",
     length: Sequence[str] = (),
+    options: Sequence[str] = (),
 ) -> Run:
-    """more: what the ranks' script does before it trains; length: options of a longer run."""
+    """more: what the ranks' script does before it trains; length: options of a longer run; options:
+    that the run of one process does not have."""
     ranks, degrees, model = MESHES[mesh]
     mesh_options = [f"--parallelism.{degree}" for degree in degrees.split()]
-    return Run([*whole([*model, *length]), *mesh_options], folder, hosts, ranks, restarts, more)
+    given = as_typed([*whole([*model, *length]), *mesh_options, *options])
+    return Run(given, folder, hosts, ranks, restarts, more)
 
 
 @pytest.mark.slow
@@ -306,6 +309,50 @@ NOT_SENT = """
 from checkpoint import rounds
 rounds._broadcast = lambda *arguments: None
 """
+
+
+FLIPPED = """
+import torch, train as flipped, parallelisms.mesh
+step_of_train, calls = flipped.train_step, []
+def flipping(job, *arguments):
+    result = step_of_train(job, *arguments)
+    calls.append(job)
+    if len(calls) == 7 and parallelisms.mesh.world().rank == 1:
+        weight = next(job.model.parameters()).detach().to_local().view(torch.int64)
+        weight.view(-1)[3] ^= 1
+    return result
+flipped.train_step = flipping
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_the_odd_replica_is_left_out(whole: Callable, tmp_path: Path) -> None:
+    """A last bit flips, which the losses do not show."""
+    options = [
+        "--debug.leave_out_odd_replica=true",
+        "--debug.replica_check_interval=5",
+        "--checkpoint.interval=5",
+    ]
+    run = begin(whole, "ddp3", tmp_path / "run", restarts=1, more=FLIPPED, options=options)
+    assert run.end() == [0], run.said()
+    assert "2 of 3 replicas go on after step 10" in run.said()
+    assert "3 of 3 replicas go on" in run.said()
+    log = (run.folder / "logs" / "rank-00000.log").read_text()
+    assert "the others go on without rank 1" in log
+    check(run)
+
+
+def test_a_round_drops_what_one_replica_cannot_have() -> None:
+    argv = [
+        *TINY,
+        "--parallelism.data_parallel_replicate=2",
+        "--run.fault_tolerant=true",
+        "--debug.replica_check_interval=5",
+    ]
+    cfg = load_config(argv, 2, 2)
+    found = next_round(argv, cfg, WholeMesh.of(cfg, 2), {0: 7}, 2)
+    assert found is not None and "--debug.replica_check_interval=0" in found.options
 
 
 @pytest.mark.slow
