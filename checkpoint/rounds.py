@@ -37,15 +37,18 @@ from configs.rounds import (
     BEGUN,
     CALL,
     END,
+    HOLDER,
     LATEST,
     LEASE,
     LOST,
+    NO_REPLICA,
     NO_STATE,
     ORDERLY,
     OVER,
     ROLE,
     ROUND,
     RoundOfRanks,
+    alive,
     come,
     key,
     report_loss,
@@ -88,6 +91,7 @@ class Door:
 
     def __init__(self) -> None:
         self.slot = world().rank
+        self.node = int(os.environ["GROUP_RANK"])
         self.own: set[str] = set()  # sockets of its connections to the store
         self.store = self._connect()
         self.number = int(self.store.get(LATEST))
@@ -247,6 +251,10 @@ class Door:
                 sys.exit(code)
             soon = time.monotonic() < began + 5
             time.sleep(look(2 * world().size, AT_DOOR if soon else SPARE))
+        holder = self.store.get(alive(self.node)).decode().rpartition("/")[0]
+        if holder != os.environ[HOLDER]:
+            logger.warning(f"{holder} has the place of this host, which did not answer")
+            sys.exit(NO_REPLICA)
         self.number += 1
         return RoundOfRanks.read(self.store.get(key(self.number, "ranks")))
 

@@ -9,9 +9,9 @@ Ranks and launchers meet in the launcher's store. Its keys, all below `rounds/`:
 of the round; `begun`, a rank has a state; and for each round N: `N/call`, it ends; `N/end`, why, LOST
 or ENDED; without it others wait to join after a step; `N/door`, a line for each rank that waits for
 the next round: its slot, and the step that its state is after; `N/dead`, a line for each whose process
-has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`, counts up while that launcher lives; `over`, the
-exit code of the run, when no further round begins. What all ranks write is one key, so that node 0
-reads it with one call.
+has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`, HOLDER/COUNT: the launcher that has this place,
+which counts up while it lives; `over`, the exit code of the run, when no further round begins. What
+all ranks write is one key, so that node 0 reads it with one call.
 It imports no torch.
 """
 
@@ -29,6 +29,7 @@ from configs.schema import Config, InputError
 ROLE = "PLUMBLINE_ROUNDS"  # in the environment of a rank: "member" or "newcomer"
 ROUND = "PLUMBLINE_ROUND"  # the same: the number of its round, after the first
 LEASE = "PLUMBLINE_LEASE"  # the same: of the run's folder, as rank 0 held it in the round before
+HOLDER = "PLUMBLINE_HOLDER"  # the same: the launcher that has started it
 NO_STATE = -1  # the step of a rank that has no whole state
 LATEST, BEGUN, OVER = "rounds/latest", "rounds/begun", "rounds/over"
 ORDERLY = (0, 2, STOPPED, 76, INTERRUPTED)  # exit codes with which a run ends on all ranks
@@ -39,6 +40,11 @@ LOST, ENDED = "ranks are lost", "the next has begun"
 
 def key(number: int, *parts: object) -> str:
     return "/".join(map(str, ("rounds", number, *parts)))
+
+
+def alive(node: int) -> str:
+    """Return the key by which a launcher is seen to live."""
+    return f"rounds/alive/{node}"
 
 
 def report_loss(store: Any, number: int) -> None:

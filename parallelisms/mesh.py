@@ -13,7 +13,6 @@ LOCAL_WORLD_SIZE, as `torchrun` sets them. Without them a run is one process.
 
 import os
 import warnings
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -123,11 +122,6 @@ class Mesh:
     @property
     def tp_mesh(self) -> DeviceMesh:
         return self.device_mesh["tp"]
-
-    def replicas_without(self, ranks: Collection[int]) -> int:
-        """Return how many replicas (dp_replicate) have none of these ranks."""
-        by_replica = self.device_mesh.mesh.transpose(0, 1).flatten(1)
-        return sum(set(ranks).isdisjoint(of_one) for of_one in by_replica.tolist())
 
     def token_ranges(self, seq_len: int) -> list[range]:
         """Return the positions of a sequence whose tokens this rank has, in their order there:

@@ -110,7 +110,7 @@ class Guard:
             "A device computes or remembers wrong; "
         )
         odd = sorted({rank for problem in problems for rank in problem.ranks})
-        is_left = self.mesh.replicas_without(odd) if self.cfg.debug.leave_out_odd_replica else 0
+        is_left = replicas_without(odd, self.mesh) if self.cfg.debug.leave_out_odd_replica else 0
         if is_left and self.mesh.rank not in odd:
             logger.warning(f"{found}the others go on without {named(odd)}")
             return
@@ -144,3 +144,9 @@ class Guard:
     def state(self) -> dict[str, list[float]]:
         """Return JSON for a checkpoint."""
         return self.spikes.state()
+
+
+def replicas_without(ranks: Sequence[int], mesh: Mesh) -> int:
+    """Return how many replicas (dp_replicate) have none of these ranks."""
+    by_replica = mesh.device_mesh.mesh.transpose(0, 1).flatten(1)
+    return sum(set(ranks).isdisjoint(of_one) for of_one in by_replica.tolist())

@@ -42,6 +42,7 @@ EXPERTS = (
 # name: (ranks, options of the mesh, of the model)
 MESHES = {
     "hsdp2x2": (4, "data_parallel_replicate=2", []),
+    "ddp2": (2, "data_parallel_replicate=2", []),
     "ddp3": (3, "data_parallel_replicate=3", []),
     "hsdp2xtp2": (4, "data_parallel_replicate=2 tensor_parallel=2", []),
     "hsdp2xpp2": (4, "data_parallel_replicate=2 pipeline_parallel=2", []),
@@ -152,6 +153,7 @@ class Run:
         ranks: int,
         restarts: int,
         more: str,
+        spares: int = 0,
     ) -> None:
         self.folder = folder
         steps = [o.partition("=")[2] for o in options if o.startswith("--training.steps=")]
@@ -162,7 +164,8 @@ class Run:
         self.flags = [f"--nproc-per-node={ranks // hosts}", f"--max-restarts={restarts}"]
         if hosts > 1:
             port = f"--master-port={free_port()}"
-            self.flags += [f"--nnodes={hosts}", "--master-addr=127.0.0.1", port]
+            nodes = f"--nnodes={hosts}:{hosts + spares}"
+            self.flags += [nodes, "--master-addr=127.0.0.1", port]
         script = folder.parent / "paced.py"
         script.write_text(more + PACED)
         self.words = [
@@ -173,7 +176,7 @@ class Run:
             "--run.fault_tolerant=true",
         ]
         self.starts = 0
-        self.launchers = {host: self.start(host) for host in range(hosts)}
+        self.launchers = {host: self.start(host) for host in range(hosts + spares)}
 
     def start(self, host: int) -> Launcher:
         self.starts += 1
@@ -181,6 +184,9 @@ class Run:
         return Launcher([*self.flags, f"--node-rank={host}", *self.words], said)
 
     def ranks(self, host: int) -> list[int]:
+        return self.ranks_of(self.launchers[host])
+
+    def ranks_of(self, launcher: Launcher) -> list[int]:
         """Return the processes that are ranks of a host: each leads a session."""
         found = []
         for process in Path("/proc").glob("[0-9]*"):
@@ -188,7 +194,7 @@ class Run:
                 fields = (process / "stat").read_text().rpartition(")")[2].split()
             except OSError:
                 continue
-            is_child = int(fields[1]) == self.launchers[host].process.pid
+            is_child = int(fields[1]) == launcher.process.pid
             if is_child and int(fields[3]) == int(process.name) and fields[0] != "Z":
                 found.append(int(process.name))
         return sorted(found)
@@ -264,13 +270,14 @@ def begin(
     more: str = "",
     length: Sequence[str] = (),
     options: Sequence[str] = (),
+    spares: int = 0,
 ) -> Run:
     """more: what the ranks' script does before it trains; length: options of a longer run; options:
     that the run of one process does not have."""
     ranks, degrees, model = MESHES[mesh]
     mesh_options = [f"--parallelism.{degree}" for degree in degrees.split()]
     given = as_typed([*whole([*model, *length]), *mesh_options, *options])
-    return Run(given, folder, hosts, ranks, restarts, more)
+    return Run(given, folder, hosts, ranks, restarts, more, spares)
 
 
 @pytest.mark.slow
@@ -376,6 +383,30 @@ def test_a_host_that_is_started_twice_waits(whole: Callable, tmp_path: Path) -> 
     assert run.end() == [0, 0, 0], run.said()
     assert ended([second])[0] == [0] and "go on" not in run.said()
     check(run, losses=0)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_spare_takes_the_place_of_a_lost_host(
+    number: int, whole: Callable, tmp_path: Path
+) -> None:
+    """A host that was stopped, and comes back after that, takes no part any more."""
+    run = begin(whole, "ddp2", tmp_path / "run", hosts=2, spares=1)
+    run.wait_for(5)
+    lost = run.launchers.pop(1)
+    of_host = [lost.process.pid, *run.ranks_of(lost)]
+    for process in of_host:
+        os.kill(process, number)
+    while "2 of 2 replicas go on" not in run.said():
+        assert run.launchers[0].poll() is None, run.said()
+        time.sleep(0.05)
+    for process in of_host if number == signal.SIGSTOP else []:
+        os.kill(process, signal.SIGCONT)
+    assert run.end() == [0, 0], run.said()
+    assert "node 2 takes the place of node 1" in run.said()
+    assert ended([lost])[0] != [0]
+    check(run)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ What torchrun itself does differently, and why `run_train.sh` uses this instead:
 """
 
 import argparse
+import collections
 import contextlib
 import errno
 import gc
@@ -61,7 +62,7 @@ from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
 from configs.rounds import ROLE
 from configs.schema import Config, InputError
-from tools.launch.rounds import Coordinator, Rounds, Signs, is_frozen
+from tools.launch.rounds import Coordinator, Place, Rounds, Signs, is_frozen
 from tools.launch.standby import Standby
 from tools.launch.words import log
 
@@ -110,7 +111,8 @@ class Rendezvous(RendezvousHandler):
         self.where: tuple[str, int] | None = None
         self.members: list[int] = []
         self.address = ""
-        self.is_back = False  # this node was lost, and the run has gone on
+        self.node = options.node_rank  # a spare takes the place of another
+        self.place: Place | None = None  # of a node that was lost, in a run that has gone on
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next start. Raises RendezvousError when fewer than the least
@@ -137,7 +139,7 @@ class Rendezvous(RendezvousHandler):
         self.members = members
         self.address = address
         return RendezvousInfo(
-            self.store, members.index(o.node_rank), len(members), RendezvousStoreInfo(address, port)
+            self.store, members.index(self.node), len(members), RendezvousStoreInfo(address, port)
         )
 
     def _collect(self, least: int, most: int, deadline: float) -> list[int]:
@@ -181,7 +183,7 @@ class Rendezvous(RendezvousHandler):
         node = self.options.node_rank
         waits = False
         searched = time.monotonic()
-        signs = Signs()
+        signs: dict[int, Signs] = collections.defaultdict(Signs)
         why = ""
         while True:
             try:
@@ -194,11 +196,10 @@ class Rendezvous(RendezvousHandler):
                 if not self.store.check(["members"]):
                     self.store.set(f"node/{node}", "")
                 members = json.loads(self.store.get("members"))
-                is_new = not self.store.check([f"taken/{node}"])
-                if node in members and not is_new:
-                    self.is_back = signs.have_ended(self.store, members.index(node))
-                if node in members and (is_new or self.is_back):
+                if node in members and not self.store.check([f"taken/{node}"]):
                     self.store.set(f"taken/{node}", "")
+                    return members
+                if self._takes_a_place(members, signs):
                     return members
                 deadline = time.monotonic() + self.options.join_timeout  # node 0 lives
                 if node not in members and not waits:
@@ -220,6 +221,22 @@ class Rendezvous(RendezvousHandler):
                     f"no answer, or not enough nodes came within {self.options.join_timeout} s{why}"
                 )
             time.sleep(0.2)
+
+    def _takes_a_place(self, members: list[int], signs: dict[int, Signs]) -> bool:
+        """Take the place of a node that is lost, in a run that goes on without it: that of this node,
+        or on a spare any other than node 0's. Returns False where there is none."""
+        own = self.options.node_rank
+        for place, node in enumerate(members):
+            if place == 0 or not signs[node].have_ended(self.store, place, node == own):
+                continue
+            taken = Place(place)
+            if taken.take(self.store, signs[node].beat.decode()):
+                if node != own:
+                    log(f"node {own} takes the place of node {node}, which does not answer")
+                self.node = node
+                self.place = taken
+                return True
+        return False
 
     def close(self) -> None:
         """Close the store, so that the next start can listen on the same port."""
@@ -342,13 +359,13 @@ class Agent(LocalElasticAgent):
         os.environ.pop(ROLE, None)
         if not cfg or not cfg.run.fault_tolerant or cfg.parallelism.data_parallel_replicate == 1:
             return
-        place = nodes.index(o.node_rank)
+        place = nodes.index(self.rendezvous.node)
         where = (self.rendezvous.address, self.rendezvous.store.port)
         if place == 0:
             self.coordinator = Coordinator(where, script[1:], cfg, len(nodes), o.nproc_per_node)
             self.coordinator.begin()
-        self.rounds = Rounds(where, o, place, len(nodes))
-        os.environ[ROLE] = "newcomer" if self.rendezvous.is_back else "member"
+        self.rounds = Rounds(where, o, place, len(nodes), self.rendezvous.place)
+        os.environ[ROLE] = "newcomer" if self.rendezvous.place else "member"
 
     def _exit_barrier(self) -> None:
         """Wait for the other nodes; where some are lost, not for these."""
@@ -411,7 +428,7 @@ class Agent(LocalElasticAgent):
                 store.set("end", code)
             else:
                 store.compare_set("end", "", code)
-            store.set(f"over/{self.rendezvous.options.node_rank}", "")
+            store.set(f"over/{self.rendezvous.node}", "")
             if int(code) in (0, *QUIET_CODES):
                 return
             all_over = [f"over/{node}" for node in json.loads(store.get("members"))]
@@ -553,7 +570,7 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
     if -signal.SIGALRM in exit_codes.values():
         rendezvous = agent.rendezvous
         store = rendezvous.store if rendezvous.where else None
-        say_who_is_behind(begun(failures), store, rendezvous.options.node_rank)
+        say_who_is_behind(begun(failures), store, rendezvous.node)
     say_where_everyone_was(failures, script)
     return report(failures, script, agent.asked)
 

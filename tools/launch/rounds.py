@@ -27,6 +27,7 @@ from configs.rounds import (
     CALL,
     END,
     ENDED,
+    HOLDER,
     LATEST,
     NO_REPLICA,
     NO_STATE,
@@ -35,6 +36,7 @@ from configs.rounds import (
     ROLE,
     RoundOfRanks,
     WholeMesh,
+    alive,
     at_door,
     dead,
     key,
@@ -59,18 +61,24 @@ class Rounds:
     """The ranks of this node in the rounds of a start."""
 
     def __init__(
-        self, where: tuple[str, int], options: argparse.Namespace, node: int, nodes: int
+        self,
+        where: tuple[str, int],
+        options: argparse.Namespace,
+        node: int,
+        nodes: int,
+        place: "Place | None" = None,
     ) -> None:
         """where: the launchers' store; options: of the launcher, whose `replaced` counts the ranks
         that have taken another's place; node: the place of this one among those of this start, of
-        which there are `nodes`."""
+        which there are `nodes`; place: the same, if it was taken from a launcher that is lost."""
         self.store = connect(where)
         self.options = options
         self.node = node
         self.nodes = nodes
         self.per_node = options.nproc_per_node
         self.lost: set[int] = set()  # local ranks without a process
-        self.beats = 0
+        self.place = place or Place(node)
+        os.environ[HOLDER] = self.place.holder
         self.looked = 0.0
         self.is_over = False
         self.loss_seen: tuple[int, float] | None = None  # the round that ends, and since when
@@ -86,8 +94,12 @@ class Rounds:
             return False
         self.looked = now
         try:
-            self.beats += 1
-            self.store.set(alive(self.node), str(self.beats))
+            if not self.place.hold(self.store):
+                log(
+                    f"another host has taken the place of {socket.gethostname()}, which did not answer"
+                )
+                self._end_all(agent)
+                return True
             self._look(agent, group)
         except DistError:
             self.is_over = True
@@ -113,6 +125,11 @@ class Rounds:
                 self._lose(agent, group, local, code)
         self._kill_frozen(context)
         self._kill_late(context)
+
+    def _end_all(self, agent: Any) -> None:
+        """Kill the ranks of this node."""
+        self.is_over = True
+        agent._send(signal.SIGKILL)
 
     def wait_for_others(self) -> None:
         """Wait until the ranks of all nodes have ended, --shutdown-timeout seconds at most: node 0
@@ -204,9 +221,30 @@ def connect(where: tuple[str, int]) -> TCPStore:
     return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=ANSWER)
 
 
-def alive(node: int) -> str:
-    """Return the key of the number that a launcher counts up while it lives."""
-    return f"rounds/alive/{node}"
+class Place:
+    """The place of a node in the run, which one launcher holds at a time."""
+
+    def __init__(self, node: int) -> None:
+        self.name = alive(node)
+        self.holder = f"{socket.gethostname()}-{time.time_ns()}"
+        self.beats = 0
+        self.last = ""  # what the store has
+
+    def hold(self, store: TCPStore) -> bool:
+        """Give a sign of life. Returns whether this launcher still holds the place."""
+        self.beats += 1
+        return self._write(store, f"{self.holder}/{self.beats}")
+
+    def take(self, store: TCPStore, last: str) -> bool:
+        """Take the place of the launcher whose last sign of life that was. Returns False if it, or
+        another, has given one since."""
+        self.last = last
+        return self._write(store, f"{self.holder}/0")
+
+    def _write(self, store: TCPStore, sign: str) -> bool:
+        found = store.compare_set(self.name, self.last, sign).decode()
+        self.last = sign
+        return found == sign
 
 
 class Signs:
@@ -223,11 +261,13 @@ class Signs:
             self.beat, self.since = beat, now
         return now - self.since
 
-    def have_ended(self, store: TCPStore, node: int) -> bool:
+    def have_ended(self, store: TCPStore, node: int, is_own: bool) -> bool:
         """Return whether the launcher of a node that takes part in rounds is gone. Without a call
-        that waits: the store may be closed a second after the run has ended."""
+        that waits: the store may be closed a second after the run has ended. is_own: the node is
+        that of the launcher that asks."""
         name = alive(node)
-        return store.check([LATEST, name]) and self.silence(store.get(name)) > ANSWERS
+        seconds = ANSWERS if is_own else SILENT
+        return store.check([LATEST, name]) and self.silence(store.get(name)) > seconds
 
 
 def is_frozen(pid: int) -> bool:
