@@ -62,7 +62,7 @@ from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
 from configs.rounds import ROLE
 from configs.schema import Config, InputError
-from tools.launch.rounds import Coordinator, Place, Rounds, Signs, is_frozen
+from tools.launch.rounds import Coordinator, NodePlace, Rounds, Signs, is_frozen
 from tools.launch.standby import Standby
 from tools.launch.words import log
 
@@ -112,7 +112,7 @@ class Rendezvous(RendezvousHandler):
         self.members: list[int] = []
         self.address = ""
         self.node = options.node_rank  # a spare takes the place of another
-        self.place: Place | None = None  # of a node that was lost, in a run that has gone on
+        self.place: NodePlace | None = None  # of a node that was lost, in a run that has gone on
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Wait for the nodes of the next start. Raises RendezvousError when fewer than the least
@@ -229,7 +229,7 @@ class Rendezvous(RendezvousHandler):
         for place, node in enumerate(members):
             if place == 0 or not signs[node].have_ended(self.store, place, node == own):
                 continue
-            taken = Place(place)
+            taken = NodePlace(place)
             if taken.take(self.store, signs[node].beat.decode()):
                 if node != own:
                     log(f"node {own} takes the place of node {node}, which does not answer")

@@ -66,7 +66,7 @@ class Rounds:
         options: argparse.Namespace,
         node: int,
         nodes: int,
-        place: "Place | None" = None,
+        place: "NodePlace | None" = None,
     ) -> None:
         """where: the launchers' store; options: of the launcher, whose `replaced` counts the ranks
         that have taken another's place; node: the place of this one among those of this start, of
@@ -77,7 +77,7 @@ class Rounds:
         self.nodes = nodes
         self.per_node = options.nproc_per_node
         self.lost: set[int] = set()  # local ranks without a process
-        self.place = place or Place(node)
+        self.place = place or NodePlace(node)
         os.environ[HOLDER] = self.place.holder
         self.looked = 0.0
         self.is_over = False
@@ -221,7 +221,7 @@ def connect(where: tuple[str, int]) -> TCPStore:
     return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=ANSWER)
 
 
-class Place:
+class NodePlace:
     """The place of a node in the run, which one launcher holds at a time."""
 
     def __init__(self, node: int) -> None:
