@@ -350,18 +350,6 @@ def test_the_odd_replica_is_left_out(whole: Callable, tmp_path: Path) -> None:
     check(run)
 
 
-def test_a_round_drops_what_one_replica_cannot_have() -> None:
-    argv = [
-        *TINY,
-        "--parallelism.data_parallel_replicate=2",
-        "--run.fault_tolerant=true",
-        "--debug.replica_check_interval=5",
-    ]
-    cfg = load_config(argv, 2, 2)
-    found = next_round(argv, cfg, WholeMesh.of(cfg, 2), {0: 7}, 2)
-    assert found is not None and "--debug.replica_check_interval=0" in found.options
-
-
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_without_a_whole_replica_all_start_again(whole: Callable, tmp_path: Path) -> None:
