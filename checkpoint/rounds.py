@@ -32,7 +32,7 @@ from checkpoint.agreement import on_rank_0
 from checkpoint.stages import run_stages
 from checkpoint.storage import GENERATOR, local
 from configs.load import load_config
-from configs.program import STOP_SIGNALS, stopped_early
+from configs.program import STOP_SIGNALS
 from configs.rounds import (
     BEGUN,
     CALL,
@@ -67,6 +67,9 @@ logger = logging.getLogger("plumbline")
 GRACE = 0.5
 UPDATE = 10.0  # the same while the optimizer changes the weights
 AGAIN = 0.5  # seconds between attempts to end what waits
+# Seconds in which a rank hears from its launcher of a loss that ends its step with another error than
+# that of a connection (debug.check_collectives)
+HEARS = 1.0
 AT_DOOR = 0.02  # seconds between looks at the store while the next round is decided
 SPARE = 0.5  # the same while this rank waits until it is needed
 SCHEME = "round"  # of the URL by which the ranks of a round meet
@@ -180,7 +183,8 @@ class Door:
         os.environ[LEASE] = run.checkpoints.run_id
         self.is_interrupted = self.takes_up
         self.takes_up = False
-        self.store.set(BEGUN, "")
+        for name in BEGUN, f"{BEGUN}/{self.slot}":
+            self.store.set(name, "")
         if self.is_interrupted:  # a request to the round before holds
             run.stop.heard |= self.is_asked or Stop.asked_in_last
         run.job.optimizer.register_step_pre_hook(self._begin_update)
@@ -198,7 +202,7 @@ class Door:
         is_of_link = isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and any(word in text for word in words)
         )
-        if not is_of_link and not self.is_lost.is_set():
+        if not is_of_link and not self.is_lost.wait(HEARS):
             return False
         logger.warning(f"ranks are lost: {text.splitlines()[0][:200] if text else error!r}")
         report_loss(self.store, self.number)
@@ -221,7 +225,7 @@ class Door:
                 break
             self.kept = None
         self.round = found
-        self.takes_up = True
+        self.takes_up = Stop.has_state = True
         self.leaves = False
         self.is_lost.clear()
         self.is_at_door.clear()
@@ -235,10 +239,8 @@ class Door:
         return found.options
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Note a signal that comes between two rounds. A rank that has no state ends at once."""
+        """Note a signal that comes between two rounds, for the next one to stop."""
         self.is_asked = True
-        if self.kept is None:
-            sys.exit(stopped_early(signal.Signals(number))[0])
 
     def _next(self, error: Exception | None) -> RoundOfRanks:
         """Wait until the next round is decided."""

@@ -6,12 +6,13 @@ that are there end the round, meet, and begin the next one: with as many whole r
 a rank in the whole mesh, its number in the first round.
 
 Ranks and launchers meet in the launcher's store. Its keys, all below `rounds/`: `latest`, the number
-of the round; `begun`, a rank has a state; and for each round N: `N/call`, it ends; `N/end`, why, LOST
-or ENDED; without it others wait to join after a step; `N/door`, a line for each rank that waits for
-the next round: its slot, and the step that its state is after; `N/dead`, a line for each whose process
-has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`, HOLDER/COUNT: the launcher that has this place,
-which counts up while it lives; `over`, the exit code of the run, when no further round begins. What
-all ranks write is one key, so that node 0 reads it with one call.
+of the round; `begun`, a rank has a state, and `begun/SLOT`, that one has; and for each round N:
+`N/call`, it ends; `N/end`, why, LOST or ENDED; without it others wait to join after a step; `N/door`,
+a line for each rank that waits for the next round: its slot, and the step that its state is after;
+`N/dead`, a line for each whose process has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`,
+HOLDER/COUNT: the launcher that has this place, which counts up while it lives; `over`, the exit code
+of the run, when no further round begins. What all ranks write for node 0 is one key, so that it reads
+that with one call.
 It imports no torch.
 """
 

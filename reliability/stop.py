@@ -35,11 +35,13 @@ class Stop:
     after its first step. saved: the last step, once the loop is over and all is saved: what is left,
     a sample or an export, asks by itself whether it is to stop. asked_in_last: of the last one in this
     process that has ended, whether it was asked: by then the run may have done all its steps.
+    has_state: whether this process goes on from what is not saved yet (checkpoint/rounds.py).
     called: whether the ranks are to meet after this step (checkpoint/rounds.py). leaves: whether they
     have agreed to; left_in_last: the same of the last one in this process.
     """
 
     asked_in_last: ClassVar[bool] = False
+    has_state: ClassVar[bool] = False
     left_in_last: ClassVar[bool] = False
     called = False
     leaves = False
@@ -49,7 +51,7 @@ class Stop:
         """born: when the process was born, on the monotonic clock; max_minutes: its time limit
         since then, 0 for none; end(exit code, reason): called before the process ends without
         unwinding its stack."""
-        self.at_once = True
+        self.at_once = not Stop.has_state
         self.end = end
         self.heard = False
         self.said = False

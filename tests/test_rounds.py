@@ -441,7 +441,7 @@ PHASES = {
     "first step": (
         FOUR,
         0,
-        f"{EIGHT} --run.max_failures_at_step=1",
+        f"{EIGHT} --run.max_failures_at_step=1 --debug.check_collectives=true",
         [(1, "train", "train_step", 12), (2, "train", "train_step", 13)],
     ),
     # a rank that could not open its group meets one that had none to open; then a stage begins
@@ -471,6 +471,39 @@ def test_a_run_goes_on_where_a_rank_is_lost(phase: str, whole: Callable, tmp_pat
     lines = map(json.loads, (run.folder / "metrics.jsonl").read_text().splitlines())
     seen = Counter((line["step"], "loss" in line) for line in lines)
     assert set(seen.values()) == {1}, seen
+
+
+# the first rank that comes lacks its data; the second is told to end while it waits for the others
+LATE = """
+import threading, train
+from checkpoint import rounds
+from configs.schema import InputError
+def lacks_data(*arguments, **options):
+    raise InputError("no such text here")
+def is_told_to_end(door, error):
+    threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    return pass_through(door, error)
+pass_through = rounds.Door.pass_through
+came = pathlib.Path(__file__).with_name("came")
+if os.environ["PLUMBLINE_ROUNDS"] == "newcomer" and came.exists():
+    rounds.Door.pass_through = is_told_to_end
+elif os.environ["PLUMBLINE_ROUNDS"] == "newcomer":
+    came.touch()
+    train.open_corpora = lacks_data
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_a_rank_that_comes_late_speaks_not_for_the_run(whole: Callable, tmp_path: Path) -> None:
+    more = f'{DIES}dies(3, "train", "train_step", 12)\n{LATE}'
+    run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=2, more=more)
+    assert run.end() == [75], run.said()
+    assert "ended with exit code 2: the replicas that are left go on" in run.said()
+    assert run.step() < STEPS and verify.published(run.folder / "checkpoints")
+    run.launchers[0] = run.start(0)
+    assert run.end() == [0], run.said()
+    check(run)
 
 
 @dataclass(frozen=True)

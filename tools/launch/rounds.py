@@ -81,6 +81,8 @@ class Rounds:
         os.environ[HOLDER] = self.place.holder
         self.looked = 0.0
         self.is_over = False
+        for slot in range(node * self.per_node, (node + 1) * self.per_node):
+            self.store.delete_key(f"{BEGUN}/{slot}")  # of ranks that were lost with their launcher
         self.loss_seen: tuple[int, float] | None = None  # the round that ends, and since when
         self.stopped: dict[int, int] = {}  # process -> looks at which it was stopped
 
@@ -117,11 +119,17 @@ class Rounds:
                 context._running_local_ranks |= self.lost
             return
         for local, code in sorted(codes.items()):
-            if code in ORDERLY or (code is not None and agent.asked):
+            if code is None:
+                continue
+            is_late = self._comes_late(local)
+            if is_late and agent.asked:  # the others stop with what they have
+                context._running_local_ranks.discard(local)
+                self.lost.add(local)
+            elif not is_late and (code in ORDERLY or agent.asked):
                 self.store.set(OVER, str(code))
                 self.is_over = True
                 return
-            if code is not None:
+            else:
                 self._lose(agent, group, local, code)
         self._kill_frozen(context)
         self._kill_late(context)
@@ -130,6 +138,12 @@ class Rounds:
         """Kill the ranks of this node."""
         self.is_over = True
         agent._send(signal.SIGKILL)
+
+    def _comes_late(self, local: int) -> bool:
+        """Return whether others have a state and this rank has none yet: its end, on request or
+        because its host lacks what the run reads, is not the run's."""
+        slot = self.node * self.per_node + local
+        return self.store.check([BEGUN]) and not self.store.check([f"{BEGUN}/{slot}"])
 
     def wait_for_others(self) -> None:
         """Wait until the ranks of all nodes have ended, --shutdown-timeout seconds at most: node 0
@@ -165,6 +179,7 @@ class Rounds:
         if message := _message(context.error_files[local]):
             log(f"its traceback:\n{message}")
         self._report(slot)
+        self.store.delete_key(f"{BEGUN}/{slot}")
         if not left:
             self.lost.add(local)
             return
