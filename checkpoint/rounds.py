@@ -218,13 +218,7 @@ class Door:
         self._keep()
         _close_groups()
         self.is_at_door.set()
-        while True:
-            come(self.store, self.number, self.slot, self._step())
-            found = self._next(error)
-            if self.slot in found.slots:
-                break
-            self.kept = None
-        self.round = found
+        found = self.round = self._next_with_this(error)
         self.takes_up = Stop.has_state = True
         self.leaves = False
         self.is_lost.clear()
@@ -237,6 +231,18 @@ class Door:
             ROUND: str(self.number),
         }
         return found.options
+
+    def _next_with_this(self, error: Exception | None) -> RoundOfRanks:
+        """Wait until a round is decided in which this rank takes part."""
+        while True:
+            come(self.store, self.number, self.slot, self._step())
+            found = self._next(error)
+            if self.slot not in found.slots:
+                self.kept = None
+            elif found.steps[found.slots.index(self.slot)] == self._step():
+                return found
+            else:  # that of a process in whose place this one has come
+                report_loss(self.store, self.number)
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Note a signal that comes between two rounds, for the next one to stop."""

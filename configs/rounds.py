@@ -86,6 +86,7 @@ class RoundOfRanks:
     """The ranks of a round, and where they get their state."""
 
     slots: list[int]  # by rank
+    steps: list[int]  # the same: what its state is after
     replicas: int
     options: list[str]  # that replace those of the run
     step: int  # that the state is after
@@ -163,7 +164,14 @@ def next_round(
             continue
         at = list(chosen.values())
         return RoundOfRanks(
-            slots, count, options, newest, at.index(newest), set(at) == {newest}, local_size
+            slots=slots,
+            steps=[steps[slot] for slot in slots],
+            replicas=count,
+            options=options,
+            step=newest,
+            source=at.index(newest),
+            whole=set(at) == {newest},
+            local_size=local_size,
         )
     raise problem
 

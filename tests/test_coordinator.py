@@ -5,9 +5,14 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
+from checkpoint.rounds import Door
 from configs.load import load_config
 from configs.rounds import (
+    END,
+    HOLDER,
     LATEST,
+    LOST,
+    NO_STATE,
     RoundOfRanks,
     at_door,
     come,
@@ -94,3 +99,26 @@ def test_who_comes_twice_is_as_far_as_it_said_last():
     come(server, 3, 5, 9)
     come(server, 3, 5, 10)
     assert at_door(server, 3) == {5: 10} and not at_door(server, 4)
+
+
+def test_a_host_that_is_back_before_it_was_missed_is_a_loss():
+    server = serve()
+    node0 = coordinator(server, 4)
+    come(node0.store.store, 0, 3, NO_STATE)
+    assert node0._are_replaced(0) and not node0._are_replaced(1)
+
+
+def test_a_process_is_not_taken_for_the_one_before_it(monkeypatch):
+    """Its host was lost while it waited with its state, and has come back."""
+    server = serve()
+    monkeypatch.setenv(HOLDER, "here")
+    server.set(alive(0), "here/1")
+    rest = {"replicas": 1, "options": [], "source": 0, "whole": True, "local_size": 2}
+    for number, step in (1, 7), (2, NO_STATE):
+        ranks = RoundOfRanks(slots=[0, 1], steps=[7, step], step=7, **rest)
+        server.set(key(number, "ranks"), ranks.text())
+    door = Door.__new__(Door)
+    door.store, door.node, door.slot, door.number, door.kept = server, 0, 1, 0, None
+    assert door._next_with_this(None).steps == [7, NO_STATE]
+    assert server.get(key(1, END)).decode() == LOST
+    assert at_door(server, 0) == at_door(server, 1) == {1: NO_STATE}

@@ -348,13 +348,18 @@ class Coordinator:
             while not self.is_closed.is_set() and not self.store.check([OVER]):
                 if self.store.check([key(number, END)]):
                     number = self._end(number)
-                elif self._silent():
+                elif self._silent() or self._are_replaced(number):
                     report_loss(self.store, number)
                 elif self._have_come(number):
                     self.store.set(key(number, CALL), "")
                     if self._wait(number, JOINS):
                         number = self._end(number)
                 self.is_closed.wait(TICK)
+
+    def _are_replaced(self, number: int) -> bool:
+        """Return whether others wait in the place of members: of a host that was lost and is back
+        before it was missed."""
+        return not at_door(self.store, number).keys().isdisjoint(self.members)
 
     def _have_come(self, number: int) -> bool:
         """Return whether ranks that are not members wait that make another replica whole."""
