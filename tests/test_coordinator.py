@@ -3,6 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
+import pytest
 from torch.distributed import TCPStore
 
 from checkpoint.rounds import Door
@@ -20,6 +21,7 @@ from configs.rounds import (
     report_death,
     report_loss,
 )
+from tools.launch import rounds
 from tools.launch.rounds import Coordinator, alive, connect
 
 RANKS = 4  # of a node
@@ -122,3 +124,12 @@ def test_a_process_is_not_taken_for_the_one_before_it(monkeypatch):
     assert door._next_with_this(None).steps == [7, NO_STATE]
     assert server.get(key(1, END)).decode() == LOST
     assert at_door(server, 0) == at_door(server, 1) == {1: NO_STATE}
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_a_rank_that_compiles_gets_more_time(computes, monkeypatch):
+    used = iter([3.0, 3.0 + 0.9 * computes * 2 * rounds.PATIENCE])
+    monkeypatch.setattr(rounds, "processor_seconds", lambda pid: next(used))
+    seen = rounds.LossSeen(4, [7])
+    seen.since -= 2 * rounds.PATIENCE
+    assert seen.is_over_for(7) is not computes

@@ -4,6 +4,7 @@ docs/simulate.md).
 Skipped where torch is no CUDA build: CI's default suite has one.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -385,6 +386,66 @@ def test_a_rank_that_raises_ends_with_its_error(run, corpus, tmp_path):
     assert outcome.codes[1] == 1, outcome.explain()
     log = outcome.logs[1].read_text()
     assert "a mistake of this rank alone" in log + outcome.errors[1]
+
+
+# train.py on a simulated GPU. Rank 1 is killed in its 12th step; the other does its 20th when a new
+# rank has come to join it.
+KILLED = """
+import os, signal, sys, time
+from lab.simulate import kernels
+kernels.install()
+import train
+from checkpoint.rounds import Door
+real_step, calls = train.train_step, []
+is_new = os.environ["PLUMBLINE_ROUNDS"] == "newcomer"
+def train_step(*arguments):
+    calls.append(1)
+    if not is_new and os.environ["RANK"] == "1" and len(calls) == 12:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while not is_new and len(calls) == 20 and time.monotonic() < deadline:
+        if Door.here.run.stop.called:
+            break
+        time.sleep(0.05)
+    return real_step(*arguments)
+train.train_step = train_step
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_rank_by_aborting_nccl(run, run_on_the_cpu, corpus, tmp_path):
+    """And a new rank gets the state of its GPU from the other. Rounding of float32 grows to 2e-4, as
+    in a run that loses no rank."""
+    options = ["--training.steps=30"]
+    whole = run_on_the_cpu(options)
+    argv = a_run(
+        corpus, tmp_path / "run", *options, "--run.fault_tolerant=true", "--run.device=cuda"
+    )
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    environment = os.environ | {
+        "LD_PRELOAD": str(build.library()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "PLUMBLINE_SIMULATED_GPUS": "2",
+        "PLUMBLINE_SIMULATED_SHARED": str(tmp_path),
+    }
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    launcher = [sys.executable, "-m", "tools.launch", "--nproc-per-node=2", "--max-restarts=1"]
+    done = subprocess.run(
+        [*launcher, script, *argv, "--parallelism.data_parallel_replicate=2"],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert "1 of 2 replicas go on after step 11" in said, said
+    assert "2 of 2 replicas go on" in said, said
+    assert "NCCL communicator was aborted" in said, said
+    assert series(tmp_path / "run") == pytest.approx(series(whole), rel=1e-3)
 
 
 # ------------------------------------------------------------- what only a GPU would show is named

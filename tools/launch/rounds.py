@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,10 @@ TICK = 0.05  # seconds between looks at the store while ranks come to the door
 BEAT = 0.25  # seconds between looks of a launcher, which are its signs of life
 SILENT = 5.0  # seconds without one after which its host is lost, or with a rank that is stopped
 ANSWERS = 1.5  # the same while all others wait at the door
-# seconds that the ranks of a host that lives may take to the door; then they are killed
+# seconds that the ranks of a host that lives may take to the door; then they are killed, unless they
+# compute: a compilation takes a minute, a collective that waits takes no processor
 PATIENCE = 15.0
+COMPUTES = 0.5  # of one processor
 JOINS = 600.0  # seconds that a round may take to the end of its step when others join it
 
 
@@ -83,7 +86,7 @@ class Rounds:
         self.is_over = False
         for slot in range(node * self.per_node, (node + 1) * self.per_node):
             self.store.delete_key(f"{BEGUN}/{slot}")  # of ranks that were lost with their launcher
-        self.loss_seen: tuple[int, float] | None = None  # the round that ends, and since when
+        self.loss_seen: LossSeen | None = None
         self.stopped: dict[int, int] = {}  # process -> looks at which it was stopped
 
     def watch(self, agent: Any, group: WorkerGroup) -> bool:
@@ -220,15 +223,38 @@ class Rounds:
         if not self.store.check([key(number, END)]):
             self.loss_seen = None
             return
-        now = time.monotonic()
-        if self.loss_seen is None or self.loss_seen[0] != number:
-            self.loss_seen = (number, now)
-        for local in context._running_local_ranks:
+        handlers = context.subprocess_handlers
+        pids = {local: handlers[local].proc.pid for local in context._running_local_ranks}
+        if self.loss_seen is None or self.loss_seen.number != number:
+            self.loss_seen = LossSeen(number, pids.values())
+        for local, pid in pids.items():
             slot = self.node * self.per_node + local
-            pid = context.subprocess_handlers[local].proc.pid
-            is_late = now > self.loss_seen[1] + PATIENCE or is_frozen(pid)
+            is_late = self.loss_seen.is_over_for(pid) or is_frozen(pid)
             if is_late and slot not in at_door(self.store, number):
                 self._kill(local, pid, "does not answer while others go on")
+
+
+class LossSeen:
+    """The end of a round, as a launcher has seen it, and what its ranks do since."""
+
+    def __init__(self, number: int, pids: Iterable[int]) -> None:
+        self.number = number
+        self.since = time.monotonic()
+        self.before = {pid: processor_seconds(pid) for pid in pids}
+
+    def is_over_for(self, pid: int) -> bool:
+        """Return whether a rank has had its time: all of JOINS if it computes, else PATIENCE."""
+        waited = time.monotonic() - self.since
+        used = processor_seconds(pid) - self.before.get(pid, 0.0)
+        return waited > (JOINS if used > COMPUTES * waited else PATIENCE)
+
+
+def processor_seconds(pid: int) -> float:
+    """Return the seconds of processors that a process has used (proc(5)); 0 if it has ended."""
+    with contextlib.suppress(OSError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def connect(where: tuple[str, int]) -> TCPStore:

@@ -33,9 +33,9 @@ from tools.plan.report import size_text, time_text
 # From kill -9 of one of two ranks to the next step of the other (lab/bench/results/restart.txt)
 NEXT_STEP = 0.39
 CALLS_PER_SECOND = 10_000  # that a TCPStore answers (checkpoint/rounds.py::look)
-# NCCL took some 265 s to open its communicators on 96,000 GPUs, and NCCLX an eleventh (section on
-# initialisation of arXiv:2510.20171, as two summaries quote it). In proportion to the ranks:
-# assumed, and too much for fewer, since it is said to grow faster than they do.
+# NCCL took some 265 s to open its communicators on 96,000 GPUs, and NCCLX an eleventh: so a summary
+# of arXiv:2510.20171 says, and the paper was not read. In proportion to the ranks: assumed, and too
+# much for fewer, since it is said to grow faster than they do.
 GROUPS = 265 / 96_000
 COLUMNS = ("GPUs", "replicas", "noticed", "agreed", "groups", "state", "built", "half a step")
 COLUMNS += ("stop", "at return", "missing for", "train meanwhile", "state of a GPU")
