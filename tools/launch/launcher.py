@@ -205,10 +205,10 @@ class Rendezvous(RendezvousHandler):
                 if node not in members and not waits:
                     waits = True
                     log(f"node {node} waits: the run goes on without it until its next start")
-                with contextlib.suppress(DistStoreError):
-                    self.store.wait(["end"], timedelta(seconds=1))
-                    if (code := int(self.store.get("end"))) in (0, *QUIET_CODES):
-                        raise SpareIsDone(code)
+                # a call that waits would warn of each second
+                code = int(self.store.get("end")) if self.store.check(["end"]) else None
+                if code in (0, *QUIET_CODES):
+                    raise SpareIsDone(code)
             except DistError:  # node 0 is not there any more
                 pass
             except OSError as error:  # nor there yet
