@@ -56,7 +56,9 @@ from configs.rounds import (
 from configs.schema import Config, InputError
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh, world
+from reliability.guard import Diverged
 from reliability.objects import check_mirrored
+from reliability.record import Start
 from reliability.stop import Stop
 from training.optimizers import materialise
 
@@ -109,6 +111,7 @@ class Door:
         self.leaves = False  # the round has ended in order, for others to join
         self.is_asked = False  # this process was told to stop, by a signal between two rounds
         self.is_closed = threading.Event()
+        Start.is_loss = self.is_loss
         self.thread = threading.Thread(target=self._watch, name="rounds", daemon=True)
         self.thread.start()
 
@@ -192,18 +195,22 @@ class Door:
     def _begin_update(self, *_: object) -> None:
         self.updating = self.run.clock.at + 1
 
-    def was_lost(self, error: Exception) -> bool:
-        """Return whether this error of a collective comes of ranks that are lost, and tell the
-        others. One that is of this rank alone is not."""
-        if isinstance(error, InputError):
+    def is_loss(self, error: BaseException) -> bool:
+        """Return whether this error of a collective comes of ranks that are lost. One that is of this
+        rank alone does not."""
+        if isinstance(error, (InputError, Diverged)):
             return False
-        text = str(error)
         words = ("gloo", "NCCL", "Connection", "onnected")
         is_of_link = isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(word in text for word in words)
+            isinstance(error, RuntimeError) and any(word in str(error) for word in words)
         )
-        if not is_of_link and not self.is_lost.wait(HEARS):
+        return is_of_link or self.is_lost.wait(HEARS)
+
+    def was_lost(self, error: Exception) -> bool:
+        """The same, and tell the others."""
+        if not self.is_loss(error):
             return False
+        text = str(error)
         logger.warning(f"ranks are lost: {text.splitlines()[0][:200] if text else error!r}")
         report_loss(self.store, self.number)
         return True

@@ -23,11 +23,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -99,8 +99,11 @@ class Start:
     of rank 0 writes.
 
     code: set it to the exit code before leaving; an exception that leaves the `with` sets its own.
-    reason: a few words for end.json. Raises InputError if the folder cannot be written.
+    reason: a few words for end.json. is_loss: whether an error comes of ranks that are lost, where the
+    run goes on without them (checkpoint/rounds.py). Raises InputError if the folder cannot be written.
     """
+
+    is_loss: ClassVar[Callable[[BaseException], bool]] = staticmethod(lambda error: False)
 
     def __init__(
         self,
@@ -344,7 +347,8 @@ class Start:
             refused &= not isinstance(error, RunFailed)
             removed = self._removed()
             is_cause = removed and isinstance(error, (InputError, OSError))
-            self.end(2 if refused else 1, f"{kind.__name__}: {str(error)[:2000]}")
+            lost = "ranks were lost: " * Start.is_loss(error)
+            self.end(2 if refused else 1, f"{lost}{kind.__name__}: {str(error)[:2000]}")
             if isinstance(error, RunFailed):
                 return
             if is_cause and (self.writes or isinstance(error, FileNotFoundError)):

@@ -289,6 +289,8 @@ def test_a_run_goes_on_without_a_lost_rank(mesh: str, whole: Callable, tmp_path:
     os.kill(run.of_rank(1), signal.SIGKILL)
     assert run.end() == [0], run.said()
     assert "replicas go on after step" in run.said()
+    ended = json.loads((run.folder / "starts" / "0001" / "end.json").read_text())
+    assert ended["reason"].startswith("ranks were lost: "), ended
     check(run)
 
 
