@@ -683,7 +683,10 @@ RULES = {
     # The batch and the model.
     "batch": (
         lambda c: (
-            c.training.local_batch_size is not None and c.training.global_batch_size % c.micro != 0
+            c.training.local_batch_size is not None
+            and c.training.global_batch_size % c.micro != 0
+            # of which some then have rows of padding (data/uneven.py)
+            and not (c.run.fault_tolerant and c.training.global_batch_size >= c.dp)
         ),
         "{training.global_batch_size} is not a multiple of {micro}, which is "
         "{training.local_batch_size} on {dp} data-parallel ranks, so no whole number of "

@@ -178,12 +178,13 @@ def next_round(
 
 def _options(cfg: Config, whole: WholeMesh, replicas: int, hosts: int) -> list[str]:
     """Return the options of a round with so many replicas: rows of a microbatch at most as before,
-    so that it fits in memory, and nothing that fewer ranks have no use for. hosts: of equally many
-    ranks; 0 if they differ."""
+    so that it fits in memory, with little padding (data/uneven.py), and nothing that fewer ranks have
+    no use for. hosts: of equally many ranks; 0 if they differ."""
     p, training = cfg.parallelism, cfg.training
     ranks = replicas * whole.rest // (p.context_parallel * p.tensor_parallel)
-    rows = max(1, training.global_batch_size // ranks)
-    local = max(n for n in range(1, training.local_batch_size + 1) if rows % n == 0)
+    rows = -(-training.global_batch_size // ranks)
+    microbatches = -(-rows // training.local_batch_size)
+    local = -(-rows // microbatches)
     options = [
         f"--parallelism.data_parallel_replicate={replicas}",
         f"--training.local_batch_size={local}",

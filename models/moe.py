@@ -179,7 +179,7 @@ class BalanceLoss(nn.Module):
         the tokens of each whole sequence that chose an expert."""
         counts = counts.to(affinities.dtype)
         # [B, X], 1 where all experts get as many
-        share = counts / counts.sum(-1, keepdim=True) * self.n_experts
+        share = counts / counts.sum(-1, keepdim=True).clamp(min=1) * self.n_experts
         return self.factor * torch.einsum("btx,bx->", affinities, share)
 
 

@@ -164,6 +164,25 @@ def assert_same_on_any_mesh(
                     assert torch.equal(joined, want.flatten()), (dp, local, step, name)
 
 
+@pytest.mark.parametrize("mask", [False, True])
+def test_ranks_that_do_not_divide_a_batch_share_it_with_padding(mask: bool) -> None:
+    order, G, T = splice.begin(mixture()), 240, 13
+    whole = Batches(MIXED, order, G, 0, 1, mask)[3]
+    for dp, local in (7, 4), (31, 3), (239, 1), (2, 50):
+        ranks = [Batches(MIXED, order, local, rank, dp, mask, pads=True)[3] for rank in range(dp)]
+        shape = ranks[0]["tokens"].shape
+        assert shape == (-(-G // (dp * local)), local, T)
+        for name, want in whole.items():
+            parts = []
+            for part in ranks:
+                assert part["tokens"].shape == shape
+                is_real = part["length"] > 0
+                rows = part[name].flatten(0, 1) if part[name].dim() > 1 else part[name]
+                parts.append(rows[is_real])
+                assert name != "labels" or (rows[~is_real] == IGNORE).all()
+            assert torch.equal(torch.cat(parts).flatten(), want.flatten()), (dp, local, name)
+
+
 def test_batches_are_the_same_for_any_ranks_and_microbatches() -> None:
     """Order included, across epochs: 37 windows, 240 per step, so every step wraps; T prime."""
     tokens, T, G = MIXED[0], 13, 240

@@ -9,14 +9,16 @@ import pytest
 
 from configs.load import load_config
 from configs.rounds import WholeMesh, next_round
+from data import uneven
 from tools.plan.__main__ import main
-from tools.plan.survivors import Survivors, lines, sharing
+from tools.plan.survivors import Survivors, lines
 
 RUN = Survivors(
     gpus=16_384,
     hosts=2048,
     replicas=4,
-    counts=sharing(12, 1, 4),
+    batch=12,
+    ranks=1,
     mtbf=10_800.0,
     step=10.0,
     held=10e9,
@@ -35,8 +37,8 @@ def test_the_parts_by_hand():
     assert RUN.at_return == pytest.approx(of_round + 10 / 40)
     assert RUN.missing == pytest.approx(600 - RUN.stop)
     assert [RUN.training(missing) for missing in range(5)] == [1, 0.75, 0.5, 0.25, 0]
-    halves = dataclasses.replace(RUN, counts=sharing(8, 1, 4))
-    assert [halves.training(missing) for missing in range(5)] == [1, 0.5, 0.5, 0.25, 0]
+    padded = dataclasses.replace(RUN, batch=8)
+    assert [padded.training(missing) for missing in range(5)] == [1, 2 / 3, 0.5, 0.25, 0]
     at_once = dataclasses.replace(RUN, back=0.0)
     stops = at_once.stop + at_once.at_return
     assert at_once.kept() == pytest.approx(math.exp(-stops / 10_800))
@@ -73,7 +75,7 @@ def test_the_formula_is_what_a_run_has_that_is_played():
     often = dataclasses.replace(RUN, mtbf=1800.0)
     found = played(often, failures=40_000, seed=1)
     assert often.kept() == pytest.approx(found, abs=0.01)
-    assert dataclasses.replace(often, counts=[0, 1]).kept() > found + 0.05
+    assert dataclasses.replace(often, batch=1).kept() > found + 0.05
     assert dataclasses.replace(often, back=0.0).kept() > found + 0.05
 
 
@@ -87,16 +89,17 @@ def test_the_formula_is_what_a_run_has_that_is_played():
         {"held": 50e9},
         {"network": 1e9},
         {"mtbf": 5400.0},
-        {"counts": sharing(8, 1, 4)},
+        {"batch": 8},
     ],
 )
 def test_worse_is_worse(changes):
     assert dataclasses.replace(RUN, **changes).kept() < RUN.kept()
 
 
-@pytest.mark.parametrize("batch, left", [(24, 3), (16, 2), (8, 2)])
-def test_as_many_go_on_as_in_a_run(batch, left):
+@pytest.mark.parametrize("batch", [24, 16, 8])
+def test_a_round_is_as_fast_as_planned(batch):
     options = [
+        "--run.fault_tolerant=true",
         "--parallelism.data_parallel_replicate=4",
         f"--training.global_batch_size={batch}",
         "--training.local_batch_size=1",
@@ -104,7 +107,11 @@ def test_as_many_go_on_as_in_a_run(batch, left):
     cfg = load_config(options, 8, 8)
     steps = dict.fromkeys(range(6), 7)  # those of three replicas of two ranks
     found = next_round(options, cfg, WholeMesh.of(cfg, 8), steps, 8)
-    assert found.replicas == left == max(n for n in sharing(batch, 2, 4) if n <= 3)
+    planned = dataclasses.replace(RUN, batch=batch, ranks=2)
+    assert found.replicas == 3
+    rounds = load_config([*options, *found.options], 6, 8).training
+    share = uneven.share(batch, 0, 6, rounds.local_batch_size)
+    assert sum(share[1:]) == batch // 8 / planned.training(1)
 
 
 def test_the_plan_shows_it(capsys):
@@ -114,6 +121,6 @@ def test_the_plan_shows_it(capsys):
     first, said = capsys.readouterr().out.split("No restart (run.fault_tolerant)")
     assert first.count("copies, no restart") == 5  # the plan's own number of GPUs, too
     row = said.splitlines()[2].split("  ")
-    assert row[0] == "4" and "7.0 s" in row and "1 replica (50%)" in row
+    assert row[0] == "4" and "7.0 s" in row and "50%" in row
     assert "with --replace-minutes" in said and "arXiv:2602.00277" in said
     assert "needs two replicas of 65,536 GPUs" in lines([], 65_536, 8, False)[0]

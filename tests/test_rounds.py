@@ -98,8 +98,8 @@ CHOICES = [
     (2, 2, {0: 7, 1: 8, 2: 7, 3: 7}, ([0, 1, 2, 3], 2, 1, 2, False)),
     # one is new
     (2, 2, {0: NO_STATE, 1: NO_STATE, 2: 7, 3: 7}, ([0, 1, 2, 3], 2, 1, 2, False)),
-    # three do not divide the batch of eight
-    (4, 1, {0: 7, 1: 7, 3: 7}, ([0, 1], 2, 0, 2, True)),
+    # three do not divide the batch of eight: one row is padding
+    (4, 1, {0: 7, 1: 7, 3: 7}, ([0, 1, 3], 3, 0, 2, True)),
     (2, 2, {0: 7, 1: 8, 2: 7}, None),
     (2, 2, {0: NO_STATE, 1: NO_STATE}, None),
 ]
@@ -415,24 +415,25 @@ def test_a_run_that_goes_on_stops_on_request_and_resumes(whole: Callable, tmp_pa
     check(run)
 
 
-# the script's first lines: rank SLOT ends at its NUMBERth call of MODULE.FUNCTION, once in a run
+# the script's first lines: rank SLOT ends at its NUMBERth call of MODULE.FUNCTION, once in a run; or
+# the rank that has come in its place
 DIES = """
 import importlib, os, pathlib, signal
-def dies(slot, module, name, number):
+def dies(slot, module, name, number, role="member"):
     place = importlib.import_module(module)
     real, calls = getattr(place, name), []
     mark = pathlib.Path(__file__).with_name(f"{module}.{name}.{number}")
     def call(*arguments, **options):
         calls.append(1)
-        if own == slot and len(calls) == number and not mark.exists():
+        if (own, of_this) == (slot, role) and len(calls) == number and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         return real(*arguments, **options)
     setattr(place, name, call)
-own = int(os.environ["RANK"])
+own, of_this = int(os.environ["RANK"]), os.environ["PLUMBLINE_ROUNDS"]
 """
 FOUR = "data_parallel_replicate=4"
-EIGHT = "--training.global_batch_size=8"  # of four replicas, two go on when one is lost
+EIGHT = "--training.global_batch_size=8"  # three replicas share it with a row of padding
 STAGES = "--training.stages=[{begin=20,seq_len=32}]"
 SAVES = "--validation.interval=10 --checkpoint.interval=10"
 # name: (mesh, restarts, options, who dies where)
@@ -446,12 +447,13 @@ PHASES = {
         f"{EIGHT} --run.max_failures_at_step=1 --debug.check_collectives=true",
         [(1, "train", "train_step", 12), (2, "train", "train_step", 13)],
     ),
-    # a rank that could not open its group meets one that had none to open; then a stage begins
+    # a rank that could not open its group, and then waited, meets one that has opened none; then a
+    # stage begins
     "meeting": (
-        FOUR,
-        0,
-        f"{EIGHT} {STAGES}",
-        [(1, "train", "train_step", 12), (2, "parallelisms.mesh", "open_group", 3)],
+        MESHES["hsdp2x2"][1],
+        2,
+        STAGES,
+        [(1, "train", "train_step", 12), (1, "parallelisms.mesh", "open_group", 1, "newcomer")],
     ),
     # the scores of this step are computed before the save, and again after it has failed
     "save": (MESHES["hsdp2x2"][1], 0, SAVES, [(3, "checkpoint.storage", "write", 2)]),

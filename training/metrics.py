@@ -201,7 +201,9 @@ def model_summary(
 
 def _step_summary(training: schema.Training, dp_size: int) -> str:
     batch, local = training.global_batch_size, training.local_batch_size
-    count = batch // (dp_size * local)
+    count = -(-batch // (dp_size * local))
+    padded = count * dp_size * local - batch
+    padding = f", {padded} of all rows padding" if padded else ""
     ranks = (
         f"each of {dp_size} data-parallel ranks" if dp_size > 1 else "the one data-parallel rank"
     )
@@ -213,7 +215,7 @@ def _step_summary(training: schema.Training, dp_size: int) -> str:
     return (
         f"step: {batch * training.seq_len:,} tokens in {number_of(batch, 'sequence')} of {training.seq_len}; "
         f"{ranks} has {count} "
-        f"microbatch{'es' * (count > 1)} of {local}{chosen}"
+        f"microbatch{'es' * (count > 1)} of {local}{chosen}{padding}"
     )
 
 

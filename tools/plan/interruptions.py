@@ -206,11 +206,14 @@ class ScaledRun:
         plan = self.plan
         cfg, device = plan.cfg, plan.inputs.device
         ranks = plan.data_parallel // cfg.parallelism.data_parallel_replicate
+        if cfg.training.global_batch_size < ranks * self.replicas:
+            ranks = 1  # of a mesh that shares sequences further
         return Survivors(
             self.gpus,
             self.hosts,
             self.replicas,
-            survivors.sharing(cfg.training.global_batch_size, ranks, self.replicas),
+            cfg.training.global_batch_size,
+            ranks,
             self.mtbf,
             self.step,
             self.held,

@@ -1,8 +1,8 @@
 """Model what a run loses that goes on without the replicas that it has lost (run.fault_tolerant).
 
 A failure takes one replica. All others stop for P seconds, until the next round has begun
-(checkpoint/rounds.py), and again when the replica is back, D seconds later. Until then as many
-replicas train as can share the global batch evenly. With M seconds between failures
+(checkpoint/rounds.py), and again when the replica is back, D seconds later. Until then the others
+train, at the pace of the rank that has most of the batch. With M seconds between failures
 
     goodput = saves x e^(-P / M) x sum over k of Poisson(k; D / M) s(R - k) / s(R)
 
@@ -10,8 +10,8 @@ replicas train as can share the global batch evenly. With M seconds between fail
   node 0's host is lost, which serves the store, or no replica is left.
 - e^(-P / M): the share of the time outside stops, each of which a failure begins anew (Daly 2006,
   equation 20, without saves). P is of both stops.
-- the sum: of R replicas, k are missing as in a queue with room for all (M/G/infinity), and s(n) of n
-  can share the batch.
+- the sum: of R replicas, k are missing as in a queue with room for all (M/G/infinity), and s(n) is
+  the speed of n.
 
 What a stop takes, in seconds for n ranks (`Survivors`): measured, 0.39 on two ranks; noticed, 5 for
 a host that is silent; agreed, a grace, and four calls of each rank to the store, which answers
@@ -20,7 +20,6 @@ built and compiled again (--rebuild-seconds); half a step. The second stop has t
 replica to send in place of what is noticed and of the half step.
 """
 
-import bisect
 import math
 from dataclasses import dataclass
 
@@ -38,7 +37,7 @@ CALLS_PER_SECOND = 10_000  # that a TCPStore answers (checkpoint/rounds.py::look
 # much for fewer, since it is said to grow faster than they do.
 GROUPS = 265 / 96_000
 COLUMNS = ("GPUs", "replicas", "noticed", "agreed", "groups", "state", "built", "half a step")
-COLUMNS += ("stop", "at return", "missing for", "train meanwhile", "state of a GPU")
+COLUMNS += ("stop", "at return", "missing for", "speed meanwhile", "state of a GPU")
 PUBLISHED = (
     "torchft: a silent replica is noticed after 5 s, and one that is late holds the others up for at "
     "most 60 s (defaults of src/lighthouse.rs, 7eb7087); its survivors took 1.17 s to the next step "
@@ -56,15 +55,6 @@ def groups(ranks: int) -> float:
     return GROUPS * ranks
 
 
-def sharing(batch: int, ranks: int, replicas: int) -> list[int]:
-    """Return how many of the replicas can share a batch evenly, in ascending order from 0
-    (configs/rounds.py::next_round). ranks: of a replica, among which it is shared further; where
-    all replicas cannot, that is left out, since the mesh must be another."""
-    if batch % (replicas * ranks):
-        ranks = 1
-    return [0, *(n for n in range(1, replicas + 1) if batch % (n * ranks) == 0)]
-
-
 @dataclass(frozen=True)
 class Survivors:
     """The replicas of a run, and what happens to them. Seconds, bytes, bytes per second."""
@@ -72,7 +62,8 @@ class Survivors:
     gpus: int
     hosts: int
     replicas: int
-    counts: list[int]  # of replicas that can train together (`sharing`)
+    batch: int  # sequences
+    ranks: int  # of a replica, among which its sequences are shared further
     mtbf: float  # of all GPUs together
     step: float
     held: float  # weights and optimizer state of a GPU
@@ -117,8 +108,12 @@ class Survivors:
 
     def training(self, missing: int) -> float:
         """Return the share of the throughput while so many replicas are missing."""
-        left = bisect.bisect_right(self.counts, self.replicas - missing) - 1
-        return self.counts[left] / self.counts[-1]
+        left = self.replicas - missing
+        return self._rows(self.replicas) / self._rows(left) if left else 0.0
+
+    def _rows(self, replicas: int) -> int:
+        """Return the sequences of the rank that has most (data/uneven.py)."""
+        return -(-self.batch // (replicas * self.ranks))
 
     def kept(self) -> float:
         """Return the share of the work that failures leave which the replicas survive."""
@@ -133,12 +128,11 @@ class Survivors:
     def cells(self) -> tuple[str, ...]:
         """Format a row of the table of parts."""
         parts = self.noticed, self.agreed, self.groups, self.state, self.built, self.step / 2
-        left = number_of(round(self.training(1) * self.counts[-1]), "replica")
         return (
             f"{self.gpus:,}",
             f"{self.replicas:,}",
             *map(time_text, (*parts, self.stop, self.at_return, self.missing)),
-            f"{left} ({self.training(1):.0%})",
+            f"{self.training(1):.0%}",
             size_text(self.held + self.gradients),
         )
 
@@ -162,8 +156,8 @@ def lines(rows: list[Survivors], size: int, batch: int, asked: bool) -> list[str
         "  noticed: a silent host (a process that ends, at once); groups: 265 s on 96,000 GPUs (NCCL, "
         f"arXiv:2510.20171), in proportion; built: {REBUILD_SECONDS:g} s where compile.enabled "
         "(assumed; --rebuild-seconds); state: to the host and back",
-        f"  missing for: {back}, if a host is spare; train meanwhile: the most that share the "
-        f"{batch:,} sequences of a batch evenly",
+        f"  missing for: {back}, if a host is spare; speed meanwhile: the {batch:,} sequences of a batch "
+        "are shared by one replica less, some ranks with padding",
         "  all restart when node 0's host is lost, or no replica is left; a rank that hangs is noticed "
         "as before a restart",
         *(f"  published: {line}" for line in PUBLISHED),
