@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from configs.check import tokens_ahead
-from configs.schema import Config, Data, InputError
+from configs.schema import Config, Data
 from data import further, inputs, loss_weights, packing, splice, too_long, uneven
 from data.masking import at, document_begins, positions_in_documents
 from data.order import Order
@@ -174,7 +174,6 @@ def rank_batches(
         cfg.data.mask_documents,
         vocab_size,
         ranks.token_ranges(cfg.training.seq_len),
-        pads=cfg.run.fault_tolerant,
     )
 
 
@@ -196,25 +195,15 @@ class Batches:
         mask_documents: bool = False,
         vocab_size: int = 2**32,
         token_ranges: Sequence[range] = (),
-        pads: bool = False,
     ) -> None:
         """sources: one split of each source, in the order of `order.last`, the segment whose steps
         are read. token_ranges: the positions of a window whose tokens this rank has; none given:
-        all. Reading a token that is not below `vocab_size` raises ValueError. Raises InputError if
-        ranks and microbatches do not divide the global batch, unless it `pads` (data/uneven.py)."""
-        global_batch_size = order.last.global_batch_size
-        self.pads = global_batch_size % (dp_size * local_batch_size) != 0
-        if self.pads and not pads:
-            raise InputError(
-                f"training.global_batch_size = {global_batch_size} is not a multiple of {dp_size} "
-                f"data-parallel ranks x {local_batch_size} sequences (training.local_batch_size)"
-            )
+        all. Reading a token that is not below `vocab_size` raises ValueError."""
         self.sources = tuple(sources)
         self.order = order
         self.seq_len = order.last.seq_len
-        self.local_batch_size = local_batch_size
-        share = uneven.share(global_batch_size, dp_rank, dp_size, local_batch_size)
-        self.first_row, self.row_count, self.padding = share  # rows: A*b with those of padding
+        self.share = uneven.share(order, dp_rank, dp_size, local_batch_size)
+        self.row_count = self.share.count  # A*b, without those of padding
         self.mask_documents = mask_documents
         self.vocab_size = vocab_size
         self.token_ranges = token_ranges or [range(self.seq_len)]
@@ -250,8 +239,7 @@ class Batches:
         is_packed = any(isinstance(tokens, packing.PackedTokens) for tokens in self.sources)
         if is_packed:
             more["length"] = stop - start
-        local = 1 if self.pads else self.local_batch_size
-        batch = as_batch(tokens, begins, more, local, self.token_ranges)
+        batch = as_batch(tokens, begins, more, self.share.local, self.token_ranges)
         if self.depth:
             further.add(batch, tokens, begins, self.token_ranges, self.depth, IGNORE)
         if is_packed:
@@ -259,9 +247,7 @@ class Batches:
             packing.mask_non_answers(batch["labels"].numpy(), *where)
             further.mask_non_answers(batch, *where)
         loss_weights.add(batch, self.loss_weights)
-        if self.pads:
-            return uneven.pad(batch, self.padding, self.local_batch_size, self.seq_len, IGNORE)
-        return batch
+        return uneven.pad(batch, self.share, self.seq_len, IGNORE)
 
     def reads(self, start: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
         """Yield (row, column, [first, last) in its source) of the tokens that this rank reads of
@@ -284,7 +270,7 @@ class Batches:
         if step not in self.located:
             steps = max(1, AHEAD // self.row_count)
             first = max(step - step % steps, self.order.segment(step).step)
-            source, window, _ = self.order.rows(first, self.first_row, self.row_count, steps)
+            source, window, _ = self.order.rows(first, self.share.first, self.row_count, steps)
             source = source.reshape(-1, self.row_count)
             window = window.reshape(-1, self.row_count)
             self.located = dict(enumerate(zip(source, window, strict=True), first))

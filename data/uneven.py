@@ -5,38 +5,53 @@ Such a row has no token that counts (models and losses leave padding out), so th
 are those of the rows that there are.
 """
 
+from typing import NamedTuple
+
 import torch
+
+from data.order import Order
 
 Batch = dict[str, torch.Tensor]
 
 
-def share(rows: int, rank: int, ranks: int, local: int) -> tuple[int, int, int]:
-    """Return the first of this rank's rows, their number, and how many of padding follow, so that it
-    has whole microbatches of `local` rows, and as many as every other rank."""
+class Share(NamedTuple):
+    """The rows of a rank."""
+
+    first: int  # its first
+    count: int
+    local: int  # rows of a microbatch, into which they are cut; 1 before some are padded
+    padded: int  # rows of a microbatch after that; 0 where no rank has padding
+    padding: int  # rows of it that follow
+
+
+def share(order: Order, rank: int, ranks: int, local: int) -> Share:
+    """Share the rows of a batch of the last segment of `order`, so that each rank has whole
+    microbatches of `local` rows, and as many as every other."""
+    rows = order.last.global_batch_size
     first = rank * rows // ranks
-    own = (rank + 1) * rows // ranks - first
-    return first, own, microbatches(rows, ranks, local) * local - own
+    count = (rank + 1) * rows // ranks - first
+    microbatches = -(-rows // (ranks * local))
+    if rows == microbatches * ranks * local:
+        return Share(first, count, local, 0, 0)
+    return Share(first, count, 1, local, microbatches * local - count)
 
 
-def microbatches(rows: int, ranks: int, local: int) -> int:
-    """Return how many each rank has."""
-    return -(-rows // (ranks * local))
-
-
-def pad(batch: Batch, padding: int, local: int, seq_len: int, ignore: int) -> Batch:
-    """Add rows of padding to a batch of microbatches of one row, and cut it into microbatches of
-    `local` rows. batch: as data/loader.py::Batches makes it; ignore: the label of a row of padding."""
+def pad(batch: Batch, share: Share, seq_len: int, ignore: int) -> Batch:
+    """Return a batch with this rank's rows of padding, cut into microbatches again; itself where no
+    rank has any. batch: as data/loader.py::Batches makes it; ignore: the label of such a row."""
+    if not share.padded:
+        return batch
     rows = batch["source"].shape[0]
     batch.setdefault("length", torch.full((rows,), seq_len))
     padded = {}
     for name, x in batch.items():
         fill = ignore if name.startswith("labels") else 0
-        padded[name] = _pad(x, padding, local, fill)
+        padded[name] = _pad(x, share, fill)
     return padded
 
 
-def _pad(x: torch.Tensor, padding: int, local: int, fill: int) -> torch.Tensor:
+def _pad(x: torch.Tensor, share: Share, fill: int) -> torch.Tensor:
     is_of_tokens = x.dim() > 1  # [A, 1, ...]; else [A]
     x = x.flatten(0, 1) if is_of_tokens else x
-    x = torch.cat((x, x.new_full((padding, *x.shape[1:]), fill)))
-    return x.unflatten(0, (-1, local)) if is_of_tokens else x
+    x = torch.cat((x, x.new_full((share.padding, *x.shape[1:]), fill)))
+    return x.unflatten(0, (-1, share.padded)) if is_of_tokens else x

@@ -4,6 +4,7 @@ that is played, and against who does go on."""
 import dataclasses
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,8 +111,9 @@ def test_a_round_is_as_fast_as_planned(batch):
     planned = dataclasses.replace(RUN, batch=batch, ranks=2)
     assert found.replicas == 3
     rounds = load_config([*options, *found.options], 6, 8).training
-    share = uneven.share(batch, 0, 6, rounds.local_batch_size)
-    assert sum(share[1:]) == batch // 8 / planned.training(1)
+    order = SimpleNamespace(last=SimpleNamespace(global_batch_size=batch))
+    share = uneven.share(order, 0, 6, rounds.local_batch_size)
+    assert share.count + share.padding == batch // 8 / planned.training(1)
 
 
 def test_the_plan_shows_it(capsys):
