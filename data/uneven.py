@@ -14,7 +14,7 @@ from data.order import Order
 Batch = dict[str, torch.Tensor]
 
 
-class Share(NamedTuple):
+class RowsOfRank(NamedTuple):
     """The rows of a rank."""
 
     first: int  # its first
@@ -24,7 +24,7 @@ class Share(NamedTuple):
     padding: int  # rows of it that follow
 
 
-def share(order: Order, rank: int, ranks: int, local: int) -> Share:
+def share(order: Order, rank: int, ranks: int, local: int) -> RowsOfRank:
     """Share the rows of a batch of the last segment of `order`, so that each rank has whole
     microbatches of `local` rows, and as many as every other."""
     rows = order.last.global_batch_size
@@ -32,11 +32,11 @@ def share(order: Order, rank: int, ranks: int, local: int) -> Share:
     count = (rank + 1) * rows // ranks - first
     microbatches = -(-rows // (ranks * local))
     if rows == microbatches * ranks * local:
-        return Share(first, count, local, 0, 0)
-    return Share(first, count, 1, local, microbatches * local - count)
+        return RowsOfRank(first, count, local, 0, 0)
+    return RowsOfRank(first, count, 1, local, microbatches * local - count)
 
 
-def pad(batch: Batch, share: Share, seq_len: int, ignore: int) -> Batch:
+def pad(batch: Batch, share: RowsOfRank, seq_len: int, ignore: int) -> Batch:
     """Return a batch with this rank's rows of padding, cut into microbatches again; itself where no
     rank has any. batch: as data/loader.py::Batches makes it; ignore: the label of such a row."""
     if not share.padded:
@@ -50,7 +50,7 @@ def pad(batch: Batch, share: Share, seq_len: int, ignore: int) -> Batch:
     return padded
 
 
-def _pad(x: torch.Tensor, share: Share, fill: int) -> torch.Tensor:
+def _pad(x: torch.Tensor, share: RowsOfRank, fill: int) -> torch.Tensor:
     is_of_tokens = x.dim() > 1  # [A, 1, ...]; else [A]
     x = x.flatten(0, 1) if is_of_tokens else x
     x = torch.cat((x, x.new_full((share.padding, *x.shape[1:]), fill)))

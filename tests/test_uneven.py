@@ -6,16 +6,19 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.runs import as_typed, run, series, tiny_run
-from tests.test_rounds import EXPERTS
 
 OPTIONS = (
     "--training.param_dtype=float64 --training.global_batch_size=10 --training.steps=8 "
     "--training.max_norm=0.2 --checkpoint.interval=0 --data.mask_documents=true"
 ).split()
+EXPERTS = (
+    "--model.family=qwen3 --model.flavor=debug_moe --model.n_experts=4 --model.experts_per_token=2 "
+    "--model.expert_dim=12 --model.balance_loss=0.01"
+).split()
 THREE = "data_parallel_replicate=3"
 # name: (ranks, options of the mesh, rows of a microbatch, of the model)
 RUNS = {
-    "experts": (3, [THREE], 2, [*EXPERTS, "--model.balance_loss=0.01"]),
+    "experts": (3, [THREE], 2, EXPERTS),
     "pipeline": (2, ["pipeline_parallel=2"], 4, []),
     "context": (4, ["data_parallel_shard=2", "context_parallel=2"], 3, []),
 }
