@@ -87,6 +87,19 @@ sys.exit(train.main())
 """
 
 
+# The same: while some are lost, a step takes up to a second, until others have come
+WAITING = """
+import time, train as waiting
+from checkpoint.rounds import Door
+def wait_for_others(*arguments, step=waiting.train_step):
+    for _ in range(50):
+        if Door.here.number == 1 and not Door.here.run.stop.called:
+            time.sleep(0.02)
+    return step(*arguments)
+waiting.train_step = wait_for_others
+"""
+
+
 # replicas, ranks of each, steps by slot: the slots, replicas, source and microbatch's rows of the next
 # round, and whether all of them have the state
 CHOICES = [
@@ -300,7 +313,8 @@ def test_a_run_goes_on_without_a_lost_rank(mesh: str, whole: Callable, tmp_path:
 def test_a_rank_that_comes_back_gets_the_state(
     is_sent: bool, whole: Callable, tmp_path: Path
 ) -> None:
-    run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=1, more="" if is_sent else NOT_SENT)
+    more = WAITING if is_sent else WAITING + NOT_SENT
+    run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=1, more=more)
     run.wait_for(5)
     os.kill(run.of_rank(0), signal.SIGKILL)
     assert run.end() == [0], run.said()
@@ -343,7 +357,8 @@ def test_the_odd_replica_is_left_out(whole: Callable, tmp_path: Path) -> None:
         "--debug.replica_check_interval=5",
         "--checkpoint.interval=5",
     ]
-    run = begin(whole, "ddp3", tmp_path / "run", restarts=1, more=FLIPPED, options=options)
+    more = WAITING + FLIPPED
+    run = begin(whole, "ddp3", tmp_path / "run", restarts=1, more=more, options=options)
     assert run.end() == [0], run.said()
     assert "2 of 3 replicas go on after step 10" in run.said()
     assert "3 of 3 replicas go on" in run.said()
@@ -382,7 +397,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(
     number: int, whole: Callable, tmp_path: Path
 ) -> None:
     """A host that was stopped, and comes back after that, takes no part any more."""
-    run = begin(whole, "ddp2", tmp_path / "run", hosts=2, spares=1)
+    run = begin(whole, "ddp2", tmp_path / "run", hosts=2, spares=1, more=WAITING)
     run.wait_for(5)
     lost = run.launchers.pop(1)
     of_host = [lost.process.pid, *run.ranks_of(lost)]
