@@ -551,8 +551,9 @@ class Training(Table):
         return self.stop_after or self.steps
 
     def microbatches(self, dp_size: int) -> int:
-        """Microbatches of a step, on each of `dp_size` data-parallel ranks."""
-        return self.global_batch_size // (dp_size * self.local_batch_size)
+        """Microbatches of a step, on each of `dp_size` data-parallel ranks, of which the last may have
+        padding (data/uneven.py)."""
+        return -(-self.global_batch_size // (dp_size * self.local_batch_size))
 
 
 MUONS = ("muon", "normuon")  # kinds that orthogonalise the hidden matrices

@@ -201,7 +201,7 @@ def model_summary(
 
 def _step_summary(training: schema.Training, dp_size: int) -> str:
     batch, local = training.global_batch_size, training.local_batch_size
-    count = -(-batch // (dp_size * local))
+    count = training.microbatches(dp_size)
     padded = count * dp_size * local - batch
     padding = f", {padded} of all rows padding" if padded else ""
     ranks = (
