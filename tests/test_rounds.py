@@ -218,8 +218,10 @@ class Run:
 
     def step(self) -> int:
         path = self.folder / "metrics.jsonl"
-        steps = series(self.folder) if path.exists() else {}
-        return max(steps, default=0)
+        while path.exists():
+            with contextlib.suppress(json.JSONDecodeError):  # a line that is being written
+                return max(series(self.folder), default=0)
+        return 0
 
     def wait_for(self, step: int) -> None:
         deadline = time.monotonic() + 60 * WORKERS
