@@ -60,7 +60,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
-from configs.rounds import ROLE
+from configs.rounds import ORDERLY, ROLE
 from configs.schema import Config, InputError
 from tools.launch.rounds import Coordinator, NodePlace, Rounds, Signs, is_frozen
 from tools.launch.standby import Standby
@@ -207,7 +207,7 @@ class Rendezvous(RendezvousHandler):
                     log(f"node {node} waits: the run goes on without it until its next start")
                 # a call that waits would warn of each second
                 code = int(self.store.get("end")) if self.store.check(["end"]) else None
-                if code in (0, *QUIET_CODES):
+                if code in ORDERLY:
                     raise SpareIsDone(code)
             except DistError:  # node 0 is not there any more
                 pass
@@ -429,7 +429,7 @@ class Agent(LocalElasticAgent):
             else:
                 store.compare_set("end", "", code)
             store.set(f"over/{self.rendezvous.node}", "")
-            if int(code) in (0, *QUIET_CODES):
+            if int(code) in ORDERLY:
                 return
             all_over = [f"over/{node}" for node in json.loads(store.get("members"))]
             deadline = time.monotonic() + GRACE_SECONDS
@@ -536,7 +536,7 @@ def start(options: argparse.Namespace, script: list[str], standby: Standby) -> t
             agent.tell(0)  # spare nodes wait for it
         if agent.coordinator:
             agent.coordinator.close()
-        worth_retrying = code not in (0, *QUIET_CODES) and not agent.asked
+        worth_retrying = code not in ORDERLY and not agent.asked
         del agent, spec, result
         rendezvous.close()
     return code, worth_retrying

@@ -103,7 +103,8 @@ class Rounds:
                 log(
                     f"another host has taken the place of {socket.gethostname()}, which did not answer"
                 )
-                self._end_all(agent)
+                agent._send(signal.SIGKILL)
+                self.is_over = True
                 return True
             self._look(agent, group)
         except DistError:
@@ -136,11 +137,6 @@ class Rounds:
                 self._lose(agent, group, local, code)
         self._kill_frozen(context)
         self._kill_late(context)
-
-    def _end_all(self, agent: Any) -> None:
-        """Kill the ranks of this node."""
-        self.is_over = True
-        agent._send(signal.SIGKILL)
 
     def _comes_late(self, local: int) -> bool:
         """Return whether others have a state and this rank has none yet: its end, on request or
@@ -250,11 +246,9 @@ class LossSeen:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the seconds of processors that a process has used (proc(5)); 0 if it has ended."""
-    with contextlib.suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
+    """Return the seconds of processors that a process has used; 0 if it has ended."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def connect(where: tuple[str, int]) -> TCPStore:
@@ -312,10 +306,15 @@ class Signs:
 
 
 def is_frozen(pid: int) -> bool:
-    """Return whether a process is stopped (proc(5)); False where the kernel does not say."""
+    """Return whether a process is stopped; False where the kernel does not say."""
+    return _stat(pid)[:1] == ["T"]
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel says of a process, from its state on (proc(5)); [] if it has ended."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def _message(error_file: str) -> str:
