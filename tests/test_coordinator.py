@@ -1,5 +1,8 @@
 """Node 0 decides on a round with as many calls to the launchers' store for many ranks as for few."""
 
+import subprocess
+import sys
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -9,7 +12,9 @@ from torch.distributed import TCPStore
 from checkpoint.rounds import Door
 from configs.load import load_config
 from configs.rounds import (
+    CALL,
     END,
+    ENDED,
     HOLDER,
     LATEST,
     LOST,
@@ -67,7 +72,7 @@ def calls_of_a_round(server: TCPStore, nodes: int) -> int:
     here = node0.store.store  # one connection, whose calls are done in order
     ranks = nodes * RANKS
     second = range(ranks // 4, ranks // 2)
-    assert not node0._silent() and not node0._have_come(0)
+    assert node0._look(0) == 0 and not node0._have_come({})
     report_death(here, 0, second[0])
     report_loss(here, 0)
     for slot in range(ranks):
@@ -79,9 +84,9 @@ def calls_of_a_round(server: TCPStore, nodes: int) -> int:
     assert node0.members == chosen.slots == [slot for slot in range(ranks) if slot not in second]
     for slot in second[1:]:
         come(here, 1, slot, 7)
-    assert not node0._have_come(1)
+    assert not node0._have_come(at_door(here, 1))
     come(here, 1, second[0], -1)
-    assert node0._have_come(1) and not node0._have_come(1)
+    assert node0._have_come(at_door(here, 1)) and not node0._have_come(at_door(here, 1))
     return node0.store.calls
 
 
@@ -107,7 +112,39 @@ def test_a_host_that_is_back_before_it_was_missed_is_a_loss():
     server = serve()
     node0 = coordinator(server, 4)
     come(node0.store.store, 0, 3, NO_STATE)
-    assert node0._are_replaced(0) and not node0._are_replaced(1)
+    assert node0._look(0) == 0 and server.get(key(0, END)).decode() == LOST
+
+
+@pytest.mark.parametrize("how", ["is silent", "is back before it was missed"])
+def test_a_host_that_is_lost_while_others_are_to_join_is_a_loss(how, monkeypatch):
+    """All others wait for its ranks in the groups of the round."""
+    server = serve()
+    node0 = coordinator(server, 4)
+    here = node0.store.store
+    node0.members = list(range(3 * RANKS))
+    for slot in range(3 * RANKS, 4 * RANKS):
+        come(here, 0, slot, NO_STATE)
+    assert node0._look(0) == 0
+    assert server.check([key(0, CALL)]) and not server.check([key(0, END)])
+    if how == "is silent":
+        monkeypatch.setattr(node0, "_silent", lambda seconds=0: {1})
+    else:
+        come(here, 0, RANKS, NO_STATE)
+    assert node0._look(0) == 0 and server.get(key(0, END)).decode() == LOST
+
+
+def test_a_round_ends_in_order_when_all_its_ranks_have_left():
+    server = serve()
+    node0 = coordinator(server, 4)
+    here = node0.store.store
+    node0.members = list(range(3 * RANKS))
+    for slot in range(3 * RANKS, 4 * RANKS):
+        come(here, 0, slot, NO_STATE)
+    for slot in range(3 * RANKS):
+        assert node0._look(0) == 0
+        come(here, 0, slot, 7)
+    assert node0._look(0) == 1 and server.get(key(0, END)).decode() == ENDED
+    assert node0.members == list(range(4 * RANKS))
 
 
 def test_a_process_is_not_taken_for_the_one_before_it(monkeypatch):
@@ -133,3 +170,21 @@ def test_a_rank_that_compiles_gets_more_time(computes, monkeypatch):
     seen = rounds.LossSeen(4, [7])
     seen.since -= 2 * rounds.PATIENCE
     assert seen.is_over_for(7) is not computes
+
+
+def test_a_rank_that_waits_for_a_processor_computes():
+    """Three processes that never rest, on one processor, which others may use too."""
+    spin = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
+    spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
+    sleeping = subprocess.Popen(["sleep", "60"])
+    try:
+        time.sleep(1.0)
+        pids = [process.pid for process in (*spinning, sleeping)]
+        seen = rounds.LossSeen(4, pids)
+        time.sleep(1.5)
+        seconds = [rounds.processor_seconds(pid) - seen.before[pid] for pid in pids]
+        assert min(seconds[:3]) > 1.0 and seconds[3] < 0.1, seconds
+    finally:
+        for process in (*spinning, sleeping):
+            process.kill()
+            process.wait()

@@ -212,7 +212,7 @@ def with_failing_worker(how: str, options: list[str], folder: Path) -> tuple[obj
     real, failed = Batches.__getitem__, folder / "failed"
 
     def failing(self, step):
-        if step == 5 and self.first_row:
+        if step == 5 and self.share.first:
             # a worker reads ahead, and its death ends the run at once: first the save of step 3
             for _ in range(200):
                 if (folder / "checkpoints" / "step-00000003").is_dir():

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,8 @@ ANSWERS = 1.5  # the same while all others wait at the door
 # seconds that the ranks of a host that lives may take to the door; then they are killed, unless they
 # compute: a compilation takes a minute, a collective that waits takes no processor
 PATIENCE = 15.0
-COMPUTES = 0.5  # of one processor
-JOINS = 600.0  # seconds that a round may take to the end of its step when others join it
+COMPUTES = 0.5  # of the time, or waits for a processor
+COMPILES = 600.0  # the same seconds for a rank that computes
 
 
 class Rounds:
@@ -88,6 +88,9 @@ class Rounds:
             self.store.delete_key(f"{BEGUN}/{slot}")  # of ranks that were lost with their launcher
         self.loss_seen: LossSeen | None = None
         self.stopped: dict[int, int] = {}  # process -> looks at which it was stopped
+        # the round in which a process was started; those of the start belong to round 0
+        self.start_round = int(self.store.get(LATEST)) if place else -1
+        self.started_in: dict[int, int] = {}
 
     def watch(self, agent: Any, group: WorkerGroup) -> bool:
         """Look after the ranks. Returns whether the agent shall look after them itself: the run is
@@ -189,6 +192,7 @@ class Rounds:
         context.subprocess_handlers[local] = handler
         context._running_local_ranks.add(local)
         group.workers[local].id = handler.proc.pid
+        self.started_in[handler.proc.pid] = int(self.store.get(LATEST))
 
     def _report(self, slot: int) -> None:
         """Report that a rank's process has ended; to the next round too, if it begins meanwhile."""
@@ -214,7 +218,8 @@ class Rounds:
             os.killpg(pid, signal.SIGKILL)
 
     def _kill_late(self, context: Any) -> None:
-        """Kill ranks that do not come to the door: they wait for a device, or are stopped."""
+        """Kill ranks that do not come to the door: they wait for a device, or are stopped. One
+        that was started since the round began is not waited for."""
         number = int(self.store.get(LATEST))
         if not self.store.check([key(number, END)]):
             self.loss_seen = None
@@ -225,6 +230,8 @@ class Rounds:
             self.loss_seen = LossSeen(number, pids.values())
         for local, pid in pids.items():
             slot = self.node * self.per_node + local
+            if self.started_in.get(pid, self.start_round) >= number:
+                continue
             is_late = self.loss_seen.is_over_for(pid) or is_frozen(pid)
             if is_late and slot not in at_door(self.store, number):
                 self._kill(local, pid, "does not answer while others go on")
@@ -239,16 +246,24 @@ class LossSeen:
         self.before = {pid: processor_seconds(pid) for pid in pids}
 
     def is_over_for(self, pid: int) -> bool:
-        """Return whether a rank has had its time: all of JOINS if it computes, else PATIENCE."""
+        """Return whether a rank has had its time: all of COMPILES if it computes, else PATIENCE."""
         waited = time.monotonic() - self.since
         used = processor_seconds(pid) - self.before.get(pid, 0.0)
-        return waited > (JOINS if used > COMPUTES * waited else PATIENCE)
+        return waited > (COMPILES if used > COMPUTES * waited else PATIENCE)
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the seconds of processors that a process has used; 0 if it has ended."""
+    """Return the seconds of processors that a process has used, and for which its threads have waited
+    for one, where the kernel says that (Linux, Documentation/scheduler/sched-stats); 0 if it has
+    ended."""
     fields = _stat(pid)
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+    if not fields:
+        return 0.0
+    waited = 0
+    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):
+            waited += int(file.read_text().split()[1])
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited / 1e9
 
 
 def connect(where: tuple[str, int]) -> TCPStore:
@@ -371,24 +386,30 @@ class Coordinator:
         with contextlib.suppress(DistError):  # the store does not answer
             number = 0
             while not self.is_closed.is_set() and not self.store.check([OVER]):
-                if self.store.check([key(number, END)]):
-                    number = self._end(number)
-                elif self._silent() or self._are_replaced(number):
-                    report_loss(self.store, number)
-                elif self._have_come(number):
-                    self.store.set(key(number, CALL), "")
-                    if self._wait(number, JOINS):
-                        number = self._end(number)
+                number = self._look(number)
                 self.is_closed.wait(TICK)
 
-    def _are_replaced(self, number: int) -> bool:
-        """Return whether others wait in the place of members: of a host that was lost and is back
-        before it was missed."""
-        return not at_door(self.store, number).keys().isdisjoint(self.members)
+    def _look(self, number: int) -> int:
+        """Do what a look at this round asks for: end it when ranks are lost, or when all have left it
+        for others to join, which have made another replica whole. Returns the number of the round."""
+        there = at_door(self.store, number)
+        if self.store.check([key(number, END)]) or there.keys() >= {*self.members}:
+            return self._end(number)
+        if self._silent() or self._are_replaced(there):
+            report_loss(self.store, number)
+        elif self._have_come(there):
+            self.store.set(key(number, CALL), "")
+        return number
 
-    def _have_come(self, number: int) -> bool:
-        """Return whether ranks that are not members wait that make another replica whole."""
-        waiting = set(at_door(self.store, number)) - set(self.members)
+    def _are_replaced(self, there: Mapping[int, int]) -> bool:
+        """Return whether others wait in the place of members: of a host that was lost and is back
+        before it was missed. Members that leave for others to join have a state."""
+        return any(there.get(slot) == NO_STATE for slot in self.members)
+
+    def _have_come(self, there: Mapping[int, int]) -> bool:
+        """Return whether ranks that are not members have come since the last look, and make another
+        replica whole."""
+        waiting = there.keys() - {*self.members}
         if waiting == self.waiting:
             return False
         self.waiting = waiting
@@ -412,23 +433,21 @@ class Coordinator:
         found = [self.store.get(name) if self.store.check([name]) else b"" for name in names]
         return dict(zip(nodes, found, strict=True))
 
-    def _wait(self, number: int, seconds: float) -> bool:
-        """Wait until all members are at the door, dead, or on a host that is silent. Returns False
-        if they joined no round in that time."""
-        deadline = time.monotonic() + seconds
+    def _wait(self, number: int) -> None:
+        """Wait until all members are at the door, dead, or on a host that is silent."""
+        deadline = time.monotonic() + 2 * PATIENCE
         while time.monotonic() < deadline:
             silent = self._silent(ANSWERS)
             missing = set(self.members) - set(at_door(self.store, number))
             missing -= dead(self.store, number)
             missing = {slot for slot in missing if slot // self.per_node not in silent}
             if not missing or self.is_closed.wait(TICK) or self.store.check([OVER]):
-                return True
-        return False
+                return
 
     def _end(self, number: int) -> int:
         """End a round and begin the next. Returns its number."""
         began = time.monotonic()
-        self._wait(number, 2 * PATIENCE)
+        self._wait(number)
         gone = dead(self.store, number)
         there = at_door(self.store, number)
         steps = {slot: there[slot] for slot in sorted(there) if slot not in gone}
