@@ -465,7 +465,8 @@ def _close_groups() -> None:
         dist.destroy_process_group()
     # a group that could not be opened was counted, and its number is a part of its keys
     dist.distributed_c10d._world.group_count = 0
-    torch._dynamo.reset()  # after eight models of one kind it would compile no more
+    if "torch._inductor.compile_fx" in sys.modules:  # else `reset` imports it, for seconds
+        torch._dynamo.reset()  # after eight models of one kind it would compile no more
     gc.collect()  # the old model, which the loop has not collected
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
