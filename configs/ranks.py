@@ -40,6 +40,7 @@ OF_RANKS = {
     "debug.replica_check_interval": OfRanks(
         ("data_parallel_replicate", "tensor_parallel"), refused=True
     ),
+    "debug.leave_out_odd_replica": OfRanks(("data_parallel_replicate",), refused=True),
     "parallelism.async_tensor_parallel": OfRanks(("tensor_parallel",)),
     "parallelism.tensor_parallel_across_hosts": OfRanks(("tensor_parallel",)),
     "parallelism.reshard_after_forward": OfRanks(SHARD),

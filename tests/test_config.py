@@ -528,6 +528,12 @@ RULE_CASES = {
         "checkpoint.interval=10",
         2,
     ),
+    "leave_out_odd_replica_unused": (
+        "leave_out_odd_replica=true replica_check_interval=5 tensor_parallel=2 fault_tolerant=true "
+        "checkpoint.interval=10",
+        "data_parallel_replicate=2",
+        4,
+    ),
     "peers_unused": ("peer_interval=5 peers=0", "peers=1", 4, 2),
     "load_step": ("load_step=400", "load_step=100"),
     "skip_spikes": ("skip_spikes=true", "spike_threshold=6.0"),

@@ -135,7 +135,12 @@ def test_who_goes_on(
 
 
 @pytest.mark.parametrize(
-    "option", ["checkpoint.peers=1 --checkpoint.peer_interval=3", "debug.replica_check_interval=5"]
+    "option",
+    [
+        "checkpoint.peers=1 --checkpoint.peer_interval=3",
+        "debug.replica_check_interval=5",
+        "run.fault_tolerant=true --debug.leave_out_odd_replica=true --debug.replica_check_interval=5",
+    ],
 )
 def test_one_replica_goes_on_without_options_of_several(option: str) -> None:
     """Each is refused where there is but one replica, or one host."""
