@@ -19,6 +19,7 @@ from configs.rounds import (
     LATEST,
     LOST,
     NO_STATE,
+    OVER,
     RoundOfRanks,
     at_door,
     come,
@@ -145,6 +146,26 @@ def test_a_round_ends_in_order_when_all_its_ranks_have_left():
         come(here, 0, slot, 7)
     assert node0._look(0) == 1 and server.get(key(0, END)).decode() == ENDED
     assert node0.members == list(range(4 * RANKS))
+
+
+def test_rounds_that_do_no_step_end():
+    """A link between two hosts stays cut, while both reach node 0. A process that ends is counted by
+    its launcher."""
+    server = serve()
+    node0 = coordinator(server, 4)
+    here = node0.store.store
+    steps = [6, *[7] * rounds.IN_VAIN, 8, 8, *[8] * rounds.IN_VAIN]
+    for number, step in enumerate(steps):
+        report_loss(here, number)
+        if number == len(steps) - rounds.IN_VAIN:
+            report_death(here, number, 0)
+        for slot in node0.members:
+            come(here, number, slot, step)
+        assert node0._end(number) == number + 1 and not server.check([OVER])
+    report_loss(here, len(steps))
+    for slot in node0.members:
+        come(here, len(steps), slot, 8)
+    assert node0._end(len(steps)) == len(steps) and server.get(OVER) == b"1"
 
 
 def test_a_process_is_not_taken_for_the_one_before_it(monkeypatch):

@@ -58,6 +58,9 @@ ANSWERS = 1.5  # the same while all others wait at the door
 PATIENCE = 15.0
 COMPUTES = 0.5  # of the time, or waits for a processor
 COMPILES = 600.0  # the same seconds for a rank that computes
+# rounds in a row that may end without a step, where no process has ended: of a link that stays cut,
+# every round fails
+IN_VAIN = 5
 
 
 class Rounds:
@@ -360,6 +363,8 @@ class Coordinator:
         self.whole = WholeMesh.of(cfg, self.size)
         self.members = list(range(self.size))
         self.waiting: set[int] = set()  # ranks at the door of this round that are no members
+        self.step = NO_STATE  # after which this round has begun
+        self.in_vain = 0  # rounds before it that have begun after the same step
         self.signs: dict[int, Signs] = collections.defaultdict(Signs)
         self.is_closed = threading.Event()
         self.thread = threading.Thread(target=self._run, name="rounds", daemon=True)
@@ -456,6 +461,12 @@ class Coordinator:
             chosen = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
         except InputError as error:
             why = f"the options do not suit the replicas that are left ({error})"
+        if chosen and self._is_in_vain(chosen.step, gone):
+            why = (
+                f"{IN_VAIN} rounds in a row ended without a step after step {chosen.step}, though no "
+                "process did (see `ranks are lost` in their logs)"
+            )
+            chosen = None
         if chosen is None:
             log(f"{why}: all ranks end, for a restart")
             self.store.set(OVER, str(NO_REPLICA))
@@ -473,3 +484,10 @@ class Coordinator:
             f"agreed in {time.monotonic() - began:.2f} s"
         )
         return number + 1
+
+    def _is_in_vain(self, step: int, gone: set[int]) -> bool:
+        """Note the step after which the next round begins. Returns whether too many in a row have
+        done none. gone: the slots whose process has ended, of which as many as have a restart may."""
+        self.in_vain = self.in_vain + 1 if step == self.step and not gone else 0
+        self.step = step
+        return self.in_vain >= IN_VAIN
