@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import train
 from checkpoint import state
@@ -204,17 +203,6 @@ def test_gradients_reach_the_shards_with_the_last_microbatch_only():
     assert run_ranks(2, gradients_on_shards, "sharded") == [[True, True]] * 2
 
 
-def every_parameter_is_sharded_over_both_dimensions() -> None:
-    run = job("--parallelism.tensor_parallel=2")
-    for name, p in run.model.named_parameters():
-        assert isinstance(p, DTensor) and p.device_mesh.mesh_dim_names == ("dp_shard", "tp"), name
-    assert run.model.layers["0"].attention.wq.weight.to_local().numel() * 4 in range(2400, 2600)
-
-
-def test_fsdp_over_tensor_parallel_shards_a_matrix_over_both():
-    run_ranks(4, every_parameter_is_sharded_over_both_dimensions)
-
-
 def group_timeouts() -> list[float]:
     """Return the seconds that a collective of each group of the mesh may take, after
     set_timeout(7)."""
@@ -248,12 +236,6 @@ def test_every_rank_of_a_host_has_a_gpu_of_its_own(monkeypatch):
         meshes.pick_device(Run(), 2)
 
 
-def test_without_torchrun_a_run_is_one_process(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    assert meshes.world() == meshes.World(0, 1, 0, 1)
-
-
 def coordinates() -> tuple[int, int, int]:
     mesh = meshes.open_mesh(Run(), Parallelism(tensor_parallel=2, pipeline_parallel=2), 2)
     return mesh.pp_rank, mesh.dp_rank, mesh.device_mesh.get_local_rank("tp")
@@ -262,24 +244,6 @@ def coordinates() -> tuple[int, int, int]:
 def test_tensor_parallel_ranks_are_neighbours_and_stages_are_far_apart():
     """The ranks of a tensor-parallel group and those of a pipeline share their batch."""
     assert run_ranks(8, coordinates) == [(r // 4, r // 2 % 2, r % 2) for r in range(8)]
-
-
-def a_group_of_its_own() -> tuple[int, int]:
-    dist.destroy_process_group()
-    meshes.open_group(Run(device="cpu"))
-    return dist.get_rank(), dist.get_world_size()
-
-
-def test_a_process_without_torchrun_has_a_group_of_itself():
-    assert run_ranks(1, a_group_of_its_own) == [(0, 1)]
-
-
-def tokens_of_an_odd_sequence() -> list[range]:
-    return meshes.open_mesh(Run(), Parallelism(), 1).token_ranges(13)
-
-
-def test_without_context_parallelism_a_rank_has_the_whole_sequence():
-    assert run_ranks(1, tokens_of_an_odd_sequence) == [[range(13)]]
 
 
 def meshes_of_experts() -> list[tuple[str, ...] | None]:
