@@ -35,7 +35,6 @@ import os
 import re
 import signal
 import stat
-import sys
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -48,7 +47,7 @@ from checkpoint import layout, others
 from checkpoint.layout import Box
 from configs import program
 from configs.schema import InputError
-from configs.words import number_of
+from configs.words import aligned, number_of
 from reliability import disk
 from reliability.objects import Key, RangeReader, checkpoint_places, location
 
@@ -719,6 +718,7 @@ def _contents(path: Path | Key) -> dict[str, int]:
     return sizes
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m checkpoint.verify", description="Verify every byte of a checkpoint."
@@ -730,11 +730,7 @@ def main(argv: list[str] | None = None) -> int:
         "--all", action="store_true", help="verify all checkpoints, not only the newest"
     )
     args = parser.parse_args(argv)
-    try:
-        paths = find(location(args.folder))[: None if args.all else 1]
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    paths = find(location(args.folder))[: None if args.all else 1]
     rows = []
     damaged = 0
     for path in paths:
@@ -755,11 +751,7 @@ def main(argv: list[str] | None = None) -> int:
             except (Damaged, InputError) as error:
                 damaged += 1
                 rows.append((path.name, "", mib, f"DAMAGED {error}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    widths[-1] = 0  # of the notes
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
+    print("\n".join(aligned(rows)))
     return 1 if damaged else 0
 
 

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -251,6 +252,22 @@ def run(main: Callable[..., int | None], *arguments: Any) -> NoReturn:
         atexit._run_exitfuncs()  # temporary folders
         leave(INTERRUPTED)
     sys.exit(code)
+
+
+def refuses(main: Callable[..., int]) -> Callable[..., int]:
+    """Wrap a tool's main: wrong input (InputError) is its sentence on stderr, and exit code 2."""
+
+    @wraps(main)
+    def refusing(*arguments: Any, **more: Any) -> int:
+        from configs.schema import InputError  # here, because it imports pydantic
+
+        try:
+            return main(*arguments, **more)
+        except InputError as error:
+            print(error, file=sys.stderr)
+            return 2
+
+    return refusing
 
 
 def heard(stream: Any) -> Any:

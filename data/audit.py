@@ -21,7 +21,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -331,6 +330,7 @@ def _steps(text: str, run: Audited) -> tuple[int, int]:
     return first, last
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.audit",
@@ -358,19 +358,15 @@ def main(argv: list[str] | None = None) -> int:
         "--json", action="store_true", help="print one JSON object per line instead of tables"
     )
     args = parser.parse_args(argv)
-    try:
-        run = open_run(args.run)
-        if args.steps:
-            _print_steps(run, *_steps(args.steps, run), args.json)
-        if args.show:
-            _print_row(run, args.show, args.color, args.json)
-        if args.find is not None:
-            _print_found(run, args.find, args.json)
-        asked = args.steps or args.show or args.find is not None
-        return _print_proof(run) if args.prove or not asked else 0
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    run = open_run(args.run)
+    if args.steps:
+        _print_steps(run, *_steps(args.steps, run), args.json)
+    if args.show:
+        _print_row(run, args.show, args.color, args.json)
+    if args.find is not None:
+        _print_found(run, args.find, args.json)
+    asked = args.steps or args.show or args.find is not None
+    return _print_proof(run) if args.prove or not asked else 0
 
 
 def _print_steps(run: Audited, first: int, last: int, as_json: bool) -> None:

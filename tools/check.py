@@ -260,16 +260,14 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
             yield str(error)
 
 
+@program.refuses
 def held(cfg: Config) -> int:
     """Say who writes where this run would. Returns the exit code."""
-    try:
-        check_free(cfg)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    check_free(cfg)
     return 0
 
 
+@program.refuses
 def main(argv: list[str]) -> int:
     if text := help_asked_for(argv):
         print(text)
@@ -281,12 +279,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--local-world-size", type=int, default=1)
     parser.add_argument("--one-node", action="store_true")
     sizes, arguments = parser.parse_known_args(argv)
-    try:
-        typed = argv == sys.argv[1:]
-        cfg = load_config(arguments, sizes.world_size, sizes.local_world_size, typed)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    typed = argv == sys.argv[1:]
+    cfg = load_config(arguments, sizes.world_size, sizes.local_world_size, typed)
     if sizes.one_node and (sentence := nothing_to_do(cfg)):
         code = held(cfg)
         if not code:

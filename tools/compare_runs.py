@@ -20,7 +20,6 @@ import json
 import math
 import signal
 import statistics
-import sys
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
@@ -366,6 +365,7 @@ def draw(a: Path, b: Path, comparison: Comparison, limit: float) -> str:
     return picture.plot(title, "|A - B| / max(|A|, |B|)", curves, picture.LOG)
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.compare_runs", description="Did my change alter the numbers?"
@@ -381,14 +381,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="for programs")
     options = parser.parse_args(argv)
     limit = ROUNDING if options.tolerance is None else options.tolerance
-    try:
-        comparison = compare(options.a, options.b, options.tolerance)
-        if options.picture:
-            drawn = draw(files_of(options.a), files_of(options.b), comparison, limit)
-            picture.write(options.picture, drawn)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    comparison = compare(options.a, options.b, options.tolerance)
+    if options.picture:
+        drawn = draw(files_of(options.a), files_of(options.b), comparison, limit)
+        picture.write(options.picture, drawn)
     print(
         json.dumps(asdict(comparison), indent=1, default=str)
         if options.json

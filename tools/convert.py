@@ -156,6 +156,7 @@ OPTIONS = {  # command -> option -> its settings, argparse's
 }
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in RETIRED:
@@ -177,24 +178,20 @@ def main(argv: list[str] | None = None) -> int:
     command = args.pop("command")
     source = COMMANDS[command][0][0]
     given = args.pop("source")
-    try:
-        if source in (CHECKPOINT[0], ADAPTERS[0]):
-            place = location(given)
-            if isinstance(place, Path):  # a store is not asked twice
-                verify.newest(place)
-        else:
-            place = places.folder_here(given, source)
-            places.check_exists(place, source)
-            check_folder(command, place)
-        out = location(args.pop("out"))
-        if isinstance(out, Path) and not command.startswith("from-"):
-            outbound.check_new(out)
-        from tools import conversions  # here, because it imports torch
+    if source in (CHECKPOINT[0], ADAPTERS[0]):
+        place = location(given)
+        if isinstance(place, Path):  # a store is not asked twice
+            verify.newest(place)
+    else:
+        place = places.folder_here(given, source)
+        places.check_exists(place, source)
+        check_folder(command, place)
+    out = location(args.pop("out"))
+    if isinstance(out, Path) and not command.startswith("from-"):
+        outbound.check_new(out)
+    from tools import conversions  # here, because it imports torch
 
-        print(outbound.made(out, partial(conversions.COMMANDS[command], place, **args)))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    print(outbound.made(out, partial(conversions.COMMANDS[command], place, **args)))
     return 0
 
 

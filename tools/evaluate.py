@@ -25,6 +25,7 @@ from checkpoint import verify
 from configs import program
 from configs.load import load_config
 from configs.schema import EvaluationTask, InputError, Parallelism, Run
+from configs.words import aligned
 from data import tasks
 from reliability.objects import Key, location
 from tools import outbound, places
@@ -125,12 +126,7 @@ def table(results: list[dict]) -> str:
     lines = [("task", "score", "value", "stderr", "chance")]
     for result in results:
         lines += _lines(result["name"], result["scores"])
-    widths = [max(len(line[column]) for line in lines) for column in range(5)]
-    return "\n".join(
-        f"{name:<{widths[0]}}  {key:<{widths[1]}}  {value:>{widths[2]}}  {error:>{widths[3]}}  "
-        f"{chance:>{widths[4]}}".rstrip()
-        for name, key, value, error, chance in lines
-    )
+    return "\n".join(aligned(lines, right=(2, 3, 4)))
 
 
 def _lines(name: str, values: dict[str, float]) -> Iterator[tuple[str, ...]]:
@@ -150,6 +146,7 @@ def _lines(name: str, values: dict[str, float]) -> Iterator[tuple[str, ...]]:
         )
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.evaluate", description="The scores of a checkpoint on tasks."
@@ -176,11 +173,7 @@ def main(argv: list[str] | None = None) -> int:
         help="a tokenizer, as data.tokenizer names it, when none is in the run's folder",
     )
     args = parser.parse_args(argv)
-    try:
-        results = evaluated(args)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    results = evaluated(args)
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

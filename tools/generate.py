@@ -114,6 +114,7 @@ def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
     return len(conversations), texts
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.generate", description="Text from a checkpoint."
@@ -160,12 +161,8 @@ def main(argv: list[str] | None = None) -> int:
         help="a tokenizer, as data.tokenizer names it, when none is in the run's folder",
     )
     args = parser.parse_args(argv)
-    try:
-        count, texts = texts_of(args)
-        show(texts, count, live=count == 1 and sys.stdout.isatty())
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    count, texts = texts_of(args)
+    show(texts, count, live=count == 1 and sys.stdout.isatty())
     return 0
 
 

@@ -14,7 +14,6 @@ import json
 import math
 import random
 import signal
-import sys
 
 from configs import program
 from configs.schema import InputError
@@ -193,6 +192,7 @@ def predicted(prediction: dict, options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.goodput", description="Where the time of a run went."
@@ -221,11 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.simulate and not options.run:
         parser.error("give the folder of a run, or --simulate")
-    try:
-        measured = account(read(options.run)) if options.run else None
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    measured = account(read(options.run)) if options.run else None
     for name, (default, _) in MEASURED.items():
         if getattr(options, name) is None:
             setattr(options, name, measured.per_event()[name] if measured else default)
@@ -233,11 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     sound = all(0 <= value < math.inf for value in times) and 0 < options.mtbf_hours < math.inf
     if not sound:
         parser.error("times must not be negative, and --mtbf-hours must be above 0")
-    try:
-        result = predict(options) if options.simulate else measured
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    result = predict(options) if options.simulate else measured
     if options.json:
         more = (
             {}

@@ -359,6 +359,7 @@ def send_the_rest(mirror: Mirror, lease: StoreLease) -> None:
         log(f"{problem}; this and what else is missing in {mirror.key} is still in {mirror.folder}")
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.mirror",
@@ -370,17 +371,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="run.folder of the command")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command with its options")
     args = parser.parse_args(argv)
-    try:
-        key = location(args.url)
-        if not isinstance(key, Key):
-            raise InputError(f"{args.url} is a folder: let run.folder name it")
-        if not args.command:
-            raise InputError("there is no command to run after the folder")
-        mirror = Mirror(args.folder, key, args.node)
-        lease = StoreLease(key / f"{LEASE}{args.node}", "run.folder", HANDOVER)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    key = location(args.url)
+    if not isinstance(key, Key):
+        raise InputError(f"{args.url} is a folder: let run.folder name it")
+    if not args.command:
+        raise InputError("there is no command to run after the folder")
+    mirror = Mirror(args.folder, key, args.node)
+    lease = StoreLease(key / f"{LEASE}{args.node}", "run.folder", HANDOVER)
     try:
         try:
             count = mirror.fetch()
@@ -391,9 +388,6 @@ def main(argv: list[str] | None = None) -> int:
             + (f"; {count} files came from there" if count else "")
         )
         return run(mirror, lease, args.command, args.seconds)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
     finally:
         give_back(lease)
         mirror.over.set()

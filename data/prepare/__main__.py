@@ -7,7 +7,7 @@ import sys
 from typing import get_args
 
 from configs import dropped, program
-from configs.schema import Data, InputError
+from configs.schema import Data
 from data import formats
 from data.prepare import prepare
 from data.prepare.job import COUNTS, PrepareJob
@@ -53,6 +53,7 @@ def add_names(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@program.refuses
 def main() -> int:
     if sys.argv[1:2] == ["--work"]:  # started by workers.in_processes
         # the parent answers Ctrl-C (configs/program.py); without one the pipe ends this process
@@ -101,13 +102,9 @@ def main() -> int:
         cfg = Data(**arguments)
     except ValueError as error:  # pydantic's: an option out of its bounds
         parser.error(str(error))
-    try:
-        prepared = prepare(cfg, out=out, workers=workers)
-        if check:
-            verify(prepared.folder, cfg)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    prepared = prepare(cfg, out=out, workers=workers)
+    if check:
+        verify(prepared.folder, cfg)
     _print_report(prepared, check)
     return 0
 

@@ -8,7 +8,6 @@ import importlib
 import sys
 
 from configs import program
-from configs.schema import InputError
 from lab.bench.usage import usage
 
 BENCHES = {
@@ -24,6 +23,7 @@ BENCHES = {
 FILES = {"plan": "published"}  # where the module is not called as the benchmark
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark that the first word names. Returns the exit code: 2 after wrong input."""
     words = sys.argv[1:] if argv is None else argv
@@ -40,11 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     sys.argv = [f"python -m lab.bench {name}", *rest]
     module = importlib.import_module(f"lab.bench.{file}")
-    try:
-        return module.main() or 0
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return module.main() or 0
 
 
 def listing() -> str:

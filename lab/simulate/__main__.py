@@ -11,7 +11,6 @@ GPU is possible here.
 """
 
 import argparse
-import json
 import shutil
 import sys
 import tempfile
@@ -26,6 +25,7 @@ from configs.words import number_of
 from lab.simulate import build
 from lab.simulate.ranks import Outcome, Simulator
 from tools import overrides
+from tools.logged import logged
 from tools.parity.meshes import value_of
 
 MOST_PARAMETERS = 200_000_000  # one processor core computes for each GPU
@@ -120,11 +120,9 @@ def refuse(cfg: Config) -> None:
 
 
 def series(folder: Path, key: str) -> dict[int, float]:
-    path = folder / "metrics.jsonl"
-    if not path.exists():
+    if not (folder / "metrics.jsonl").exists():
         return {}
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line["step"]: float(line[key]) for line in lines if key in line}
+    return {step: values[key] for step, values in logged(folder) if key in values}
 
 
 def losses(

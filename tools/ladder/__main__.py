@@ -29,14 +29,11 @@ SHARES = (0.25, 0.5, 1.0)  # of a single --ratio: the law needs several
 SMALLEST, LARGEST = 1 / 50, 1 / 2.5  # of the configuration's N
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 2 for a mistake in the call or the configuration, or that of a run."""
-    try:
-        flags, rest = arguments(sys.argv[1:] if argv is None else argv)
-        return climb(flags, rest)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    flags, rest = arguments(sys.argv[1:] if argv is None else argv)
+    return climb(flags, rest)
 
 
 def climb(flags: argparse.Namespace, rest: list[str]) -> int:

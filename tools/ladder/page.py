@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from configs.words import aligned
 from tools.ladder.forecast import fitted, held_out
 from tools.ladder.law import Fit
 from tools.ladder.runs import Measured, read_record
@@ -62,7 +63,8 @@ def write(out: Path) -> str:
     path.write_text(_document(out, found, done, tables), encoding="utf-8")
     lines = [f"L = {found.law.words()}"]
     for head, body in tables:
-        lines += ["", *_aligned(head, body)]
+        if body:
+            lines += ["", *aligned((head, *body), right=range(len(head)))]
     if not unseen:
         lines.append("the largest model is not forecast from the rest: that takes 4 rungs")
     return "\n".join([*lines, "", f"{path}: the page"])
@@ -70,17 +72,6 @@ def write(out: Path) -> str:
 
 def _inside(run: Measured, low: float, high: float) -> str:
     return "yes" if low <= run.loss <= high else f"no: {low:.4f} to {high:.4f}"
-
-
-def _aligned(head: tuple[str, ...], body: Rows) -> list[str]:
-    """Return the lines of a table; none for one without rows."""
-    if not body:
-        return []
-    widths = [max(map(len, column)) for column in zip(head, *body, strict=True)]
-    return [
-        "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
-        for row in (head, *body)
-    ]
 
 
 def _document(

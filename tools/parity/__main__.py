@@ -236,12 +236,9 @@ def write(file: str, verdicts: dict[str, list]) -> None:
         raise InputError(f"--json {file}: {error.strerror}") from None
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return parity(sys.argv[1:] if argv is None else argv)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return parity(sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

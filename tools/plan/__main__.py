@@ -4,21 +4,17 @@ import signal
 import sys
 
 from configs import program
-from configs.schema import InputError
 from tools.plan.arguments import arguments, configuration
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     """Return the exit code. Mistakes in the call are said before torch is imported."""
-    try:
-        flags, rest = arguments(sys.argv[1:] if argv is None else argv)
-        configuration(flags, rest)
-        from tools.plan.command import planned  # here, because it imports torch
+    flags, rest = arguments(sys.argv[1:] if argv is None else argv)
+    configuration(flags, rest)
+    from tools.plan.command import planned  # here, because it imports torch
 
-        return planned(flags, rest, fresh=argv is None)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return planned(flags, rest, fresh=argv is None)
 
 
 if __name__ == "__main__":

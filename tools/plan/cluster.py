@@ -11,6 +11,7 @@ import tomli
 
 from configs.load import load_config
 from configs.schema import InputError
+from configs.words import aligned
 from tools.plan.device import Device
 from tools.plan.pipeline import Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
@@ -111,10 +112,7 @@ def answer(found: list[Cluster], days: float, usd: float) -> str:
         rows.append(cells("smallest", smallest(keeping)))
         if cheapest(keeping).hours < smallest(keeping).hours * (1 - WORTH_A_ROW):
             rows.append(cells("cheapest", cheapest(keeping)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows
-    )
+    return "\n".join(aligned(rows))
 
 
 def cells(which: str, cluster: Cluster) -> tuple[str, ...]:

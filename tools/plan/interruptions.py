@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from checkpoint.peers import GENERATIONS
-from configs.words import number_of
+from configs.words import aligned, number_of
 from tools.goodput import best_interval, expected
 from tools.plan import survivors
 from tools.plan.arguments import LOST_TOGETHER, REBUILD_SECONDS, SIZES
@@ -259,8 +259,7 @@ def section(
         for outlook in outlooks:
             rows.append((*first, *cells(outlook, hours, price)))
             first = ("", "")
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines = aligned(rows)
     lines += assumptions(plan, peers, together)
     lines += survivors.lines(parts, size, plan.cfg.training.global_batch_size, back is not None)
     return "\n".join(["Interruptions", *lines])

@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 
 from checkpoint.rounds import GRACE, look
-from configs.words import number_of
+from configs.words import aligned, number_of
 from tools.launch.rounds import SILENT
 from tools.plan.arguments import REBUILD_SECONDS
 from tools.plan.report import size_text, time_text
@@ -143,15 +143,13 @@ def lines(rows: list[Survivors], size: int, batch: int, asked: bool) -> list[str
     of = number_of(size, "GPU")
     if not rows:
         return [f"  no restart: it needs two replicas of {of}, as the planned run is one"]
-    table = [COLUMNS, *(row.cells() for row in rows)]
-    widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
     back = (
         "with --replace-minutes" if asked else "as a restart's processes, without --replace-minutes"
     )
     return [
         "",
         "No restart (run.fault_tolerant): what a failure takes",
-        *("  ".join(map(str.ljust, row, widths)).rstrip() for row in table),
+        *aligned([COLUMNS, *(row.cells() for row in rows)]),
         f"  replicas: of {of}, as planned; state of a GPU: weights, gradients, moments in float32",
         "  noticed: a silent host (a process that ends, at once); groups: 265 s on 96,000 GPUs (NCCL, "
         f"arXiv:2510.20171), in proportion; built: {REBUILD_SECONDS:g} s where compile.enabled "

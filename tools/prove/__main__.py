@@ -163,12 +163,9 @@ def prove(argv: list[str]) -> int:
     return max(bad, default=HOLDS)
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return prove(sys.argv[1:] if argv is None else argv)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return prove(sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -74,12 +74,9 @@ def replay(argv: list[str], **compute: Callable) -> int:
         raise InputError(str(error)) from None
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
-    try:
-        return replay(sys.argv[1:] if argv is None else argv)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return replay(sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.load import ConfigError, load_config
 from configs.schema import Config, InputError
-from configs.words import plural
+from configs.words import aligned, plural
 from tools.differences import LIMITS, Limits
 from tools.overrides import with_options
 from tools.parity import meshes
@@ -167,12 +167,7 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         where = row.where + (f" and {row.more} more" if row.more else "")
         lines.append((str(row.step), row.against, row.what, where, f"{row.size:.1e}"))
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
-    text = []
-    for *cells, size in lines:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=True)]
-        text.append("  ".join([*padded, size]))
-    return "\n".join(text)
+    return "\n".join(aligned(lines))
 
 
 def begin(plan: Replay) -> str:

@@ -3,7 +3,6 @@
 All of it is read. Nothing is written into a run's folder.
 """
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from models import MODELS
 from reliability import goodput
 from reliability.objects import Key, location
 from tools import places
+from tools.logged import logged
 from training import digests
 
 COMPUTED = ("model", "training", "optimizer", "lr_schedule", "data", "lora")
@@ -40,10 +40,8 @@ class Recorded:
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the run's metrics by step; of a step that was trained again, the last record."""
-        path = self.files / "metrics.jsonl"
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        rows = [json.loads(line) for line in lines if line.strip()]
-        return {row["step"]: row for row in rows if "loss" in row and "grad_norm" in row}
+        rows = logged(self.files) if (self.files / "metrics.jsonl").exists() else ()
+        return {step: values for step, values in rows if {"loss", "grad_norm"} <= values.keys()}
 
     def gradients(self) -> dict[int, dict[str, list[float]]]:
         """Return two numbers of every gradient, by step (training/digests.py). Raises InputError."""

@@ -9,7 +9,6 @@ a phone. Exit code 0: it is written; 2: a folder is no run's or is damaged, said
 
 import argparse
 import signal
-import sys
 from pathlib import Path
 
 from configs import program
@@ -22,6 +21,7 @@ from tools.report.run import read_runs
 PAGE = Path("runs/report.html")
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.report", description="Writes one HTML page about one or more runs."
@@ -30,15 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=PAGE, help="the page [%(default)s]")
     parser.add_argument("--picture", type=Path, help="write the losses as this SVG file, too")
     options = parser.parse_args(argv)
-    try:
-        runs = read_runs(options.run)
-        if options.picture:
-            picture.write(options.picture, picture.draw(runs))
-        page = build(runs).encode()
-        _write(options.out, page)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    runs = read_runs(options.run)
+    if options.picture:
+        picture.write(options.picture, picture.draw(runs))
+    page = build(runs).encode()
+    _write(options.out, page)
     if options.picture:
         print(options.picture)
     print(f"{options.out}: {len(page) / 1000:,.0f} kB")
