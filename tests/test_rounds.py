@@ -377,12 +377,13 @@ def test_the_odd_replica_is_left_out(whole: Callable, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_without_a_whole_replica_all_start_again(whole: Callable, tmp_path: Path) -> None:
-    run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=3)
+    """By one restart, however many ranks were lost."""
+    run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=1)
     run.wait_for(5)
     for rank in 1, 2:
         os.kill(run.of_rank(rank), signal.SIGKILL)
     assert run.end() == [0], run.said()
-    assert "no replica is left whole" in run.said() and "launch: restart 1 of 3" in run.said()
+    assert "no replica is left whole" in run.said() and "launch: restart 1 of 1" in run.said()
     check(run)
 
 

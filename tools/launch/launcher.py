@@ -472,14 +472,15 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
     failed, at most --max-restarts times. Returns the exit code."""
     logging.disable(logging.ERROR)  # torchrun's messages are replaced by those below
     command = [sys.executable, "-u", "-m", "tools.launch.rank", str(os.getpid()), *script]
-    options.replaced = 0  # ranks, each by a restart of its own (tools/launch/rounds.py)
+    options.used = 0  # restarts, of all ranks or of a single one (tools/launch/rounds.py)
     with Standby(command, options.nproc_per_node) as standby:
         for number in range(options.max_restarts + 1):
             began = time.monotonic()
             standby.begin(more=number < options.max_restarts)
             code, worth_retrying = start(options, script, standby)
-            if not worth_retrying or number + options.replaced >= options.max_restarts:
+            if not worth_retrying or options.used >= options.max_restarts:
                 break
+            options.used += 1
             log(
                 f"restart {number + 1} of {options.max_restarts}, after "
                 f"{time.monotonic() - began:,.0f} s"

@@ -74,8 +74,8 @@ class Rounds:
         nodes: int,
         place: "NodePlace | None" = None,
     ) -> None:
-        """where: the launchers' store; options: of the launcher, whose `replaced` counts the ranks
-        that have taken another's place; node: the place of this one among those of this start, of
+        """where: the launchers' store; options: of the launcher, whose `used` counts the restarts,
+        those of single ranks included; node: the place of this one among those of this start, of
         which there are `nodes`; place: the same, if it was taken from a launcher that is lost."""
         self.store = connect(where)
         self.options = options
@@ -127,6 +127,7 @@ class Rounds:
             if int(self.store.get(OVER)) not in ORDERLY:
                 # the agent then finds those that have ended, and ends the others
                 context._running_local_ranks |= self.lost
+                self._count_no_restart_in_vain()
             return
         for local, code in sorted(codes.items()):
             if code is None:
@@ -176,10 +177,10 @@ class Rounds:
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         then = "the replicas that are left go on without its replica"
-        left = self.options.max_restarts - self.options.replaced
+        left = self.options.max_restarts - self.options.used
         if left:
-            self.options.replaced += 1
-            then += f", and another process takes its place ({left - 1} restarts are left)"
+            self.options.used += 1
+            then += f", and another process takes its place (restarts left: {left - 1})"
         log(f"rank {slot} on {socket.gethostname()} {how}: {then}")
         if message := _message(context.error_files[local]):
             log(f"its traceback:\n{message}")
@@ -196,6 +197,15 @@ class Rounds:
         context._running_local_ranks.add(local)
         group.workers[local].id = handler.proc.pid
         self.started_in[handler.proc.pid] = int(self.store.get(LATEST))
+
+    def _count_no_restart_in_vain(self) -> None:
+        """Give back the restarts of single ranks in the last round, which no other has followed: all
+        ranks start again, by one restart."""
+        last = int(self.store.get(LATEST))
+        count = sum(number == last for number in self.started_in.values())
+        self.options.used -= count
+        if count:
+            log(f"restarts of single ranks that count no more, as none has joined: {count}")
 
     def _report(self, slot: int) -> None:
         """Report that a rank's process has ended; to the next round too, if it begins meanwhile."""
