@@ -27,11 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint import state, verify
+from checkpoint import joining, state, verify
 from checkpoint.agreement import on_rank_0
 from checkpoint.stages import run_stages
 from checkpoint.storage import GENERATOR, local
-from configs.load import load_config
+from configs.load import keep_file, load_config
 from configs.program import STOP_SIGNALS
 from configs.rounds import (
     BEGUN,
@@ -312,8 +312,10 @@ def run(argv: list[str], start: Callable[[list[str], Config], int]) -> int:
     if ROLE not in os.environ:
         return _round(argv, start)
     dist.register_rendezvous_handler(SCHEME, _meet)
+    keep_file(argv)
     door = Door.here = Door()
     try:
+        joining.check(door.store, argv)
         return _rounds(door, argv, start)
     finally:
         door.close()

@@ -14,6 +14,7 @@ launches anything. `--help` lists the options that people set, `--help=all` ever
 """
 
 import argparse
+import contextlib
 import json
 import re
 import signal
@@ -37,6 +38,7 @@ HERE = Path(__file__).resolve().parent
 MAX_BYTES = 1_000_000  # a configuration has a few kB; a larger file is something else
 MAX_SHOWN = 50  # mistakes printed
 COMMAND_LINE = "command line"
+KEPT: dict[Path, bytes] = {}  # files that are not read again: see `keep_file`
 
 
 def _plain(schema: Any, definitions: dict[str, dict]) -> Any:
@@ -301,17 +303,33 @@ def _toml_or_text(text: str) -> object:
     return parsed["value"] if len(parsed) == 1 else text
 
 
+def keep_file(argv: list[str]) -> None:
+    """Read the configuration's file for the last time in this process: a run that goes on without a
+    restart (configs/rounds.py) takes no edits of it."""
+    path, _ = as_given(argv)
+    with contextlib.suppress(OSError, ValueError):  # `read_toml` says what is wrong
+        KEPT[path] = content_of(path)
+
+
+def content_of(path: Path) -> bytes:
+    """Return the content of a configuration's file, as it was when it was kept, if it was: at most
+    a byte more than is allowed. Raises OSError, ValueError."""
+    if path in KEPT:
+        return KEPT[path]
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES + 1)
+
+
 def read_toml(path: Path) -> dict[str, object]:
     """Read the tables of a TOML file. A byte order mark, which some editors write, is skipped.
     Raises ConfigError."""
     label = _printable(str(path))
     try:
-        if path.exists() and not path.is_file():
+        if path not in KEPT and path.exists() and not path.is_file():
             raise ConfigError(
                 [f"{label}: a {'folder' if path.is_dir() else 'special file'}; give a TOML file"]
             )
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        content = content_of(path)
     except FileNotFoundError:
         if path.parts[0].endswith(":"):
             raise ConfigError([f"{label}: a URL; give a TOML file of this machine"]) from None

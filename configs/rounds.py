@@ -11,8 +11,8 @@ of the round; `begun`, a rank has a state, and `begun/SLOT`, that one has; and f
 a line for each rank that waits for the next round: its slot, and the step that its state is after;
 `N/dead`, a line for each whose process has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`,
 HOLDER/COUNT: the launcher that has this place, which counts up while it lives; `over`, the exit code
-of the run, when no further round begins. What all ranks write for node 0 is one key, so that it reads
-that with one call.
+of the run, when no further round begins; `given`, the options and the code that it began with. What
+all ranks write for node 0 is one key, so that it reads that with one call.
 It imports no torch.
 """
 
@@ -33,6 +33,7 @@ LEASE = "PLUMBLINE_LEASE"  # the same: of the run's folder, as rank 0 held it in
 HOLDER = "PLUMBLINE_HOLDER"  # the same: the launcher that has started it
 NO_STATE = -1  # the step of a rank that has no whole state
 LATEST, BEGUN, OVER = "rounds/latest", "rounds/begun", "rounds/over"
+GIVEN = "rounds/given"
 ORDERLY = (0, 2, STOPPED, 76, INTERRUPTED)  # exit codes with which a run ends on all ranks
 NO_REPLICA = 1  # the exit code where no replica is left whole
 CALL, END = "call", "end"

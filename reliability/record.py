@@ -13,6 +13,7 @@ writes. The steps of all ranks are in lockstep, so its clock is the run's (relia
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -32,6 +33,7 @@ from typing import Any, ClassVar
 import torch
 
 from configs import program
+from configs.load import content_of
 from configs.rounds import ROUND
 from configs.schema import InputError, redact
 from parallelisms.mesh import Mesh
@@ -150,7 +152,7 @@ class Start:
     ) -> None:
         """Write what is known when a start begins. before: the folder of the start before."""
         folder = self.folder
-        self._write("given.toml", given.read_text(encoding="utf-8-sig"))
+        self._write("given.toml", content_of(given).decode("utf-8-sig"))
         self._write("config.toml", resolved)
         if (folder / FORECAST).is_file():
             self._write(FORECAST, (folder / FORECAST).read_text(encoding="utf-8", errors="replace"))
@@ -389,6 +391,7 @@ def code() -> dict:
     return {"commit": _git("rev-parse", "HEAD").strip(), "changes": "", "files": source_files()}
 
 
+@functools.cache  # those that this process runs: they may be edited while it does
 def source_files() -> dict[str, str]:
     packages = (
         path.parent

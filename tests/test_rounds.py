@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import state, storage, verify
+from checkpoint import joining, state, storage, verify
 from configs.load import load_config
 from configs.rounds import NO_STATE, WholeMesh, next_round
 from configs.schema import InputError
@@ -97,6 +97,16 @@ def wait_for_others(*arguments, step=waiting.train_step):
             time.sleep(0.02)
     return step(*arguments)
 waiting.train_step = wait_for_others
+"""
+
+
+SLOW_AFTER_A_LOSS = """
+import time, train as slow
+from checkpoint.rounds import Door
+def slow_step(*arguments, step=slow.train_step):
+    time.sleep(0.3 * (Door.here.number > 0))
+    return step(*arguments)
+slow.train_step = slow_step
 """
 
 
@@ -385,6 +395,34 @@ def test_without_a_whole_replica_all_start_again(whole: Callable, tmp_path: Path
     assert run.end() == [0], run.said()
     assert "no replica is left whole" in run.said() and "launch: restart 1 of 1" in run.said()
     check(run)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_edits_have_no_part_in_a_run_that_goes_on(whole: Callable, tmp_path: Path) -> None:
+    """Its configuration is edited, for another run. Then a rank is lost, whose successor reads that."""
+    file = tmp_path / "edited.toml"
+    file.write_text("[optimizer]\nlr = 0.01\n")
+    options = [option for option in whole([]) if not option.startswith("--optimizer.lr=")]
+    options += [f"--parallelism.{MESHES['ddp3'][1]}"]
+    run = Run([str(file), *options], tmp_path / "run", 1, 3, 1, SLOW_AFTER_A_LOSS)
+    run.wait_for(5)
+    file.write_text("[optimizer]\nlr = 0.1\n")
+    os.kill(run.of_rank(1), signal.SIGKILL)
+    assert run.end() == [0], run.said()
+    assert "2 of 3 replicas go on" in run.said() and "3 of 3" not in run.said()
+    assert "optimizer.lr was 0.01 and is 0.1" in run.said()
+    check(run)
+    for start in (run.folder / "starts").iterdir():
+        assert (start / "given.toml").read_text() == "[optimizer]\nlr = 0.01\n"
+
+
+def test_a_rank_with_other_code_does_not_join() -> None:
+    began = {"options": {"run.seed": 1}, "files": {"train.py": "a", "models/llama.py": "b"}}
+    joining.refuse(began, began)
+    with pytest.raises(InputError, match=r"otherwise: added\.py is another; train\.py is another"):
+        files = {"train.py": "c", "models/llama.py": "b", "added.py": "d"}
+        joining.refuse(began, began | {"files": files})
 
 
 @pytest.mark.slow

@@ -101,6 +101,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
     "reliability": {
         "configs",
         "configs.done",
+        "configs.load",  # the configuration's file, as it was when it was read
         "configs.rounds",  # who goes on when ranks are lost
         "configs.words",
         "configs.program",

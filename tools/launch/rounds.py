@@ -23,6 +23,7 @@ from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from configs.load import KEPT, keep_file
 from configs.rounds import (
     BEGUN,
     CALL,
@@ -380,6 +381,7 @@ class Coordinator:
         self.thread = threading.Thread(target=self._run, name="rounds", daemon=True)
 
     def begin(self) -> None:
+        keep_file(self.argv)
         self.store = connect(self.where)
         self.store.set(LATEST, "0")
         slots = self.whole.slots(range(self.whole.replicas - 1))
@@ -396,6 +398,7 @@ class Coordinator:
         """End the thread, before the store is closed."""
         self.is_closed.set()
         self.thread.join(ANSWER.total_seconds())
+        KEPT.clear()  # another start takes edits
 
     def _run(self) -> None:
         with contextlib.suppress(DistError):  # the store does not answer
