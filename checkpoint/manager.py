@@ -59,6 +59,9 @@ from training.optimizers import materialise
 
 # for the slowest rank to write its part; a dead process is noticed at once
 PATIENCE = datetime.timedelta(minutes=30)
+# Failed saves in a row after which the run ends: by then a full disk has not been emptied during two
+# intervals, and each further step is one that a crash would lose.
+MOST_FAILURES = 3
 NOTES = {  # warnings where host memory is too short for checkpoint.async_save
     "pageable": "the buffers for checkpoints are not pinned, so copies from the GPU are slower",
     "none": (
@@ -430,7 +433,7 @@ class CheckpointManager:
         any_rank_writing: whether `writing()` was true on any rank at the last exchange
         (`train.Flags`); if None, this exchanges it, which is a collective.
 
-        Raises InputError after cfg.max_failures failed saves in a row, and NotFinite at once if the
+        Raises InputError after MOST_FAILURES failed saves in a row, and NotFinite at once if the
         state to be saved is not finite, so that training on is pointless: on every rank, at the
         same step.
         """
@@ -482,11 +485,10 @@ class CheckpointManager:
             raise common(InputError(reason))
         if last:
             raise common(InputError(f"{reason}; {self._after_the_last()}"))
-        if self.cfg.max_failures and self.failures >= self.cfg.max_failures:
-            reason += (
-                f" ({self.failures} in a row: checkpoint.max_failures); the others are untouched"
+        if self.failures >= MOST_FAILURES:
+            raise common(
+                InputError(f"{reason} ({self.failures} in a row); the others are untouched")
             )
-            raise common(InputError(reason))
         self._say(
             logging.ERROR,
             f"{reason}. Training goes on, and the next checkpoint is tried when it is due",

@@ -29,8 +29,11 @@ DROPPED = {
         "that fail",
     ),
     "data.prefetch": Dropped(2, "a loader worker keeps 2 batches ready; data.workers adds workers"),
+    "data.retries": Dropped(
+        5, "what a stream cannot read is opened again 5 times (data/stream.py::RETRIES)"
+    ),
     "data.retry_seconds": Dropped(
-        1.0, "the pauses of data.retries begin with 1 s, and double up to 30 s"
+        1.0, "the pauses before a stream opens it again begin with 1 s, and double up to 30 s"
     ),
     "lora.quantization": Dropped(
         "none", "frozen weights are kept in training.param_dtype and sharded", True
@@ -51,6 +54,12 @@ DROPPED = {
         True,
     ),
     "checkpoint.verify_on_load": Dropped(True, "every block that is read is verified"),
+    "checkpoint.max_failures": Dropped(
+        3, "a run ends after 3 failed saves in a row (checkpoint/manager.py::MOST_FAILURES)"
+    ),
+    "metrics.progress": Dropped(
+        "auto", "a terminal has a progress bar; TQDM_DISABLE=1 in the environment hides it"
+    ),
     "metrics.straggler_interval": Dropped(50, "late ranks are named every 50 steps"),
     "metrics.peak_tflops": Dropped(
         0.0, "a device's peak is its row in training/metrics.py::PEAK_TFLOPS"

@@ -481,9 +481,6 @@ class Data(Table):
     stream_epochs: int = Field(0, ge=0)
     """With stream: times to read the source; the run ends when the first stream has read its share;
     0: no end."""
-    retries: int = Field(5, ge=0)
-    """With stream: attempts to open again what cannot be read, before the run saves a checkpoint
-    and fails."""
     workers: int = Field(0, ge=0, le=64)
     """Loader processes per rank; 0: read in the training process (a batch costs well under a
     millisecond per rank)."""
@@ -778,8 +775,6 @@ class Checkpoint(Table):
     export_hf: Literal["", "float32", "bfloat16"] = ""
     """At the end of the run, write the model in this dtype for Hugging Face, to <run.folder>/hf;
     empty: do not."""
-    max_failures: int = Field(3, ge=0)
-    """Failed saves in a row (a full disk, for example) after which the run ends; 0: only warn."""
 
 
 class Metrics(Table):
@@ -799,8 +794,6 @@ class Metrics(Table):
     noise_scale_interval: int = Field(0, ge=0)
     """Steps between measurements of the gradient noise scale, each one more forward and backward pass;
     0: none."""
-    progress: Literal["auto", "on", "off"] = "auto"
-    """Progress bar; auto: on a terminal."""
 
 
 PROFILE_FROM = 5  # first step of a trace: compilation and the allocator have settled by then

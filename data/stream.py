@@ -61,6 +61,8 @@ MOST = 64_000_000
 UNITS = 8  # for each stream, if there is enough text: the more units, the more even the streams
 # after so many epochs' worth of units without a token, a stream concludes that there is no text
 BARREN = 16
+# Attempts to open again what cannot be read, as many as a store gets (reliability/objects.py::TRIES).
+RETRIES = 5
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between attempts; each is twice the last
 logger = logging.getLogger("plumbline")
 
@@ -358,7 +360,7 @@ class Stream:
 
     def _read(self, unit: Unit, place: Place) -> Iterator[tuple[int, sources.Document, int]]:
         """Yield (number in its piece, document, checksum after it) of a unit's documents, from
-        `place` on. If the piece cannot be read, it is opened again up to `data.retries` times, and
+        `place` on. If the piece cannot be read, it is opened again up to RETRIES times, and
         reading goes on after the last document that came."""
         done = place.document
         checksum = place.checksum
@@ -409,14 +411,10 @@ class Stream:
         failure = (
             f"data stream {self.number}: {where} cannot be read: {type(error).__name__}: {error}"
         )
-        if attempt > self.cfg.retries:
-            raise LoaderError(
-                f"{failure} (attempt {attempt} of {attempt}: data.retries)"
-            ) from error
+        if attempt > RETRIES:
+            raise LoaderError(f"{failure} (attempt {attempt} of {attempt})") from error
         pause = min(FIRST_PAUSE * 2 ** (attempt - 1), LONGEST_PAUSE)
-        logger.warning(
-            f"{failure} (attempt {attempt} of {self.cfg.retries + 1}; the next in {pause:g} s)"
-        )
+        logger.warning(f"{failure} (attempt {attempt} of {RETRIES + 1}; the next in {pause:g} s)")
         return self.stop.wait(pause)
 
 

@@ -109,7 +109,7 @@ TINY = (
     "--lr_schedule.warmup_steps=3 "
     "--optimizer.lr=0.01 --optimizer.eps=1e-5 --checkpoint.interval=5 --metrics.interval=1 "
     "--metrics.tensorboard=false "
-    "--validation.interval=0 --debug.sample_tokens=0 --metrics.progress=off"
+    "--validation.interval=0 --debug.sample_tokens=0"
 ).split()
 SETTINGS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 

@@ -29,7 +29,7 @@ import torch
 import torch._dynamo
 import torch._refs
 
-from checkpoint import layout, lease, state, storage, verify
+from checkpoint import layout, lease, manager, state, storage, verify
 from checkpoint.manager import CheckpointManager
 from checkpoint.retention import Retention, expired
 from checkpoint.verify import Damaged
@@ -737,9 +737,10 @@ def test_removal_follows_no_link_and_a_linked_run_folder_works(tmp_path):
 # Failing disks
 
 
-def _gives_up(folder: Path, max_failures: int) -> tuple[int, str]:
+def _gives_up(folder: Path, failures: int) -> tuple[int, str]:
+    manager.MOST_FAILURES = failures
     job = build()
-    checkpoints = open_manager(job, folder, max_failures=max_failures)
+    checkpoints = open_manager(job, folder)
     step = 0
     with full_disk("shard", 1), pytest.raises(InputError) as refusal:
         while step < 60:
@@ -761,7 +762,7 @@ def test_the_run_stops_after_failures_in_a_row_on_all_ranks_at_the_same_step(tmp
         and "No space left" in words
     )
     # never while training, but it is reported at the end
-    (step, words), other = run_ranks(2, _gives_up, tmp_path / "b", 0)
+    (step, words), other = run_ranks(2, _gives_up, tmp_path / "b", 99)
     assert (step, words) == other and step == 60 and "the run has ended" in words
 
 
@@ -1032,7 +1033,7 @@ def test_a_round_takes_the_lease_of_the_one_before_at_once(locked, tmp_path, mon
 
 def _publishes_after_losing(folder: Path) -> str:
     job = build()
-    checkpoints = open_manager(job, folder, max_failures=0)
+    checkpoints = open_manager(job, folder)
     if job.mesh.rank == 0:
         (folder / ".lease").write_text(
             json.dumps({"host": "elsewhere", "pid": 1, "id": "x"}).ljust(200)

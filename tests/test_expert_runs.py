@@ -150,7 +150,7 @@ def test_a_record_is_read_back(tmp_path):
 def test_a_restart_forgets_the_counts_of_steps_that_it_trains_again(tmp_path):
     for start, step in (0, 3), (3, 6), (3, 5):
         with MetricsWriter(
-            schema.Metrics(tensorboard=False, progress="off"), tmp_path, True, start=start, steps=9
+            schema.Metrics(tensorboard=False), tmp_path, True, start=start, steps=9
         ) as metrics:
             metrics.record_experts({"step": step, "steps": 3, "counts": {1: [1, 2]}})
     assert [line["step"] for line in experts.recorded(tmp_path)] == [3, 5]

@@ -46,7 +46,7 @@ from training.profiler import profiler
 
 SMALL = {"dim": 22, "n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "head_dim": 10, "hidden_dim": 26}
 ARGS = llama.Args(**llama.NUMBERS.flavors["debug"] | SMALL)
-QUIET = schema.Metrics(tensorboard=False, progress="off")
+QUIET = schema.Metrics(tensorboard=False)
 
 
 @pytest.fixture
@@ -174,9 +174,7 @@ def test_wandb_gets_all_options_and_the_same_run_again(
     secret = "https://me:hunter2@example.org/x"
     (tmp_path / "config.toml").write_text(f'[training]\nsteps = 9\n[data]\nsource = "{secret}"\n')
     for start in 0, 4:
-        MetricsWriter(
-            schema.Metrics(wandb_project="p", progress="off"), tmp_path, True, start, steps=9
-        ).close()
+        MetricsWriter(schema.Metrics(wandb_project="p"), tmp_path, True, start, steps=9).close()
     first, second = calls
     assert first == second and first["id"] and first["resume"] == "allow"
     assert first["config"]["training"] == {"steps": 9}
@@ -197,7 +195,7 @@ def test_wandb_that_is_missing_is_one_sentence(
 def test_tensorboard_shows_one_series_over_a_restart(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    cfg = schema.Metrics(progress="off")
+    cfg = schema.Metrics()
     for start, last, sign in ((0, 7, 1), (4, 9, -1)):
         with MetricsWriter(cfg, tmp_path, True, start=start, steps=9) as metrics:
             for step in range(start + 1, last + 1):

@@ -210,7 +210,7 @@ DENSE = (
     "--optimizer.eps=1e-5 "
     "--checkpoint.interval=2 --metrics.interval=1 --metrics.tensorboard=false "
     "--validation.interval=2 --validation.steps=1 "
-    "--data.validation_fraction=0.2 --debug.sample_tokens=4 --metrics.progress=off "
+    "--data.validation_fraction=0.2 --debug.sample_tokens=4 "
     "--training.loss_chunk_tokens=40"
 ).split()
 PP2, EP2 = "--parallelism.pipeline_parallel=2", "--parallelism.expert_parallel=2"

@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("obstore")
 
-from checkpoint import verify
+from checkpoint import manager, verify
 from checkpoint.lease import Lost
 from checkpoint.stores import bucket, lease
 from configs.load import load_config
@@ -677,10 +677,10 @@ def test_a_checkpoint_whose_manifest_is_there_is_published(store, tmp_path):
 
 
 def _saves_while_its_lease_fails(port: int, folder: Path) -> list[str]:
-    objects.RETRIES = objects.TRIES = 1
+    objects.RETRIES = objects.TRIES = manager.MOST_FAILURES = 1
     lease.BEAT = 1000
     job = build()
-    checkpoints = open_manager(job, folder, keep_last=2, max_failures=1)
+    checkpoints = open_manager(job, folder, keep_last=2)
     checkpoints.load(job.model, job.optimizer)
     with heard() as words:
         for step in range(1, 5):
@@ -765,7 +765,7 @@ def test_a_name_that_cannot_be_read_hides_no_other(store, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_store_that_is_gone_ends_the_run_with_a_sentence(store, tmp_path, monkeypatch):
-    options = [*tiny_run(tmp_path), f"--checkpoint.store={URL}", "--checkpoint.max_failures=1"]
+    options = [*tiny_run(tmp_path), f"--checkpoint.store={URL}"]
     folder = tmp_path / "run"
     folder.mkdir()
     code, said = run_ranks(1, there, _goes_after_step_5, store.port, options, folder)[0]
@@ -791,6 +791,7 @@ def _goes_after_step_5(port: int, options: list[str], folder: Path) -> tuple[int
         Server(port, None).rules({"kind": "gone"})
 
     bucket.Bucket.publish = publish
+    manager.MOST_FAILURES = 1
     return run(options, folder)
 
 

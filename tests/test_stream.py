@@ -265,8 +265,9 @@ def failing(monkeypatch, fails) -> None:
 @pytest.mark.slow
 def test_what_fails_is_read_again_without_repeat_or_skip(corpus, monkeypatch, caplog):
     # the second with pieces that several streams share
+    monkeypatch.setattr(stream, "RETRIES", 9)
     for place in corpus[0], corpus[0] / "b.jsonl.gz":
-        source, description = opened(options(place, retries=9))
+        source, description = opened(options(place))
         whole, _ = take(source, stream.begin(description), 0, 12)
         rng, seen, lost = random.Random(1), set(), []
 
@@ -295,7 +296,8 @@ def test_what_fails_is_read_again_without_repeat_or_skip(corpus, monkeypatch, ca
 
 
 def test_the_last_attempt_is_an_error_that_names_the_place(corpus, monkeypatch):
-    source, description = opened(options(corpus[0], retries=1))
+    monkeypatch.setattr(stream, "RETRIES", 1)
+    source, description = opened(options(corpus[0]))
     failing(
         monkeypatch,
         lambda piece, number: (
@@ -304,7 +306,7 @@ def test_the_last_attempt_is_an_error_that_names_the_place(corpus, monkeypatch):
     )
     sentence = (
         r"data stream \d+: .*/b.jsonl.gz, after document 9, cannot be read: OSError.*gone "
-        r"\(attempt 2 of 2: data"
+        r"\(attempt 2 of 2\)"
     )
     with pytest.raises(LoaderError, match=sentence):
         take(source, stream.begin(description), 0, 40)
@@ -443,6 +445,7 @@ def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[
         return real(self, at, streams)
 
     StreamedBatches._batch = batch
+    stream.RETRIES = 1
     return run(options, folder)
 
 
@@ -451,7 +454,7 @@ def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[
 def test_a_stream_that_fails_on_one_rank_saves_and_ends_all(tiny, tmp_path):
     """Two attempts, then a checkpoint of step 6 and exit code 1 on both; a restart goes on as if
     nothing had been."""
-    more = [*tiny, *MESHES["fsdp2"][1], "--data.retries=1", "--data.timeout_seconds=3"]
+    more = [*tiny, *MESHES["fsdp2"][1], "--data.timeout_seconds=3"]
     kinds = {
         "fails": "/nowhere/gone.jsonl, after document 0, cannot be read",
         "hangs": "8 to 15 gave nothing for 3 s",

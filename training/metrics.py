@@ -271,7 +271,7 @@ class MetricsWriter:
             self.wandb = _open_wandb(cfg.wandb_project, folder)
         for name in FILE, experts.FILE, digests.FILE:
             self.records[name] = Lines(folder / name, start)
-        if cfg.progress == "on" or (cfg.progress == "auto" and sys.stderr.isatty()):
+        if sys.stderr.isatty():
             self.bar = tqdm(total=steps, initial=start, bar_format=BAR, file=sys.stderr)
 
     def log(self, step: int, values: dict[str, float], line: str = "") -> None:

@@ -49,7 +49,6 @@ SHORT = {  # unless the person says otherwise
     "lr_schedule.warmup_steps": "1",
     "debug.sample_tokens": "8",
     "metrics.interval": "1",
-    "metrics.progress": "off",
 }
 ON_THE_CPU = one_process() | {  # the same run without a GPU
     "training.attention": "auto",

@@ -55,7 +55,6 @@ QUIET = {
     "training.delta_rule": "auto",
     "lr_schedule.warmup_steps": "0",
     "validation.interval": "0",
-    "metrics.progress": "off",
 }
 
 

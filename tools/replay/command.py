@@ -32,7 +32,6 @@ QUIET = {
     "compile.cuda_graphs": "false",
     "validation.interval": "0",
     "evaluation.interval": "0",
-    "metrics.progress": "off",
 }
 ONE = MeshOfRanks("one process", {})
 
