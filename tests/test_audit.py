@@ -15,7 +15,6 @@ from data.loader import Batches
 from data.order import BLOCK, Order
 from data.prepare import prepare
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS, T, G = 90, 16, 24
 
 

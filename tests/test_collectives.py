@@ -1,7 +1,6 @@
 """Ranks that drift apart, and a device that computes wrong: found before a sum is wrong, and
 named."""
 
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -164,28 +163,6 @@ def test_the_outlier_is_the_rank_that_differs_from_the_majority(tmp_path):
             for words in (odd, others)
         }
         assert line_of[odd] == line_of[others] + 1
-
-
-def missing(folder: str) -> str:
-    """Rank 1 never comes."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
-    if dist.get_rank() == 1:
-        time.sleep(3)
-        return ""
-    with collectives.Checked():
-        try:
-            dist.all_reduce(torch.ones(3))
-        except collectives.Drift as error:
-            return str(error)
-
-
-@pytest.mark.slow
-def test_a_missing_rank_is_an_error_with_the_waiting_line():
-    said, _ = run_ranks(2, missing, "")
-    assert (
-        "a rank of group default_pg (ranks [0, 1]) did not come to allreduce_ float32[3] SUM at "
-        "test_collectives.py:"
-    ) in said
 
 
 # The gradient, computed twice

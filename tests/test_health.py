@@ -39,10 +39,6 @@ def options(tmp_path_factory) -> list[str]:
 # A batch that gives no number
 
 
-def in_loss_alone(loss: torch.Tensor, value: float) -> torch.Tensor:
-    return loss + value  # whose gradient is loss's
-
-
 def in_gradient_alone(loss: torch.Tensor, value: float) -> torch.Tensor:
     loss.register_hook(lambda gradient: gradient * value)
     return loss

@@ -153,37 +153,6 @@ def test_every_seed_is_validated_on_the_same_sequences_in_the_same_order(options
     assert trained[0] != trained[1], "the control: the order of the training data follows the seed"
 
 
-@pytest.mark.slow
-def test_changed_data_is_refused_or_recorded(options, tmp_path, place):
-    """A run of 10 steps with other weights from there on: refused, then spliced, then an ordinary
-    resume."""
-    assert run_ranks(1, run, options, tmp_path) == [(0, "")]
-    changed = [option.replace("weight = 0.25", "weight = 0.5") for option in options] + [
-        "--validation.interval=0"
-    ]
-    ((code, error),) = run_ranks(1, run, [*changed, "--training.steps=13"], tmp_path)
-    assert (
-        code == 2
-        and "the data would change at step 10: weight or schedule of source code was [[0, 0.25]]"
-        in error
-    )
-    splice = [*changed, "--data.allow_splice=true"]
-    assert run_ranks(1, run, [*splice, "--training.steps=13"], tmp_path) == [(0, "")]
-    assert run_ranks(1, run, [*changed, "--training.steps=15"], tmp_path) == [(0, "")]
-    log = (tmp_path / "logs" / "rank-00000.log").read_text()
-    assert (
-        log.count(
-            "the data changes at step 10 (data.allow_splice): weight or schedule of source code"
-        )
-        == 1
-    )
-    found = audit.open_run(str(tmp_path))
-    assert [segment.step for segment in found.order.segments] == [0, 7, 10] and found.done == 15
-    assert audit.prove(found.order, 15) == []
-    seen = [json.loads(line) for line in (tmp_path / "samples-0.jsonl").read_text().splitlines()]
-    assert seen == [found.order.rows(step, 0, 8)[1].tolist() for step in range(15)]
-
-
 def test_a_source_read_too_often_is_refused_before_the_run(options, tmp_path):
     limited = [
         option.replace("weight = 0.25,", "weight = 0.25, max_epochs = 0.01,") for option in options

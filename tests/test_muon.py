@@ -3,9 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,14 +11,14 @@ from torch import Tensor, nn
 import train
 from checkpoint import state
 from configs.load import load_config
-from configs.schema import Config, Optimizer
+from configs.schema import Optimizer
 from models import MODELS
 from parallelisms import gather_matrices
 from parallelisms.gather_matrices import Layout, deal, rounds_of
-from tests import checkpoints, parity
+from tests import parity
 from tests.parity import EXPERTS, MUON
 from tests.ranks import run_ranks
-from tests.runs import EXPERT_MESHES, MESHES, whole
+from tests.runs import EXPERT_MESHES, MESHES
 from tests.steps import apart
 from tools.plan.repeat import traced
 from training import optimizers
@@ -263,47 +261,6 @@ def test_lr_scale_multiplies_the_learning_rate_of_a_group():
 
 def rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {group["rule"]: group["lr"] for group in optimizer.param_groups}
-
-
-def config(*more: str) -> Config:
-    run = [*checkpoints.MODEL, "--optimizer.lr=0.01", *more]
-    return load_config(run, parity.world().size, parity.world().local_size)
-
-
-# ---------------------------------------------------------------------------------- checkpoints
-
-
-def saved_muon(folder: Path, steps: int, then: int, *more: str) -> dict[str, np.ndarray]:
-    """Do a run of `steps`, saved, and `then` more, on this mesh; return the whole state at its
-    end."""
-    job = train.build(config("--optimizer.kind=muon", "--optimizer.ns_dtype=float32", *more))
-    manager = checkpoints.open_manager(job, folder, async_save=True)
-    progress = manager.load(job.model, job.optimizer)
-    checkpoints.do_steps(job, steps if progress is None else 0)
-    if progress is None:
-        manager.save(steps, job.model, job.optimizer, {"step": steps})
-    torch.manual_seed(8)
-    checkpoints.do_steps(job, then)
-    manager.close()
-    live = state.tensors(job.model, job.optimizer)
-    return {n: whole(t).numpy().copy() for n, t in live.items() if not n.startswith("rng.")}
-
-
-@pytest.mark.slow
-def test_a_resumed_run_goes_on_bitwise_and_on_another_mesh_to_rounding(tmp_path):
-    """Saved during the next step, by two ranks that share experts; read by the same two, and by
-    one."""
-    experts, folder = EXPERTS["qwen3 experts"], tmp_path / "c"
-    more = [*experts, "--parallelism.expert_parallel=2"]
-    whole = run_ranks(2, saved_muon, folder, 2, 2, *more)[0]
-    again = run_ranks(2, saved_muon, folder, 0, 2, *more)[0]
-    assert whole.keys() == again.keys()
-    assert all(np.array_equal(whole[name], again[name]) for name in whole)
-    kept = [name for name in whole if name.endswith(("momentum_buffer", "exp_avg_sq"))]
-    assert len(kept) == sum(name.startswith("model.") for name in whole)
-    alone = run_ranks(1, saved_muon, folder, 0, 2, *experts)[0]
-    for name, value in whole.items():
-        np.testing.assert_allclose(alone[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 # ---------------------------------------------------------------------------------------- plan

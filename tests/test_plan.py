@@ -209,12 +209,6 @@ def test_an_optimizer_that_does_more_than_elements_is_traced_with_all_layers(op)
         assert with_layers(step, 9, edge=1, period=1) is not None
 
 
-def test_the_title_has_the_numbers_that_are_changed():
-    assert report.model_name(load_config([])) == "llama debug"
-    changed = load_config(["--model.n_layers=3", "--model.tied_embeddings=true"])
-    assert report.model_name(changed) == "llama debug with n_layers = 3, tied_embeddings = True"
-
-
 def plan_of_other_moments() -> tuple[int, int, str]:
     """With an optimizer that keeps one moment, where the configuration says AdamW; and a line of
     the report."""

@@ -367,10 +367,8 @@ def hang(how: str) -> None:
     ctypes.PyDLL(None).sleep(600)  # in C, without releasing the GIL
 
 
-def hung(folder: Path, options: list[str], how: str, watched: bool = True) -> tuple[int, str]:
+def hung(folder: Path, options: list[str], how: str) -> tuple[int, str]:
     health.Watchdog.GRACE = 2.0
-    if not watched:
-        health.Watchdog.arm = lambda *_: None
     if dist.get_rank() == 1:
         train.train_step = once(train.train_step, lambda: hang(how), 3)
     return run(options, folder)
@@ -436,16 +434,6 @@ def dumping(folder: Path, seconds: float) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="starts threads by the C library")
 def test_stacks_are_written_while_threads_start_and_end(tmp_path):
     assert run_ranks(1, dumping, tmp_path, 2.0) == [True]
-
-
-@pytest.mark.torture
-def test_negative_control_without_the_watchdog_the_rank_keeps_hanging(options, tmp_path):
-    """The negative control."""
-    given = [*options, step_timeout(1)]
-    assert ends(2, tmp_path / "ranks", hung, tmp_path, given, "loop", False, seconds=10) == [
-        1,
-        None,
-    ]
 
 
 PATIENT = """

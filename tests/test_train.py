@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import train
 from configs.load import load_config
@@ -93,39 +92,6 @@ def test_kill_9_and_resume_on_the_same_mesh_is_bitwise(oracle, options, tmp_path
     assert series(folder) == series(oracle)  # floats round-trip: equal is bitwise
     assert series(folder, "grad_norm") == series(oracle, "grad_norm")
     assert samples(folder, 1)[-6:] == samples(oracle, 1)[-6:]
-
-
-def poisoned(from_step: int, options: list[str], folder: Path) -> tuple[str, list[bool]]:
-    """Do a run in which one rank's loss is not a number from a step on; return (the error it ends
-    with, finite weights by step)."""
-    real_loss, real_step, finite = train.linear_cross_entropy, train.train_step, []
-
-    def loss(*args, **options):
-        value = real_loss(*args, **options)
-        here = from_step <= len(finite) + 1 and torch.distributed.get_rank() == 1
-        return value * math.nan if here else value
-
-    def step(job, batch, *options):
-        result = real_step(job, batch, *options)
-        finite.append(all(p.to_local().isfinite().all().item() for p in job.model.parameters()))
-        return result
-
-    train.linear_cross_entropy, train.train_step = loss, step
-    try:
-        code, _ = run(options, folder)
-        return f"exit code {code}", finite
-    except RuntimeError as error:
-        return str(error), finite
-
-
-def test_a_run_that_stays_without_finite_gradients_ends(options, tmp_path):
-    results = run_ranks(2, poisoned, 4, [*options, *MESHES["fsdp2"][1]], tmp_path)
-    assert all(
-        "4 steps in a row" in error and all(finite) and len(finite) == 7
-        for error, finite in results
-    )
-    assert [series(tmp_path)[step] for step in (4, 5, 6)] == ["nan"] * 3
-    assert "step 4: loss nan" in (tmp_path / "logs" / "rank-00000.log").read_text()
 
 
 def validated(options: list[str], folder: Path) -> tuple[int, bool]:
