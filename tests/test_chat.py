@@ -558,8 +558,7 @@ def options(tmp_path_factory) -> list[str]:
 
 
 def test_the_loss_is_the_mean_over_the_answers_of_the_global_batch(options):
-    """Ranks and microbatches with other numbers of labels, or none, are in tests/test_parallel.py
-    and tests/test_padding.py."""
+    """Ranks with other numbers of labels, or none: tests/test_parallel.py, tests/test_uneven.py."""
     expected = run_ranks(1, alone, options)[0]
     assert run_ranks(1, first_loss, options)[0] == pytest.approx(expected, rel=1e-5)
 
