@@ -246,6 +246,7 @@ def test_every_benchmark_that_is_named_exists():
             2,
             "nonsense: no such benchmark; there are attention, delta_net, device.checks, ",
         ),
+        (["attention", "--help"], 0, "usage: python -m lab.bench attention"),
         (["attention", "--shapes=4,5"], 2, "4,5 is no shape; one is "),
         (["attention", "--json=no/such/x.json"], 2, "there is no folder for no/such/x.json"),
     ],

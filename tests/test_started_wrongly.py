@@ -14,7 +14,6 @@ import pytest
 import train
 from checkpoint.storage import local
 from configs.schema import InputError
-from lab.bench.__main__ import BENCHES
 from parallelisms import mesh
 from tests.checkpoints import build
 from tests.ranks import run_ranks
@@ -240,8 +239,6 @@ def test_help_and_mistakes_in_a_call_are_answered_before_torch_is_imported(tmp_p
     """Importing it takes 3 s on an idle machine and 15 s on a busy one."""
     asked = ASKED | {(name, "--help"): (0, HELP.get(name, "usage: ")) for name in programs()}
     asked["train.py", "--help"] = (0, "--table.key=value")
-    asked |= {("lab.bench", name, "--help"): (0, f"lab.bench {name}") for name in BENCHES}
-    asked["lab.bench", "attention", "--help"] = (0, "--shapes")
     calls = sorted(asked, key=lambda words: words[0] != "train.py")
     done = subprocess.run(
         [sys.executable, "-c", ASK_ALL, json.dumps(calls), str(tmp_path)],

@@ -201,6 +201,7 @@ def _present(parts: list[Benchmark], folder: Path) -> list[Benchmark]:
     return there
 
 
+@program.refuses
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.fetch_task", description="A benchmark as a file of an evaluation."
@@ -219,16 +220,12 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     out = args.out or Path(f"{args.name}.jsonl")
+    outbound.check_file("OUT", out)
+    rows = fetch(args)
     try:
-        outbound.check_file("OUT", out)
-        rows = fetch(args)
         tasks.write(out, rows)
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
     except OSError as error:
-        print(f"{out} cannot be written ({error.strerror})", file=sys.stderr)
-        return 2
+        raise InputError(f"{out} cannot be written ({error.strerror})") from None
     shots = f", {number_of(args.shots, 'example')} before each" if args.shots else ""
     print(f"{number_of(len(rows), 'row')} of {args.name} in {out}{shots}")
     return 0

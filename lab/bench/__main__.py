@@ -8,7 +8,6 @@ import importlib
 import sys
 
 from configs import program
-from lab.bench.usage import usage
 
 BENCHES = {
     "attention": "kernels of causal attention, by the shape of a model's heads",
@@ -34,12 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     if name not in BENCHES:
         print(f"{name}: no such benchmark; there are {', '.join(BENCHES)}", file=sys.stderr)
         return 2
-    file = FILES.get(name, name)
-    if {"-h", "--help"} & {*rest}:
-        print(usage(name, file))
-        return 0
     sys.argv = [f"python -m lab.bench {name}", *rest]
-    module = importlib.import_module(f"lab.bench.{file}")
+    module = importlib.import_module(f"lab.bench.{FILES.get(name, name)}")
     return module.main() or 0
 
 
