@@ -13,7 +13,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -59,6 +58,7 @@ from parallelisms.mesh import Mesh, world
 from reliability.guard import Diverged
 from reliability.objects import check_mirrored
 from reliability.record import Start
+from reliability.sockets import open_sockets, shut_down
 from reliability.stop import Stop
 from training.optimizers import materialise
 
@@ -117,12 +117,12 @@ class Door:
 
     def _connect(self) -> dist.TCPStore:
         """Open a connection to the launcher's store that stays when the others are shut down."""
-        before = set(_sockets())
+        before = set(open_sockets())
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(
             address, port, is_master=False, wait_for_workers=False, timeout=ANSWER
         )
-        self.own |= set(_sockets()) - before
+        self.own |= set(open_sockets()) - before
         return store
 
     # what the thread does
@@ -157,9 +157,9 @@ class Door:
             waited = time.monotonic() - began
             if waited < (UPDATE if self._updates() else GRACE):
                 continue
-            for name, descriptor in _sockets().items():
+            for name, descriptor in open_sockets().items():
                 if name not in self.own:
-                    _shut_down(descriptor)
+                    shut_down(descriptor)
             self._abort_nccl()
             self.is_at_door.wait(AGAIN)
 
@@ -474,27 +474,3 @@ def _close_groups() -> None:
         torch.cuda.empty_cache()
     with contextlib.suppress(AttributeError):
         torch._C._clear_DTensor_sharding_propagator_cache()
-
-
-def _sockets() -> dict[str, int]:
-    """Return the open sockets of this process: name -> file descriptor."""
-    found = {}
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            name = os.readlink(f"/proc/self/fd/{descriptor}")
-            if name.startswith("socket:"):
-                found[name] = int(descriptor)
-    return found
-
-
-def _shut_down(descriptor: int) -> None:
-    """End a TCP connection, so that all that wait for it fail. One that listens is left alone: gloo
-    ends the process when that fails."""
-    with contextlib.suppress(OSError):
-        copy = socket.socket(fileno=os.dup(descriptor))
-        try:
-            if copy.family in (socket.AF_INET, socket.AF_INET6):
-                copy.getpeername()
-                copy.shutdown(socket.SHUT_RDWR)
-        finally:
-            copy.close()

@@ -99,7 +99,10 @@ def test_a_launcher_that_has_not_begun_is_waited_for():
     server = serve()
     node0 = coordinator(server, 4)
     node0.store.store.delete_key(alive(2))
-    assert not node0._silent() and node0._silent(0.0) == {0, 1, 2, 3}
+    slots = range(4 * RANKS)
+    assert not node0._silent(slots)
+    time.sleep(0.1)
+    assert node0._silent(slots, 0.05) == {0, 1, 3}
 
 
 def test_who_comes_twice_is_as_far_as_it_said_last():
@@ -128,7 +131,7 @@ def test_a_host_that_is_lost_while_others_are_to_join_is_a_loss(how, monkeypatch
     assert node0._look(0) == 0
     assert server.check([key(0, CALL)]) and not server.check([key(0, END)])
     if how == "is silent":
-        monkeypatch.setattr(node0, "_silent", lambda seconds=0: {1})
+        monkeypatch.setattr(node0, "_silent", lambda slots, seconds=0: {1})
     else:
         come(here, 0, RANKS, NO_STATE)
     assert node0._look(0) == 0 and server.get(key(0, END)).decode() == LOST

@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,12 @@ from checkpoint import joining, state, storage, verify
 from configs.load import load_config
 from configs.rounds import NO_STATE, WholeMesh, next_round
 from configs.schema import InputError
+from tests.hosts import (
+    ADDRESSES,
+    Hosts,
+    enter,
+    hosts,  # noqa: F401  a fixture
+)
 from tests.launched import Launcher, ended
 from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import TINY, as_typed, free_port, run, series, tiny_run
@@ -182,8 +189,10 @@ class Run:
         restarts: int,
         more: str,
         spares: int = 0,
+        net: Hosts | None = None,
     ) -> None:
         self.folder = folder
+        self.net = net
         steps = [o.partition("=")[2] for o in options if o.startswith("--training.steps=")]
         self.last = int(steps[-1])
         self.place = Path(
@@ -193,7 +202,7 @@ class Run:
         if hosts > 1:
             port = f"--master-port={free_port()}"
             nodes = f"--nnodes={hosts}:{hosts + spares}"
-            self.flags += [nodes, "--master-addr=127.0.0.1", port]
+            self.flags += [nodes, f"--master-addr={ADDRESSES[0] if net else '127.0.0.1'}", port]
         script = folder.parent / "paced.py"
         script.write_text(more + PACED)
         self.words = [
@@ -209,7 +218,11 @@ class Run:
     def start(self, host: int) -> Launcher:
         self.starts += 1
         said = self.folder.parent / f"said-{self.starts}"
-        return Launcher([*self.flags, f"--node-rank={host}", *self.words], said)
+        words = [*self.flags, f"--node-rank={host}", *self.words]
+        if self.net is None:
+            return Launcher(words, said)
+        begin = partial(enter, self.net.names[host])
+        return Launcher(words, said, begin, GLOO_SOCKET_IFNAME="cable")
 
     def ranks(self, host: int) -> list[int]:
         return self.ranks_of(self.launchers[host])
@@ -241,8 +254,9 @@ class Run:
     def wait_for(self, step: int) -> None:
         deadline = time.monotonic() + 60 * WORKERS
         while self.step() < step:
-            living = [one for one in self.launchers.values() if one.poll() is None]
-            assert living and time.monotonic() < deadline, self.where() + self.said()
+            codes = [launcher.poll() for launcher in self.launchers.values()]
+            is_running = None in codes and time.monotonic() < deadline
+            assert is_running, f"exit codes {codes}\n{self.where()}{self.said()}"
             time.sleep(0.01)
 
     def where(self) -> str:
@@ -301,13 +315,14 @@ def begin(
     length: Sequence[str] = (),
     options: Sequence[str] = (),
     spares: int = 0,
+    net: Hosts | None = None,
 ) -> Run:
     """more: what the ranks' script does before it trains; length: options of a longer run; options:
     that the run of one process does not have."""
     ranks, degrees, model = MESHES[mesh]
     mesh_options = [f"--parallelism.{degree}" for degree in degrees.split()]
     given = as_typed([*whole([*model, *length]), *mesh_options, *options])
-    return Run(given, folder, hosts, ranks, restarts, more, spares)
+    return Run(given, folder, hosts, ranks, restarts, more, spares, net)
 
 
 @pytest.mark.slow
@@ -457,6 +472,28 @@ def test_a_spare_takes_the_place_of_a_lost_host(
     assert run.end() == [0, 0], run.said()
     assert "node 2 takes the place of node 1" in run.said()
     assert ended([lost])[0] != [0]
+    check(run)
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+def test_a_cable_that_is_cut_costs_its_replica_once(
+    hosts: Hosts,
+    whole: Callable,
+    tmp_path: Path,
+) -> None:
+    """No side hears that the other is gone. When the cable is back TCP waits about as long again as
+    it was cut; a launcher whose signs of life came so late had its ranks lost again and again."""
+    length = ["--training.steps=100", "--optimizer.lr=1e-4"]
+    run = begin(whole, "hsdp2x2", tmp_path / "run", 2, more=WAITING, length=length, net=hosts)
+    run.wait_for(5)
+    hosts.cable("down", (1,))
+    time.sleep(20)
+    hosts.cable("up", (1,))
+    assert run.end() == [0, 0], run.said()
+    rounds = [line for line in run.said().splitlines() if "replicas go on" in line]
+    assert ["1 of 2" in rounds[0], "2 of 2" in rounds[1], len(rounds)] == [True, True, 2], rounds
+    assert "node 1 has given no sign of life for 5 s" in run.said()
     check(run)
 
 

@@ -14,7 +14,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from configs.rounds import (
     report_loss,
 )
 from configs.schema import Config, InputError
+from reliability.sockets import end_if_unacknowledged, open_sockets
 from tools.launch.words import log
 
 ANSWER = timedelta(seconds=20)  # in which the launchers' store answers
@@ -78,6 +79,7 @@ class Rounds:
         """where: the launchers' store; options: of the launcher, whose `used` counts the restarts,
         those of single ranks included; node: the place of this one among those of this start, of
         which there are `nodes`; place: the same, if it was taken from a launcher that is lost."""
+        self.where = where
         self.store = connect(where)
         self.options = options
         self.node = node
@@ -107,16 +109,30 @@ class Rounds:
         self.looked = now
         try:
             if not self.place.hold(self.store):
-                log(
-                    f"another host has taken the place of {socket.gethostname()}, which did not answer"
-                )
-                agent._send(signal.SIGKILL)
                 self.is_over = True
+                if self.store.check([self.place.name]):  # else node 0 has started again
+                    host = socket.gethostname()
+                    log(f"another host has taken the place of {host}, which did not answer")
+                    agent._send(signal.SIGKILL)
                 return True
             self._look(agent, group)
         except DistError:
-            self.is_over = True
+            self.is_over = not self._connects_again(agent)
         return self.is_over
+
+    def _connects_again(self, agent: Any) -> bool:
+        """Connect to a store that did not answer. Returns False where there is none, or it does not
+        answer yet and a rank of this host has ended."""
+        try:
+            socket.create_connection(self.where, timeout=1.0).close()
+            self.store = connect(self.where)
+        except ConnectionRefusedError:
+            return False
+        except (OSError, DistError):
+            handlers = agent._pcontext.subprocess_handlers
+            running = agent._pcontext._running_local_ranks
+            return all(handlers[local].proc.poll() is None for local in running)
+        return True
 
     def _look(self, agent: Any, group: WorkerGroup) -> None:
         context = agent._pcontext
@@ -282,7 +298,10 @@ def processor_seconds(pid: int) -> float:
 
 def connect(where: tuple[str, int]) -> TCPStore:
     """Connect to the launchers' store. A call that is not answered fails: the network is cut."""
-    return TCPStore(*where, is_master=False, wait_for_workers=False, timeout=ANSWER)
+    before = open_sockets()
+    store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=ANSWER)
+    end_if_unacknowledged(SILENT, before)
+    return store
 
 
 class NodePlace:
@@ -307,6 +326,9 @@ class NodePlace:
 
     def _write(self, store: TCPStore, sign: str) -> bool:
         found = store.compare_set(self.name, self.last, sign).decode()
+        if found != sign and found.rpartition("/")[0] == self.holder:
+            # that of a call whose answer was lost, with the connection
+            found = store.compare_set(self.name, found, sign).decode()
         self.last = sign
         return found == sign
 
@@ -319,9 +341,10 @@ class Signs:
         self.since = 0.0
 
     def silence(self, beat: bytes) -> float:
-        """Note its number as it is now; returns the seconds for which that has not changed."""
+        """Note its number as it is now; returns the seconds for which that has not changed. beat: b""
+        for a launcher that has not begun, which is waited for."""
         now = time.monotonic()
-        if beat != self.beat:
+        if beat != self.beat or not beat:
             self.beat, self.since = beat, now
         return now - self.since
 
@@ -413,7 +436,11 @@ class Coordinator:
         there = at_door(self.store, number)
         if self.store.check([key(number, END)]) or there.keys() >= {*self.members}:
             return self._end(number)
-        if self._silent() or self._are_replaced(there):
+        if silent := self._silent(self.members):
+            for node in sorted(silent):
+                log(f"node {node} has given no sign of life for {SILENT:.0f} s")
+            report_loss(self.store, number)
+        elif self._are_replaced(there):
             report_loss(self.store, number)
         elif self._have_come(there):
             self.store.set(key(number, CALL), "")
@@ -425,9 +452,9 @@ class Coordinator:
         return any(there.get(slot) == NO_STATE for slot in self.members)
 
     def _have_come(self, there: Mapping[int, int]) -> bool:
-        """Return whether ranks that are not members have come since the last look, and make another
-        replica whole."""
-        waiting = there.keys() - {*self.members}
+        """Return whether ranks that are not members, of hosts that live, have come since the last
+        look, and make another replica whole."""
+        waiting = self._of_living(there.keys() - {*self.members})
         if waiting == self.waiting:
             return False
         self.waiting = waiting
@@ -437,10 +464,15 @@ class Coordinator:
             return more is not None and len(more.slots) > len(self.members)
         return False
 
-    def _silent(self, seconds: float = SILENT) -> set[int]:
-        """Return the nodes of members that have given no sign of life for so many seconds."""
-        beats = self._beats(sorted({slot // self.per_node for slot in self.members}))
+    def _silent(self, slots: Iterable[int], seconds: float = SILENT) -> set[int]:
+        """Return the nodes of these ranks that have given no sign of life for so many seconds."""
+        beats = self._beats(sorted({slot // self.per_node for slot in slots}))
         return {node for node, beat in beats.items() if self.signs[node].silence(beat) > seconds}
+
+    def _of_living(self, slots: Collection[int]) -> set[int]:
+        """Return those of these ranks whose host gives signs of life. Others would be lost again."""
+        silent = self._silent(slots) if slots else set()
+        return {slot for slot in slots if slot // self.per_node not in silent}
 
     def _beats(self, nodes: list[int]) -> dict[int, bytes]:
         """Return what the launchers have counted, b"" before one has begun, with two calls once all
@@ -455,7 +487,7 @@ class Coordinator:
         """Wait until all members are at the door, dead, or on a host that is silent."""
         deadline = time.monotonic() + 2 * PATIENCE
         while time.monotonic() < deadline:
-            silent = self._silent(ANSWERS)
+            silent = self._silent(self.members, ANSWERS)
             missing = set(self.members) - set(at_door(self.store, number))
             missing -= dead(self.store, number)
             missing = {slot for slot in missing if slot // self.per_node not in silent}
@@ -468,7 +500,7 @@ class Coordinator:
         self._wait(number)
         gone = dead(self.store, number)
         there = at_door(self.store, number)
-        steps = {slot: there[slot] for slot in sorted(there) if slot not in gone}
+        steps = {slot: there[slot] for slot in sorted(self._of_living(there)) if slot not in gone}
         chosen, why = None, "no replica is left whole"
         try:
             chosen = next_round(self.argv, self.cfg, self.whole, steps, self.per_node)
@@ -486,7 +518,6 @@ class Coordinator:
             return number
         self.members = chosen.slots
         self.waiting = set()
-        self.signs.clear()
         self.store.set(key(number + 1, "ranks"), chosen.text())
         self.store.set(LATEST, str(number + 1))
         self.store.compare_set(key(number, END), "", ENDED)
