@@ -1,5 +1,7 @@
 """Node 0 decides on a round with as many calls to the launchers' store for many ranks as for few."""
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -196,19 +198,38 @@ def test_a_rank_that_compiles_gets_more_time(computes, monkeypatch):
     assert seen.is_over_for(7) is not computes
 
 
-def test_a_rank_that_waits_for_a_processor_computes():
-    """Three processes that never rest, on one processor, which others may use too."""
-    spin = "import os\nos.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\nwhile True: pass"
-    spinning = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(3)]
-    sleeping = subprocess.Popen(["sleep", "60"])
+SPIN = """
+import os, subprocess, sys, threading, time
+def spin():
+    while True:
+        pass
+if sys.argv[1] == "its main thread":
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # with the others
+    spin()
+if sys.argv[1] == "a child":
+    subprocess.run([sys.executable, sys.argv[0], "its main thread"])
+if sys.argv[1] == "another thread":
+    threading.Thread(target=spin).start()
+time.sleep(60)
+"""
+
+
+def test_what_computes(tmp_path):
+    """A rank that waits for a processor does, and one that waits for a compiler: one whose gloo
+    threads spin does not."""
+    kinds = ["its main thread", "its main thread", "a child", "another thread", "nothing"]
+    script = tmp_path / "spin.py"
+    script.write_text(SPIN)
+    started = [
+        subprocess.Popen([sys.executable, script, kind], start_new_session=True) for kind in kinds
+    ]
     try:
-        time.sleep(1.0)
-        pids = [process.pid for process in (*spinning, sleeping)]
-        seen = rounds.LossSeen(4, pids)
+        time.sleep(2.0)
+        seen = rounds.LossSeen(4, [process.pid for process in started])
         time.sleep(1.5)
-        seconds = [rounds.processor_seconds(pid) - seen.before[pid] for pid in pids]
-        assert min(seconds[:3]) > 1.0 and seconds[3] < 0.1, seconds
+        seconds = [rounds.processor_seconds(pid) - before for pid, before in seen.before.items()]
+        assert min(seconds[:3]) > 1.0 and max(seconds[3:]) < 0.3, seconds
     finally:
-        for process in (*spinning, sleeping):
-            process.kill()
+        for process in started:
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()

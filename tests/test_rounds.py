@@ -488,7 +488,7 @@ def test_a_cable_that_is_cut_costs_its_replica_once(
     run = begin(whole, "hsdp2x2", tmp_path / "run", 2, more=WAITING, length=length, net=hosts)
     run.wait_for(5)
     hosts.cable("down", (1,))
-    time.sleep(20)
+    time.sleep(28)
     hosts.cable("up", (1,))
     assert run.end() == [0, 0], run.said()
     rounds = [line for line in run.said().splitlines() if "replicas go on" in line]
@@ -610,21 +610,22 @@ def test_a_rank_that_comes_late_speaks_not_for_the_run(whole: Callable, tmp_path
 
 @dataclass(frozen=True)
 class Loss:
-    """What happens to a run: a rank is killed or frozen, or a host is lost and comes back."""
+    """What happens to a run: a rank is killed or frozen, a host is lost and comes back, or its cable
+    is cut for a while."""
 
     steps: int  # that are done after the loss before; 0: the run may still be without that one
     seconds: float  # later
-    kind: str  # rank, freeze, host
+    kind: str  # rank, freeze, host, cable
     host: int
     away: float  # seconds
 
 
-def losses(rng: random.Random, hosts: int) -> Iterator[Loss]:
-    kinds = ["rank", "rank", "freeze", *["host"] * 2 * (hosts > 1)]
+def losses(rng: random.Random, hosts: int, has_cable: bool) -> Iterator[Loss]:
+    kinds = ["rank", "rank", "freeze", *["host"] * 2 * (hosts > 1), *["cable"] * 2 * has_cable]
     while True:
         kind = rng.choice(kinds)
         # node 0 serves the store: when it is lost all ranks are started again
-        host = rng.randrange(kind == "host", hosts)
+        host = rng.randrange(kind in ("host", "cable"), hosts)
         steps = rng.choice([0, 0, 1, 4, 12])
         seconds = rng.uniform(0, 0.3 if steps else 3.0)
         yield Loss(steps, seconds, kind, host, rng.uniform(0, 2))
@@ -637,6 +638,10 @@ def suffer(run: Run, loss: Loss, rng: random.Random) -> None:
         run.launchers[loss.host].kill()
         time.sleep(loss.away)
         run.launchers[loss.host] = run.start(loss.host)
+    elif loss.kind == "cable":
+        run.net.cable("down", (loss.host,))
+        time.sleep(8 * loss.away)
+        run.net.cable("up", (loss.host,))
     elif ranks := run.ranks(loss.host):
         number = signal.SIGSTOP if loss.kind == "freeze" else signal.SIGKILL
         with contextlib.suppress(ProcessLookupError):
@@ -650,17 +655,25 @@ LONG = (
 ).split()
 
 
-def trial(whole: Callable, folder: Path, seed: int, most: int, length: Sequence[str] = ()) -> int:
-    """Train through losses, of which at most so many. Returns their number."""
+def trial(
+    whole: Callable,
+    folder: Path,
+    seed: int,
+    most: int,
+    length: Sequence[str] = (),
+    net: Hosts | None = None,
+) -> int:
+    """Train through losses, of which at most so many. Returns their number. net: two hosts, on which
+    the run is."""
     rng = random.Random(seed)
-    mesh = rng.choice(list(MESHES))
+    mesh = rng.choice([name for name, (ranks, _, _) in MESHES.items() if net is None or ranks != 3])
     # tensor parallelism stays within a host
-    hosts = rng.choice([1, 2 if mesh == "hsdp2xtp2" else MESHES[mesh][0]])
-    run = begin(whole, mesh, folder / "run", hosts, restarts=1000, length=length)
+    hosts = 2 if net else rng.choice([1, 2 if mesh == "hsdp2xtp2" else MESHES[mesh][0]])
+    run = begin(whole, mesh, folder / "run", hosts, restarts=1000, length=length, net=net)
     happened: list[Loss] = []
     try:
         run.wait_for(3)
-        for loss in itertools.islice(losses(rng, hosts), most):
+        for loss in itertools.islice(losses(rng, hosts, net is not None), most):
             if run.step() >= run.last - 2:
                 break
             happened.append(loss)
@@ -689,3 +702,12 @@ def test_a_run_goes_on_whatever_is_lost_again_and_again(
     seed: int, whole: Callable, tmp_path: Path
 ) -> None:
     print(f"seed {seed}: {trial(whole, tmp_path, seed, 100, LONG)} losses")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.cap(1800)
+@pytest.mark.parametrize("seed", range(60, 70))
+def test_a_run_goes_on_whatever_link_is_cut(
+    seed: int, hosts: Hosts, whole: Callable, tmp_path: Path
+) -> None:
+    print(f"seed {seed}: {trial(whole, tmp_path, seed, 100, LONG, hosts)} losses")

@@ -128,6 +128,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "reliability.guard",  # what says that a state is worthless
         "reliability.objects",
         "reliability.record",  # why a start has ended
+        "reliability.sockets",  # which a rank shuts down
         "reliability.stop",  # whether one was asked for while a stage ended
         "configs.boxes",  # how a tensor is cut
         "parallelisms.boxes",  # which box of a tensor this rank holds

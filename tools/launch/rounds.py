@@ -283,17 +283,35 @@ class LossSeen:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the seconds of processors that a process has used, and for which its threads have waited
-    for one, where the kernel says that (Linux, Documentation/scheduler/sched-stats); 0 if it has
-    ended."""
-    fields = _stat(pid)
+    """Return the seconds of processors that a rank has used, and for which it has waited for one: of
+    its main thread, since those of gloo may spin, and of the processes that it has started, which
+    compile. 0 if it has ended."""
+    seconds = _processor_seconds(f"{pid}/task/{pid}")
+    for child in _children(pid):
+        seconds += _processor_seconds(str(child))
+    return seconds
+
+
+def _processor_seconds(task: str) -> float:
+    """Return the same of a process or a thread, by its folder in /proc; the time in which it waited
+    where the kernel says that (Linux, Documentation/scheduler/sched-stats)."""
+    fields = _stat(task)
     if not fields:
         return 0.0
-    waited = 0
-    for file in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+    used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    with contextlib.suppress(OSError):
+        used += int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
+    return used
+
+
+def _children(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
-            waited += int(file.read_text().split()[1])
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + waited / 1e9
+            for child in map(int, file.read_text().split()):
+                found += [child, *_children(child)]
+    return found
 
 
 def connect(where: tuple[str, int]) -> TCPStore:
@@ -362,10 +380,11 @@ def is_frozen(pid: int) -> bool:
     return _stat(pid)[:1] == ["T"]
 
 
-def _stat(pid: int) -> list[str]:
-    """Return what the kernel says of a process, from its state on (proc(5)); [] if it has ended."""
+def _stat(task: int | str) -> list[str]:
+    """Return what the kernel says of a process or a thread, from its state on (proc(5)); [] if it has
+    ended. task: its folder in /proc."""
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{task}/stat").read_text().rpartition(")")[2].split()
     return []
 
 
