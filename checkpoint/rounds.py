@@ -56,6 +56,7 @@ from configs.schema import Config, InputError
 from parallelisms import mesh as meshes
 from parallelisms.mesh import Mesh, world
 from reliability.guard import Diverged
+from reliability.health import hashes, named, outliers
 from reliability.objects import check_mirrored
 from reliability.record import Start
 from reliability.sockets import open_sockets, shut_down
@@ -408,6 +409,8 @@ def hand_over(job: Any, checkpoints: Any) -> dict | None:
             for name, part in live.items():
                 part.copy_(kept.tensors[name])
         if not door.round.whole:
+            if job.cfg.debug.replica_check_interval:
+                _compare(live, mesh, door, job.cfg.debug.leave_out_odd_replica)
             _broadcast(live, mesh, door.round.source)
     about = (kept.progress, kept.ancestors, kept.origin) if kept else None
     progress, ancestors, origin = next(one for one in mesh.gather(about) if one)
@@ -422,6 +425,27 @@ def hand_over(job: Any, checkpoints: Any) -> dict | None:
             f"{progress['step']}, whose state was {how} in {time.monotonic() - began:.2f} s"
         )
     return progress
+
+
+def _compare(live: dict[str, Tensor], mesh: Mesh, door: Door, leaves_out: bool) -> None:
+    """Compare the states of the replicas that have one, before all get that of one of them: after that
+    an odd one could not be told from the others. Raises Diverged where they differ; if it `leaves_out`
+    an odd one, only on the ranks that differ from the majority."""
+    group = mesh.device_mesh.get_group("dp_replicate")
+    own = hashes((live[name] for name in sorted(live)), mesh.device)
+    of_all = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(of_all, own, group=group)
+    states = {}
+    for rank, of_rank in zip(dist.get_process_group_ranks(group), of_all, strict=True):
+        if door.round.steps[rank] == door.round.step:
+            states[rank] = tuple(of_rank.tolist())
+    odd = [[*states][place] for place in outliers([*states.values()])]
+    if odd and not (leaves_out and mesh.rank not in odd):
+        raise Diverged(
+            f"step {door.round.step}: state that must be the same on several ranks is not, which was "
+            f"seen before ranks that are new got it: {named(odd)} of dp_replicate. A device computes "
+            "or remembers wrong"
+        )
 
 
 def _broadcast(live: dict[str, Tensor], mesh: Mesh, source: int) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -229,11 +229,7 @@ def mismatching_replicas(
             continue
         group = mesh.device_mesh.get_group(dim)
         tensors = _state(model, optimizer, replicated_over=dim)
-        none = torch.zeros((), dtype=torch.uint64)
-        hashes = [
-            torch.hash_tensor(tensor) if tensor.numel() else none for tensor in tensors.values()
-        ]
-        own_hashes = torch.stack([value.to(mesh.device).view(torch.int64) for value in hashes])
+        own_hashes = hashes(tensors.values(), mesh.device)
         all_hashes = [torch.empty_like(own_hashes) for _ in range(group.size())]
         dist.all_gather(all_hashes, own_hashes, group=group)
         ranks = dist.get_process_group_ranks(group)
@@ -258,6 +254,13 @@ def mismatching_replicas(
         if odd := outliers(values):
             found.append(Mismatch(tuple(odd), f"{named(odd)}: {name} {values[odd[0]]!r}"))
     return found
+
+
+def hashes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Return a hash of each tensor, int64 [n] on the device."""
+    none = torch.zeros((), dtype=torch.uint64)
+    found = [torch.hash_tensor(tensor) if tensor.numel() else none for tensor in tensors]
+    return torch.stack([value.to(device).view(torch.int64) for value in found])
 
 
 def _differ(mesh: Mesh, numbers: dict[str, float]) -> bool:

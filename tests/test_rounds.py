@@ -399,6 +399,40 @@ def test_the_odd_replica_is_left_out(whole: Callable, tmp_path: Path) -> None:
     check(run)
 
 
+FLIPPED_LATER = FLIPPED.replace("== 7", "== 12").replace(
+    "world().rank == 1", "world().rank == 0 and os.environ['PLUMBLINE_ROUNDS'] == 'member'"
+)
+NOT_COMPARED = """
+from checkpoint import rounds
+rounds._compare = lambda *arguments: None
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize(
+    "is_compared", [True, False], ids=["compared", "negative control: not compared"]
+)
+def test_an_odd_replica_gives_its_state_to_no_other(
+    is_compared: bool, whole: Callable, tmp_path: Path
+) -> None:
+    """Rank 0 would send its state to the rank that comes, before the comparison at step 20. After that
+    all four have the same state."""
+    options = [
+        "--debug.leave_out_odd_replica=true",
+        "--debug.replica_check_interval=20",
+        "--checkpoint.interval=20",
+    ]
+    more = f'{DIES}dies(3, "train", "train_step", 14)\n{WAITING}{FLIPPED_LATER}'
+    more += "" if is_compared else NOT_COMPARED
+    options = [*whole([]), f"--parallelism.{FOUR}", *options]
+    run = Run(options, tmp_path / "run", 1, 4, 3, more)
+    assert run.end() == [0], run.said()
+    assert ("was seen before ranks that are new got it: rank 0" in run.said()) == is_compared
+    assert ("rank 0 on" in run.said()) == is_compared
+    check(run, losses=2)
+
+
 @pytest.mark.slow
 @pytest.mark.cap(300)
 def test_without_a_whole_replica_all_start_again(whole: Callable, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself)
         "reliability.disk",
         "reliability.goodput",  # which starts a run has had
         "reliability.guard",  # what says that a state is worthless
+        "reliability.health",  # whether replicas have the same
         "reliability.objects",
         "reliability.record",  # why a start has ended
         "reliability.sockets",  # which a rank shuts down
