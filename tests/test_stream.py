@@ -23,7 +23,7 @@ from data.prepare import prepare
 from data.stream import Exhausted, Stream, StreamedBatches, StreamOrder
 from data.workers import LoaderError
 from tests.ranks import run_ranks
-from tests.runs import MESHES, TINY, data_rank, killed_at, run, samples, series, stopped_at
+from tests.runs import MESHES, TINY, data_rank, killed_at, run, samples, series
 
 T, G, STREAMS = 13, 24, 12
 
@@ -411,25 +411,6 @@ def test_killed_and_resumed_it_is_bitwise_the_same_run(tiny, tmp_path):
     assert series(killed) == series(whole) and samples(killed, 1)[-6:] == samples(whole, 1)[-6:]
     with pytest.raises(InputError, match="only a run on a prepared corpus can be audited"):
         audit.open_run(str(whole))
-
-
-@pytest.mark.slow
-def test_a_run_that_moves_between_meshes_sees_what_one_rank_sees(tiny, tmp_path):
-    whole, moved = tmp_path / "whole", tmp_path / "moved"
-    whole.mkdir(), moved.mkdir()
-    assert run_ranks(1, run, tiny, whole) == [(0, "")]
-    seen = []
-    for ranks in 1, 2, 1:  # stopped after 3 steps each, the last runs on to the end
-        if len(seen) < 6:
-            assert run_ranks(ranks, stopped_at, 3, tiny, moved) == [75] * ranks
-        else:
-            assert run_ranks(ranks, run, tiny, moved) == [(0, "")]
-        seen += samples(moved, ranks)
-        for file in moved.glob("samples-*"):
-            file.unlink()
-    assert seen == samples(whole, 1) and len(seen) == 16
-    want, got = series(whole), series(moved)
-    assert max(abs(got[s] / want[s] - 1) for s in want) <= 1e-5
 
 
 def failing_at(step: int, kind: str, options: list[str], folder: Path) -> tuple[int, str]:

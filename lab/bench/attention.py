@@ -8,6 +8,7 @@ are the values of `training.attention` (flash3 where flash_attn_3 is installed);
 alternation, each in a separate process.
 """
 
+import argparse
 import statistics
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -86,8 +87,18 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
     return rows, min(together, key=together.__getitem__)
 
 
+def shape_of(words: str) -> str:
+    """Return a shape, whose numbers are five. Raises argparse's error."""
+    numbers = words.split(",")
+    if len(numbers) != 5 or not all(map(str.isdecimal, numbers)):
+        raise argparse.ArgumentTypeError(f"{words} is no shape; one is {SHAPES[DEVICE].split()[0]}")
+    return words
+
+
 def main() -> None:
-    parser = harness.shapes_parser(__doc__, 15, SHAPES[DEVICE])
+    parser = harness.parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=SHAPES[DEVICE].split())
     parser.add_argument("--one", help="this contender, one timing per line of input")
     parser.add_argument("--part", choices=("forward", "backward"))
     args = parser.parse_args()

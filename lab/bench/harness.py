@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from configs.cpu import bfloat16_is_fast
@@ -68,23 +67,6 @@ def in_a_folder(path: str) -> str:
     if not Path(path).absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder for {path}")
     return path
-
-
-def like(example: str, shape: str) -> str:
-    """Return a shape with as many numbers as the example. Raises argparse's error."""
-    numbers = shape.split(",")
-    if len(numbers) != len(example.split(",")) or not all(map(str.isdecimal, numbers)):
-        raise argparse.ArgumentTypeError(f"{shape} is no shape; one is {example}")
-    return shape
-
-
-def shapes_parser(about: str, rounds: int, shapes: str) -> argparse.ArgumentParser:
-    """Return the command line of a benchmark that measures a list of shapes."""
-    found = parser(about)
-    found.add_argument("--rounds", type=int, default=rounds)
-    example = shapes.split()[0]
-    found.add_argument("--shapes", nargs="+", type=partial(like, example), default=shapes.split())
-    return found
 
 
 def ratio(seconds: dict[str, list[float]], name: str, to: str) -> float:
