@@ -43,21 +43,22 @@ class Lease:
     `id` is new with every lease. Temporary folders carry it, so that they are never confused with
     those of an earlier run.
 
-    before: the lease that another rank of this run held; the run has gone on without that rank
-    (checkpoint/rounds.py), so it is not waited for, and neither is a lock that the server of a
-    network file system still keeps for a host that is lost.
+    of_start: names the start whose ranks share the folder (checkpoint/rounds.py). Another rank of it
+    that holds the lease is lost, or not in this round: it is not waited for, and neither is a lock
+    that the server of a network file system still keeps for a host that is lost.
     """
 
-    def __init__(self, path: Path, before: str = ""):
+    def __init__(self, path: Path, of_start: str = ""):
         self.path = path
         self.id = uuid.uuid4().hex[:8]
+        self.start = of_start
         self.count = 0
         self.changing = threading.Lock()
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             locked = _lock(self.fd)
             owner, is_free = _read(self.fd)
-            if owner and owner["id"] == before:
+            if owner and of_start and owner.get("start") == of_start:
                 locked, is_free = locked or None, True
             if is_free:
                 owner = None
@@ -84,7 +85,7 @@ class Lease:
     def _beat(self) -> None:
         self.count += 1
         owner = {"host": socket.gethostname(), "pid": os.getpid(), "id": self.id}
-        self._write(owner | {"count": self.count})
+        self._write(owner | {"start": self.start, "count": self.count})
 
     def _write(self, content: dict) -> None:
         os.pwrite(self.fd, json.dumps(content).ljust(SIZE).encode(), 0)

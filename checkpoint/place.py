@@ -45,8 +45,8 @@ def claimed(cfg: Config) -> "Iterator[CheckpointFolder | Bucket]":
     before anything is written there: a start that is refused, or has nothing to do, leaves the
     folder as it was. Raises InputError on every rank."""
     place = open_place(cfg.checkpoint, Path(cfg.run.folder) / "checkpoints")
-    on_rank_0(None, _claim, place, cfg)
     try:
+        on_rank_0(None, _claim, place, cfg)  # fails if another rank is lost, and it is claimed
         yield place
     except Unreachable:  # a store that does not answer would not hear of it either
         raise
@@ -105,7 +105,7 @@ class CheckpointFolder:
         for parent in (self.path.parent, self.path.parent.parent):
             # a folder whose name a power cut takes away is lost with all that was synced in it
             disk.sync(parent)
-        self.lease = Lease(self.path / ".lease", os.environ.get(LEASE, ""))
+        self.lease = Lease(self.path / ".lease", of_start=os.environ.get(LEASE, ""))
 
     def release(self) -> None:
         """Release the folder, if it is ours."""

@@ -46,6 +46,7 @@ from configs.rounds import (
     OVER,
     ROLE,
     ROUND,
+    START,
     RoundOfRanks,
     alive,
     come,
@@ -101,6 +102,7 @@ class Door:
         self.own: set[str] = set()  # sockets of its connections to the store
         self.store = self._connect()
         self.number = int(self.store.get(LATEST))
+        os.environ[LEASE] = self.store.get(START).decode()
         self.round: RoundOfRanks | None = None  # the first has none
         self.takes_up = False  # whether the next start goes on from the state of the round before
         self.is_interrupted = False  # whether this one has
@@ -184,7 +186,6 @@ class Door:
         """Keep the state of this run (train.Session) from now on."""
         self.kept = None
         self.run = run
-        os.environ[LEASE] = run.checkpoints.run_id
         self.is_interrupted = self.takes_up
         self.takes_up = False
         for name in BEGUN, f"{BEGUN}/{self.slot}":

@@ -5,14 +5,15 @@ that are there end the round, meet, and begin the next one: with as many whole r
 (parallelism.data_parallel_replicate) as there are, and the same global batch. A slot is the place of
 a rank in the whole mesh, its number in the first round.
 
-Ranks and launchers meet in the launcher's store. Its keys, all below `rounds/`: `latest`, the number
-of the round; `begun`, a rank has a state, and `begun/SLOT`, that one has; and for each round N:
-`N/call`, it ends; `N/end`, why, LOST or ENDED; without it others wait to join after a step; `N/door`,
-a line for each rank that waits for the next round: its slot, and the step that its state is after;
-`N/dead`, a line for each whose process has ended; `N/ranks`, a `RoundOfRanks`; `alive/NODE`,
-HOLDER/COUNT: the launcher that has this place, which counts up while it lives; `over`, the exit code
-of the run, when no further round begins; `given`, the options and the code that it began with. What
-all ranks write for node 0 is one key, so that it reads that with one call.
+Ranks and launchers meet in the launcher's store. Its keys, all below `rounds/`: `start`, a name of
+this start; `latest`, the number of the round; `begun`, a rank has a state, and `begun/SLOT`, that one
+has; and for each round N: `N/call`, it ends; `N/end`, why, LOST or ENDED; without it others wait to
+join after a step; `N/door`, a line for each rank that waits for the next round: its slot, and the
+step that its state is after; `N/dead`, a line for each whose process has ended; `N/ranks`, a
+`RoundOfRanks`; `alive/NODE`, HOLDER/COUNT: the launcher that has this place, which counts up while it
+lives; `over`, the exit code of the run, when no further round begins; `given`, the options and the
+code that it began with. What all ranks write for node 0 is one key, so that it reads that with one
+call.
 It imports no torch.
 """
 
@@ -29,10 +30,12 @@ from configs.schema import Config, InputError
 
 ROLE = "PLUMBLINE_ROUNDS"  # in the environment of a rank: "member" or "newcomer"
 ROUND = "PLUMBLINE_ROUND"  # the same: the number of its round, after the first
-LEASE = "PLUMBLINE_LEASE"  # the same: of the run's folder, as rank 0 held it in the round before
+LEASE = (
+    "PLUMBLINE_LEASE"  # the same: names this start in leases, so that its ranks take each other's
+)
 HOLDER = "PLUMBLINE_HOLDER"  # the same: the launcher that has started it
 NO_STATE = -1  # the step of a rank that has no whole state
-LATEST, BEGUN, OVER = "rounds/latest", "rounds/begun", "rounds/over"
+START, LATEST, BEGUN, OVER = "rounds/start", "rounds/latest", "rounds/begun", "rounds/over"
 GIVEN = "rounds/given"
 ORDERLY = (0, 2, STOPPED, 76, INTERRUPTED)  # exit codes with which a run ends on all ranks
 NO_REPLICA = 1  # the exit code where no replica is left whole

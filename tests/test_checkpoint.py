@@ -1020,13 +1020,15 @@ def test_the_lease_of_another_host_holds_while_it_counts_on(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("locked", [True, False], ids=["free", "a server keeps the lock"])
-def test_a_round_takes_the_lease_of_the_one_before_at_once(locked, tmp_path, monkeypatch):
+def test_a_round_takes_the_lease_of_another_rank_at_once(locked, tmp_path, monkeypatch):
     """Rank 0 is lost with its host, and the run goes on without it."""
     monkeypatch.setattr(lease, "_lock", lambda fd: locked)
     monkeypatch.setattr(lease, "_counts_on", lambda path: pytest.fail("it waits"))
     path = tmp_path / ".lease"
-    path.write_text(json.dumps({"host": "elsewhere", "pid": 1, "id": "x", "count": 1}))
-    mine = lease.Lease(path, before="x")
+    path.write_text(
+        json.dumps({"host": "elsewhere", "pid": 1, "id": "x", "start": "s", "count": 1})
+    )
+    mine = lease.Lease(path, of_start="s")
     assert mine.held()
     mine.release()
 

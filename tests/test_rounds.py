@@ -587,6 +587,16 @@ PHASES = {
         STAGES,
         [(1, "train", "train_step", 12), (1, "parallelisms.mesh", "open_group", 1, "newcomer")],
     ),
+    # rank 0 of that round has taken the run's folder, and is not in the next
+    "claim": (
+        MESHES["hsdp2x2"][1],
+        1,
+        "",
+        [
+            (1, "train", "train_step", 12),
+            (1, "checkpoint.place", "on_rank_0", 1, "newcomer"),
+        ],
+    ),
     # the scores of this step are computed before the save, and again after it has failed
     "save": (MESHES["hsdp2x2"][1], 0, SAVES, [(3, "checkpoint.storage", "write", 2)]),
 }

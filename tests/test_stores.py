@@ -336,9 +336,9 @@ def test_a_living_run_of_this_machine_is_refused_without_a_beat(store, tmp_path,
     mine.release()
 
 
-def test_a_round_takes_the_lease_of_the_one_before_at_once(store):
-    lost = lease.StoreLease(location(URL) / ".lease")
-    mine = lease.StoreLease(location(URL) / ".lease", before=lost.id)
+def test_a_round_takes_the_lease_of_another_rank_at_once(store):
+    lost = lease.StoreLease(location(URL) / ".lease", of_start="s")
+    mine = lease.StoreLease(location(URL) / ".lease", of_start="s")
     mine.check()
     assert not lost.held()
     mine.release()

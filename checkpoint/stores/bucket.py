@@ -65,7 +65,7 @@ class Bucket:
 
     def claim(self) -> None:
         """Become the only run that writes here, until `release`."""
-        self.lease = StoreLease(self.path / ".lease", before=os.environ.get(LEASE, ""))
+        self.lease = StoreLease(self.path / ".lease", of_start=os.environ.get(LEASE, ""))
 
     def release(self) -> None:
         """Release the prefix, if it is ours."""

@@ -40,7 +40,7 @@ class StoreLease:
     """A lease, held from construction to `release`, as checkpoint/lease.py::Lease is.
 
     option: what another run sets, for the refusal. handover: seconds for which a run on another
-    machine may still go on, before this one is refused. before: as of Lease. Raises InputError if
+    machine may still go on, before this one is refused. of_start: as of Lease. Raises InputError if
     another run holds it.
     """
 
@@ -49,9 +49,9 @@ class StoreLease:
         key: Key,
         option: str = "checkpoint.store",
         handover: float = 0.0,
-        before: str = "",
+        of_start: str = "",
     ):
-        self.key, self.option, self.before = key, option, before
+        self.key, self.option, self.start = key, option, of_start
         self.id = uuid.uuid4().hex[:8]
         self.count = 0
         self.changing = threading.Lock()
@@ -72,7 +72,7 @@ class StoreLease:
         owner, version = _read(self.key)
         began = beaten = time.monotonic()
         told = ""
-        while owner.get("id") not in (None, "", self.before):
+        while owner.get("id") and not (self.start and owner.get("start") == self.start):
             alive = _is_alive(owner)
             if alive:
                 raise self._refused(_named(owner))
@@ -123,6 +123,7 @@ class StoreLease:
             "where": _where(),
             "started": _started(os.getpid()),
             "id": run,
+            "start": self.start,
             "count": self.count,
             "newest": self.newest,
         }

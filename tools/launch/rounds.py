@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,7 @@ from configs.rounds import (
     ORDERLY,
     OVER,
     ROLE,
+    START,
     RoundOfRanks,
     WholeMesh,
     alive,
@@ -425,6 +427,7 @@ class Coordinator:
     def begin(self) -> None:
         keep_file(self.argv)
         self.store = connect(self.where)
+        self.store.set(START, uuid.uuid4().hex[:8])
         self.store.set(LATEST, "0")
         slots = self.whole.slots(range(self.whole.replicas - 1))
         try:
