@@ -857,14 +857,9 @@ BAD_HF = {  # name: (what is done to a good folder, words of the sentence)
         change_json("config.json", model_type="qwen2"),
         'model_type is "qwen2", only "llama"',
     ),
-    "biases": (change_json("config.json", attention_bias=True), "attention_bias is true"),
     "quantised": (
         change_json("config.json", quantization_config={"bits": 4}),
         'quantization_config is {"bits": 4}',
-    ),
-    "another rope": (
-        change_json("config.json", rope_scaling={"rope_type": "yarn", "factor": 4.0}),
-        "'yarn'|not supported",
     ),
     "rope without a factor": (
         change_json("config.json", rope_scaling={"rope_type": "llama3"}),
