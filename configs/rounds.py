@@ -12,8 +12,8 @@ join after a step; `N/door`, a line for each rank that waits for the next round:
 step that its state is after; `N/dead`, a line for each whose process has ended; `N/ranks`, a
 `RoundOfRanks`; `alive/NODE`, HOLDER/COUNT: the launcher that has this place, which counts up while it
 lives; `over`, the exit code of the run, when no further round begins; `given`, the options and the
-code that it began with. What all ranks write for node 0 is one key, so that it reads that with one
-call.
+code that it began with; `used`, the restarts that were used, and `N/used`, those of single ranks in a
+round. What all ranks write for node 0 is one key, so that it reads that with one call.
 It imports no torch.
 """
 
@@ -36,7 +36,7 @@ LEASE = (
 HOLDER = "PLUMBLINE_HOLDER"  # the same: the launcher that has started it
 NO_STATE = -1  # the step of a rank that has no whole state
 START, LATEST, BEGUN, OVER = "rounds/start", "rounds/latest", "rounds/begun", "rounds/over"
-GIVEN = "rounds/given"
+GIVEN, USED = "rounds/given", "rounds/used"
 ORDERLY = (0, 2, STOPPED, 76, INTERRUPTED)  # exit codes with which a run ends on all ranks
 NO_REPLICA = 1  # the exit code where no replica is left whole
 CALL, END = "call", "end"

@@ -448,6 +448,23 @@ def test_without_a_whole_replica_all_start_again(whole: Callable, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
+def test_hosts_share_the_restarts(whole: Callable, tmp_path: Path) -> None:
+    """Host 0 has used the one that there is, so host 1 does not wait for it to start again."""
+    run = begin(whole, "ddp2", tmp_path / "run", hosts=2, restarts=1, more=WAITING)
+    run.wait_for(5)
+    os.kill(run.ranks(0)[0], signal.SIGKILL)
+    while "2 of 2 replicas go on" not in run.said():
+        assert run.launchers[0].poll() is None, run.said()
+        time.sleep(0.05)
+    run.wait_for(run.step() + 2)
+    for host in 0, 1:
+        os.kill(run.ranks(host)[0], signal.SIGKILL)
+    assert run.end() == [137, 137], run.said()
+    assert "launch: restart" not in run.said()
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
 def test_edits_have_no_part_in_a_run_that_goes_on(whole: Callable, tmp_path: Path) -> None:
     """Its configuration is edited, for another run. Then a rank is lost, whose successor reads that."""
     file = tmp_path / "edited.toml"

@@ -38,6 +38,7 @@ from configs.rounds import (
     OVER,
     ROLE,
     START,
+    USED,
     RoundOfRanks,
     WholeMesh,
     alive,
@@ -78,8 +79,8 @@ class Rounds:
         nodes: int,
         place: "NodePlace | None" = None,
     ) -> None:
-        """where: the launchers' store; options: of the launcher, whose `used` counts the restarts,
-        those of single ranks included; node: the place of this one among those of this start, of
+        """where: the launchers' store; options: of the launcher, whose `used` counts the restarts of
+        the run, those of single ranks included; node: the place of this one among those of this start, of
         which there are `nodes`; place: the same, if it was taken from a launcher that is lost."""
         self.where = where
         self.store = connect(where)
@@ -94,6 +95,8 @@ class Rounds:
         self.is_over = False
         for slot in range(node * self.per_node, (node + 1) * self.per_node):
             self.store.delete_key(f"{BEGUN}/{slot}")  # of ranks that were lost with their launcher
+        if node == 0:
+            self.store.set(USED, str(options.used))
         self.loss_seen: LossSeen | None = None
         self.stopped: dict[int, int] = {}  # process -> looks at which it was stopped
         # the round in which a process was started; those of the start belong to round 0
@@ -146,7 +149,7 @@ class Rounds:
             if int(self.store.get(OVER)) not in ORDERLY:
                 # the agent then finds those that have ended, and ends the others
                 context._running_local_ranks |= self.lost
-                self._count_no_restart_in_vain()
+                self._count_restarts()
             return
         for local, code in sorted(codes.items()):
             if code is None:
@@ -196,9 +199,8 @@ class Rounds:
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         then = "the replicas that are left go on without its replica"
-        left = self.options.max_restarts - self.options.used
+        left = self._take_restart()
         if left:
-            self.options.used += 1
             then += f", and another process takes its place (restarts left: {left - 1})"
         log(f"rank {slot} on {socket.gethostname()} {how}: {then}")
         if message := _message(context.error_files[local]):
@@ -217,13 +219,23 @@ class Rounds:
         group.workers[local].id = handler.proc.pid
         self.started_in[handler.proc.pid] = int(self.store.get(LATEST))
 
-    def _count_no_restart_in_vain(self) -> None:
-        """Give back the restarts of single ranks in the last round, which no other has followed: all
-        ranks start again, by one restart."""
-        last = int(self.store.get(LATEST))
-        count = sum(number == last for number in self.started_in.values())
-        self.options.used -= count
-        if count:
+    def _take_restart(self) -> int:
+        """Take one of the restarts of the run, which all nodes share. Returns how many were left, 0 if
+        none was."""
+        left = self.options.max_restarts - self.store.add(USED, 1) + 1
+        if left <= 0:
+            self.store.add(USED, -1)
+            return 0
+        self.store.add(key(int(self.store.get(LATEST)), "used"), 1)
+        return left
+
+    def _count_restarts(self) -> None:
+        """Note, on each node, the restarts that the run has used. Those of single ranks in the last
+        round, which no other has followed, do not count: all ranks start again, by one restart."""
+        in_vain = key(int(self.store.get(LATEST)), "used")
+        count = int(self.store.get(in_vain)) if self.store.check([in_vain]) else 0
+        self.options.used = int(self.store.get(USED)) - count
+        if count and self.node == 0:
             log(f"restarts of single ranks that count no more, as none has joined: {count}")
 
     def _report(self, slot: int) -> None:
