@@ -107,6 +107,18 @@ def test_a_launcher_that_has_not_begun_is_waited_for():
     assert node0._silent(slots, 0.05) == {0, 1, 3}
 
 
+def test_a_launcher_that_stood_still_itself_calls_no_other_silent(monkeypatch):
+    """As one that was stopped, or whose virtual machine was: it hears of no sign meanwhile."""
+    clock = [0.0]
+    monkeypatch.setattr(rounds.time, "monotonic", lambda: clock[0])
+    signs = rounds.Signs()
+    seconds = []
+    for clock[0] in (100.0, 100.2, 130.0, 130.2):
+        seconds.append(signs.silence(b"host/7"))
+    assert seconds == pytest.approx([0.0, 0.2, 0.7, 0.9])
+    assert signs.silence(b"host/8") == 0.0
+
+
 def test_who_comes_twice_is_as_far_as_it_said_last():
     server = serve()
     come(server, 3, 5, 9)

@@ -58,6 +58,7 @@ TICK = 0.05  # seconds between looks at the store while ranks come to the door
 BEAT = 0.25  # seconds between looks of a launcher, which are its signs of life
 SILENT = 5.0  # seconds without one after which its host is lost, or with a rank that is stopped
 ANSWERS = 1.5  # the same while all others wait at the door
+LOOK = 0.5  # of these, those that count between two looks for signs
 # seconds that the ranks of a host that lives may take to the door; then they are killed, unless they
 # compute: a compilation takes a minute, a collective that waits takes no processor
 PATIENCE = 15.0
@@ -370,15 +371,19 @@ class Signs:
 
     def __init__(self) -> None:
         self.beat: bytes | None = None  # the last one
-        self.since = 0.0
+        self.seconds = 0.0  # since it has come
+        self.looked = 0.0
 
     def silence(self, beat: bytes) -> float:
-        """Note its number as it is now; returns the seconds for which that has not changed. beat: b""
-        for a launcher that has not begun, which is waited for."""
+        """Note its number as it is now; returns the seconds for which that has not changed, of which a
+        look counts at most LOOK: a process that has stood still itself hears of none. beat: b"" for a
+        launcher that has not begun, which is waited for."""
         now = time.monotonic()
+        self.seconds += min(now - self.looked, LOOK)
         if beat != self.beat or not beat:
-            self.beat, self.since = beat, now
-        return now - self.since
+            self.beat, self.seconds = beat, 0.0
+        self.looked = now
+        return self.seconds
 
     def have_ended(self, store: TCPStore, node: int, is_own: bool) -> bool:
         """Return whether the launcher of a node that takes part in rounds is gone. Without a call
