@@ -28,6 +28,9 @@ EVERYTHING = [
     "--activation_checkpoint.mode=selective",
     "--activation_checkpoint.gather_again=true",
     "--debug.replica_check_interval=10",
+    "--parallelism.data_parallel_replicate=2",
+    "--debug.leave_out_odd_replica=true",
+    "--run.fault_tolerant=true",
     "--parallelism.keep_gathered=1",
     "--parallelism.prefetch=1",
 ]
