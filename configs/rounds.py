@@ -30,9 +30,7 @@ from configs.schema import Config, InputError
 
 ROLE = "PLUMBLINE_ROUNDS"  # in the environment of a rank: "member" or "newcomer"
 ROUND = "PLUMBLINE_ROUND"  # the same: the number of its round, after the first
-LEASE = (
-    "PLUMBLINE_LEASE"  # the same: names this start in leases, so that its ranks take each other's
-)
+LEASE = "PLUMBLINE_LEASE"  # the same: names this start in leases, which its ranks share
 HOLDER = "PLUMBLINE_HOLDER"  # the same: the launcher that has started it
 NO_STATE = -1  # the step of a rank that has no whole state
 START, LATEST, BEGUN, OVER = "rounds/start", "rounds/latest", "rounds/begun", "rounds/over"

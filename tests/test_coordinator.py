@@ -133,15 +133,21 @@ def test_a_host_that_is_back_before_it_was_missed_is_a_loss():
     assert node0._look(0) == 0 and server.get(key(0, END)).decode() == LOST
 
 
-@pytest.mark.parametrize("how", ["is silent", "is back before it was missed"])
-def test_a_host_that_is_lost_while_others_are_to_join_is_a_loss(how, monkeypatch):
-    """All others wait for its ranks in the groups of the round."""
-    server = serve()
+def with_a_replica_at_the_door(server: TCPStore) -> tuple[Coordinator, TCPStore]:
+    """Return the coordinator of a round of three replicas whose fourth has come, and its store."""
     node0 = coordinator(server, 4)
     here = node0.store.store
     node0.members = list(range(3 * RANKS))
     for slot in range(3 * RANKS, 4 * RANKS):
         come(here, 0, slot, NO_STATE)
+    return node0, here
+
+
+@pytest.mark.parametrize("how", ["is silent", "is back before it was missed"])
+def test_a_host_that_is_lost_while_others_are_to_join_is_a_loss(how, monkeypatch):
+    """All others wait for its ranks in the groups of the round."""
+    server = serve()
+    node0, here = with_a_replica_at_the_door(server)
     assert node0._look(0) == 0
     assert server.check([key(0, CALL)]) and not server.check([key(0, END)])
     if how == "is silent":
@@ -153,11 +159,7 @@ def test_a_host_that_is_lost_while_others_are_to_join_is_a_loss(how, monkeypatch
 
 def test_a_round_ends_in_order_when_all_its_ranks_have_left():
     server = serve()
-    node0 = coordinator(server, 4)
-    here = node0.store.store
-    node0.members = list(range(3 * RANKS))
-    for slot in range(3 * RANKS, 4 * RANKS):
-        come(here, 0, slot, NO_STATE)
+    node0, here = with_a_replica_at_the_door(server)
     for slot in range(3 * RANKS):
         assert node0._look(0) == 0
         come(here, 0, slot, 7)

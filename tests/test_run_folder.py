@@ -698,7 +698,7 @@ def test_code_outside_of_git_and_a_diff_of_bounded_size(tmp_path, monkeypatch):
     (tmp_path / "models" / "__init__.py").write_text("")
     (tmp_path / "train.py").write_text("a = 1\n")
     monkeypatch.setattr(record, "ROOT", tmp_path)
-    # a process reads its files once; here each call is another one
+    # cached per process, and this test edits files between calls
     monkeypatch.setattr(record, "source_files", record.source_files.__wrapped__)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     outside = record.code()

@@ -475,11 +475,10 @@ class Coordinator:
         there = at_door(self.store, number)
         if self.store.check([key(number, END)]) or there.keys() >= {*self.members}:
             return self._end(number)
-        if silent := self._silent(self.members):
-            for node in sorted(silent):
-                log(f"node {node} has given no sign of life for {SILENT:.0f} s")
-            report_loss(self.store, number)
-        elif self._are_replaced(there):
+        silent = self._silent(self.members)
+        for node in sorted(silent):
+            log(f"node {node} has given no sign of life for {SILENT:.0f} s")
+        if silent or self._are_replaced(there):
             report_loss(self.store, number)
         elif self._have_come(there):
             self.store.set(key(number, CALL), "")
