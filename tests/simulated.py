@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.autograd.variable import Variable
 
 import train
-from lab.bench.device import checks
+from lab.bench.device import checks, rival
 from lab.simulate.job import in_steps, train_here
 from models.kernels.ruled_attention import AttentionSpec
 from models.layers import AttentionCore, Documents
@@ -85,6 +85,10 @@ def raising(argv: list[str]) -> None:
 def check_errors(names: list[str], folder: Path) -> dict[str, dict[str, float]]:
     gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     return {name: checks.CHECKS[name].run(gpu, folder / name) for name in names}
+
+
+def rivals_attention() -> float:
+    return rival.attention_error(torch.device("cuda", int(os.environ["LOCAL_RANK"])))
 
 
 # ------------------------------------------------------------------ mistakes that a GPU would show

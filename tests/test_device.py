@@ -20,7 +20,7 @@ from configs.load import load_config
 from lab.bench import delta_net, idle
 from lab.bench.__main__ import BENCHES, FILES
 from lab.bench.__main__ import main as run_bench
-from lab.bench.device import checks, measure, planned, shared
+from lab.bench.device import checks, in_300s, measure, planned, rival, shared
 from models import moe
 from models.kernels import document_attention as masked
 from parallelisms import delta_kernel
@@ -267,3 +267,99 @@ def test_every_step_is_a_configuration():
     for kinds in measure.STEPS.values():
         for line in kinds.values():
             load_config(line.split(), 1, 1)
+
+
+# --------------------------------------------------------------------------------------------------
+# 300 seconds
+
+TINY = (
+    "--model.dim=32 --model.n_layers=1 --model.n_heads=1 --model.n_kv_heads=1 --model.head_dim=32 "
+    "--model.hidden_dim=64 --training.seq_len=128 --training.global_batch_size=2 "
+    "--training.local_batch_size=2 --compile.enabled=false --run.device=cpu"
+)
+
+
+def written(path: Path, sources: list[Path]) -> Path:
+    """Write texts as JSON lines."""
+    texts = [source.read_text(encoding="utf-8") for source in sources]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.cap(240)
+def test_what_is_learned_in_a_second(tmp_path):
+    sources = sorted(ROOT.glob("*/*.py"))
+    words = ["--text", str(written(tmp_path / "train.jsonl", sources[4:]))]
+    words += ["--held-out", str(written(tmp_path / "held_out.jsonl", sources[:4]))]
+    words += ["--work", str(tmp_path / "work"), "--json", str(tmp_path / "out.json")]
+    assert not run_bench(["device.in_300s", *words, "--seconds=1", *TINY.split()])
+    (found,) = json.loads((tmp_path / "out.json").read_text())["numbers"]["runs"]
+    assert 1 < found["bits_per_byte"] < 8
+    assert found["tokens"] == found["steps"] * 2 * 128
+    run = tmp_path / "work" / "ours-0"
+    assert f"steps = {found['steps']}\n" in (run / "config.toml").read_text()
+    assert found["steps"] > in_300s.COMPILING + 1  # by the time that a step took
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (["--text=no.jsonl"], "no.jsonl: there is no such file"),
+        (["--rival=."], "train.py needs a GPU"),
+        (["--work=."], "exists: name a new folder"),
+        (["--training.stepz=3"], "training.stepz: no such option"),
+    ],
+)
+def test_what_the_300_seconds_refuse(words, sentence, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = written(tmp_path / "text.jsonl", [ROOT / "train.py"])
+    given = [f"--text={text}", f"--held-out={text}", f"--work={tmp_path / 'new'}", *words]
+    assert run_bench(["device.in_300s", *given]) == 2
+    assert sentence in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_autoresearch_prints_is_read():
+    printed = """step 00953 (100.0%) | loss: 2.8 | mfu: 39.8%
+---
+val_bpb:          0.997900
+training_seconds: 300.1
+total_seconds:    325.9
+peak_vram_mb:     45060.2
+mfu_percent:      39.80
+total_tokens_M:   499.6
+num_steps:        953
+num_params_M:     50.3
+depth:            8
+"""
+    found = in_300s.summary_of(printed)
+    assert found["bits_per_byte"] == 0.9979
+    assert found["steps"] == 953 and found["tokens"] == 499.6e6
+    assert found["tokens_per_second"] == pytest.approx(499.6e6 * 942 / 953 / 300.1)
+
+
+def test_autoresearchs_own_files_find_our_texts(tmp_path, monkeypatch):
+    """With a prepare.py that has what rival.py sets and calls."""
+    pytest.importorskip("pyarrow")
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    data = tmp_path / "home"
+    (folder / "prepare.py").write_text(
+        f"DATA_DIR = {str(data)!r}\nEVAL_TOKENS = 10**9\nTIME_BUDGET = 300\n"
+        "def train_tokenizer():\n    pass\n"
+    )
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    texts = written(tmp_path / "texts.jsonl", [ROOT / "train.py", ROOT / "README.md"])
+    settings = {"folder": str(folder), "train": str(texts), "held_out": str(texts), "seconds": 5}
+    prepare = rival.get_ready(settings)
+    import pyarrow.parquet
+
+    for name in (rival.TRAINING, rival.VALIDATION):
+        column = pyarrow.parquet.read_table(data / name).column("text").to_pylist()
+        assert column == [(ROOT / file).read_text() for file in ("train.py", "README.md")]
+    assert prepare.TIME_BUDGET == 5 and prepare.EVAL_TOKENS == texts.stat().st_size // 4
+    from kernels import get_kernel
+
+    assert get_kernel("any").flash_attn_interface.flash_attn_func is rival.attend

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.bench.device import checks
+from lab.bench.device import checks, rival
 from lab.simulate import build
 from lab.simulate.__main__ import main
 from lab.simulate.ranks import Outcome, Simulator
@@ -574,6 +574,14 @@ def test_the_checks_of_a_device_pass(run, tmp_path, ranks):
             for name, errors in seen.items()
         }
         assert not any(wrong.values()), wrong
+
+
+@pytest.mark.slow
+def test_pytorchs_attention_takes_the_place_of_autoresearchs(run):
+    """Not in `device.checks`, since no CPU has it."""
+    outcome = run(1, simulated.rivals_attention)
+    assert outcome.whole, outcome.explain()
+    assert outcome.results[0] < rival.ROUNDING
 
 
 # ------------------------------------------------------------------------------------- the command

@@ -13,6 +13,7 @@ BENCHES = {
     "attention": "kernels of causal attention, by the shape of a model's heads",
     "delta_net": "the gated delta rule, by what computes it on this device",
     "device.checks": "numbers on this device against a float64 model; also on ranks that share a GPU",
+    "device.in_300s": "what is learned in 300 s, in bits per byte; next to autoresearch's script",
     "device.measure": "rates of this device, steps of 8B's layers",
     "device.planned": "planned memory and time against those of real steps; long sequences",
     "plan": "plans against published runs",

@@ -35,13 +35,21 @@ def _sum_over_groups(grad: Tensor, heads: int) -> Tensor:
 # ------------------------------------------------------------------ F.scaled_dot_product_attention
 
 
+def _mask(call: Arguments) -> Tensor | None:
+    """Return what is added to the scores, if anything is. Raises NotImplementedError for dropout."""
+    if call.dropout_p:
+        raise NotImplementedError("a simulated GPU's attention has no dropout")
+    bias = getattr(call, "attn_bias", None)  # FlashAttention takes none
+    return bias if bias is not None and bias.numel() else None
+
+
 def _attend(call: Arguments) -> tuple[Tensor, Tensor]:
     """Return the output [B, H, T, E], and its log-sum-exp, float32 [B, H, T]."""
     heads = call.query.shape[1]
     k = _one_head_each(call.key, heads)
     v = _one_head_each(call.value, heads)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        call.query.contiguous(), k, v, 0.0, call.is_causal, scale=call.scale
+        call.query.contiguous(), k, v, 0.0, call.is_causal, attn_mask=_mask(call), scale=call.scale
     )
     return out, lse.float()
 
@@ -53,7 +61,7 @@ def _attend_backward(call: Arguments, grad: Tensor, lse: Tensor) -> tuple[Tensor
     v = _one_head_each(call.value, heads)
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     known = (grad.contiguous(), call.query, k, v, call.out, lse.float())
-    dq, dk, dv = backward(*known, 0.0, call.is_causal, scale=call.scale)
+    dq, dk, dv = backward(*known, 0.0, call.is_causal, attn_mask=_mask(call), scale=call.scale)
     return dq, _sum_over_groups(dk, groups), _sum_over_groups(dv, groups)
 
 

@@ -41,6 +41,15 @@ WHOLE = (  # models that one GPU holds with their training state
     f"--training.seq_len=8192 {BFLOAT16} --activation_checkpoint.mode=selective "
     "--compile.enabled=true"
 )
+HYBRID = (  # layers of their published widths with fewer experts, so that one GPU holds them
+    "--model.vocab_size=32768 --training.seq_len=4096 --training.local_batch_size=4 "
+    f"--training.global_batch_size=4 {BFLOAT16} --activation_checkpoint.mode=selective "
+    "--compile.enabled=true"
+)
+QWEN3_NEXT = (  # three layers of gated delta nets and one of attention
+    "--model.family=qwen3_next --model.flavor=80B-A3B --model.n_layers=4 --model.n_experts=128"
+)
+SMALL = f"--training.seq_len=256 --training.global_batch_size=2 {BFLOAT16}"
 STEPS = {  # name -> options, by kind of device; a kind that is missing cannot run it
     "8B layers": {"cuda": sections.LAYERS_8B, "cpu": f"{sections.BENCH} {BFLOAT16}"},
     "1B": {
@@ -56,11 +65,26 @@ STEPS = {  # name -> options, by kind of device; a kind that is missing cannot r
             "--training.global_batch_size=1"
         )
     },
+    "Qwen3-Next": {
+        "cuda": f"{QWEN3_NEXT} {HYBRID}",
+        "cpu": f"--model.family=qwen3_next --model.flavor=debug {SMALL}",
+    },
+    "Qwen3-Next with MTP": {
+        "cuda": f"{QWEN3_NEXT} --model.mtp_depth=1 {HYBRID}",
+        "cpu": f"--model.family=qwen3_next --model.flavor=debug --model.mtp_depth=1 {SMALL}",
+    },
+    "Kimi Linear": {
+        "cuda": (
+            "--model.family=kimi_linear --model.flavor=48B-A3B --model.n_layers=5 "
+            f"--model.n_experts=64 {HYBRID}"
+        ),
+        "cpu": f"--model.family=kimi_linear --model.flavor=debug {SMALL}",
+    },
 }
 ABOUT = {  # what the sizes on a CPU stand for
     "cuda": "",
     "cpu": " On a CPU a small model replaces a large one: 8 layers of width 512 for 8B's, "
-    "2 layers of 1B for 1B.",
+    "2 layers of 1B for 1B, the flavor debug for a hybrid.",
 }
 ROUNDS = {"cuda": 8, "cpu": 2}
 HEAT_UP_SECONDS = 1.5

@@ -1,0 +1,249 @@
+"""Train for 300 seconds on this device, and say how well: bits per byte of held-out text.
+
+    python -m lab.bench device.in_300s --text train.jsonl --held-out held_out.jsonl \\
+        [--seconds 300] [--seeds 1] [--rival FOLDER] [--work FOLDER] [--json out.json] [OPTIONS]
+
+The protocol is that of github.com/karpathy/autoresearch: 300 s of steps after the first 11, which
+compile. Ours is configs/qwen3_300s.toml; OPTIONS override it. A short run measures the seconds of a
+step, and training.steps is what fits into the time, so that the schedule ends with it. Both files
+are JSON lines with the field "text".
+
+--rival: a clone of autoresearch, unchanged. It gets the same texts, in a home folder of its own (it
+needs pyarrow, rustbpe and requests), and trains a tokenizer of the same size on them. Its attention
+is a kernel that it downloads; the PyTorch's FlashAttention of rival.py takes its place. It needs a GPU.
+
+Rivals run in turn, seed by seed; the JSON is written after each run. On a CPU try it with
+`--seconds 20 --model.n_layers=2 --training.seq_len=128 --training.global_batch_size=8
+--training.local_batch_size=8 --compile.enabled=false`.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from configs.load import load_config
+from configs.schema import InputError
+from lab.bench import harness
+
+ROOT = Path(__file__).resolve().parents[3]
+PRESET = ROOT / "configs" / "qwen3_300s.toml"
+COMPILING = 11  # steps that do not count (autoresearch's train.py)
+MEASURED = 20  # steps that say how long one takes
+BYTES_PER_TOKEN = 4  # about; no more is validated on than there is
+# autoresearch's summary: what it prints, and our name
+SUMMARY = {
+    "val_bpb": "bits_per_byte",
+    "training_seconds": "seconds",
+    "mfu_percent": "mfu_percent",
+    "peak_vram_mb": "peak_mib",
+    "total_tokens_M": "millions_of_tokens",
+    "num_steps": "steps",
+}
+COLUMNS = ["trainer", "seed", "bits per byte", "steps", "tokens", "tokens/s", "MFU", "peak GiB"]
+
+
+def records(path: Path) -> list[dict]:
+    """Return the metrics of a run."""
+    lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def training(folder: Path, options: list[str]) -> list[dict]:
+    """Run the preset into a new folder. Returns its metrics. Raises RuntimeError with its output."""
+    command = [sys.executable, "-m", "train", str(PRESET), f"--run.folder={folder}", *options]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {(ended.stdout + ended.stderr)[-2000:]}")
+    return records(folder)
+
+
+def steps_of(metrics: list[dict]) -> list[dict]:
+    """Return the lines of training steps after those that compile."""
+    return [line for line in metrics if "step_seconds" in line and line["step"] > COMPILING]
+
+
+def ours(args: argparse.Namespace, work: Path, seed: int) -> dict:
+    """Measure a step, then train as many as fit into args.seconds."""
+    common = [
+        *args.options,
+        f"--data.source={args.prepared}",
+        f"--data.tokenizer={args.prepared / 'tokenizer.json'}",
+        "--data.validation_fraction=0",
+        "--metrics.interval=1",
+        "--checkpoint.interval=0",
+    ]
+    short = [f"--training.steps={COMPILING + MEASURED}", "--validation.interval=0"]
+    tried = training(work / f"measured-{seed}", [*common, *short])
+    seconds = statistics.median(line["step_seconds"] for line in steps_of(tried))
+    steps = COMPILING + max(1, round(args.seconds / seconds))
+    metrics = training(
+        work / f"ours-{seed}",
+        [
+            *common,
+            f"--run.seed={seed}",
+            f"--training.steps={steps}",
+            f"--validation.interval={steps}",
+            f"--validation.steps={batches_of(args.held_out, args.options)}",
+            f"--validation.sets=[{{name='given',source='{args.held_out}'}}]",
+        ],
+    )
+    counted = steps_of(metrics)
+    took = sum(line["step_seconds"] for line in counted)
+    last = counted[-1]
+    a_step = last["tokens_seen"] / last["step"]
+    found = {
+        "bits_per_byte": next(
+            line["validation_bits_per_byte"]
+            for line in reversed(metrics)
+            if "validation_bits_per_byte" in line
+        ),
+        "seconds": took,
+        "steps": last["step"],
+        "tokens": last["tokens_seen"],
+        "tokens_per_second": a_step * len(counted) / took,
+        "peak_gib": max(line["memory_gib"] for line in counted),
+    }
+    if "mfu" in last:
+        found["mfu"] = statistics.median(line["mfu"] for line in counted)
+    return found
+
+
+def batches_of(held_out: str, options: list[str]) -> int:
+    """Return how many batches the held-out text is enough for."""
+    t = load_config([str(PRESET), *options], 1, 1).training
+    tokens = Path(held_out).stat().st_size // BYTES_PER_TOKEN
+    return max(1, tokens // (t.global_batch_size * t.seq_len))
+
+
+def rivals(args: argparse.Namespace, work: Path, seed: int) -> dict:
+    """Run autoresearch's train.py as it is."""
+    runner = Path(__file__).with_name("rival.py")
+    settings = {
+        "seconds": args.seconds,
+        "seed": seed,
+        "train": args.text,
+        "held_out": args.held_out,
+        "folder": args.rival,
+    }
+    command = [sys.executable, str(runner), json.dumps(settings)]
+    home = work / "home"  # its tokenizer is trained once
+    home.mkdir(exist_ok=True)
+    ended = subprocess.run(
+        command, cwd=work, env=os.environ | {"HOME": str(home)}, capture_output=True, text=True
+    )
+    if ended.returncode:
+        raise RuntimeError(f"{args.rival}: {(ended.stdout + ended.stderr)[-2000:]}")
+    return summary_of(ended.stdout)
+
+
+def summary_of(printed: str) -> dict:
+    """Return the numbers that autoresearch prints at its end, by our names."""
+    found = {
+        ours: float(value)
+        for theirs, ours in SUMMARY.items()
+        for value in re.findall(rf"^{theirs}:\s+([\d.]+)", printed, re.M)
+    }
+    tokens = found["millions_of_tokens"] * 1e6
+    counted = tokens * (1 - (COMPILING / found["steps"]))
+    return {
+        "bits_per_byte": found["bits_per_byte"],
+        "seconds": found["seconds"],
+        "steps": int(found["steps"]),
+        "tokens": tokens,
+        "tokens_per_second": counted / found["seconds"],
+        "peak_gib": found["peak_mib"] / 1024,
+        "mfu": found["mfu_percent"] / 100,
+    }
+
+
+def prepare(args: argparse.Namespace, work: Path) -> Path:
+    """Tokenize the text once; a run draws what is held out from a folder of its own."""
+    folder = work / "prepared"
+    options = ["--bpe-vocab-size=8192", "--validation-fraction=0", "--out", str(folder)]
+    command = [sys.executable, "-m", "data.prepare", "--source", args.text, *options]
+    if not folder.exists():
+        subprocess.run(command, cwd=ROOT, check=True)
+    return folder
+
+
+def row(trainer: str, seed: int, found: dict) -> list[str]:
+    """Return a line of the table."""
+    return [
+        trainer,
+        str(seed),
+        f"{found['bits_per_byte']:.4f}",
+        f"{found['steps']:,}",
+        f"{found['tokens'] / 1e6:,.2f}M",
+        f"{found['tokens_per_second']:,.0f}",
+        f"{found['mfu']:.1%}" if "mfu" in found else "-",
+        f"{found['peak_gib']:.2f}",
+    ]
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--text", required=True, help="JSON lines to train on")
+    parser.add_argument("--held-out", required=True, help="JSON lines to validate on")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of steps, for each run")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each trainer")
+    parser.add_argument("--rival", help="a clone of karpathy/autoresearch")
+    parser.add_argument("--work", default="runs/in_300s", help="a new folder for the runs")
+    args, args.options = parser.parse_known_args()
+    for name in ("text", "held_out"):
+        path = Path(getattr(args, name)).resolve()
+        if not path.is_file():
+            raise InputError(f"--{name.replace('_', '-')} {path}: there is no such file")
+        setattr(args, name, str(path))
+    load_config([str(PRESET), *args.options], 1, 1)
+    if args.rival and not torch.cuda.is_available():
+        raise InputError("--rival: autoresearch's train.py needs a GPU: leave it out")
+    if args.rival and not (Path(args.rival) / "prepare.py").is_file():
+        raise InputError(
+            f"--rival {args.rival}: there is no prepare.py: name a clone of autoresearch"
+        )
+    work = Path(args.work).resolve()
+    if work.exists():
+        raise InputError(f"--work {work} exists: name a new folder, or remove it")
+    work.mkdir(parents=True)
+    run(args, work)
+
+
+def run(args: argparse.Namespace, work: Path) -> None:
+    """Run each trainer with each seed; print and write the table after each run."""
+    args.prepared = prepare(args, work)
+    trainers: dict[str, Callable[[int], dict]] = {"plumbline": partial(ours, args, work)}
+    if args.rival:
+        args.rival = str(Path(args.rival).resolve())
+        trainers["autoresearch"] = partial(rivals, args, work)
+    done: list[dict] = []
+    for seed in range(args.seeds):
+        for name, train in trainers.items():
+            began = time.perf_counter()
+            found = train(seed)
+            done.append({"trainer": name, "seed": seed, **found})
+            report(args, done, time.perf_counter() - began)
+
+
+def report(args: argparse.Namespace, done: list[dict], took: float) -> None:
+    """Print and write what is done. took: seconds of the last run, with its start."""
+    text = Path(args.text).stat().st_size
+    notes = (
+        f"{args.seconds:g} s of steps each, {text / 1e6:,.0f} MB of text; the last run took "
+        f"{took:.0f} s in all. MFU: each by its own count of FLOPs, of the GPU's data sheet "
+        "(autoresearch: of an H100's)."
+    )
+    if not args.rival:
+        notes += " Without --rival: ours alone."
+    rows = [row(run["trainer"], run["seed"], run) for run in done]
+    title = "What is learned in the time"
+    harness.report(title, COLUMNS, rows, notes, args.json, numbers={"runs": done})
