@@ -37,6 +37,7 @@ from data.packing import extents, holding
 from data.prepared import Prepared, open_prepared
 from data.shuffle import unpermute
 from data.stores import places
+from data.tokens import Tokens
 from reliability.objects import Key, checkpoint_places, location
 
 CHUNK = 1 << 16  # samples that are computed at once
@@ -52,6 +53,14 @@ class Audited:
     dropped: tuple[str, ...] = ()  # of documents that are in no window, a sentence each
     # of the last start, by the name of the source; 1 where it has none
     loss_weights: dict[str, float] = field(default_factory=dict)
+
+    def train_of(self, source: Source) -> Tokens:
+        """Return the tokens to train on of a source. Raises InputError if they are not known."""
+        if source.fingerprint not in self.corpora:
+            raise InputError(
+                f"the tokens of source {source.name} are not known any more: a splice has ended it"
+            )
+        return self.corpora[source.fingerprint].train
 
 
 def open_run(folder: str) -> Audited:
@@ -141,11 +150,7 @@ def seen(run: Audited, first: int, last: int) -> Iterator[dict]:
 
 
 def documents(run: Audited, segment: Segment, source: Source, window: int) -> list[dict]:
-    if source.fingerprint not in run.corpora:
-        raise InputError(
-            f"the tokens of source {source.name} are not known any more: a splice has ended it"
-        )
-    tokens = run.corpora[source.fingerprint].train
+    tokens = run.train_of(source)
     split = DocumentIndex(tokens)
     starts, stops = extents([tokens], np.array([0]), np.array([window]), segment.seq_len)
     begin, end = int(starts[0]), int(stops[0])
@@ -251,7 +256,7 @@ def find(run: Audited, wanted: str) -> list[tuple[Source, int]]:
     name, _, number = wanted.rpartition(":")
     documents = []
     for source in sources.values():
-        split = DocumentIndex(run.corpora[source.fingerprint].train)
+        split = DocumentIndex(run.train_of(source))
         if number.isdecimal() and name == source.name:
             if int(number) >= len(split):
                 raise InputError(f"{wanted}: the source has {len(split):,} documents, from 0")
@@ -276,7 +281,7 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
 def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
     """Yield the steps (counted from 1) and rows whose windows have a token of this document, up to
     the end of the run, in order."""
-    tokens = run.corpora[source.fingerprint].train
+    tokens = run.train_of(source)
     start, stop = DocumentIndex(tokens).extent(number)
     rows, order = [], run.order
     ends = [segment.step for segment in order.segments[1:]] + [max(run.steps, order.last.step)]
@@ -291,17 +296,10 @@ def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
                 sample = epoch * s.windows + unpermute(windows, epoch, s.windows, s.key)
                 for window, k in zip(windows.tolist(), sample.tolist(), strict=True):
                     if s.consumed <= k < consumed:
-                        step, row = divmod(
-                            position(segment, i, k - s.consumed), segment.global_batch_size
-                        )
-                        rows.append(
-                            {
-                                "step": segment.step + step + 1,
-                                "row": row,
-                                "epoch": epoch,
-                                "window": window,
-                            }
-                        )
+                        place = position(segment, i, k - s.consumed)
+                        step, row = divmod(place, segment.global_batch_size)
+                        seen = {"step": segment.step + step + 1, "row": row}
+                        rows.append(seen | {"epoch": epoch, "window": window})
     return sorted(rows, key=lambda entry: (entry["step"], entry["row"]))
 
 
@@ -415,22 +413,11 @@ def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
             "training sample)"
         )
     for source, number in documents:
-        name, rows = (
-            DocumentIndex(run.corpora[source.fingerprint].train).name(number),
-            occurrences(run, source, number),
-        )
+        name = DocumentIndex(run.train_of(source)).name(number)
+        rows = occurrences(run, source, number)
         if as_json:
-            print(
-                json.dumps(
-                    {
-                        "source": source.name,
-                        "number": number,
-                        "name": name,
-                        "done": run.done,
-                        "seen": rows,
-                    }
-                )
-            )
+            found = {"source": source.name, "number": number, "name": name}
+            print(json.dumps(found | {"done": run.done, "seen": rows}))
             continue
         print(f"{_id(source.name, number)} {name}: " + ("seen in no step" if not rows else ""))
         for row in rows:

@@ -46,7 +46,9 @@ def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
             "without held-out documents: set it to 0, or name [[validation.sets]]"
         )
     if cfg.data.stream:
-        description = stream.describe_run(cfg, sources[""])
+        run = cfg.training
+        sizes = run.seq_len, run.global_batch_size
+        description = stream.describe(sources[""], cfg.run.seed, *sizes)
         return stream.StreamedCorpora(cfg, sources, sets, description)
     return Corpora(cfg, sources, sets, describe_run(cfg, sources))
 

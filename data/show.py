@@ -45,11 +45,7 @@ def row(run: Audited, step: int, number: int) -> dict:
     size = segment.global_batch_size
     if not 0 <= number < size:
         raise InputError(f"--show: step {step} has rows 0 to {size - 1}")
-    splits = []
-    for source in segment.sources:
-        if source.fingerprint not in run.corpora:
-            raise InputError(f"the tokens of source {source.name} are not known any more")
-        splits.append(run.corpora[source.fingerprint].train)
+    splits = [run.train_of(source) for source in segment.sources]
     batches = Batches(splits, Order([segment]), 1, number, size, run.mask_documents)
     batch = batches[step - 1]
     tokens = batch["tokens"].flatten().numpy()

@@ -64,49 +64,12 @@ from data.stores.fetchers import THREADS
 from data.stores.text import open_object
 from data.unpack import unpack
 
-TEXT = (
-    ".txt",
-    ".md",
-    ".rst",
-    ".tex",
-    ".html",
-    ".xml",
-    ".csv",
-    ".tsv",
-    ".json",
-    ".yaml",
-    ".yml",
-    ".toml",
-    ".ini",
-    ".py",
-    ".pyi",
-    ".ipynb",
-    ".c",
-    ".h",
-    ".cc",
-    ".cpp",
-    ".hpp",
-    ".cu",
-    ".cuh",
-    ".java",
-    ".kt",
-    ".scala",
-    ".js",
-    ".ts",
-    ".go",
-    ".rs",
-    ".rb",
-    ".php",
-    ".pl",
-    ".lua",
-    ".jl",
-    ".r",
-    ".hs",
-    ".ml",
-    ".swift",
-    ".sh",
-    ".sql",
-    ".css",
+TEXT = tuple(
+    (
+        ".txt .md .rst .tex .html .xml .csv .tsv .json .yaml .yml .toml .ini .py .pyi .ipynb "
+        ".c .h .cc .cpp .hpp .cu .cuh .java .kt .scala .js .ts .go .rs .rb .php .pl .lua .jl "
+        ".r .hs .ml .swift .sh .sql .css"
+    ).split()
 )
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = ".json"

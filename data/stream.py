@@ -34,7 +34,6 @@ import logging
 import math
 import queue
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -43,16 +42,16 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 
 from configs.check import tokens_ahead
-from configs.schema import Config, Data, InputError
+from configs.schema import Data, InputError
 from configs.words import number_of
 from data import fim, further, sources
 from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
 from data.open_tokenizer import open_named
 from data.prepare import is_tokenised
-from data.prepare.encoding import encode
+from data.prepare.encoding import check_tokens, encode
 from data.shuffle import permute
 from data.tokenizer import Tokenizer
-from data.workers import AHEAD, LoaderError
+from data.workers import AHEAD, LoaderError, put, take
 from reliability.objects import Unreachable
 
 # bytes of a unit, about: it is cheap to open, and takes seconds to read again
@@ -106,11 +105,7 @@ def open_source(cfg: Data, log: Callable[[str], object] = print) -> StreamSource
         )
     tok = open_named(cfg)
     files = sources.find(cfg.source)
-    if cfg.add_bos and tok.bos_id is None:
-        raise InputError(
-            f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"
-        )
-    fim.options(cfg, tok)
+    check_tokens(cfg, tok)
     total = sum(file.size for file in files)
     size = min(max(total // (cfg.streams * UNITS), LEAST), MOST)
     pieces = [piece for of_file in sources.cut(files, size) for piece in of_file]
@@ -362,6 +357,7 @@ class Stream:
         """Yield (number in its piece, document, checksum after it) of a unit's documents, from
         `place` on. If the piece cannot be read, it is opened again up to RETRIES times, and
         reading goes on after the last document that came."""
+        cfg = self.cfg
         done = place.document
         checksum = place.checksum
         attempt = 0
@@ -369,7 +365,9 @@ class Stream:
             try:
                 passed = 0  # the checksum of the documents so far
                 number = -1  # of the last one
-                for number, document in enumerate(self._open(unit)):
+                longest = cfg.max_document_bytes
+                documents = sources.read(unit.piece, cfg.text_field, longest, cfg.json_files)
+                for number, document in enumerate(documents):
                     if document.problem.startswith(sources.UNREADABLE):
                         raise OSError(document.problem.removeprefix(sources.UNREADABLE))
                     if number == done and passed != checksum:
@@ -400,10 +398,6 @@ class Stream:
                 where = f"{unit.piece.file.path}, after document {done},"
                 if self._stopped_in_pause(attempt, where, error):
                     raise
-
-    def _open(self, unit: Unit) -> Iterator[sources.Document]:
-        cfg = self.cfg
-        return sources.read(unit.piece, cfg.text_field, cfg.max_document_bytes, cfg.json_files)
 
     def _stopped_in_pause(self, attempt: int, where: str, error: Exception) -> bool:
         """Warn of a read that failed, and wait before the next attempt. Returns whether the run
@@ -526,18 +520,18 @@ class StreamedBatches:
             self.ready.get_nowait()
 
     def _take(self) -> tuple[Batch, list[Place]] | Exception:
-        deadline = time.monotonic() + self.cfg.timeout_seconds
-        while True:
-            try:
-                return self.ready.get(timeout=min(1.0, max(deadline - time.monotonic(), 0.01)))
-            except queue.Empty:
-                if not self.thread.is_alive() and self.ready.empty():
-                    return LoaderError("the data thread died without an error message")
-                if time.monotonic() > deadline:
-                    return LoaderError(
-                        f"data streams {self.mine.start} to {self.mine.stop - 1} gave nothing for "
-                        f"{self.cfg.timeout_seconds} s (data.timeout_seconds): reading hangs"
-                    )
+        item = take(self.ready, self.cfg.timeout_seconds, self._has_died)
+        if item is not None:
+            return item
+        if self._has_died():
+            return LoaderError("the data thread died without an error message")
+        return LoaderError(
+            f"data streams {self.mine.start} to {self.mine.stop - 1} gave nothing for "
+            f"{self.cfg.timeout_seconds} s (data.timeout_seconds): reading hangs"
+        )
+
+    def _has_died(self) -> bool:
+        return not self.thread.is_alive() and self.ready.empty()
 
     def _work(self) -> None:
         """Run in the thread: put batches, or the reason why there are no more, into `ready`."""
@@ -547,14 +541,16 @@ class StreamedBatches:
             }
             for step in self.steps:
                 batch = self._batch(step, streams)
-                if not self._put((batch, [stream.place for stream in streams.values()])):
+                places = [stream.place for stream in streams.values()]
+                if not put(self.ready, (batch, places), self.stop):
                     return
         except (InputError, LoaderError) as error:
-            self._put(error.with_traceback(None))
+            put(self.ready, error.with_traceback(None), self.stop)
         except BaseException as error:
             if not self.stop.is_set():
                 logger.exception("the data thread failed")
-            self._put(LoaderError(f"the data thread failed: {type(error).__name__}: {error}"))
+            failure = LoaderError(f"the data thread failed: {type(error).__name__}: {error}")
+            put(self.ready, failure, self.stop)
 
     def _batch(self, step: int, streams: dict[int, Stream]) -> Batch:
         tokens = np.empty((len(self.rows), self.order.seq_len + 1), np.int64)
@@ -578,15 +574,6 @@ class StreamedBatches:
         if self.depth:
             further.add(batch, tokens, masked, self.token_ranges, self.depth, IGNORE)
         return batch
-
-    def _put(self, item: tuple[Batch, list[Place]] | Exception) -> bool:
-        while not self.stop.is_set():
-            try:
-                self.ready.put(item, timeout=0.5)
-                return True
-            except queue.Full:
-                continue
-        return False
 
 
 # --------------------------------------------------------------------------------------------------
@@ -630,9 +617,3 @@ class StreamedCorpora(Corpora):
         for of_rank in windows:
             numbers.update(of_rank)
         return f"its samples: {sorted(numbers)}"
-
-
-def describe_run(cfg: Config, source: StreamSource) -> dict:
-    """Describe the stream of a configuration, see `describe`."""
-    training = cfg.training
-    return describe(source, cfg.run.seed, training.seq_len, training.global_batch_size)

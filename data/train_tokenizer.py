@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -100,6 +99,7 @@ def verify(tok: tokenizer.Tokenizer, out: Path, texts: list[str]) -> None:
             )
 
 
+@program.refuses
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.train_tokenizer", description="Train a byte-level BPE."
@@ -124,20 +124,13 @@ def main() -> int:
     parser.add_argument("--out", type=places.out_folder, required=True, help="folder to make")
     args = parser.parse_args()
     began = time.monotonic()
+    if args.vocab_size < 257:
+        raise InputError("--vocab-size: 256 bytes and the end of a text make at least 257")
+    how = args.text_field, args.characters, args.json_files
     try:
-        if args.vocab_size < 257:
-            raise InputError("--vocab-size: 256 bytes and the end of a text make at least 257")
-        tok = train(
-            args.source,
-            args.vocab_size,
-            args.out,
-            args.text_field,
-            args.characters,
-            args.json_files,
-        )
-    except (InputError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
+        tok = train(args.source, args.vocab_size, args.out, *how)
+    except OSError as error:  # a disk that is full, say
+        raise InputError(str(error)) from error
     print(
         f"{tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s (fingerprint "
         f"{tok.fingerprint}), verified"

@@ -15,8 +15,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -34,6 +34,29 @@ AHEAD = 2  # batches that a worker keeps ready: torch's own prefetch_factor
 
 class LoaderError(Exception):
     """A batch did not come. The message names the step, its sources and the worker."""
+
+
+def put(ready: queue.Queue, item: object, stopped: threading.Event) -> bool:
+    """Put an item into a queue as soon as it has room. Returns False if the run stopped before."""
+    while not stopped.is_set():
+        try:
+            ready.put(item, timeout=0.5)
+            return True
+        except queue.Full:
+            continue
+    return False
+
+
+def take(ready: queue.Queue, seconds: float, is_over: Callable[[], object]) -> Any:
+    """Return the next item of a queue; None where none comes within these seconds, or before
+    `is_over` is true, which is asked at each look."""
+    limit = time.monotonic() + seconds
+    while True:
+        try:
+            return ready.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            if is_over() or time.monotonic() > limit:
+                return None
 
 
 def read_by_workers(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, None, None]:
@@ -99,8 +122,10 @@ class Workers:
         thread.start()
 
     def take(self, step: int) -> Batch:
-        """Return the next batch, which must be that of `step`."""
-        item = self._wait(step)
+        """Return the next batch, which must be that of `step`. Raises LoaderError."""
+        item = take(self.ready, self.cfg.timeout_seconds, lambda: self._died(step))
+        if item is None:
+            raise LoaderError(self._died(step) or self._silent(step))
         if isinstance(item, str):
             raise LoaderError(item)
         if isinstance(item, BaseException):  # most likely how torchdata reports a worker that died
@@ -111,19 +136,6 @@ class Workers:
             )
             raise LoaderError(self._died(step) or failure) from item
         return item
-
-    def _wait(self, step: int) -> Batch | str | BaseException:
-        """Return the next item of the thread. Raises LoaderError if a worker has died, or if none
-        comes within data.timeout_seconds."""
-        limit = time.monotonic() + self.cfg.timeout_seconds
-        while True:
-            try:
-                return self.ready.get(timeout=LOOK_SECONDS)
-            except queue.Empty:
-                if died := self._died(step):
-                    raise LoaderError(died) from None
-                if time.monotonic() > limit:
-                    raise LoaderError(self._silent(step)) from None
 
     def stop(self) -> None:
         """Kill the workers at once, which is safe because they only read. The thread ends with
@@ -148,11 +160,10 @@ class Workers:
             # multiprocessing would wait for processes that ignore SIGTERM
             atexit.register(self.stop)
             for item in received:
-                self._put(item)
-                if self.stopped.is_set():
+                if not put(self.ready, item, self.stopped):
                     return
         except BaseException as error:
-            self._put(error)
+            put(self.ready, error, self.stopped)
 
     def _start(self) -> Iterator[Batch | str]:
         """Fork the workers."""
@@ -173,13 +184,6 @@ class Workers:
                     generator=torch.Generator(),
                 )
             )
-
-    def _put(self, item: Batch | str | BaseException) -> None:
-        while not self.stopped.is_set():
-            try:
-                return self.ready.put(item, timeout=0.5)
-            except queue.Full:
-                continue
 
     # ------------------------------------------------------------------------------------------
     # which worker failed, and how

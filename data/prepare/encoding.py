@@ -56,6 +56,15 @@ def encode(
     return len(data), score, rows
 
 
+def check_tokens(cfg: Data, tok: tokenizer.Tokenizer) -> None:
+    """Raise InputError if the options need tokens that the tokenizer does not have."""
+    if cfg.add_bos and tok.bos_id is None:
+        raise InputError(
+            f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"
+        )
+    fim.options(cfg, tok)
+
+
 def is_sized(cfg: Data, tok: tokenizer.Tokenizer, split: str) -> bool:
     """Return whether the split gets a table of the bytes of each token: where a run may validate on
     it and the ids alone do not tell them."""

@@ -25,6 +25,7 @@ from configs.words import number_of
 from data import fim, formats, library, saved_tokenizer, sources, tokenizer
 from data.open_tokenizer import open_named
 from data.prepare import reasons, workers
+from data.prepare.encoding import check_tokens
 from data.prepare.part import PartMaker
 from data.prepared import FORMAT, FORMAT_OF_ANSWERS, SPLITS, file_sha256, tables
 from reliability.disk import sync, write_whole
@@ -161,18 +162,18 @@ class PrepareJob:
         return record
 
     def _keep(self, part: int, record: dict) -> None:
-        path = os.path.join(self.folder, "parts", f"{part:05}.json")
-        write_whole(path, json.dumps(record).encode("ascii"))
+        write_whole(self._record_path(part), json.dumps(record).encode("ascii"))
 
     def record(self, part: int) -> dict | None:
         """Return the record of a finished part, None if it is not finished."""
         try:
-            with open(
-                os.path.join(self.folder, "parts", f"{part:05}.json"), encoding="ascii"
-            ) as file:
+            with open(self._record_path(part), encoding="ascii") as file:
                 return json.load(file)
         except FileNotFoundError:
             return None
+
+    def _record_path(self, part: int) -> str:
+        return os.path.join(self.folder, "parts", f"{part:05}.json")
 
     def size(self, part: int) -> int:
         """Return the size of the source in bytes."""
@@ -369,11 +370,7 @@ def _make_tokenizer(cfg: Data, files: list[sources.File], log: Log) -> tokenizer
         log(f"trained a BPE of {tok.n_vocab:,} tokens in {time.monotonic() - began:.1f} s")
     else:
         tok = open_named(cfg)
-    if cfg.add_bos and tok.bos_id is None:
-        raise InputError(
-            f"data.add_bos: the tokenizer {cfg.tokenizer} has no token that begins a text"
-        )
-    fim.options(cfg, tok)
+    check_tokens(cfg, tok)
     return tok
 
 

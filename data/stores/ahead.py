@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from configs.schema import Data
 from data import packing
 from data.stores.blocks import RECENT
-from data.workers import AHEAD, LoaderError, cannot_read, describe
+from data.workers import AHEAD, LoaderError, cannot_read, describe, put, take
 
 if TYPE_CHECKING:
     from data.loader import Batch, Batches
@@ -35,7 +34,16 @@ def read_ahead(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, No
     thread.start()
     try:
         for step in steps:
-            yield _take(ready, batches, step, cfg.timeout_seconds)
+            item = take(ready, cfg.timeout_seconds, lambda: False)
+            if item is None:
+                urls = [tokens.corpus.url for tokens in batches.sources if tokens.is_stored]
+                item = LoaderError(
+                    f"{describe(batches, step)} did not come from {', '.join(urls)} within "
+                    f"{cfg.timeout_seconds} s (data.timeout_seconds): reading hangs"
+                )
+            if isinstance(item, LoaderError):
+                raise item
+            yield item
     finally:
         stop.set()
 
@@ -48,26 +56,6 @@ def ask(batches: Batches, step: int) -> int:
     for row, _, first, last in batches.reads(start, stop):
         blocks += batches.sources[source[row]].ask(first, last)
     return blocks
-
-
-def _take(ready: queue.Queue, batches: Batches, step: int, seconds: float) -> Batch:
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            item = ready.get(timeout=min(1.0, max(deadline - time.monotonic(), 0.01)))
-        except queue.Empty:
-            if time.monotonic() > deadline:
-                where = ", ".join(
-                    tokens.corpus.url for tokens in batches.sources if tokens.is_stored
-                )
-                raise LoaderError(
-                    f"{describe(batches, step)} did not come from {where} within {seconds} s "
-                    "(data.timeout_seconds): reading hangs"
-                ) from None
-            continue
-        if isinstance(item, LoaderError):
-            raise item
-        return item
 
 
 def _read(batches: Batches, steps: range, ready: queue.Queue, stop: threading.Event) -> None:
@@ -84,11 +72,5 @@ def _read(batches: Batches, steps: range, ready: queue.Queue, stop: threading.Ev
             sizes.pop(step)
         except Exception as error:
             item = LoaderError(cannot_read(batches, step, error))
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.5)
-                break
-            except queue.Full:
-                continue
-        if stop.is_set() or isinstance(item, LoaderError):
+        if not put(ready, item, stop) or isinstance(item, LoaderError):
             return
