@@ -86,9 +86,7 @@ class Chat:
             raise InputError(f"data.chat_template: it is not valid Jinja: {error}") from error
         self.marks_answers = bool(GENERATION.search(template.source))
         self.id_of = dict(zip(tok.special_tokens, tok.special_ids, strict=True))
-        # where one name is a prefix of another, the longer one wins
-        names = sorted(self.id_of, key=len, reverse=True)
-        self.special = re.compile("(" + "|".join(map(re.escape, names)) + ")")
+        self.special = tok.names_in_text
 
     def encode(self, record: dict) -> Example:
         """Encode a conversation. Raises InvalidExample."""

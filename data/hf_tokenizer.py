@@ -180,16 +180,9 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
     def word(token: bytes) -> str:
         return "".join(letters[byte] for byte in token)
 
+    usual = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = [
-        {
-            "id": id,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
+        {"id": id, "content": token, **usual, "special": True}
         for id, token in zip(tokenizer.special_ids, tokenizer.special_tokens, strict=True)
     ]
     # without it, a text begins after the end of the previous one

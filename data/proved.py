@@ -19,7 +19,7 @@ import numpy as np
 import tiktoken
 import tokenizers
 
-from data.tokenizer import NO_SPLIT, has_long_whitespace
+from data.tokenizer import NO_SPLIT, has_long_whitespace, names_pattern
 
 # Hangul's vowels and final consonants, which join the syllable before them
 JAMO = range(0x1160, 0x1200)
@@ -130,7 +130,7 @@ class Proved:
             yield text
             return
         done = 0
-        for match in self.pattern(rows is self.after).finditer(text):
+        for match in self.patterns[rows is self.after].finditer(text):
             rank = self.rank_of_name[match.group()]
             if self.added[rank - self.first_added].special and not rendered:
                 continue
@@ -141,20 +141,11 @@ class Proved:
         if done < len(text):
             yield text[done:]
 
-    def pattern(self, after: bool) -> re.Pattern:
-        return self.patterns[after]
-
     @cached_property
     def patterns(self) -> tuple[re.Pattern, re.Pattern]:
-        """Compile the patterns that find the added tokens before and after the normalizer. Of two
-        that begin at the same place the longer one wins."""
-        return names_pattern(self.before), names_pattern(self.after)
-
-
-def names_pattern(rows: list[Added]) -> re.Pattern:
-    """Match the names of these added tokens, the longest first."""
-    names = sorted((row.name for row in rows), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names)))
+        """Compile the patterns that find the added tokens before and after the normalizer."""
+        before, after = ([row.name for row in rows] for rows in (self.before, self.after))
+        return names_pattern(before), names_pattern(after)
 
 
 def nfc(text: str) -> str:

@@ -16,11 +16,9 @@ import torch
 from configs.schema import InputError
 from data import packing
 from data.loader import Batch, Batches, at
+from data.prepared import OF_BYTES
 from data.tokenizer import Tokenizer
 from data.tokens import Tokens, map_file
-
-TABLE = "sizes"
-DTYPE = np.dtype("<u4")
 
 
 def of_ids(tokenizer: Tokenizer) -> torch.Tensor:
@@ -44,9 +42,9 @@ def sized(batches: Iterable[Batch], rows: Batches, tokenizer: Tokenizer) -> Iter
 def of_split(tokens: Tokens) -> np.ndarray:
     """Map the bytes of each token of a split, uint32. Raises InputError if the folder has none."""
     try:
-        table = map_file(tokens.path(f"{tokens.split}.{TABLE}"), DTYPE)
+        table = map_file(tokens.path(f"{tokens.split}.sizes"), OF_BYTES["sizes"])
     except OSError:
-        table = np.zeros(0, DTYPE)
+        table = np.zeros(0)
     if len(table) != len(tokens):
         raise InputError(
             f"{tokens.folder} does not say how many bytes each {tokens.split} token stands for: "

@@ -217,7 +217,7 @@ class Tokenizer:
         lengths = []
         sizes = []
         id_of = dict(zip(self.special_tokens, self.special_ids, strict=True))
-        for i, piece in enumerate(self._names_in_text.split(text)):
+        for i, piece in enumerate(self.names_in_text.split(text)):
             if i % 2:
                 pieces.append(np.array([id_of[piece]], self.dtype))
                 lengths.append(np.array([len(piece.encode())], np.int64))
@@ -234,10 +234,9 @@ class Tokenizer:
         return Encoded(np.concatenate(pieces), stops - counts, stops, np.concatenate(sizes))
 
     @cached_property
-    def _names_in_text(self) -> re.Pattern:
-        # where one name is a prefix of another, the longer one wins
-        names = sorted(self.special_tokens, key=len, reverse=True)
-        return re.compile("(" + "|".join(map(re.escape, names)) + ")")
+    def names_in_text(self) -> re.Pattern:
+        """Match the name of a special token."""
+        return names_pattern(self.special_tokens)
 
     @cached_property
     def _lengths(self) -> np.ndarray:
@@ -273,6 +272,13 @@ class Tokenizer:
                 file,
                 indent=0,
             )
+
+
+def names_pattern(names: Iterable[str]) -> re.Pattern:
+    """Match one of these names, as a group. Of two that begin at the same place the longer one
+    wins."""
+    longest_first = sorted(names, key=len, reverse=True)
+    return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def byte_tokenizer() -> Tokenizer:

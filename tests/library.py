@@ -7,6 +7,13 @@ import tokenizers
 
 from data import tokenizer
 
+WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
+
+
+def words(seed: int, n: int) -> str:
+    """Return a line of n made-up words."""
+    return " ".join(random.Random(seed).choices(WORDS, k=n)) + "\n"
+
 
 def hard_texts(seed: int, n: int) -> list[str]:
     rng = random.Random(seed)

@@ -312,6 +312,14 @@ def data_rank(
     )
 
 
+def same_batches(one: list[dict], other: list[dict]) -> bool:
+    """Return whether two lists of batches are equal, bitwise."""
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
 def free_port() -> int:
     """Return a free TCP port from a range of this test worker's own, below the ports that the
     system gives to outgoing connections."""

@@ -132,9 +132,8 @@ def test_a_document_is_found_by_number_name_and_text(audited):
     tokens = audited.corpora[audited.order.last.sources[0].fingerprint].train
     ((source, number),) = audit.find(audited, "web:3")
     assert (source.name, number) == ("web", 3)
-    assert [(s.name, n) for s, n in audit.find(audited, DocumentIndex(tokens).name(3))] == [
-        ("web", 3)
-    ]
+    name = DocumentIndex(tokens).name(3)
+    assert [(s.name, n) for s, n in audit.find(audited, name)] == [("web", 3)]
     decoded = audited.corpora[source.fingerprint].tokenizer.decode(
         tokens.read(*DocumentIndex(tokens).extent(3))
     )
@@ -144,11 +143,6 @@ def test_a_document_is_found_by_number_name_and_text(audited):
     assert audit.find(audited, "no such text") == []
     with pytest.raises(InputError, match="web:1000: the source has"):
         audit.find(audited, "web:1000")
-
-
-def test_a_right_order_is_proved(audited):
-    assert audit.prove(audited.order, STEPS) == []
-    assert audit.prove(audited.order, 7) == []
 
 
 def test_a_block_without_its_shares_is_found(audited, monkeypatch):

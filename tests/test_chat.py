@@ -104,6 +104,8 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(name, folders)
     cfg = Data(format="chat", tokenizer=path, chat_may_drop=MAY_DROP)
     described = formats.describe(cfg, tok)
     ours = formats.build(json.loads(json.dumps(described)), tok)
+    end = "<|endoftext|>" if name in ("plain", "strict") else "<|im_end|>"
+    assert tok.special_tokens[tok.special_ids.index(ours.end_of_turn())] == end
     for talk in TALKS:
         messages = talk["messages"]
         for prompt in False, True:
@@ -116,6 +118,9 @@ def test_a_conversation_has_the_tokens_that_transformers_gives_it(name, folders)
         )
         made = ours.encode(talk)
         assert made.ids.tolist() == marked["input_ids"]
+        asked = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
+        assert ours.prompt(messages[:-1]).tolist() == asked
+        assert tok.decode(made.ids).startswith(tok.decode(asked))
         # they find the first token alone of a character of several, where an answer ends in one
         if ours.marks_answers and made.text.isascii():
             assert made.answers.astype(int).tolist() == marked["assistant_masks"]

@@ -23,7 +23,6 @@ from data import workers as workers_of
 from data.loader import IGNORE, Batches, loader
 from data.order import BLOCK, Order
 from data.shuffle import permute, unpermute
-from data.tokens import Tokens
 from data.workers import LoaderError
 
 ONCE = [[0, 1.0]]
@@ -44,13 +43,6 @@ class Places:
     def read(self, start: int, stop: int) -> np.ndarray:
         assert 0 <= start < stop <= self.n
         return np.arange(start, stop) + self.source * 10**6
-
-
-def tokens_of(folder: Path, n: int) -> Tokens:
-    """Return the same as a file, as preparation leaves it."""
-    folder.mkdir(exist_ok=True)
-    np.arange(n, dtype=np.uint32).tofile(folder / "train.bin")
-    return Tokens(str(folder), "train", np.dtype(np.uint32))
 
 
 def single(
@@ -184,26 +176,15 @@ def test_ranks_that_do_not_divide_a_batch_share_it_with_padding(mask: bool) -> N
 
 
 def test_batches_are_the_same_for_any_ranks_and_microbatches() -> None:
-    """Order included, across epochs: 37 windows, 240 per step, so every step wraps; T prime."""
-    tokens, T, G = MIXED[0], 13, 240
-    batches = single(tokens, T, G, G, 0, 1, seed=5)
-    for step in (0, 3, 5):
-        batch = batches[step]
-        assert torch.equal(batch["tokens"][0], (batch["window"] * T)[:, None] + torch.arange(T))
-        assert torch.equal(batch["labels"], batch["tokens"] + 1)
-        assert all(
-            tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values()
-        )
-    assert_same_on_any_mesh(batches.order, [tokens], G, (5, 0, 3), T)
-
-
-def test_batches_of_a_mixture_are_the_same_for_any_ranks_and_microbatches() -> None:
-    """Across the steps of its schedule, blocks and epochs."""
+    """Order included, across the steps of a schedule, blocks and epochs: a step has more rows than
+    two of the sources have windows; T prime."""
     order = splice.begin(mixture())
     batch = Batches(MIXED, order, 240, 0, 1)[29]
     assert set(batch["source"].tolist()) == {0, 1, 2}
     start = batch["window"] * 13 + batch["source"] * 10**6
     assert torch.equal(batch["tokens"][0], start[:, None] + torch.arange(13))
+    assert torch.equal(batch["labels"], batch["tokens"] + 1)
+    assert all(tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in batch.values())
     assert_same_on_any_mesh(order, MIXED, 240, (0, 16, 17, 29, 30, 47, 1000), 13)
 
 
@@ -302,6 +283,7 @@ def test_what_a_mixture_cannot_be_is_a_sentence() -> None:
         InputError, match="needs 101 tokens for one sequence, but the train split of c has 78"
     ):
         mixture(T=100)
+    assert mixture(T=77)["sources"][2]["windows"] == 1  # 78 tokens
 
 
 # --------------------------------------------------------------------------------------------------
@@ -494,14 +476,7 @@ def test_loaders_agree_for_any_workers_and_resume_anywhere(monkeypatch) -> None:
     for dp, rank in ((1, 0), (3, 1)):
         batches = Batches(MIXED, order, 2, rank, dp, mask_documents=True)
         whole = [batches[step] for step in range(24, 33)]
-        for workers, start, ahead in (
-            (0, 0, 2),
-            (0, 4, 2),
-            (1, 0, 1),
-            (3, 0, 2),
-            (3, 5, 1),
-            (3, 8, 4),
-        ):
+        for workers, start, ahead in (0, 0, 2), (0, 4, 2), (1, 0, 1), (3, 5, 1), (3, 8, 4):
             before = torch.get_rng_state()
             monkeypatch.setattr(workers_of, "AHEAD", ahead)
             found = list(loader(batches, 24 + start, 33, Data(workers=workers)))
@@ -515,23 +490,13 @@ def test_loaders_agree_for_any_workers_and_resume_anywhere(monkeypatch) -> None:
                 )
 
 
-def test_a_late_step_needs_no_replay(tmp_path: Path) -> None:
-    batches, read = single(tokens_of(tmp_path, 100_000), 16, 512, 8, 3, 8, seed=0), []
+def test_a_late_step_needs_no_replay() -> None:
+    batches, read = single(Places(100_000), 16, 512, 8, 3, 8, seed=0), []
     real = batches.sources[0].read
     batches.sources[0].read = lambda start, stop: read.append(start) or real(start, stop)
     batch = next(loader(batches, 10**12, 10**12 + 1, Data()))
     assert len(read) == 64, "this rank's rows of one step"
     assert torch.equal(batch["labels"], batch["tokens"] + 1)
-
-
-def test_what_batches_cannot_do_is_a_sentence(tmp_path: Path) -> None:
-    tokens = tokens_of(tmp_path, 100)
-    single(tokens, 99, 4, 2, 0, 2, seed=0)[0]
-    with pytest.raises(
-        InputError,
-        match="training.seq_len = 100 needs 101 .* the train split of the corpus has 100",
-    ):
-        single(tokens, 100, 4, 2, 0, 2, seed=0)
 
 
 def test_a_token_beyond_the_vocabulary_is_an_error_that_names_its_corpus() -> None:
@@ -569,20 +534,12 @@ class Failing(Batches):
         return super().__getitem__(step)
 
 
+STEP = r"step 7 \(of sources a, b, c\)"
 WORDS = {
-    "killed": r"data worker (\d+) died \(SIGKILL\), while it read step 7 \(of sources a, b, c\)",
-    "stopped": (
-        r"data worker (\d+) sent nothing for 2 s .*, while it read step 7 \(of sources a, "
-        r"b, c\): it is stopped"
-    ),
-    "slow": (
-        r"data worker (\d+) sent nothing for 2 s .*, while it read step 7 \(of sources a, b, "
-        r"c\): it hangs"
-    ),
-    "raises": (
-        r"data worker (\d+): step 7 \(of sources a, b, c\) cannot be read: OSError: "
-        r".*tokens.bin"
-    ),
+    "killed": rf"data worker \d+ died \(SIGKILL\), while it read {STEP}",
+    "stopped": rf"data worker \d+ sent nothing for 2 s .*, while it read {STEP}: it is stopped",
+    "slow": rf"data worker \d+ sent nothing for 2 s .*, while it read {STEP}: it hangs",
+    "raises": rf"data worker \d+: {STEP} cannot be read: OSError: .*tokens.bin",
 }
 
 

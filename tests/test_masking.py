@@ -6,12 +6,9 @@ lengths, of one token, of a whole window, and end where a window ends; two steps
 documents each, so that what the first one left compiled or cached meets another table.
 """
 
-import contextlib
 import functools
-import io
 import warnings
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +24,7 @@ from models.kernels.cpu import document_attention as cpu
 from parallelisms import blocks
 from parallelisms.mesh import world
 from tests.ranks import run_ranks
-from tests.runs import COMPILED, Count, series, tiny_run, whole
+from tests.runs import COMPILED, Count, run, series, tiny_run, whole
 from training.loss import IGNORE, linear_cross_entropy
 
 SEQ, VOCAB = 24, 263
@@ -315,50 +312,18 @@ def test_the_names_that_selective_checkpointing_keeps_exist():
 # through train.py
 
 
-def whole_run(options: list[str], folder: Path) -> list[float]:
-    """A run of train.main; on one rank also, for the first batch of the loader, the loss of its
-    documents one by one."""
-    real, alone = train.train_step, []
-
-    def noting(job, rows, *options):
-        if not alone and job.mesh.size == 1 and "positions" in rows:
-            counted = (rows["labels"] != IGNORE).sum()
-            total = 0.0
-            for tokens, labels, positions in zip(
-                *(rows[key].flatten(0, 1) for key in ("tokens", "labels", "positions"))
-            ):
-                ends = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
-                for a, b in zip(ends, ends[1:]):
-                    with torch.no_grad():
-                        head = partial(
-                            linear_cross_entropy, labels=labels[None, a:b], chunk_tokens=99
-                        )
-                        total += job.model(tokens[None, a:b], torch.arange(b - a), head)
-            alone.append((total / counted).item())
-        return real(job, rows, *options)
-
-    train.train_step = noting
-    with contextlib.redirect_stdout(io.StringIO()):
-        assert train.main([f"--run.folder={folder}", *options]) == 0
-    return alone
-
-
 @pytest.mark.slow
 @pytest.mark.cap(180)
 def test_a_whole_run_masks_in_training_and_validation(tmp_path):
-    """The corpus has documents longer and (like the last of it) other than windows: every run's
-    losses agree, the first is that of the documents one by one, and without masking they are
-    others."""
-    options = [
-        *tiny_run(tmp_path),
-        "--training.steps=6",
-        "--training.seq_len=96",
-        "--validation.interval=3",
-    ]
+    """The corpus has documents longer and (like the last of it) other than windows. Losses are the
+    same on a mesh, and others without masking. (tests/test_chat.py: they are those of the documents
+    one by one.)"""
+    options = [*tiny_run(tmp_path), "--training.seq_len=96", "--validation.interval=3"]
+    options.append("--training.steps=6")
     masked = [*options, "--data.mask_documents=true"]
-    first = run_ranks(1, whole_run, masked, tmp_path / "one")[0][0]
-    run_ranks(2, whole_run, masked, tmp_path / "mesh")
-    run_ranks(1, whole_run, options, tmp_path / "unmasked")
+    for name, ranks, own in ("one", 1, masked), ("mesh", 2, masked), ("unmasked", 1, options):
+        (tmp_path / name).mkdir()
+        assert run_ranks(ranks, run, own, tmp_path / name) == [(0, "")] * ranks
     for key in "loss", "validation_loss":
         one, mesh, unmasked = (series(tmp_path / name, key) for name in ("one", "mesh", "unmasked"))
         assert one.keys() == mesh.keys() == unmasked.keys() and len(one) == (
@@ -367,4 +332,3 @@ def test_a_whole_run_masks_in_training_and_validation(tmp_path):
         for step in one:
             assert abs(mesh[step] / one[step] - 1) < 1e-5
             assert unmasked[step] != one[step]
-    assert abs(series(tmp_path / "one")[1] / first - 1) < 1e-5

@@ -11,7 +11,7 @@ import pytest
 
 from configs.load import load_config
 from configs.schema import InputError
-from data import hf_tokenizer, kept_proofs, rank_files, tokenizer, train_tokenizer
+from data import hf_tokenizer, kept_proofs, rank_files, tokenizer
 from data.open_tokenizer import open_tokenizer
 from data.stores import kept
 from tests.hub import GATED, running_hub
@@ -278,17 +278,6 @@ def test_a_rank_file_says_its_pattern_or_is_refused(bpe, tmp_path):
     rank_files.write_rank_file(made, path)
     ids = {name: open_tokenizer(path, pattern=name).encode("1234").tolist() for name in PATTERNS}
     assert ids == {"llama3": [257, 52], "qwen2": [49, 50, 51, 52], "gpt2": [258]}
-
-
-def test_what_train_tokenizer_writes_opens_without_an_option(tmp_path):
-    made = train_tokenizer.train("training", 600, tmp_path / "t")
-    file = tmp_path / "t" / train_tokenizer.RANKS
-    assert open_tokenizer(str(file)).fingerprint == made.fingerprint
-    lines = file.read_bytes().splitlines(keepends=True)
-    swapped = base64.b64encode(b"\xff\xfe\xfd") + b" 598\n"
-    file.write_bytes(b"".join([*lines[:-1], swapped]))  # no longer that tokenizer
-    with pytest.raises(InputError, match="data.tokenizer_pattern"):
-        open_tokenizer(str(file))
 
 
 def test_a_tokenizer_config_numbers_the_special_tokens_of_a_rank_file(bpe, tmp_path):

@@ -35,6 +35,7 @@ from reliability import objects
 from tests import ranks
 from tests.ranks import run_ranks
 from tests.runs import data_rank, run, samples, series, tiny_run
+from tests.runs import same_batches as same
 from tests.s3 import Server
 from tests.stores import (
     emptied,
@@ -119,13 +120,6 @@ def read(cfg: Config, first: int, steps: int, where: object = None) -> list[dict
     order = corpora.order({})
     rows = corpora.training_batches(order, where or data_rank(), 1 << 16)
     return list(loader(rows, first, first + steps, cfg.data))
-
-
-def same(one: list[dict], other: list[dict]) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 # A prepared corpus
@@ -277,8 +271,9 @@ def test_a_forked_process_is_refused_and_does_not_hang(store):
     assert "was forked from one that uses stores" in run_ranks(1, forked, URL)[0]
 
 
-def test_a_whole_run_is_bitwise_that_of_a_disk(store, tmp_path):
-    """With validation, stopped and resumed on the way."""
+def test_a_whole_run_is_bitwise_that_of_a_disk(store, tmp_path, monkeypatch, capsys):
+    """With validation, stopped and resumed on the way. The audit reads the store, too."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     options = [*tiny_run(tmp_path), "--lr_schedule.kind=constant", "--validation.interval=8"]
     source = next(option for option in options if "data.source" in option).partition("=")[2]
     cfg = Data(source=source, tokenizer="bytes", validation_fraction=0.1, cache=str(tmp_path))
@@ -298,6 +293,8 @@ def test_a_whole_run_is_bitwise_that_of_a_disk(store, tmp_path):
     assert series(tmp_path / "store", key) == series(tmp_path / "disk", key) != {}
     assert samples(tmp_path / "store", 1) == samples(tmp_path / "disk", 1)
     no_secrets(tmp_path / "store")
+    assert audit.main([str(tmp_path / "store"), "--steps=1"]) == 0
+    assert ".txt" in capsys.readouterr().out
     assert json.loads((tmp_path / "store" / "data.json").read_text())["folders"].popitem()[1] == URL
 
 
@@ -308,20 +305,6 @@ def no_secrets(folder: Path) -> None:
     assert len(written) > 5
     for content in written:
         assert not any(os.environ[name].encode() in content for name in names)
-
-
-def test_the_audit_reads_the_store(store, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(blocks, "BLOCK", 1 << 16)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    folder = tmp_path / "run"
-    folder.mkdir()
-    options = [*tiny_run(tmp_path), "--training.steps=4", "--validation.interval=0"]
-    source = next(option for option in options if "data.source" in option).partition("=")[2]
-    prepare(Data(source=source, cache=str(tmp_path), tokenizer="bytes"), quiet, out=URL)
-    options += [f"--data.source={URL}", f"--data.cache={tmp_path / 'c'}"]
-    assert run_ranks(1, run, options, folder) == [(0, "")]
-    assert audit.main([str(folder), "--steps=1"]) == 0
-    assert ".txt" in capsys.readouterr().out
 
 
 # Faults
@@ -612,7 +595,7 @@ def test_text_that_differs_at_every_read_is_named(kinds, store):
 
 
 @pytest.mark.parametrize("name", ["b.jsonl.gz", "d.parquet"])
-def test_a_store_that_is_gone_is_no_failed_document(name, kinds, store, tmp_path):
+def test_a_store_that_is_gone_is_no_failed_document(name, kinds, store, tmp_path, monkeypatch):
     """Not even where documents that cannot be read are left out."""
     url = f"{raw(store, kinds)}/{name}"
     cfg = Data(source=url, tokenizer="bytes", cache=str(tmp_path), skip_failed=1000)
@@ -620,21 +603,11 @@ def test_a_store_that_is_gone_is_no_failed_document(name, kinds, store, tmp_path
     store.rules({"kind": "gone"})
     with pytest.raises(InputError, match=r"no connection, or no answer \(3 tries"):
         list(sources.read(sources.pieces(files[0])[0], cfg.text_field))
+    monkeypatch.setattr(sources, "find", lambda source: files)
+    monkeypatch.setattr(stream, "is_tokenised", lambda source: False)
     kind = InputError if "parquet" in name else LoaderError  # its row groups are counted first
     with pytest.raises(kind, match="no connection"):
-        streamed_from(files, cfg)
-
-
-def streamed_from(files: list, cfg: Data) -> None:
-    real = sources.find
-    sources.find = lambda source: files
-    tokenised = stream.is_tokenised
-    stream.is_tokenised = lambda source: False
-    try:
         streamed(cfg.source, 0, 1)
-    finally:
-        sources.find = real
-        stream.is_tokenised = tokenised
 
 
 # Uploads

@@ -24,6 +24,7 @@ from data.stream import Exhausted, Stream, StreamedBatches, StreamOrder
 from data.workers import LoaderError
 from tests.ranks import run_ranks
 from tests.runs import MESHES, TINY, data_rank, killed_at, run, samples, series
+from tests.runs import same_batches as same
 
 T, G, STREAMS = 13, 24, 12
 
@@ -86,23 +87,11 @@ def take(
         rank.close()
         if rank.problem:
             raise rank.problem
-    joined = [
-        {
-            k: torch.cat(
-                [b[k].reshape(-1, *b[k].shape[2:]) if b[k].dim() > 1 else b[k] for b in parts]
-            )
-            for k in parts[0]
-        }
-        for parts in zip(*shares, strict=True)
-    ]
+    joined = []
+    for parts in zip(*shares, strict=True):
+        rows = [{k: x.flatten(0, 1) if x.dim() > 1 else x for k, x in b.items()} for b in parts]
+        joined.append({k: torch.cat([b[k] for b in rows]) for k in rows[0]})
     return joined, StreamOrder(order.description, sum((rank.places for rank in ranks), []))
-
-
-def same(one: list[dict], other: list[dict]) -> bool:
-    return len(one) == len(other) and all(
-        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 # --------------------------------------------------------------------------------------------------

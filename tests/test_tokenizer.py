@@ -25,16 +25,17 @@ from data import (
     tokenizer,
     train_tokenizer,
 )
-from tests.library import added, byte_fallback, hard_texts, same_as_library, unigram, word_piece
+from tests.library import (
+    added,
+    byte_fallback,
+    hard_texts,
+    same_as_library,
+    unigram,
+    word_piece,
+    words,
+)
 
 ROOT = Path(__file__).parents[1]
-WORDS = ["".join(random.Random(i).choices("abcdefghijklm", k=2 + i % 7)) for i in range(300)]
-
-
-def words(seed: int, n: int) -> str:
-    return " ".join(random.Random(seed).choices(WORDS, k=n)) + "\n"
-
-
 # ---- text to ids and back
 
 ADVERSARIAL = {
@@ -110,20 +111,13 @@ def test_bpe_has_the_vocabulary_asked_for_and_compresses(bpe: tokenizer.Tokenize
         tokenizer.train_bpe(["too little"], 4096)
 
 
-def test_bpe_is_the_same_in_another_process_with_other_threads(
-    bpe: tokenizer.Tokenizer, tmp_path: Path
-) -> None:
-    (tmp_path / "text").write_text(words(0, 4000))
-    code = "import sys; from data import tokenizer; text = open(sys.argv[1]).read()\n"
-    code += "print(tokenizer.train_bpe([text], 400).fingerprint)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "text")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "RAYON_NUM_THREADS": "5"},
-    )
-    assert done.stdout.strip() == bpe.fingerprint
+def test_bpe_is_the_same_in_another_process_with_other_threads(bpe: tokenizer.Tokenizer) -> None:
+    code = "from data import tokenizer; from tests.library import words\n"
+    code += "print(tokenizer.train_bpe([words(0, 4000)], 400).fingerprint)"
+    environment = {**os.environ, "RAYON_NUM_THREADS": "5"}
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    assert said.stdout.strip() == bpe.fingerprint
 
 
 def test_fingerprint_follows_everything_that_defines_a_tokenizer(
@@ -146,8 +140,8 @@ def test_fingerprint_follows_everything_that_defines_a_tokenizer(
 
 
 def test_other_rank_files_get_one_special_token(bpe: tokenizer.Tokenizer, tmp_path: Path) -> None:
-    lines = [b"%s %d\n" % (base64.b64encode(t), i) for i, t in enumerate(bpe.ranks)]
-    path = tmp_path / "mine.tiktoken"
+    path = write_ranks(tmp_path / "mine.tiktoken", bpe.ranks)
+    lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(reversed(lines)))  # any order of the lines
     assert rank_files.from_rank_file(str(path), "llama3").fingerprint == bpe.fingerprint
     for damage, sentence in (
@@ -189,10 +183,7 @@ def test_a_published_rank_file(tmp_path: Path) -> None:
     ranks = made_up(count)
     tok = rank_files.from_rank_file(str(write_ranks(tmp_path / "ranks", ranks)), pattern)
     theirs = published(name, ranks)
-    assert (tok.n_vocab, tok.eot_id) == (
-        n_vocab,
-        theirs.eot_token,
-    ) and tok.n_vocab == theirs.n_vocab
+    assert tok.eot_id == theirs.eot_token and tok.n_vocab == theirs.n_vocab == n_vocab
     assert dict(zip(tok.special_tokens, tok.special_ids)) == theirs._special_tokens
     assert tok.decode([tok.eot_id, n_vocab + 5]) == "<|endoftext|>\ufffd"
     assert len(tok.byte_lengths) == n_vocab and tok.byte_lengths[tok.eot_id] == 0
@@ -259,16 +250,8 @@ def looked_up(document: dict) -> None:
     document["added_tokens"][0]["id"] = 1200
 
 
-def qwen2(document: dict) -> None:
-    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = tokenizer.SPLIT_QWEN2
-
-
-def cl100k(document: dict) -> None:
-    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = tokenizer.SPLIT_CL100K
-
-
-def o200k(document: dict) -> None:
-    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = tokenizer.SPLIT_O200K
+def pattern(document: dict) -> dict:
+    return document["pre_tokenizer"]["pretokenizers"][0]["pattern"]
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +261,16 @@ def code_bpe() -> tokenizer.Tokenizer:
     )
 
 
-CHANGES = [None, gpt2, special_first, ids_shuffled, never_made, looked_up, qwen2, cl100k, o200k]
+CHANGES = {
+    "llama 3": None,
+    **{f.__name__: f for f in (gpt2, special_first, ids_shuffled, never_made, looked_up)},
+    "qwen2": lambda d: pattern(d).update(Regex=tokenizer.SPLIT_QWEN2),
+    "cl100k": lambda d: pattern(d).update(Regex=tokenizer.SPLIT_CL100K),
+    "o200k": lambda d: pattern(d).update(Regex=tokenizer.SPLIT_O200K),
+}
 
 
-@pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__ if c else "llama 3")
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_tokenizer_json_gives_the_ids_of_tokenizers(
     change: object, code_bpe: tokenizer.Tokenizer, tmp_path: Path
 ) -> None:
@@ -303,10 +292,6 @@ def test_a_tokenizer_json_gives_the_ids_of_tokenizers(
     assert (
         hf_tokenizer.read_file(again).encode(texts[-3]).tolist() == tok.encode(texts[-3]).tolist()
     )
-
-
-def pattern(document: dict) -> dict:
-    return document["pre_tokenizer"]["pretokenizers"][0]["pattern"]
 
 
 BY_LIBRARY = {  # what changes a document, and why tiktoken does not run it
@@ -534,34 +519,21 @@ def test_text_is_normalised_as_the_library_does_it() -> None:
 
 
 def test_training_on_the_command_line(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "data.train_tokenizer",
-        "--source",
-        "training",
-        "--vocab-size",
-        "900",
-        "--out",
-    ]
-    done = subprocess.run(
-        [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
-    )
+    def run(source: object, out: str, *more: str) -> subprocess.CompletedProcess:
+        words = f"-m data.train_tokenizer --source {source} --vocab-size 900 --out {tmp_path / out}"
+        command = [sys.executable, *words.split(), *more]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+    done = run("training", "out")
     assert done.returncode == 0, done.stderr
     made = rank_files.from_rank_file(str(tmp_path / "out" / train_tokenizer.RANKS))
     assert made.n_vocab == 900 and f"fingerprint {made.fingerprint}" in done.stdout
     assert hf_tokenizer.read(tmp_path / "out").fingerprint == made.fingerprint
-    again = subprocess.run(
-        [*command, str(tmp_path / "out")], cwd=ROOT, capture_output=True, text=True
-    )
+    again = run("training", "out")
     assert again.returncode == 2 and "exists already" in again.stderr
     lines = tmp_path / "lines.jsonl"
     lines.write_text(json.dumps({"body": Path(train_tokenizer.__file__).read_text()}) + "\n")
-    command[command.index("training")] = str(lines)
-    short = ["--text-field=body", "--json-files=records", "--characters=400"]
-    few = subprocess.run(
-        [*command, str(tmp_path / "few"), *short], cwd=ROOT, capture_output=True, text=True
-    )
+    few = run(lines, "few", "--text-field=body", "--json-files=records", "--characters=400")
     assert few.returncode == 2 and "tokens only" in few.stderr and "Traceback" not in few.stderr
 
 
@@ -577,3 +549,5 @@ def test_training_verifies_what_it_wrote(code_bpe: tokenizer.Tokenizer, tmp_path
         InputError, match="tokenizer.tiktoken is not the tokenizer that was trained"
     ):
         train_tokenizer.verify(made, out, [])
+    with pytest.raises(InputError, match="set data.tokenizer_pattern"):
+        rank_files.from_rank_file(str(out / train_tokenizer.RANKS))

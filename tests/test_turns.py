@@ -13,7 +13,6 @@ import pytest
 from configs.schema import Data
 from data import chat, formats, hf_tokenizer, turns
 from data.answers import InvalidExample
-from data.open_tokenizer import open_tokenizer
 from data.tokenizer import byte_tokenizer
 from tests.conversations import (
     MAY_DROP,
@@ -34,12 +33,6 @@ DATED = (
     "{{ bos_token }}{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}then"
     "{% endif %};"
 ) + chat.CHATML
-ENDS = {  # template: the token that ends a turn
-    "plain": "<|endoftext|>",
-    "chatml": "<|im_end|>",
-    "without blocks": "<|im_end|>",
-    "strict": "<|endoftext|>",
-}
 
 
 def theirs(folder: Path):
@@ -47,31 +40,8 @@ def theirs(folder: Path):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def of_folder(folder: Path) -> chat.Chat:
-    """Render like a run that trains with the files of a tokenizer."""
-    path = str(folder / "tokenizer.json")
-    tok = open_tokenizer(path)
-    cfg = Data(format="chat", tokenizer=path, chat_may_drop=MAY_DROP)
-    return formats.build(formats.describe(cfg, tok), tok)
-
-
 # --------------------------------------------------------------------------------------------------
-# prompts, and where an answer ends
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_a_prompt_has_the_tokens_that_transformers_gives_it(name, tmp_path):
-    folder = write_tokenizer(tmp_path, TEMPLATES[name])
-    asked, reference = of_folder(folder), theirs(folder)
-    for talk in TALKS:
-        before = talk["messages"][:-1]
-        wanted = reference.apply_chat_template(before, add_generation_prompt=True)
-        assert asked.prompt(before).tolist() == wanted["input_ids"]
-        # it is the text before the answer in training, too
-        whole = asked.encode(talk)
-        prompt = asked.tok.decode(asked.prompt(before))
-        assert asked.tok.decode(whole.ids).startswith(prompt)
-    assert asked.tok.special_tokens[asked.tok.special_ids.index(asked.end_of_turn())] == ENDS[name]
+# prompts, and where an answer ends (the tokens of prompts: tests/test_chat.py)
 
 
 def test_a_template_that_ends_no_answer_by_a_token_has_no_end_of_turn():
@@ -91,8 +61,9 @@ def test_a_template_that_ends_no_answer_by_a_token_has_no_end_of_turn():
         ([{"role": "user"}], "without a role and a content"),
     ],
 )
-def test_messages_that_cannot_be_asked_are_refused(messages, words, tmp_path):
-    asked = of_folder(write_tokenizer(tmp_path, chat.CHATML))
+def test_messages_that_cannot_be_asked_are_refused(messages, words):
+    tok = small_tokenizer()
+    asked = chat.Chat(tok, chat.Template(chat.CHATML, {}, tok.special_tokens))
     with pytest.raises(InvalidExample, match=words):
         asked.prompt(messages)
 

@@ -13,7 +13,6 @@ from data.answers import Example, InvalidExample, example
 from data.open import open_corpora
 from data.open_tokenizer import open_tokenizer
 from data.prepare import __main__ as command
-from data.prepare import reasons
 from data.tokenizer import byte_tokenizer
 from tests.conversations import said, write
 from tests.published import published
@@ -212,30 +211,22 @@ def test_a_key_that_a_line_has_twice_hides_nothing(line, name):
     assert f'has "{name}" twice in one object' in example(form(FAITHFUL), line)
 
 
-def test_reasons_are_counted_by_kind():
-    chats = form(FAITHFUL.replace("m.content", "m.content[:3]"))
-    lines = [said(f"number {i}, (b", "yes") for i in range(3)] + [said("q", " ")]
-    problems = [example(chats, json.dumps(line)) for line in lines]
-    lost = "has the text of role user in message N, which its template leaves out or changes"
-    assert reasons.counts(problems) == [(3, lost), (1, "has an empty answer")]
-    assert len(set(problems)) == 4  # counted as they are, no two would be one kind
-
-
 def test_reasons_are_in_the_report_and_an_option_allows_them(tmp_path, capsys, monkeypatch):
-    lines = [said("q", "a"), LOSES["name"][1], LOSES["beside"][1]]
+    """Those of one kind are counted together, whatever the messages say."""
+    lines = [said("q", "a"), LOSES["name"][1], LOSES["beside"][1], with_keys(2, name="4, (b")]
     source = write(tmp_path / "talks.jsonl", lines)
     told = ["--format", "chat", "--chat-template", "plain", "--tokenizer", "bytes"]
     told += ["--source", str(source), "--validation-fraction", "0", "--cache", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["prepare", *told, "--skip-failed", "2"])
+    monkeypatch.setattr(sys, "argv", ["prepare", *told, "--skip-failed", "3"])
     assert command.main() == 0
     text = capsys.readouterr().out
     assert 'talks.jsonl:2 has "name" in message 2' in text
     assert 'talks.jsonl:3 has "system" outside of its messages' in text
-    assert "1 kept, 0 empty, 0 too long, 2 failed" in text
-    assert '1 failed: has "name" in message N, which its template leaves out or changes' in text
+    assert "1 kept, 0 empty, 0 too long, 3 failed" in text
+    assert '2 failed: has "name" in message N, which its template leaves out or changes' in text
     monkeypatch.setattr(sys, "argv", ["prepare", *told, "--chat-may-drop", "name", "system"])
     assert command.main() == 0
-    assert "3 kept, 0 empty, 0 too long, 0 failed" in capsys.readouterr().out
+    assert "4 kept, 0 empty, 0 too long, 0 failed" in capsys.readouterr().out
 
 
 def test_corpora_keep_their_names_without_the_option():

@@ -86,11 +86,8 @@ def prepare(cfg: Data, log: Log = print, out: str = "", workers: int = 0) -> Pre
                     most = workers or len(os.sched_getaffinity(0))
                     _make(folder, key, cfg, files, log, Processes(most, lock))
         except OSError as error:
-            label, option = ("--out", "--out") if out else ("data.cache", "--data.cache")
-            raise InputError(
-                f"{label}: {parent} cannot be written: {error.strerror}; give another folder with "
-                f"{option}=FOLDER"
-            ) from error
+            option = "--out" if out else "data.cache"
+            raise places.not_writable(parent, error, option) from error
     if out and (not is_prepared(folder) or read_manifest(folder)["key"] != key):
         raise InputError(
             f"--out: {folder} has something else, or was made with other options or from files "

@@ -25,7 +25,7 @@ import xxhash
 from configs.schema import CACHE, Data, InputError
 from data.packing import PackedTokens
 from data.stores.blocks import Blocks
-from data.stores.places import key_of
+from data.stores.places import key_of, not_writable
 from data.tokens import Tokens, map_file
 from reliability.disk import sync
 from reliability.objects import Key
@@ -53,10 +53,7 @@ class StoredCorpus:
         try:
             os.makedirs(self.folder, exist_ok=True)
         except OSError as error:
-            raise InputError(
-                f"data.cache: {self.folder} cannot be written: {error.strerror}; give another "
-                "folder with --data.cache=FOLDER"
-            ) from error
+            raise not_writable(self.folder, error) from error
 
     def __reduce__(self) -> tuple:
         """Pickle the URL alone: the process that receives it opens its own files and

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from configs.schema import CACHE, InputError
 from data.stores import hub
-from data.stores.places import is_url, key_of
+from data.stores.places import is_url, key_of, not_writable
 from reliability.objects import Key, Stat
 
 # In the folder of a published model, its tokenizer: Hugging Face's, Mistral's, Meta's,
@@ -83,10 +83,7 @@ def _fetched(url: str, cache: str) -> str:
         if not folder.is_dir():
             _fetch(found, folder)
     except OSError as error:
-        raise InputError(
-            f"data.cache: {folder} cannot be written: {error.strerror}; give another folder with "
-            "--data.cache=FOLDER"
-        ) from error
+        raise not_writable(folder, error) from error
     return str(folder / key.name)
 
 

@@ -60,6 +60,14 @@ def out_folder(text: str) -> Path:
     return Path(out_place(text))
 
 
+def not_writable(folder: object, error: OSError, option: str = "data.cache") -> InputError:
+    """Return the error of a folder that an option names."""
+    return InputError(
+        f"{option}: {folder} cannot be written: {error.strerror}; give another folder with "
+        f"--{option.removeprefix('--')}=FOLDER"
+    )
+
+
 def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
     """List (name, URL, size and time) of the objects of a source: of one, of all below a prefix
     with one of these suffixes, or of those that match a glob. Names are those that the same files
