@@ -24,7 +24,7 @@ import numpy as np
 from configs.schema import Data, InputError
 from data import rendering, whole
 from data.answers import Example, InvalidExample
-from data.conversation import Conversation, advice, read
+from data.conversation import GIVEN, Conversation, advice, read
 from data.rendering import BEGIN, END
 from data.stores import kept, places
 from data.tokenizer import CannotEncode, Encoded, Tokenizer
@@ -259,26 +259,13 @@ class Chat:
                 break
         return stop
 
-    def render(
-        self, messages: list[dict], prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        """Render messages, and find the extents of the template's `{% generation %}` blocks in the
-        text. prompt: add what asks for an answer. Raises InvalidExample."""
-        [found] = self.results([(Conversation(messages, {}), prompt)])
-        return _extents(found)
-
     def results(self, wanted: list[tuple[Conversation, bool]]) -> list[str | rendering.Unrendered]:
         """Render each conversation, with BEGIN and END; with or without what asks for an answer."""
         requests = []
         for conversation, prompt in wanted:
-            always = {
-                "tools": None,
-                "documents": None,
-                **conversation.given,
-                **self.template.tokens,
-            }
-            always["add_generation_prompt"] = prompt
-            requests.append({"messages": conversation.messages, **always})
+            given = dict.fromkeys(GIVEN) | conversation.given | self.template.tokens
+            own = {"messages": conversation.messages, "add_generation_prompt": prompt}
+            requests.append(given | own)
         return rendering.render(self.template.source, requests)
 
 

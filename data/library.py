@@ -164,9 +164,8 @@ class LibraryTokenizer(Tokenizer):
         return self.proved.ids[made[0]].astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text. The library shares the work among its own threads."""
-        if self.proved:
-            return [self.encode(text) for text in texts]
+        """Encode each text by the library, which shares the work among its own threads. Raises as
+        `encode` does."""
         for text in texts:
             text.encode()
         try:

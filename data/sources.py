@@ -100,14 +100,11 @@ MOST_LOOKED_AT = 20  # text files of a source, in search of JSON lines
 
 
 def documents(
-    source: str,
-    files: list[File] | None = None,
-    field: str = "text",
-    json_files: str = RECORDS,
+    source: str, field: str = "text", json_files: str = RECORDS
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of every document. `files`: the result of `find(source)`, if it was called
-    already; json_files: as data.json_files. Raises InputError as described above."""
-    for file in find(source) if files is None else files:
+    """Yield (name, text) of every document. json_files: as data.json_files. Raises InputError as
+    described above."""
+    for file in find(source):
         for piece in pieces(file):
             for document in read(piece, field, 0, json_files):
                 if not document.problem:

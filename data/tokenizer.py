@@ -206,10 +206,6 @@ class Tokenizer:
         ranks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
         return self._id_of_rank[ranks] if self.ids else ranks.astype(self.dtype)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text. Raises as `encode` does."""
-        return [self.encode(text) for text in texts]
-
     def encode_rendered(self, text: str) -> Encoded:
         """Encode a text in which the name of a special token is that token, as a chat template
         renders it. `encode` takes such names as ordinary text. Raises as `encode` does."""

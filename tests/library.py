@@ -71,20 +71,11 @@ def same_as_library(tok: tokenizer.Tokenizer, path: Path, texts: list[str]) -> N
 def unigram() -> dict:
     pieces = ["<unk>", "</s>", "\u2581", "\u2581the", "\u2581a", *"abcdefthe", "the", "\u00e9"]
     vocab = [[piece, -float(i)] for i, piece in enumerate(dict.fromkeys(pieces))]
+    spaces = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"}
     return {
         "normalizer": {"type": "NFKC"},
-        "pre_tokenizer": {
-            "type": "Metaspace",
-            "replacement": "\u2581",
-            "prepend_scheme": "always",
-            "split": True,
-        },
-        "decoder": {
-            "type": "Metaspace",
-            "replacement": "\u2581",
-            "prepend_scheme": "always",
-            "split": True,
-        },
+        "pre_tokenizer": spaces | {"split": True},
+        "decoder": spaces | {"split": True},
         "model": {"type": "Unigram", "unk_id": 0, "vocab": vocab, "byte_fallback": False},
     }
 

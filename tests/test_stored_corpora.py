@@ -512,7 +512,7 @@ def test_names_are_those_of_a_disk(pattern, kinds, store):
     here = sources.find(f"{kinds}{pattern}")
     stored = sources.find(f"{url}{pattern}")
     assert [(f.name, f.size) for f in stored] == [(f.name, f.size) for f in here]
-    texts = [list(sources.documents("", files)) for files in (stored, here)]
+    texts = [list(sources.documents(f"{place}{pattern}")) for place in (url, kinds)]
     assert texts[0] == texts[1] and texts[0]
     in_bucket = sources.find("s3://bucket/**/*.txt")
     assert [file.name for file in in_bucket] == ["raw/in/deep/two.txt", "raw/in/one.txt"]

@@ -174,11 +174,6 @@ class Blocks:
                 self.file = file
             return self.file
 
-    def close(self) -> None:
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
-
 
 def hashes_of(content: bytes | memoryview) -> np.ndarray:
     """Hash blocks, uint64 [blocks]: of a whole shard, or adjacent ones."""
