@@ -208,7 +208,7 @@ class CheckpointManager:
     ) -> None:
         live = state.tensors(model, optimizer)
         if self.waits is None:
-            self.waits = optimizer.register_step_pre_hook(self._before_optimizer_step)
+            self.waits = optimizer.register_step_pre_hook(lambda *_: self.wait_for_copy())
         self.copied.clear()
         computed = None
         if self.mesh.device.type == "cuda":
@@ -219,9 +219,6 @@ class CheckpointManager:
             self.peers.hurry.clear()
         future = self.thread.submit(self._write, step, live, computed, head, is_kept, is_copied)
         self.in_flight = Saving(step, is_kept, future)
-
-    def _before_optimizer_step(self, *_: object) -> None:
-        self.wait_for_copy()
 
     def wait_for_copy(self) -> None:
         """Wait until the state that is being saved is copied. On a GPU the stream waits, not the
@@ -674,13 +671,10 @@ class CheckpointManager:
         """Continue from the checkpoint of another run that branch_from names, as that run would,
         and return its progress."""
         path = self._on_rank_0(branches.find, self.cfg.branch_from)
-        try:
+        with verify.refuse_damage(f"checkpoint.branch_from: {path}"):
             manifest = self._on_rank_0(verify.read_manifest, path)
             self._check_same_run(path, manifest, optimizer)
-            same_mesh = manifest["mesh"] == self.mesh.sizes
-            self._read(path, manifest, live, "model+optimizer", rng=same_mesh)
-        except Damaged as error:
-            raise InputError(f"checkpoint.branch_from: {path} is damaged: {error}") from None
+            self._read(path, manifest, live, "model+optimizer")
         self.origin = str(path)
         self._say(logging.INFO, f"a branch of {path}")
         self._say_changes(manifest, optimizer)
@@ -699,8 +693,7 @@ class CheckpointManager:
                 manifest = self._manifest_of(path, live)
                 self._check_same_run(path, manifest, optimizer)
                 self._check_after(path, manifest, candidates)
-                same_mesh = manifest["mesh"] == self.mesh.sizes
-                self._read(path, manifest, live, "model+optimizer", rng=same_mesh)
+                self._read(path, manifest, live, "model+optimizer")
                 return path, manifest
             except Damaged as error:
                 if self.cfg.load_step >= 0:
@@ -755,12 +748,10 @@ class CheckpointManager:
                     f"checkpoint.exclude_from_loading: no tensor of this run is called {pattern!r}"
                 )
         path = self._on_rank_0(verify.newest, location(self.cfg.load_path))
-        try:
+        with verify.refuse_damage(f"checkpoint.load_path: {path}"):
             manifest = self._on_rank_0(verify.read_manifest, path)
             adapters.check_whole(path, manifest)
             self._read(path, manifest, live, "model", self.cfg.exclude_from_loading)
-        except Damaged as error:
-            raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
         self.origin = str(path)
         self._say(logging.INFO, f"a new run from the model of {path}")
         for line in changes.refused(manifest["facts"], self.facts):
@@ -771,7 +762,7 @@ class CheckpointManager:
         checkpoint, in their own types, and return its path. base: by the names of the parameters.
         Raises InputError."""
         path = self._on_rank_0(verify.newest, folder)
-        try:
+        with verify.refuse_damage(f"checkpoint.load_path: {path}"):
             manifest = self._on_rank_0(verify.read_manifest, path)
             adapters.check_whole(path, manifest)
             live = {f"model.{name}": tensor for name, tensor in base.items()}
@@ -779,8 +770,6 @@ class CheckpointManager:
             state.check_fits(path, manifest, wanted, "model", (), self.group)
             buffers = state.buffers(live)
             state.read(path, manifest, live, buffers, self.group)
-        except Damaged as error:
-            raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
         self._say(logging.INFO, f"adapters of the model of {path}")
         for line in changes.refused(manifest["facts"], self.facts):
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
@@ -819,13 +808,13 @@ class CheckpointManager:
         live: dict,
         content: str,
         exclude: tuple[str, ...] = (),
-        rng: bool = False,
     ) -> None:
         """Fill the live tensors of the kinds in `content` from a checkpoint, on all ranks or on
-        none. rng: the random generators too. Raises Damaged, or InputError if it does not fit."""
+        none; with the optimizer, and on the same mesh, the random generators too. Raises Damaged, or
+        InputError if it does not fit."""
         wanted = state.select(live, content, exclude)
         state.check_fits(path, manifest, wanted, content, exclude, self.group)
-        if rng:
+        if content == "model+optimizer" and manifest["mesh"] == self.mesh.sizes:
             for name, tensor in live.items():
                 if name.startswith(GENERATOR) and name in manifest["tensors"]:
                     wanted[name] = tensor

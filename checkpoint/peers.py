@@ -311,9 +311,7 @@ class PeerCopies:
     def find(self, group: dist.ProcessGroup) -> list[str]:
         """Return the names of the copies that the hosts hold together, newest first, and say which
         they do not."""
-        mine = on_every_rank(group, self._offer)
-        offers: list = [None] * self.here.size
-        dist.all_gather_object(offers, mine, group)
+        offers = _of_all(on_every_rank(group, self._offer), group)
         of_hosts = offers[:: self.here.local_size]
         copies, sentences = whole(of_hosts)
         self.unused = sentences
@@ -369,8 +367,7 @@ class PeerCopies:
             wanted.add(self.here.rank)
             for shift in self.shifts:
                 wanted.add((self.here.rank - shift * self.here.local_size) % self.here.size)
-        of_ranks: list = [None] * self.here.size
-        dist.all_gather_object(of_ranks, sorted(wanted), group)
+        of_ranks = _of_all(sorted(wanted), group)
         self._transfer(path, manifest, transfers(copy, of_ranks, self.here.local_size), group)
         return manifest
 
@@ -534,11 +531,16 @@ def _allocated(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
+def _of_all(mine: object, group: dist.ProcessGroup) -> list:
+    """Return this object of every rank of `group`."""
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    return found
+
+
 def _check_distinct(memory: tuple, here: World, group: dist.ProcessGroup) -> None:
     """Raise InputError where two hosts would keep copies in one memory."""
-    memories: list = [None] * here.size
-    dist.all_gather_object(memories, memory, group)
-    of_hosts = memories[:: here.local_size]
+    of_hosts = _of_all(memory, group)[:: here.local_size]
     if len(set(of_hosts)) < len(of_hosts):
         twice = [host for host, one in enumerate(of_hosts) if of_hosts.count(one) > 1]
         raise InputError(

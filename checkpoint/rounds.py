@@ -121,10 +121,7 @@ class Door:
     def _connect(self) -> dist.TCPStore:
         """Open a connection to the launcher's store that stays when the others are shut down."""
         before = set(open_sockets())
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(
-            address, port, is_master=False, wait_for_workers=False, timeout=ANSWER
-        )
+        store = _open_store()
         self.own |= set(open_sockets()) - before
         return store
 
@@ -477,10 +474,14 @@ def _take_up(checkpoints: Any, step: int, ancestors: list[str], names: list[str]
 def _meet(url: str, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
     """Give the process group of a round a prefix in the store: without one gloo would find the
     addresses of ranks that are lost."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
     here = world()
-    yield dist.PrefixStore(url, store), here.rank, here.size
+    yield dist.PrefixStore(url, _open_store()), here.rank, here.size
+
+
+def _open_store() -> dist.TCPStore:
+    """Connect to the launcher's store."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
 
 
 def _close_groups() -> None:

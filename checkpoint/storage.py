@@ -437,26 +437,18 @@ def read(
     """
     for rank, reads in plan_reads(manifest, boxes).items():
         with Shard(folder, manifest, rank) as shard:
-            located = []
-            for part_box, item in reads:
-                part = shard.find(item.dest_index.fqn, part_box)
-                located.append((part, item))
-            located.sort(key=_start)  # in the order of the file
-            for part, item in located:
+            located = [(shard.find(item.dest_index.fqn, box), item) for box, item in reads]
+            # in the order of the file
+            for part, item in sorted(located, key=lambda one: one[0]["start"]):
                 _read_item(shard, part, item, into[item.dest_index.fqn])
-
-
-def _start(located: tuple[dict, ReadItem]) -> int:
-    return located[0]["start"]
 
 
 def _read_item(shard: Shard, part: dict, item: ReadItem, into: Tensor) -> None:
     """Fill the region of `into` that a read item names."""
     name = item.dest_index.fqn
     target = into
-    if item.lengths != into.shape:
-        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
-            target = target.narrow(dim, start, length)
+    for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+        target = target.narrow(dim, start, length)
     whole_part = list(item.lengths) == part["shape"] and target.dtype == DTYPES[part["dtype"]]
     if whole_part and target.is_contiguous():
         # straight into its place: no second copy in memory

@@ -103,7 +103,7 @@ class Damaged(Exception):
 
 
 @contextlib.contextmanager
-def refuse_damage(path: Path | Key, doing: str = "") -> Iterator[None]:
+def refuse_damage(path: Path | Key | str, doing: str = "") -> Iterator[None]:
     """Raise InputError, inside the context, for a checkpoint that turns out to be damaged; and, where
     `doing` says what could not be done, for a file that cannot be read or written."""
     try:

@@ -61,10 +61,7 @@ class Guard:
 
     def note(self, loss: float, grad_norm: float, skipped: bool) -> str:
         """Remember a step's numbers. Returns what is wrong with them, "" if nothing is."""
-        if skipped:
-            self.skipped_in_a_row += 1
-        else:
-            self.skipped_in_a_row = 0
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         spike = self.spikes.add(loss=loss, grad_norm=grad_norm)
         if not skipped:
             return spike

@@ -178,31 +178,22 @@ class Spikes:
         )
 
 
-def _state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, replicated_over: str = ""
-) -> dict[str, Tensor]:
-    """Return this rank's part of the weights and of the optimizer's state, by name.
-    replicated_over: return only the tensors that all ranks of this mesh dimension have."""
+def _replicated(model: nn.Module, optimizer: torch.optim.Optimizer, over: str) -> dict[str, Tensor]:
+    """Return this rank's part of the weights and of the optimizer's state that all ranks of the mesh
+    dimension `over` have, by name."""
     parts = {}
     for name, weight in model.named_parameters():
-        state = optimizer.state.get(weight, {})
-        for key, tensor in {
-            "": weight,
-            **{f".{key}": value for key, value in state.items()},
-        }.items():
+        named_state = {f"{name}.{key}": v for key, v in optimizer.state.get(weight, {}).items()}
+        for key, tensor in {name: weight, **named_state}.items():
             if not isinstance(tensor, DTensor):
-                parts[name + key] = (
-                    tensor.detach() if isinstance(tensor, Tensor) else torch.tensor(tensor)
-                )
+                parts[key] = torch.as_tensor(tensor).detach()
                 continue
             placements = dict(
                 zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=False)
             )
             # Experts are on a mesh without tp, whose ranks have different parts of them.
-            if not replicated_over or (
-                replicated_over in placements and placements[replicated_over].is_replicate()
-            ):
-                parts[name + key] = tensor.detach().to_local()
+            if over in placements and placements[over].is_replicate():
+                parts[key] = tensor.detach().to_local()
     return parts
 
 
@@ -228,7 +219,7 @@ def mismatching_replicas(
         if mesh.sizes[dim] == 1:
             continue
         group = mesh.device_mesh.get_group(dim)
-        tensors = _state(model, optimizer, replicated_over=dim)
+        tensors = _replicated(model, optimizer, dim)
         own_hashes = hashes(tensors.values(), mesh.device)
         all_hashes = [torch.empty_like(own_hashes) for _ in range(group.size())]
         dist.all_gather(all_hashes, own_hashes, group=group)

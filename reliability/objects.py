@@ -300,9 +300,7 @@ class Key:
     # Reading
 
     def size(self) -> int:
-        import obstore
-
-        return self._call(obstore.head)["size"]
+        return self.stat().size
 
     def exists(self) -> bool:
         try:

@@ -47,6 +47,7 @@ logger = logging.getLogger("plumbline")
 
 ROOT = Path(__file__).resolve().parent.parent
 DIFF_BYTES = 1_000_000
+DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv")
 FORECAST = "forecast.json"
 PACKAGES = (
     "torch",
@@ -426,21 +427,11 @@ def changes() -> str:
     """Return the diff of the source files, new ones included, from the commit: at most DIFF_BYTES
     characters."""
     sources = ("--", ".", ":!tests", ":!tools", ":!docs")
-    diff = _git("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv", *sources)
-    for name in _git(
-        "ls-files", "--others", "--exclude-standard", "--", "*.py", ":!tests", ":!tools"
-    ).splitlines():
+    diff = _git(*DIFF, "HEAD", *sources)
+    new = _git("ls-files", "--others", "--exclude-standard", "--", "*.py", ":!tests", ":!tools")
+    for name in new.splitlines():
         if len(diff) < DIFF_BYTES:
-            diff += _git(
-                "diff",
-                "--no-color",
-                "--no-ext-diff",
-                "--no-textconv",
-                "--no-index",
-                "--",
-                os.devnull,
-                name,
-            )
+            diff += _git(*DIFF, "--no-index", "--", os.devnull, name)
     if len(diff) <= DIFF_BYTES:
         return diff
     return (

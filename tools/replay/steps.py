@@ -12,7 +12,6 @@ import torch.distributed as dist
 import train
 from checkpoint import adapters, hf, state, verify
 from checkpoint.storage import DTYPES, GENERATOR
-from checkpoint.verify import Damaged
 from configs import stages
 from configs.check import derive
 from configs.load import load_config
@@ -136,10 +135,8 @@ def load_base(job: train.Job) -> None:
     else:
         path = verify.newest(location(cfg.checkpoint.load_path))
         live = {f"model.{name}": tensor for name, tensor in base.items()}
-        try:
+        with verify.refuse_damage(f"checkpoint.load_path: {path}"):
             fill(path, verify.read_manifest(path), live, "model")
-        except Damaged as error:
-            raise InputError(f"checkpoint.load_path: {path} is damaged: {error}") from None
 
 
 @torch.no_grad()
