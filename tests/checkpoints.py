@@ -66,6 +66,20 @@ def open_manager(
     return CheckpointManager(Checkpoint(**options), folder, job.mesh, facts)
 
 
+def opened(
+    folder: Path, facts: dict = FACTS, **options: object
+) -> tuple[train.Job, CheckpointManager]:
+    """Build a job, and open the checkpoints in `folder`."""
+    job = build()
+    return job, open_manager(job, folder, facts, **options)
+
+
+def save_filled(job: train.Job, checkpoints: CheckpointManager, step: int) -> None:
+    """Begin to save a state that is filled with the number of its step."""
+    fill(job, step)
+    checkpoints.save(step, job.model, job.optimizer, {"step": step})
+
+
 def save_after_steps(job: train.Job, folder: Path, count: int) -> None:
     """Check a job, run steps of the optimizer alone, and save it."""
     materialise(job.optimizer)
@@ -119,12 +133,10 @@ def values_on_disk(folder: Path) -> list[float]:
 
 def save_all(folder: Path, steps: list[int], **options: object) -> None:
     """Save these steps in one run, each state filled with its number."""
-    job = build()
-    checkpoints = open_manager(job, folder, **options)
+    job, checkpoints = opened(folder, **options)
     checkpoints.load(job.model, job.optimizer)
     for step in steps:
-        fill(job, step)
-        checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        save_filled(job, checkpoints, step)
         checkpoints.wait_for_copy()
         checkpoints.poll()
     checkpoints.close()

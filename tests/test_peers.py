@@ -22,7 +22,7 @@ from checkpoint.peers import FileTransfer, HostCopy, Offer
 from configs.schema import InputError
 from parallelisms.mesh import World
 from reliability.guard import Diverged
-from tests.checkpoints import build, fill, heard, on_a_host_of_its_own, open_manager
+from tests.checkpoints import build, fill, heard, on_a_host_of_its_own, open_manager, save_filled
 from tests.faults import WRAPPER
 from tests.launched import Launcher, ended
 from tests.ranks import run_ranks
@@ -186,8 +186,7 @@ def misfortunes(place: Path) -> None:
     assert rank or words == [
         f"step 4 comes from {place / 'checkpoints'}, in {words[0].split()[-2]} s"
     ]
-    fill(job, 5)
-    checkpoints.save(5, job.model, job.optimizer, {"step": 5})
+    save_filled(job, checkpoints, 5)
     checkpoints.wait_for_copy()
     checkpoints._finish()
     died(checkpoints)

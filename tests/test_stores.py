@@ -37,8 +37,10 @@ from tests.checkpoints import (
     heard,
     load_pattern,
     open_manager,
+    opened,
     resume,
     save_all,
+    save_filled,
     save_pattern,
     values_on_disk,
 )
@@ -143,8 +145,7 @@ def test_training_goes_on_while_parts_are_sent(store, tmp_path):
 
 
 def _times_of_a_save(folder: Path) -> list[float]:
-    job = build()
-    checkpoints = open_manager(job, folder)
+    job, checkpoints = opened(folder)
     checkpoints.load(job.model, job.optimizer)
     times = [time.monotonic()]
     checkpoints.save(1, job.model, job.optimizer, {"step": 1})
@@ -186,12 +187,10 @@ def _peak() -> int:
 
 def save_for_ever(place: Path, folder: Path) -> None:
     """Steps that are nothing but saves, from the newest on. Notes the steps that are published."""
-    job = build()
-    checkpoints = open_manager(job, folder, keep_last=2)
+    job, checkpoints = opened(folder, keep_last=2)
     progress = checkpoints.load(job.model, job.optimizer) or {"step": 0}
     for step in count(progress["step"] + 1):
-        fill(job, step)
-        checkpoints.save(step, job.model, job.optimizer, {"step": step})
+        save_filled(job, checkpoints, step)
         checkpoints.wait_for_copy()
         with open(place / f"begun-{job.mesh.rank}", "a") as begun:
             begun.write(f"{step}\n")
@@ -448,8 +447,7 @@ def test_a_checkpoint_that_is_there_is_not_replaced(store, tmp_path):
 
 
 def _publishes_what_is_there(folder: Path) -> str:
-    job = build()
-    checkpoints = open_manager(job, folder)
+    job, checkpoints = opened(folder)
     checkpoints.load(job.model, job.optimizer)
     (location(URL) / "step-00000002" / MANIFEST).create(b"another's")
     checkpoints.save(2, job.model, job.optimizer, {"step": 2})
@@ -469,11 +467,9 @@ def test_a_run_that_is_frozen_while_it_publishes_does_no_harm(store, tmp_path):
 
 
 def _publishes_too_late(folder: Path) -> str:
-    job = build()
-    checkpoints = open_manager(job, folder)
+    job, checkpoints = opened(folder)
     checkpoints.load(job.model, job.optimizer)
-    fill(job, 1)
-    checkpoints.save(1, job.model, job.optimizer, {"step": 1})
+    save_filled(job, checkpoints, 1)
     checkpoints.wait_for_copy()
     checkpoints._finish()
     real = checkpoints.lease.check
@@ -591,8 +587,7 @@ def _goes_on_and_on(port: int, folder: Path, least: int) -> int:
             assert helpers.values(job) == [float(newest or -1)]
             for _ in range(3):
                 newest += 1
-                fill(job, newest)
-                checkpoints.save(newest, job.model, job.optimizer, {"step": newest})
+                save_filled(job, checkpoints, newest)
                 checkpoints.wait_for_copy()
                 checkpoints.poll()
             with suppress(InputError):  # what it says is among the words
@@ -679,8 +674,7 @@ def test_a_checkpoint_whose_manifest_is_there_is_published(store, tmp_path):
 def _saves_while_its_lease_fails(port: int, folder: Path) -> list[str]:
     objects.RETRIES = objects.TRIES = manager.MOST_FAILURES = 1
     lease.BEAT = 1000
-    job = build()
-    checkpoints = open_manager(job, folder, keep_last=2)
+    job, checkpoints = opened(folder, keep_last=2)
     checkpoints.load(job.model, job.optimizer)
     with heard() as words:
         for step in range(1, 5):
@@ -688,8 +682,7 @@ def _saves_while_its_lease_fails(port: int, folder: Path) -> list[str]:
                 Server(port, None).rules()
             else:
                 Server(port, None).rules({"kind": "500", "key": ".lease", "methods": ["PUT"]})
-            fill(job, step)
-            checkpoints.save(step, job.model, job.optimizer, {"step": step})
+            save_filled(job, checkpoints, step)
             checkpoints.wait_for_copy()
             checkpoints._finish()
         checkpoints.retention.wait(30)
@@ -706,8 +699,7 @@ def test_a_checkpoint_whose_answers_were_all_lost_is_found_at_the_next_save(stor
 
 def _saves_without_an_answer(port: int, folder: Path) -> list[str]:
     objects.RETRIES = objects.TRIES = 1
-    job = build()
-    checkpoints = open_manager(job, folder)
+    job, checkpoints = opened(folder)
     checkpoints.load(job.model, job.optimizer)
     with heard() as words:
         lost = {"kind": "lost", "key": MANIFEST, "methods": ["PUT"]}
