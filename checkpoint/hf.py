@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from checkpoint import changes, others, state, storage, verify
-from checkpoint.agreement import on_every_rank
+from checkpoint.agreement import on_every_rank, on_rank_0
 from checkpoint.storage import CODES, DTYPES
 from configs.published import described
 from configs.schema import Config, InputError
@@ -400,20 +400,16 @@ def load(
     """
     folder = Path(folder).resolve()
     live = base_of(model)
-    files: dict[str, WeightFiles] = {}
-    error: InputError | None = None
     shapes = _shapes_of_all_stages(live, group)
-    if dist.get_rank(group) == 0:
-        try:
-            check_model(folder, families, name, asdict(args))
-            files = weights(folder, families[name], args, shapes)
-        except InputError as failure:
-            error = failure
-    answer = [files, error]
-    dist.broadcast_object_list(answer, src=0, group=group)
-    files, error = answer
-    if error is not None:
-        raise InputError(f"checkpoint.load_hf: {error}")
+
+    def checked() -> dict[str, WeightFiles]:
+        check_model(folder, families, name, asdict(args))
+        return weights(folder, families[name], args, shapes)
+
+    try:
+        files = on_rank_0(group, checked)
+    except InputError as failure:
+        raise InputError(f"checkpoint.load_hf: {failure}") from None
     try:
         on_every_rank(group, _read_slices, folder, files, live)
     except InputError as failure:

@@ -21,7 +21,7 @@ from reliability import health, record
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, mismatching_replicas, outliers
 from tests.ranks import WORKERS, run_ranks
-from tests.runs import MESHES, STEPS, run, samples, series, tiny_run
+from tests.runs import MESHES, STEPS, run, samples, series, stopped_at, tiny_run
 
 TWO = MESHES["fsdp2"][1]
 BAD = 4  # the step that goes wrong
@@ -107,11 +107,8 @@ def oracle(options, tmp_path_factory) -> Path:
 
 def equals_oracle(folder: Path, oracle: Path) -> bool:
     after = range(BAD + 1, STEPS + 1)
-    same = all(
-        series(folder, key)[s] == series(oracle, key)[s]
-        for key in ("loss", "grad_norm", "tokens_seen")
-        for s in after
-    )
+    keys = ("loss", "grad_norm", "tokens_seen")
+    same = all(series(folder, key)[s] == series(oracle, key)[s] for key in keys for s in after)
     assert samples(folder, 2) == samples(oracle, 2)
     a, b = weights(folder), weights(oracle)
     return same and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -122,9 +119,8 @@ def test_a_batch_with_a_non_finite_loss_leaves_the_weights_unchanged(options, or
     assert run_ranks(2, poisoned, options, tmp_path, *bad) == [(0, "")] * 2
     assert equals_oracle(tmp_path, oracle)
     said = (tmp_path / "logs" / "rank-00000.log").read_text()
-    assert (
-        f"step {BAD}: loss" in said and f"`python -m data.audit {tmp_path} --steps={BAD}`" in said
-    )
+    assert f"step {BAD}: loss" in said
+    assert f"`python -m data.audit {tmp_path} --steps={BAD}`" in said
 
 
 @pytest.mark.torture
@@ -164,11 +160,8 @@ def test_a_step_that_fails_at_every_start_is_not_retried_for_ever(options, tmp_p
         end = json.loads((tmp_path / "starts" / f"{number:04d}" / "end.json").read_text())
         assert end["exit_code"] == 76, end
         assert "3 starts in a row failed after step 10" in end["reason"], end
-    assert all(
-        tensor.isfinite().all()
-        for tensor in weights(tmp_path).values()
-        if tensor.is_floating_point()
-    )
+    floats = [tensor for tensor in weights(tmp_path).values() if tensor.is_floating_point()]
+    assert all(tensor.isfinite().all() for tensor in floats)
     # Another try: with an option changed, and because the count is then another run's, again when
     # it has failed once.
     more = [*options, "--optimizer.lr=0.005"]
@@ -198,18 +191,16 @@ def harmed(
         return str(error)
 
 
-def spoilt(options: list[str], folder: Path) -> str:
-    """A weight is no number (a device that computed wrong)."""
-    return harmed(options, folder, lambda weights: weights[3].fill_(math.inf), storage.NotFinite)
+def spoil(weights: torch.Tensor) -> None:
+    """Make a weight no number (a device that computed wrong)."""
+    weights[3].fill_(math.inf)
 
 
 def test_a_state_that_is_not_finite_is_never_published(options, tmp_path):
     # the losses that follow shall not end it before the writer does
     options = [*options, "--training.max_skipped_steps=99"]
-    assert all(
-        "not finite, so it is not saved: rank 1: NotFinite: model." in end
-        for end in run_ranks(2, spoilt, options, tmp_path)
-    )
+    for end in run_ranks(2, harmed, options, tmp_path, spoil, storage.NotFinite):
+        assert "not finite, so it is not saved: rank 1: NotFinite: model." in end
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 
@@ -240,13 +231,8 @@ def test_ranks_whose_settings_differ_do_not_start(what, options, tmp_path):
 def test_a_spike_is_one_and_noise_is_not():
     numbers, spikes = random.Random(3), Spikes(6.0, {})
     for step in range(1000):
-        assert (
-            spikes.add(
-                loss=8 - step / 200 + numbers.gauss(0, 0.05),
-                grad_norm=1 + abs(numbers.gauss(0, 0.2)),
-            )
-            == ""
-        )
+        loss = 8 - step / 200 + numbers.gauss(0, 0.05)
+        assert spikes.add(loss=loss, grad_norm=1 + abs(numbers.gauss(0, 0.2))) == ""
     assert "loss 9 (the median is" in spikes.add(loss=9.0, grad_norm=1.0)
     for _ in range(10):  # those that are in the window already hide nothing
         assert "grad_norm 30" in spikes.add(loss=3.0, grad_norm=30.0)
@@ -294,8 +280,6 @@ def spiking(options: list[str], folder: Path, stop_at: int | None) -> tuple[int,
 
     train.linear_cross_entropy = loss
     if stop_at:
-        from tests.runs import stopped_at
-
         return stopped_at(stop_at, options, folder), ""
     return run(options, folder)
 
@@ -306,11 +290,8 @@ def test_a_spike_is_named_and_skipped_also_after_a_resume(options, tmp_path):
         (tmp_path / name).mkdir()
     assert run_ranks(1, spiking, options, tmp_path / "whole", None) == [(0, "")]
     said = (tmp_path / "whole" / "logs" / "rank-00000.log").read_text()
-    assert (
-        "step 11: grad_norm" in said
-        and "skipped: no weight changed" in said
-        and "--steps=11" in said
-    )
+    for words in ("step 11: grad_norm", "skipped: no weight changed", "--steps=11"):
+        assert words in said
     assert said.count("a spike begins at") == 1
     assert run_ranks(1, spiking, options, tmp_path / "stopped", 9) == [(75, "")]
     assert run_ranks(1, spiking, options, tmp_path / "stopped", None) == [(0, "")]
@@ -319,23 +300,15 @@ def test_a_spike_is_named_and_skipped_also_after_a_resume(options, tmp_path):
 
 
 def test_only_steps_that_are_skipped_one_after_the_other_end_a_run():
-    guard = Guard(
-        load_config(["--training.max_skipped_steps=2", "--training.skip_spikes=false"]),
-        None,
-        None,
-        None,
-        {},
-    )
+    cfg = load_config(["--training.max_skipped_steps=2", "--training.skip_spikes=false"])
+    guard = Guard(cfg, None, None, None, {})
     for skipped in (True, True, False, True, True):
         said = guard.note(loss=math.nan if skipped else 1.0, grad_norm=1.0, skipped=skipped)
-        assert said == (
-            "loss nan, gradient norm 1.0, skipped: no weight changed" if skipped else ""
-        )
+        assert said == "loss nan, gradient norm 1.0, skipped: no weight changed" * skipped
         guard.check_skipped(5)
     guard.note(loss=math.nan, grad_norm=1.0, skipped=True)
-    with pytest.raises(
-        Diverged, match="3 steps in a row without a gradient to use: diverged at step 6"
-    ):
+    too_many = "3 steps in a row without a gradient to use: diverged at step 6"
+    with pytest.raises(Diverged, match=too_many):
         guard.check_skipped(6)
     assert guard.skip_above() == math.inf
 
@@ -352,28 +325,19 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
         0, 263, (10, 1, 2, 17), generator=torch.Generator().manual_seed(job.mesh.dp_rank)
     )
     for step in range(10):
-        result = train.train_step(
-            job, {"tokens": tokens[step, ..., :-1], "labels": tokens[step, ..., 1:]}
-        )
+        batch = {"tokens": tokens[step, ..., :-1], "labels": tokens[step, ..., 1:]}
+        result = train.train_step(job, batch)
         clean += mismatching_replicas(
             job.model, job.optimizer, job.mesh, loss=result.loss, grad_norm=result.grad_norm
         )
     for _ in range(20):
-        names = sorted(
-            n for n, _ in job.model.named_parameters() if job.mesh.tp == 1 or "norm" in n
-        )
-        weight = dict(job.model.named_parameters())[numbers.choice(names)]
-        key, rank, bit = (
-            numbers.choice(("", "exp_avg", "exp_avg_sq")),
-            numbers.randrange(job.mesh.size),
-            numbers.randrange(32),
-        )
-        tensor = (
-            (job.optimizer.state[weight][key] if key else weight.data)
-            .to_local()
-            .view(-1)
-            .view(torch.int32)
-        )
+        parameters = dict(job.model.named_parameters())
+        names = sorted(name for name in parameters if job.mesh.tp == 1 or "norm" in name)
+        weight = parameters[numbers.choice(names)]
+        key = numbers.choice(("", "exp_avg", "exp_avg_sq"))
+        rank, bit = numbers.randrange(job.mesh.size), numbers.randrange(32)
+        whole = job.optimizer.state[weight][key] if key else weight.data
+        tensor = whole.to_local().view(-1).view(torch.int32)
         place = numbers.randrange(len(tensor))
         flip = torch.tensor(1 << bit, dtype=torch.int64).to(torch.int32)
         if job.mesh.rank == rank:
@@ -397,26 +361,17 @@ def clean_and_flipped(options: list[str]) -> tuple[list[str], list[tuple[int, li
     ],
 )
 def test_every_flipped_bit_is_detected_and_its_rank_named(mesh, ranks, options):
-    model = [
-        o
-        for o in options
-        if o.startswith(("--model", "--training.param", "--data.tok")) or "local_batch" in o
-    ]
-    given = [
-        *model,
-        "--training.seq_len=16",
-        f"--training.global_batch_size={2 * ranks}",
-        *f"--parallelism.{mesh}".split(),
-    ]
+    kept = ("--model", "--training.param", "--data.tok", "--training.local_batch")
+    model = [option for option in options if option.startswith(kept)]
+    batch = ["--training.seq_len=16", f"--training.global_batch_size={2 * ranks}"]
+    given = [*model, *batch, f"--parallelism.{mesh}"]
     for clean, found in run_ranks(ranks, clean_and_flipped, given):
         assert clean == [] and len(found) == 20
         for rank, said in found:
             assert len(said) == 1, said
             found_ranks = said[0].ranks
-            assert rank in found_ranks and len(found_ranks) == (1 if ranks == 3 else 2), (
-                rank,
-                said,
-            )
+            assert rank in found_ranks, said
+            assert len(found_ranks) == (1 if ranks == 3 else 2), said
             assert said[0].text.startswith(f"{health.named(found_ranks)} of ")
 
 
@@ -425,23 +380,16 @@ def test_who_is_the_odd_one():
     assert outliers([5, 5, 6, 6]) == [0, 1, 2, 3] and outliers([1, 2, 2, 2, 3]) == [0, 4]
 
 
-def flipped_run(options: list[str], folder: Path) -> str:
-    """A bit of a weight flips."""
-    return harmed(
-        options, folder, lambda weights: weights.view(torch.int32)[3].bitwise_xor_(1), Diverged
-    )
+def flip_a_bit(weights: torch.Tensor) -> None:
+    weights.view(torch.int32)[3].bitwise_xor_(1)
 
 
 def test_a_run_whose_replicas_diverge_stops_before_it_saves(options, tmp_path):
     mesh = ["--parallelism.data_parallel_replicate=2", "--parallelism.data_parallel_shard=1"]
-    ends = run_ranks(
-        2, flipped_run, [*options, *mesh, "--debug.replica_check_interval=5"], tmp_path
-    )
-    assert all(
-        "step 5: state that must be the same on several ranks is not: ranks 0, 1 of dp_replicate"
-        in end
-        for end in ends
-    )
+    options = [*options, *mesh, "--debug.replica_check_interval=5"]
+    odd = "step 5: state that must be the same on several ranks is not: ranks 0, 1 of dp_replicate"
+    for end in run_ranks(2, harmed, options, tmp_path, flip_a_bit, Diverged):
+        assert odd in end
     assert not list(tmp_path.glob("checkpoints/step-*"))
 
 

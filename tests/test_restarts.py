@@ -22,14 +22,7 @@ from reliability.goodput import account, read
 from tests.faults import WRAPPER
 from tests.launched import Launcher, ended, nothing_first
 from tests.ranks import WORKERS, run_ranks, step_timeout
-from tests.runs import (
-    STEPS,
-    free_port,
-    run,
-    samples,
-    series,
-    tiny_run,
-)
+from tests.runs import STEPS, free_port, run, samples, series, tiny_run
 from tools.launch import launcher as launch
 
 pytestmark = pytest.mark.waits
@@ -64,22 +57,13 @@ def nodes(
     """Return the launchers, one for each `--node-rank` in flags, or the only one."""
     ranks = [flag for flag in flags if flag.startswith("--node-rank")] or ["--node-rank=0"]
     flags = [flag for flag in flags if flag not in ranks]
-    return [
-        Launcher(
-            [
-                f"--nproc-per-node={each}",
-                *flags,
-                rank,
-                place(options) / script,
-                f"--run.folder={folder}",
-                *options,
-            ],
-            folder.parent / f"said-{next(NUMBER)}",
-            prepare,
-            FAULT=fault,
-        )
-        for rank in ranks
-    ]
+    before = [f"--nproc-per-node={each}", *flags]
+    after = [place(options) / script, f"--run.folder={folder}", *options]
+    launchers = []
+    for rank in ranks:
+        said = folder.parent / f"said-{next(NUMBER)}"
+        launchers.append(Launcher([*before, rank, *after], said, prepare, FAULT=fault))
+    return launchers
 
 
 def how_it_went(folder: Path) -> str:
@@ -226,41 +210,31 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
 def test_going_back_and_around_bad_batches_is_a_run_that_never_met_them(options, tmp_path):
     """The command of docs/reliability.md: steps 11 to 13 of a run are not to have been; then it
     goes on, restarts included."""
-    back, never, options = (
-        tmp_path / "back",
-        tmp_path / "never",
-        [*options, "--lr_schedule.kind=constant"],
-    )
+    back, never = tmp_path / "back", tmp_path / "never"
+    options = [*options, "--lr_schedule.kind=constant"]
     around = "--data.skip=[[10,3]]"
     for folder in back, never:
         folder.mkdir()
     assert run_ranks(2, run, options, back) == [(0, "")] * 2  # all 16 steps
     command = [*options, around, "--checkpoint.load_step=10"]
     (code, said), _ = run_ranks(2, run, command, back)
-    assert (
-        code == 2
-        and "data.skip was [] and is [[10, 3]]" in said
-        and "data.allow_splice = true" in said
-    )
-    (code, said), _ = run_ranks(
-        2, run, [*options, around, "--data.allow_splice=true", "--training.steps=20"], back
-    )
+    assert code == 2 and "data.skip was [] and is [[10, 3]]" in said
+    assert "data.allow_splice = true" in said
+    forward = [*options, around, "--data.allow_splice=true", "--training.steps=20"]
+    (code, said), _ = run_ranks(2, run, forward, back)
     assert code == 2 and "go back with checkpoint.load_step = 10" in said
     assert run_ranks(2, run, [*command, "--data.allow_splice=true"], back) == [(0, "")] * 2
     seen = samples(back, 2)
-    assert seen[STEPS : STEPS + 3] == seen[13:16] and len(seen) == STEPS + 6, (
-        "after step 10 comes what was step 14's"
-    )
-    assert not {n for batch in seen[10:13] for n in batch} & {
-        n for batch in seen[STEPS:] for n in batch
-    }
+    assert len(seen) == STEPS + 6
+    assert seen[STEPS : STEPS + 3] == seen[13:16], "after step 10 comes what was step 14's"
+    skipped = {n for batch in seen[10:13] for n in batch}
+    assert skipped.isdisjoint(n for batch in seen[STEPS:] for n in batch)
     # one goes on, now without going back; the other jumps as it comes by
     for folder in back, never:
         assert run_ranks(2, run, [*options, around, "--training.steps=20"], folder) == [(0, "")] * 2
     assert samples(never, 2)[10:] == samples(back, 2)[STEPS:], "the same batches"
-    assert all(
-        series(back, key) == series(never, key) for key in ("loss", "grad_norm", "tokens_seen")
-    ), "bitwise"
+    for key in ("loss", "grad_norm", "tokens_seen"):
+        assert series(back, key) == series(never, key), "bitwise"
 
 
 # A stop that the launcher cannot wait for
@@ -284,9 +258,8 @@ def test_a_save_that_takes_longer_than_the_grace_leaves_the_previous_checkpoint(
     flags = ("--shutdown-timeout=2", "--max-restarts=2")
     fault = f"{AFTER_5} 8 1; 1 launcher:SIGTERM 8 1"
     codes, said = ended(nodes(options, tmp_path / "run", fault, *flags, script="slow.py"))
-    assert (
-        codes == [128 + signal.SIGKILL] and "not stopped after 2 s: the ranks are killed" in said
-    ), said
+    assert codes == [128 + signal.SIGKILL], said
+    assert "not stopped after 2 s: the ranks are killed" in said
     assert "launch: restart" not in said, "it was asked to stop"
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000005"]
     assert ended(nodes(options, tmp_path / "run", fault))[0] == [0]
