@@ -1,5 +1,6 @@
 """`python -m lab.bench device.*`: its checks on a CPU, and what it reads of a GPU on made-up input."""
 
+import argparse
 import functools
 import itertools
 import json
@@ -307,6 +308,7 @@ def test_what_is_learned_in_a_second(tmp_path):
     [
         (["--text=no.jsonl"], "no.jsonl: there is no such file"),
         (["--rival=."], "train.py needs a GPU"),
+        (["--only=autoresearch"], "name its clone by --rival"),
         (["--work=."], "exists: name a new folder"),
         (["--training.stepz=3"], "training.stepz: no such option"),
     ],
@@ -318,6 +320,18 @@ def test_what_the_300_seconds_refuse(words, sentence, tmp_path, monkeypatch, cap
     assert run_bench(["device.in_300s", *given]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("only", [None, *in_300s.TRAINERS])
+def test_which_trainers_run(only, tmp_path, monkeypatch):
+    ran = []
+    args = argparse.Namespace(only=only, rival=str(tmp_path), seeds=1)
+    monkeypatch.setattr(in_300s, "prepare", lambda args, work: work)
+    monkeypatch.setattr(in_300s, "ours", lambda *_: ran.append("plumbline") or {})
+    monkeypatch.setattr(in_300s, "rivals", lambda *_: ran.append("autoresearch") or {})
+    monkeypatch.setattr(in_300s, "report", lambda *_: None)
+    in_300s.run(args, tmp_path)
+    assert ran == ([only] if only else in_300s.TRAINERS)
 
 
 def test_what_autoresearch_prints_is_read():

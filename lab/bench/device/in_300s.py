@@ -1,7 +1,8 @@
 """Train for 300 seconds on this device, and say how well: bits per byte of held-out text.
 
     python -m lab.bench device.in_300s --text train.jsonl --held-out held_out.jsonl \\
-        [--seconds 300] [--seeds 1] [--rival FOLDER] [--work FOLDER] [--json out.json] [OPTIONS]
+        [--seconds 300] [--seeds 1] [--rival FOLDER] [--only TRAINER] [--work FOLDER] \\
+        [--json out.json] [OPTIONS]
 
 The protocol is that of github.com/karpathy/autoresearch: 300 s of steps after the first 11, which
 compile. Ours is configs/qwen3_300s.toml; OPTIONS override it. A short run measures the seconds of a
@@ -12,7 +13,8 @@ are JSON lines with the field "text".
 needs pyarrow, rustbpe and requests), and trains a tokenizer of the same size on them. Its attention
 is a kernel that it downloads; the PyTorch's FlashAttention of rival.py takes its place. It needs a GPU.
 
-Rivals run in turn, seed by seed; the JSON is written after each run. On a CPU try it with
+Rivals run in turn, seed by seed; the JSON is written after each run. Where a command may not take
+twice 300 s, --only runs one of them, plumbline or autoresearch, by a command each. On a CPU try it with
 `--seconds 20 --model.n_layers=2 --training.seq_len=128 --training.global_batch_size=8
 --training.local_batch_size=8 --compile.enabled=false`.
 """
@@ -49,6 +51,7 @@ SUMMARY = {
     "total_tokens_M": "millions_of_tokens",
     "num_steps": "steps",
 }
+TRAINERS = ["plumbline", "autoresearch"]
 COLUMNS = ["trainer", "seed", "bits per byte", "steps", "tokens", "tokens/s", "MFU", "peak GiB"]
 
 
@@ -197,6 +200,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="of steps, for each run")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each trainer")
     parser.add_argument("--rival", help="a clone of karpathy/autoresearch")
+    parser.add_argument("--only", choices=TRAINERS, help="run this trainer alone")
     parser.add_argument("--work", default="runs/in_300s", help="a new folder for the runs")
     args, args.options = parser.parse_known_args()
     for name in ("text", "held_out"):
@@ -205,6 +209,8 @@ def main() -> None:
             raise InputError(f"--{name.replace('_', '-')} {path}: there is no such file")
         setattr(args, name, str(path))
     load_config([str(PRESET), *args.options], 1, 1)
+    if args.only == "autoresearch" and not args.rival:
+        raise InputError("--only autoresearch: name its clone by --rival FOLDER")
     if args.rival and not torch.cuda.is_available():
         raise InputError("--rival: autoresearch's train.py needs a GPU: leave it out")
     if args.rival and not (Path(args.rival) / "prepare.py").is_file():
@@ -220,9 +226,11 @@ def main() -> None:
 
 def run(args: argparse.Namespace, work: Path) -> None:
     """Run each trainer with each seed; print and write the table after each run."""
-    args.prepared = prepare(args, work)
-    trainers: dict[str, Callable[[int], dict]] = {"plumbline": partial(ours, args, work)}
-    if args.rival:
+    trainers: dict[str, Callable[[int], dict]] = {}
+    if args.only != "autoresearch":
+        args.prepared = prepare(args, work)
+        trainers["plumbline"] = partial(ours, args, work)
+    if args.rival and args.only != "plumbline":
         args.rival = str(Path(args.rival).resolve())
         trainers["autoresearch"] = partial(rivals, args, work)
     done: list[dict] = []
