@@ -129,6 +129,8 @@ def small(argv: list[str], meshes: list[MeshOfRanks], seq_len: int) -> dict[str,
         "training.seq_len": str(-(-seq_len // unit) * unit),
         "training.global_batch_size": str(4 * stages * copies),
     }
+    if "training.global_batch_size" not in given:
+        chosen["training.local_batch_size"] = "1"  # a preset's may be larger; `on_mesh` sets it
     return {option: value for option, value in chosen.items() if option not in given}
 
 
