@@ -309,7 +309,7 @@ def test_what_is_learned_in_a_second(tmp_path):
         (["--text=no.jsonl"], "no.jsonl: there is no such file"),
         (["--rival=."], "train.py needs a GPU"),
         (["--only=autoresearch"], "name its clone by --rival"),
-        (["--work=."], "exists: name a new folder"),
+        (["--work=USED"], "has a run of seed 0: give other --seeds"),
         (["--training.stepz=3"], "training.stepz: no such option"),
     ],
 )
@@ -317,6 +317,8 @@ def test_what_the_300_seconds_refuse(words, sentence, tmp_path, monkeypatch, cap
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     text = written(tmp_path / "text.jsonl", [ROOT / "train.py"])
     given = [f"--text={text}", f"--held-out={text}", f"--work={tmp_path / 'new'}", *words]
+    (tmp_path / "used" / "ours-0").mkdir(parents=True)
+    given = [word.replace("USED", str(tmp_path / "used")) for word in given]
     assert run_bench(["device.in_300s", *given]) == 2
     assert sentence in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
@@ -325,7 +327,7 @@ def test_what_the_300_seconds_refuse(words, sentence, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("only", [None, *in_300s.TRAINERS])
 def test_which_trainers_run(only, tmp_path, monkeypatch):
     ran = []
-    args = argparse.Namespace(only=only, rival=str(tmp_path), seeds=1)
+    args = argparse.Namespace(only=only, rival=str(tmp_path), seeds=[0])
     monkeypatch.setattr(in_300s, "prepare", lambda args, work: work)
     monkeypatch.setattr(in_300s, "ours", lambda *_: ran.append("plumbline") or {})
     monkeypatch.setattr(in_300s, "rivals", lambda *_: ran.append("autoresearch") or {})
@@ -335,7 +337,7 @@ def test_which_trainers_run(only, tmp_path, monkeypatch):
 
 
 def test_what_autoresearch_prints_is_read():
-    printed = """step 00953 (100.0%) | loss: 2.8 | mfu: 39.8%
+    printed = """step 00953 (100.0%) | loss: 2.8 | mfu: 39.8% | epoch: 4 | remaining: 0s
 ---
 val_bpb:          0.997900
 training_seconds: 300.1
@@ -349,6 +351,7 @@ depth:            8
 """
     found = in_300s.summary_of(printed)
     assert found["bits_per_byte"] == 0.9979
+    assert found["epochs"] == 4
     assert found["steps"] == 953 and found["tokens"] == 499.6e6
     assert found["tokens_per_second"] == pytest.approx(499.6e6 * 942 / 953 / 300.1)
 

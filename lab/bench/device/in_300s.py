@@ -1,7 +1,7 @@
 """Train for 300 seconds on this device, and say how well: bits per byte of held-out text.
 
     python -m lab.bench device.in_300s --text train.jsonl --held-out held_out.jsonl \\
-        [--seconds 300] [--seeds 1] [--rival FOLDER] [--only TRAINER] [--work FOLDER] \\
+        [--seconds 300] [--seeds 0 1 2] [--rival FOLDER] [--only TRAINER] [--work FOLDER] \\
         [--json out.json] [OPTIONS]
 
 The protocol is that of github.com/karpathy/autoresearch: 300 s of steps after the first 11, which
@@ -13,21 +13,25 @@ are JSON lines with the field "text".
 needs pyarrow, rustbpe and requests), and trains a tokenizer of the same size on them. Its attention
 is a kernel that it downloads; the PyTorch's FlashAttention of rival.py takes its place. It needs a GPU.
 
-Rivals run in turn, seed by seed; the JSON is written after each run. Where a command may not take
-twice 300 s, --only runs one of them, plumbline or autoresearch, by a command each. On a CPU try it with
-`--seconds 20 --model.n_layers=2 --training.seq_len=128 --training.global_batch_size=8
---training.local_batch_size=8 --compile.enabled=false`.
+The trainers run in turn, seed by seed; the JSON is written after each run. Where a command may not
+take twice 300 s, --only runs one of them, plumbline or autoresearch, by a command each. --work may be
+that of an earlier command: texts that it has prepared are not prepared again. On a CPU try it with
+`--seconds 5 --model.dim=64 --model.n_layers=1 --training.seq_len=128 --training.global_batch_size=4
+--training.local_batch_size=4 --compile.enabled=false`.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +40,7 @@ import torch
 from configs.load import load_config
 from configs.schema import InputError
 from lab.bench import harness
+from tools.preflight.machine import nvidia_smi
 
 ROOT = Path(__file__).resolve().parents[3]
 PRESET = ROOT / "configs" / "qwen3_300s.toml"
@@ -52,7 +57,45 @@ SUMMARY = {
     "num_steps": "steps",
 }
 TRAINERS = ["plumbline", "autoresearch"]
-COLUMNS = ["trainer", "seed", "bits per byte", "steps", "tokens", "tokens/s", "MFU", "peak GiB"]
+COLUMNS = [
+    "trainer",
+    "seed",
+    "bits per byte",
+    "steps",
+    "tokens",
+    "epochs",
+    "tokens/s",
+    "MFU",
+    "peak GiB",
+    "W",
+    "MHz",
+]
+LOOK_SECONDS = 5.0  # between two looks at a GPU's power and clock
+
+
+@contextmanager
+def watched() -> Iterator[dict[str, float]]:
+    """Look at the first GPU's power (W) and clock (MHz) meanwhile. Yields a dictionary that has
+    their medians afterwards; without a GPU it stays empty."""
+    seen: list[list[str]] = []
+    medians: dict[str, float] = {}
+    ended = threading.Event()
+
+    def look() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            seen.append(nvidia_smi(torch.device("cuda", 0), "power.draw", "clocks.sm"))
+
+    looking = threading.Thread(target=look, daemon=True)
+    if torch.cuda.is_available():
+        looking.start()
+    yield medians
+    ended.set()
+    if looking.ident:
+        looking.join()
+    for name, values in zip(("watts", "mhz"), zip(*seen)):
+        numbers = [float(value) for value in values if value.replace(".", "", 1).isdigit()]
+        if numbers:
+            medians[name] = statistics.median(numbers)
 
 
 def records(path: Path) -> list[dict]:
@@ -113,12 +156,19 @@ def ours(args: argparse.Namespace, work: Path, seed: int) -> dict:
         "seconds": took,
         "steps": last["step"],
         "tokens": last["tokens_seen"],
+        "epochs": last["tokens_seen"] / tokens_of(args.prepared),
         "tokens_per_second": a_step * len(counted) / took,
         "peak_gib": max(line["memory_gib"] for line in counted),
     }
     if "mfu" in last:
         found["mfu"] = statistics.median(line["mfu"] for line in counted)
     return found
+
+
+def tokens_of(prepared: Path) -> int:
+    """Return how many tokens a prepared folder has to train on."""
+    manifest = json.loads((prepared / "manifest.json").read_text(encoding="utf-8"))
+    return manifest["splits"]["train"]["tokens"]
 
 
 def batches_of(held_out: str, options: list[str]) -> int:
@@ -139,7 +189,8 @@ def rivals(args: argparse.Namespace, work: Path, seed: int) -> dict:
         "folder": args.rival,
     }
     command = [sys.executable, str(runner), json.dumps(settings)]
-    home = work / "home"  # its tokenizer is trained once
+    # its tokenizer is trained once
+    home = work / f"home-{digest(args.text)}-{digest(args.held_out)}"
     home.mkdir(exist_ok=True)
     ended = subprocess.run(
         command, cwd=work, env=os.environ | {"HOME": str(home)}, capture_output=True, text=True
@@ -163,18 +214,24 @@ def summary_of(printed: str) -> dict:
         "seconds": found["seconds"],
         "steps": int(found["steps"]),
         "tokens": tokens,
+        "epochs": float(re.findall(r"epoch: (\d+)", printed)[-1]),  # the one that it is in
         "tokens_per_second": counted / found["seconds"],
         "peak_gib": found["peak_mib"] / 1024,
         "mfu": found["mfu_percent"] / 100,
     }
 
 
+def digest(path: str) -> str:
+    """Return what tells a text from others, for the name of a folder."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:8]
+
+
 def prepare(args: argparse.Namespace, work: Path) -> Path:
-    """Tokenize the text once; a run draws what is held out from a folder of its own."""
-    folder = work / "prepared"
+    """Tokenize the text, once for all commands with this folder. Returns the prepared folder."""
+    folder = work / f"prepared-{digest(args.text)}"
     options = ["--bpe-vocab-size=8192", "--validation-fraction=0", "--out", str(folder)]
     command = [sys.executable, "-m", "data.prepare", "--source", args.text, *options]
-    if not folder.exists():
+    if not (folder / "manifest.json").exists():
         subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
@@ -187,9 +244,12 @@ def row(trainer: str, seed: int, found: dict) -> list[str]:
         f"{found['bits_per_byte']:.4f}",
         f"{found['steps']:,}",
         f"{found['tokens'] / 1e6:,.2f}M",
+        f"{found['epochs']:.1f}",
         f"{found['tokens_per_second']:,.0f}",
         f"{found['mfu']:.1%}" if "mfu" in found else "-",
         f"{found['peak_gib']:.2f}",
+        f"{found['watts']:.0f}" if "watts" in found else "-",
+        f"{found['mhz']:.0f}" if "mhz" in found else "-",
     ]
 
 
@@ -198,10 +258,12 @@ def main() -> None:
     parser.add_argument("--text", required=True, help="JSON lines to train on")
     parser.add_argument("--held-out", required=True, help="JSON lines to validate on")
     parser.add_argument("--seconds", type=float, default=300.0, help="of steps, for each run")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each trainer")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="a run of each trainer for each"
+    )
     parser.add_argument("--rival", help="a clone of karpathy/autoresearch")
     parser.add_argument("--only", choices=TRAINERS, help="run this trainer alone")
-    parser.add_argument("--work", default="runs/in_300s", help="a new folder for the runs")
+    parser.add_argument("--work", default="runs/in_300s", help="folder for the runs")
     args, args.options = parser.parse_known_args()
     for name in ("text", "held_out"):
         path = Path(getattr(args, name)).resolve()
@@ -218,9 +280,12 @@ def main() -> None:
             f"--rival {args.rival}: there is no prepare.py: name a clone of autoresearch"
         )
     work = Path(args.work).resolve()
-    if work.exists():
-        raise InputError(f"--work {work} exists: name a new folder, or remove it")
-    work.mkdir(parents=True)
+    for seed in args.seeds:
+        if (work / f"ours-{seed}").exists() and args.only != "autoresearch":
+            raise InputError(
+                f"{work} has a run of seed {seed}: give other --seeds or another --work"
+            )
+    work.mkdir(parents=True, exist_ok=True)
     run(args, work)
 
 
@@ -234,11 +299,12 @@ def run(args: argparse.Namespace, work: Path) -> None:
         args.rival = str(Path(args.rival).resolve())
         trainers["autoresearch"] = partial(rivals, args, work)
     done: list[dict] = []
-    for seed in range(args.seeds):
+    for seed in args.seeds:
         for name, train in trainers.items():
             began = time.perf_counter()
-            found = train(seed)
-            done.append({"trainer": name, "seed": seed, **found})
+            with watched() as medians:
+                found = train(seed)
+            done.append({"trainer": name, "seed": seed, **found, **medians})
             report(args, done, time.perf_counter() - began)
 
 
@@ -248,7 +314,9 @@ def report(args: argparse.Namespace, done: list[dict], took: float) -> None:
     notes = (
         f"{args.seconds:g} s of steps each, {text / 1e6:,.0f} MB of text; the last run took "
         f"{took:.0f} s in all. MFU: each by its own count of FLOPs, of the GPU's data sheet "
-        "(autoresearch: of an H100's)."
+        "(autoresearch: of an H100's). Peak: what ours holds in the allocator; autoresearch's tensors. "
+        "Epochs: how often ours saw the text; the one that autoresearch was in. W, MHz: medians of the "
+        "whole run, with its start and validation."
     )
     if not args.rival:
         notes += " Without --rival: ours alone."
