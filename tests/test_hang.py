@@ -197,7 +197,10 @@ def test_the_network_is_named(hosts: Hosts, tmp_path: Path) -> None:
     assert of_network(verdict), "\n".join(verdict.lines)
 
 
-@pytest.mark.parametrize("mapped", [False, True], ids=["IPv4", "IPv6 socket"])
+@pytest.mark.parametrize(
+    "mapped",
+    [pytest.param(False, id="IPv4"), pytest.param(True, id="IPv6 socket", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("end", [0, 1], ids=["own end", "other end"])
 def test_an_address_that_acknowledges_nothing_is_listed(
     end: int, mapped: bool, hosts: Hosts, tmp_path: Path

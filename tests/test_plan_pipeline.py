@@ -151,6 +151,7 @@ def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
         ElementTree.fromstring(image)
 
 
+@pytest.mark.slow
 def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
     """Messages between stages have the size of the hidden states. A slow fabric shows each message."""
     slow = load_device("h100").model_copy(

@@ -60,7 +60,9 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("mesh", RUNS)
+@pytest.mark.parametrize(
+    "mesh", [mesh if "x" in mesh else pytest.param(mesh, marks=pytest.mark.slow) for mesh in RUNS]
+)
 def test_a_mesh_computes_what_one_process_does(mesh, oracles):
     ranks, options, dp_size = CONTEXT_MESHES[mesh]
     runs = [[*options, *more] for more in RUNS[mesh]]
@@ -191,6 +193,7 @@ def failures(tiny: Tiny, names: Sequence[str]) -> dict[str, str]:
     return {verdict.of.name: verdict.failure for verdict in verdicts if verdict.failure}
 
 
+@pytest.mark.slow
 def test_the_properties_of_a_hybrid_hold():
     """All but `files`: its weights are published nowhere."""
     names = {one.name for one in properties.TABLE} - {"files"}

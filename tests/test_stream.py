@@ -447,6 +447,7 @@ def test_a_stream_that_fails_on_one_rank_saves_and_ends_all(tiny, tmp_path):
     assert series(failed) == series(whole) and samples(failed, 2) == samples(whole, 2)
 
 
+@pytest.mark.slow
 def test_the_end_of_the_data_saves_and_says_so(tiny, tmp_path):
     more = [
         *tiny,

@@ -276,6 +276,7 @@ def test_every_program_knows_how_threads_wait_before_it_loads_torch():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP shows what it has read")
 def test_a_tool_has_the_settings_of_threads():
     """The settings are those that OpenMP itself prints when it is loaded."""

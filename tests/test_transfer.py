@@ -128,7 +128,10 @@ def ours_at_start(family, args, found) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("preset", ["llama_debug", "gpt_oss_debug", "kimi_linear_debug"])
+@pytest.mark.parametrize(
+    "preset",
+    ["llama_debug", "gpt_oss_debug", pytest.param("kimi_linear_debug", marks=pytest.mark.slow)],
+)
 def test_outputs_move_as_far_at_any_width(preset):
     assert coordinates.coordinates(tiny(preset)) is None
 
