@@ -184,10 +184,10 @@ def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> 
     started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "default", ranks=2)
     started.process.send_signal(signal.SIGUSR1)
     code, _, err, _ = started.end()
-    assert (code, err) == (
-        75,
-        "launch: stopped by SIGUSR1 before training began: run it again to go on\n",
-    )
+    sentence = "stopped by SIGUSR1 before training began: run it again to go on"
+    lines = err.splitlines()
+    assert code == 75 and lines.count(f"launch: {sentence}") == 1
+    assert {*lines} <= {f"launch: {sentence}", sentence}  # of a rank that was quicker
 
 
 def test_the_store_of_several_nodes_listens_on_the_masters_own_address() -> None:

@@ -262,7 +262,10 @@ def removing(folder: Path, options: list[str], steps: dict[int, list[str]]) -> t
         calls.append(1)
         for name in steps.get(len(calls), ()) if args[0].mesh.rank == 0 else ():
             part = folder / name
-            shutil.rmtree(part) if part.is_dir() else part.unlink()
+            if part.is_file():
+                part.unlink()
+            while part.exists():  # a save may write there meanwhile
+                shutil.rmtree(part, ignore_errors=True)
         return real(*args)
 
     train.train_step = step

@@ -180,7 +180,7 @@ def batches_of(held_out: str, options: list[str]) -> int:
 
 def rivals(args: argparse.Namespace, work: Path, seed: int) -> dict:
     """Run autoresearch's train.py as it is."""
-    runner = Path(__file__).with_name("rival.py")
+    program = "from lab.bench.device import rival; rival.main()"
     settings = {
         "seconds": args.seconds,
         "seed": seed,
@@ -188,12 +188,13 @@ def rivals(args: argparse.Namespace, work: Path, seed: int) -> dict:
         "held_out": args.held_out,
         "folder": args.rival,
     }
-    command = [sys.executable, str(runner), json.dumps(settings)]
+    command = [sys.executable, "-c", program, json.dumps(settings)]
     # its tokenizer is trained once
     home = work / f"home-{digest(args.text)}-{digest(args.held_out)}"
     home.mkdir(exist_ok=True)
+    its_own = {"HOME": str(home), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     ended = subprocess.run(
-        command, cwd=work, env=os.environ | {"HOME": str(home)}, capture_output=True, text=True
+        command, cwd=work, env=os.environ | its_own, capture_output=True, text=True
     )
     if ended.returncode:
         raise RuntimeError(f"{args.rival}: {(ended.stdout + ended.stderr)[-2000:]}")

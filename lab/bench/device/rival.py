@@ -113,7 +113,3 @@ def main() -> None:
     seed = torch.manual_seed
     torch.manual_seed = lambda fixed: seed(fixed + settings["seed"])  # its seed is written into it
     runpy.run_path(str(Path(settings["folder"]) / "train.py"), run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()
