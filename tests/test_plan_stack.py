@@ -180,8 +180,14 @@ def test_overrides_replace_the_numbers_of_the_device():
     assert inputs.device.matmul_efficiency == 0.5
     assert inputs.device.attention_efficiency == 0.2
     assert inputs.device.fast_attention_efficiency == 0.2
-    assert inputs_of("--network-gb-per-s=100").device.fabric_gb_per_s == 100
     assert inputs_of().device == H100
+
+
+def test_a_plan_for_several_hosts_says_which_network_it_assumes(capsys):
+    main([*SMALL, "--gpus=16", "--network-gb-per-s=12.5", "--training.global_batch_size=16"])
+    assert "Between hosts    12.5 GB/s of each GPU" in capsys.readouterr().out
+    main([*SMALL, "--gpus=8", "--training.global_batch_size=16"])
+    assert "Between hosts" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

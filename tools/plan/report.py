@@ -80,6 +80,7 @@ def report(plan: Plan, all_stages: bool = False) -> str:
         *communication(plan),
         "",
         *speed(plan),
+        *network(plan),
         *counted.warning(plan),
         *scaling(plan),
         *run(plan),
@@ -448,6 +449,17 @@ def scaling(plan: Plan) -> list[str]:
     return [
         f"Scaling loss     {least:.0%} to {most:.0%}, in no figure here: what published runs "
         f"lost from {SCALING_FROM} GPUs to {plan.inputs.gpus:,}"
+    ]
+
+
+def network(plan: Plan) -> list[str]:
+    """Say which rate between hosts the plan assumes: it is nowhere measured, and decides what of the
+    communication is exposed."""
+    if plan.inputs.gpus <= plan.inputs.per_host:
+        return []
+    return [
+        f"Between hosts    {plan.inputs.device.fabric_gb_per_s:g} GB/s of each GPU, one direction: "
+        "the device's row, or --network-gb-per-s, which takes the measured rate"
     ]
 
 
