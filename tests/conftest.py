@@ -214,24 +214,15 @@ def _processor_seconds() -> float:
     launcher that was killed.
     """
     seconds = sum(os.times()[:4])
-    for stat in _stats_of_children():
-        with suppress(OSError):  # it has just ended
-            fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[1]) == os.getpid():
+    for of_thread in Path("/proc/self/task").glob("*/children"):
+        children = []
+        with suppress(OSError):  # the thread has just ended
+            children = of_thread.read_text().split()
+        for child in children:
+            with suppress(OSError):
+                fields = Path("/proc", child, "stat").read_text().rpartition(")")[2].split()
                 seconds += sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
     return seconds
-
-
-def _stats_of_children() -> Iterator[Path]:
-    """Return the files that may belong to children of this process. A kernel that has a list of
-    them is read: to look at every process of the machine takes milliseconds, for every test."""
-    lists = list(Path("/proc/self/task").glob("*/children"))
-    if not lists:
-        yield from Path("/proc").glob("[0-9]*/stat")
-    for of_thread in lists:
-        with suppress(OSError):  # the thread has just ended
-            for child in of_thread.read_text().split():
-                yield Path("/proc", child, "stat")
 
 
 def _machine() -> tuple[float, float]:

@@ -56,6 +56,17 @@ def run_ranks(world_size: int, fn: Callable, *args: Any, timeout: float = 90) ->
         return _run_once(world_size, fn, args, timeout)
 
 
+def run_each(world_size: int, *functions: Callable[[], Any]) -> dict[Callable, list[Any]]:
+    """Run functions one after another on the same ranks, which costs less than ranks for each: what
+    they return, by function and rank."""
+    by_rank = run_ranks(world_size, _in_turn, functions)
+    return {function: list(seen) for function, *seen in zip(functions, *by_rank, strict=True)}
+
+
+def _in_turn(functions: tuple[Callable[[], Any], ...]) -> list[Any]:
+    return [function() for function in functions]
+
+
 class Unconnected(AssertionError):
     """A rank failed before it called the function, in gloo's handshake."""
 

@@ -2,7 +2,7 @@
 and pairs of our model and transformers' own with the same weights."""
 
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,83 +33,6 @@ ROPE_31 = {
     "high_freq_factor": 4.0,
     "original_max_seq_len": 512,
 }
-LLAMA = llama.Args(
-    dim=42,
-    n_layers=3,
-    n_heads=6,
-    n_kv_heads=6,
-    head_dim=14,
-    hidden_dim=53,
-    vocab_size=97,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    norm_eps=1e-5,
-    max_seq_len=64,
-    tied_embeddings=False,
-)
-LLAMA3 = replace(LLAMA, n_kv_heads=2, rope_theta=500000.0)
-QWEN3 = qwen3.Args(
-    dim=42,
-    n_layers=3,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=10,
-    hidden_dim=53,
-    vocab_size=97,
-    rope_theta=1e6,
-    norm_eps=1e-6,
-    max_seq_len=64,
-    tied_embeddings=False,
-)
-DEEPSEEK = deepseek_v3.Args(
-    dim=42,
-    n_layers=3,
-    n_dense_layers=1,
-    n_heads=3,
-    q_rank=22,
-    kv_rank=18,
-    nope_dim=10,
-    rope_dim=6,
-    value_dim=14,
-    hidden_dim=53,
-    n_experts=8,
-    experts_per_token=3,
-    expert_dim=11,
-    n_shared_experts=1,
-    expert_groups=4,
-    groups_per_token=2,
-    routed_scale=1.7,
-    balance_loss=0.0,
-    vocab_size=97,
-    rope_theta=10000.0,
-    rope_scaling={
-        "factor": 4.0,
-        "original_max_seq_len": 256.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 0.8,
-    },
-    norm_eps=1e-5,
-    max_seq_len=1024,
-    tied_embeddings=False,
-)
-# Four layers of OLMo 3 have a window, one has not.
-OLMO2 = olmo2.Args(
-    dim=42,
-    n_layers=5,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=10,
-    hidden_dim=53,
-    vocab_size=97,
-    rope_theta=20000.0,
-    norm_eps=1e-5,
-    max_seq_len=64,
-    tied_embeddings=False,
-    window=0,
-    rope_scaling=None,
-)
 YARN = {
     "factor": 4.0,
     "original_max_seq_len": 16.0,
@@ -117,122 +40,98 @@ YARN = {
     "beta_slow": 0.5,
     "attention_factor": 1.25,
 }
-GPT_OSS = gpt_oss.Args(
-    dim=42,
+YARN_256 = {"factor": 4.0, "original_max_seq_len": 256.0, "beta_fast": 32.0, "beta_slow": 1.0}
+SIZES = {  # where a family has no others
+    "dim": 42,
+    "n_layers": 5,
+    "n_heads": 6,
+    "n_kv_heads": 2,
+    "head_dim": 10,
+    "hidden_dim": 53,
+    "vocab_size": 97,
+    "rope_theta": 10000.0,
+    "rope_scaling": None,
+    "norm_eps": 1e-5,
+    "max_seq_len": 64,
+    "tied_embeddings": False,
+    "window": 7,
+    "query_scalar": 17,
+    "n_experts": 7,
+    "experts_per_token": 3,
+    "expert_dim": 11,
+    "routed_scale": 1.7,
+    "balance_loss": 0.0,
+    "kv_rank": 18,
+    "nope_dim": 10,
+    "rope_dim": 6,
+    "value_dim": 14,
+    "attention_interval": 2,
+    "conv_width": 4,
+}
+
+
+def sized(args: Any, **others: object) -> Any:
+    """Return numbers of a family: those of SIZES that its Args require, but for `others`."""
+    required = {field.name for field in fields(args) if field.default is MISSING}
+    return args(**{name: size for name, size in SIZES.items() if name in required} | others)
+
+
+LLAMA = sized(llama.Args, n_layers=3, n_kv_heads=6, head_dim=14)
+LLAMA3 = replace(LLAMA, n_kv_heads=2, rope_theta=500000.0)
+QWEN3 = sized(qwen3.Args, n_layers=3, rope_theta=1e6, norm_eps=1e-6)
+DEEPSEEK = sized(
+    deepseek_v3.Args,
     n_layers=3,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=10,
-    window=7,
-    n_experts=5,
-    experts_per_token=3,
-    expert_dim=11,
-    balance_loss=0.0,
-    vocab_size=97,
-    rope_theta=10000.0,
-    rope_scaling={
-        "factor": 4.0,
-        "original_max_seq_len": 256.0,
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "truncate": False,
-    },
-    norm_eps=1e-5,
+    n_dense_layers=1,
+    n_heads=3,
+    q_rank=22,
+    n_experts=8,
+    n_shared_experts=1,
+    expert_groups=4,
+    groups_per_token=2,
+    rope_scaling=YARN_256 | {"mscale": 1.0, "mscale_all_dim": 0.8},
     max_seq_len=1024,
-    tied_embeddings=False,
 )
-# Three layers have a gated delta net, two have attention.
-QWEN3_NEXT = qwen3_next.Args(
-    dim=42,
-    n_layers=5,
-    attention_interval=2,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=10,
-    rope_dim=4,
-    delta_key_heads=3,
-    delta_value_heads=6,
-    delta_key_dim=9,
-    delta_value_dim=14,
-    conv_width=4,
-    n_experts=7,
-    experts_per_token=3,
-    expert_dim=11,
-    shared_dim=13,
-    balance_loss=0.0,
-    vocab_size=97,
-    rope_theta=10000.0,
-    norm_eps=1e-2,
-    max_seq_len=64,
-    tied_embeddings=False,
+OLMO2 = sized(olmo2.Args, rope_theta=20000.0, window=0)  # of OLMO 3 four layers have a window
+GPT_OSS = sized(
+    gpt_oss.Args,
+    n_layers=3,
+    n_experts=5,
+    rope_scaling=YARN_256 | {"truncate": False},
+    max_seq_len=1024,
 )
+DELTA = {  # three layers have a gated delta net, two have attention
+    "rope_dim": 4,
+    "delta_key_heads": 3,
+    "delta_value_heads": 6,
+    "delta_key_dim": 9,
+    "delta_value_dim": 14,
+    "norm_eps": 1e-2,
+}
+QWEN3_NEXT = sized(qwen3_next.Args, shared_dim=13, **DELTA)
+QWEN3_5 = sized(qwen3_5.Args, **DELTA)
 # The third layer attends to all tokens.
-GEMMA3 = gemma3.Args(
-    dim=42,
-    n_layers=5,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=10,
-    hidden_dim=53,
-    vocab_size=97,
+GEMMA3 = sized(
+    gemma3.Args,
     rope_theta=20000.0,
-    norm_eps=1e-5,
-    max_seq_len=64,
     tied_embeddings=True,
-    window=7,
     window_pattern=3,
     local_rope_theta=100.0,
     rope_factor=4.0,
-    query_scalar=17,
-)
-_NEXT = asdict(QWEN3_NEXT)
-QWEN3_5 = qwen3_5.Args(
-    **{field.name: _NEXT[field.name] for field in fields(qwen3_5.Args) if field.name in _NEXT},
-    hidden_dim=53,
 )
 # Layers 1, 3 and 5 have a window; the caps bend scores and logits of random weights.
-GEMMA2 = gemma2.Args(
-    dim=42,
-    n_layers=5,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=10,
-    hidden_dim=53,
-    vocab_size=97,
-    rope_theta=20000.0,
-    norm_eps=1e-5,
-    max_seq_len=64,
-    tied_embeddings=True,
-    window=7,
-    query_scalar=17,
-    attention_cap=5.0,
-    logit_cap=10.0,
+GEMMA2 = sized(
+    gemma2.Args, rope_theta=20000.0, tied_embeddings=True, attention_cap=5.0, logit_cap=10.0
 )
 # KDA, attention, KDA, attention, and attention in the last layer too; two layers are dense.
-KIMI_LINEAR = kimi_linear.Args(
-    dim=42,
-    n_layers=5,
+KIMI_LINEAR = sized(
+    kimi_linear.Args,
     n_dense_layers=2,
-    attention_interval=2,
     n_heads=3,
-    kv_rank=18,
-    nope_dim=10,
-    rope_dim=6,
-    value_dim=14,
     delta_heads=6,
     delta_dim=9,
-    conv_width=4,
-    hidden_dim=53,
-    n_experts=7,
-    experts_per_token=3,
-    expert_dim=11,
     n_shared_experts=2,
-    routed_scale=1.7,
-    balance_loss=0.0,
-    vocab_size=97,
     norm_eps=1e-2,
-    max_seq_len=64,
-    tied_embeddings=False,
 )
 SHAPES = {  # name -> the family and its numbers
     "llama2": (llama.FAMILY, LLAMA),

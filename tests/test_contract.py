@@ -20,7 +20,7 @@ from configs.schema import InputError, Parallelism, Run
 from parallelisms import contract, dp
 from parallelisms import mesh as meshes
 from parallelisms.progress import ProgressCounter
-from tests.ranks import run_ranks
+from tests.ranks import run_each, run_ranks
 from tests.runs import ADAMW, SMALL_MODEL, whole
 from training.loss import linear_cross_entropy
 from training.optim import build_optimizer, clip_grad_norm
@@ -50,6 +50,23 @@ def job(*options: str) -> train.Job:
 def refused(run: train.Job, words: str, same: dict | None = None) -> None:
     with pytest.raises(InputError, match=words):
         contract.verify(run.model, run.optimizer, run.mesh, same or {})
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict:
+    """Return what these functions return on both of two ranks."""
+    return run_each(
+        2,
+        broken_rules,
+        forward_called_directly,
+        clipped_by_local_norm,
+        saved_bytes,
+        gradients_on_shards,
+        meshes_of_experts,
+        counts_of_exchanges,
+        a_parameter_without_gradient,
+        parts_of_a_checkpoint,
+    )
 
 
 def broken_rules() -> None:
@@ -94,36 +111,28 @@ def broken_rules() -> None:
     )
 
 
-def test_broken_contracts_are_named_on_every_rank():
-    run_ranks(2, broken_rules)
+def test_broken_contracts_are_named_on_every_rank(seen):
+    assert seen[broken_rules] == [None, None]
 
 
 def talk() -> dict:
     """Call the control collectives of the mesh, and those of opening and closing it."""
-    seen = {"settings": 0}
-
-    def settings() -> None:
-        seen["settings"] += 1
-
-    meshes.cpu_settings = settings
+    settings = []
+    meshes.cpu_settings = lambda: settings.append(1)
     mesh = job().mesh
-    seen["any"] = [mesh.any_rank(mesh.rank == 1), mesh.any_rank(False)]
-    seen["gather"] = mesh.gather(f"rank {mesh.rank}")
-    seen["sum"] = mesh.sum_over_tokens(torch.tensor([mesh.rank + 1.0])).item()
+    said = {
+        "any": [mesh.any_rank(mesh.rank == 1), mesh.any_rank(False)],
+        "gather": mesh.gather(f"rank {mesh.rank}"),
+        "sum": mesh.sum_over_tokens(torch.tensor([mesh.rank + 1.0])).item(),
+    }
     meshes.close_mesh()
     meshes.close_mesh()
-    return seen | {"open": dist.is_initialized()}
+    return said | {"settings": len(settings), "open": dist.is_initialized()}
 
 
 def test_what_one_rank_knows_all_ranks_can_know():
-    said = {
-        "settings": 1,
-        "any": [True, False],
-        "gather": ["rank 0", "rank 1"],
-        "sum": 3.0,
-        "open": False,
-    }
-    assert run_ranks(2, talk) == [said, said]
+    said = {"any": [True, False], "gather": ["rank 0", "rank 1"], "sum": 3.0}
+    assert run_ranks(2, talk) == [said | {"settings": 1, "open": False}] * 2
 
 
 def forward_called_directly() -> str:
@@ -135,33 +144,37 @@ def forward_called_directly() -> str:
     return "no error"
 
 
-def test_calling_forward_instead_of_the_module_runs_on_shards():
+def test_calling_forward_instead_of_the_module_runs_on_shards(seen):
     """The hooks that unshard the weights belong to the module's call; `forward` meets the
     shards."""
-    assert "mixed torch.Tensor and DTensor" in run_ranks(2, forward_called_directly)[0]
+    assert "mixed torch.Tensor and DTensor" in seen[forward_called_directly][0]
+
+
+def backward(model: nn.Module, tokens: torch.Tensor) -> None:
+    """tokens [B, T], which are their own labels."""
+    head = partial(linear_cross_entropy, labels=tokens, chunk_tokens=99)
+    model(tokens, torch.arange(tokens.shape[1]), head).backward()
+
+
+def norm_of_gradients(model: nn.Module) -> float:
+    return sum(whole(p.grad).square().sum() for p in model.parameters()).sqrt().item()
 
 
 def clipped_by_local_norm() -> tuple[float, float]:
     """(norm of this rank's shards alone, the true norm) of the same gradients."""
     run = job()
     torch.manual_seed(run.mesh.rank)
-    tokens = torch.randint(0, 263, (2, 16))
-    run.model(
-        tokens,
-        torch.arange(tokens.shape[1]),
-        partial(linear_cross_entropy, labels=tokens, chunk_tokens=99),
-    ).backward()
+    backward(run.model, torch.randint(0, 263, (2, 16)))
     local = nn.utils.get_total_norm([p.grad.to_local() for p in run.model.parameters()]).item()
-    every = sum(whole(p.grad).square().sum() for p in run.model.parameters()).sqrt().item()
+    every = norm_of_gradients(run.model)
     reported = clip_grad_norm(run.model.parameters(), 1.0).item()
     assert abs(reported / every - 1) < 1e-5
-    after = sum(whole(p.grad).square().sum() for p in run.model.parameters()).sqrt().item()
-    assert abs(after - 1) < 1e-4
+    assert abs(norm_of_gradients(run.model) - 1) < 1e-4
     return local, every
 
 
-def test_a_local_norm_differs_between_ranks_and_the_true_one_does_not():
-    (local0, true0), (local1, true1) = run_ranks(2, clipped_by_local_norm)
+def test_a_local_norm_differs_between_ranks_and_the_true_one_does_not(seen):
+    (local0, true0), (local1, true1) = seen[clipped_by_local_norm]
     assert true0 == true1
     assert local0 != local1 and max(local0, local1) < true0
 
@@ -177,30 +190,26 @@ def saved_bytes() -> tuple[int, int]:
     )
 
 
-def test_torch_save_of_a_rank_holds_a_part_of_the_model():
-    (first, total), (second, _) = run_ranks(2, saved_bytes)
+def test_torch_save_of_a_rank_holds_a_part_of_the_model(seen):
+    (first, total), (second, _) = seen[saved_bytes]
     assert first < total and second < total and first + second == total
 
 
-def gradients_on_shards(accumulate: str) -> list[bool]:
+def gradients_on_shards() -> dict[str, list[bool]]:
     """Return for each of two microbatches whether the parameters had gradients after it."""
-    run = job()
-    tokens = torch.full((1, 16), 3 + run.mesh.rank)
-    had = []
-    for last in False, True:
-        dp.synchronise_gradients(run.model, last, accumulate)
-        run.model(
-            tokens,
-            torch.arange(tokens.shape[1]),
-            partial(linear_cross_entropy, labels=tokens, chunk_tokens=99),
-        ).backward()
-        had.append(all(p.grad is not None for p in run.model.parameters()))
+    had = {}
+    for accumulate in "whole", "sharded":
+        run = job()
+        had[accumulate] = []
+        for last in False, True:
+            dp.synchronise_gradients(run.model, last, accumulate)
+            backward(run.model, torch.full((1, 16), 3 + run.mesh.rank))
+            had[accumulate].append(all(p.grad is not None for p in run.model.parameters()))
     return had
 
 
-def test_gradients_reach_the_shards_with_the_last_microbatch_only():
-    assert run_ranks(2, gradients_on_shards, "whole") == [[False, True]] * 2
-    assert run_ranks(2, gradients_on_shards, "sharded") == [[True, True]] * 2
+def test_gradients_reach_the_shards_with_the_last_microbatch_only(seen):
+    assert seen[gradients_on_shards] == [{"whole": [False, True], "sharded": [True, True]}] * 2
 
 
 def group_timeouts() -> list[float]:
@@ -255,11 +264,9 @@ def meshes_of_experts() -> list[tuple[str, ...] | None]:
     return [run.mesh.experts_mesh and run.mesh.experts_mesh.mesh_dim_names for run in runs]
 
 
-def test_only_experts_that_ranks_share_have_a_mesh_of_their_own():
+def test_only_experts_that_ranks_share_have_a_mesh_of_their_own(seen):
     """Every mesh is groups that all ranks have to open."""
-    assert (
-        run_ranks(2, meshes_of_experts) == [[None, None, ("pp", "dp_replicate", "edp", "ep")]] * 2
-    )
+    assert seen[meshes_of_experts] == [[None, None, ("pp", "dp_replicate", "edp", "ep")]] * 2
 
 
 def test_a_gpu_of_two_ranks_is_named():
@@ -298,9 +305,9 @@ def counts_of_exchanges() -> list[int]:
     return [after - before for before, after in itertools.pairwise(counts)]
 
 
-def test_every_exchange_of_a_mesh_counts_once():
+def test_every_exchange_of_a_mesh_counts_once(seen):
     """A rank that hangs is known by the fewest, so an exchange that is not counted would hide it."""
-    assert run_ranks(2, counts_of_exchanges) == [[1] * 6] * 2
+    assert seen[counts_of_exchanges] == [[1] * 6] * 2
 
 
 def a_parameter_without_gradient() -> None:
@@ -318,44 +325,42 @@ def a_parameter_without_gradient() -> None:
     )
 
 
-def test_a_parameter_that_is_not_trained_keeps_the_contract():
-    run_ranks(2, a_parameter_without_gradient)
+def test_a_parameter_that_is_not_trained_keeps_the_contract(seen):
+    assert seen[a_parameter_without_gradient] == [None, None]
 
 
-def part_of_a_checkpoint(wanted: list[str], with_group: bool) -> str:
-    """Return the message about a checkpoint that holds a, b and c, by a rank that wants these of
-    them."""
+# of a checkpoint that holds a, b and c: what each rank wants of it, a capital letter as a tensor of
+# another shape -> what all ranks say
+PARTS = {
+    ("ab", "c"): "fits",
+    ("ab", "bc"): "fits",
+    ("a", "b"): "model.c is in it and not in this run",
+    ("ab", "cx"): "model.x is missing from it",
+    ("ab", "C"): "model.c has shape [2] there and [3] here",
+}
+
+
+def part_of_a_checkpoint(wanted: str, group: dist.ProcessGroup | None) -> str:
     manifest = {"tensors": {f"model.{name}": {"shape": [2], "dtype": "F32"} for name in "abc"}}
     tensors = {
-        f"model.{name}": torch.ones(2 if name == name.lower() else 3)
-        for name in wanted[dist.get_rank()]
+        f"model.{name.lower()}": torch.ones(2 if name == name.lower() else 3) for name in wanted
     }
-    tensors = {name.lower(): tensor for name, tensor in tensors.items()}
     try:
-        state.check_fits(
-            Path("step"), manifest, tensors, "model", (), dist.group.WORLD if with_group else None
-        )
+        state.check_fits(Path("step"), manifest, tensors, "model", (), group)
     except InputError as error:
         return str(error).partition(": ")[2]
     return "fits"
 
 
-def test_a_checkpoint_is_compared_with_what_all_ranks_hold():
-    """Ranks hold parts of the model, as the stages of a pipeline do. A capital letter is a tensor
-    of another shape."""
-    assert run_ranks(2, part_of_a_checkpoint, ["ab", "c"], True) == ["fits"] * 2
-    assert run_ranks(2, part_of_a_checkpoint, ["ab", "bc"], True) == ["fits"] * 2
-    assert (
-        run_ranks(2, part_of_a_checkpoint, ["a", "b"], True)
-        == ["model.c is in it and not in this run"] * 2
-    )
-    assert (
-        run_ranks(2, part_of_a_checkpoint, ["ab", "cx"], True) == ["model.x is missing from it"] * 2
-    )
-    assert (
-        run_ranks(2, part_of_a_checkpoint, ["ab", "C"], True)
-        == ["model.c has shape [2] there and [3] here"] * 2
-    )
-    assert "c is in it" in run_ranks(2, part_of_a_checkpoint, ["ab", "c"], False)[0], (
-        "the control: one rank by itself"
-    )
+def parts_of_a_checkpoint() -> tuple[list[str], str]:
+    """Return the messages of PARTS, and that of a rank by itself."""
+    rank = dist.get_rank()
+    together = [part_of_a_checkpoint(wanted[rank], dist.group.WORLD) for wanted in PARTS]
+    return together, part_of_a_checkpoint(("ab", "c")[rank], None)
+
+
+def test_a_checkpoint_is_compared_with_what_all_ranks_hold(seen):
+    """Ranks hold parts of the model, as the stages of a pipeline do."""
+    for together, _ in seen[parts_of_a_checkpoint]:
+        assert together == list(PARTS.values())
+    assert "c is in it" in seen[parts_of_a_checkpoint][0][1], "the control: one rank by itself"

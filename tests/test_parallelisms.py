@@ -4,6 +4,8 @@ can see, because an option that does nothing computes the same numbers."""
 import gc
 import os
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +23,25 @@ from configs.schema import Compile, InputError, Training
 from models import MODELS, layers, llama, lora
 from models.yarn import mscale, yarn
 from parallelisms import async_tp, blocks, dp, progress
-from tests.ranks import run_ranks
+from tests.ranks import run_each, run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tools.plan import trace
 from training import attention
 
 aten = torch.ops.aten
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict:
+    """Return what these functions return, each in the same process."""
+    return run_each(
+        1,
+        graph_break,
+        prefetches,
+        gathers_of_each_option,
+        gathers_of_a_step,
+        plans_with_a_misspelt_row,
+    )
 
 
 @pytest.mark.parametrize(
@@ -128,63 +143,75 @@ def graph_break() -> str:
     return "ran"
 
 
-def test_a_graph_break_in_a_block_is_an_error():
-    assert run_ranks(1, graph_break) == ["refused"]
+def test_a_graph_break_in_a_block_is_an_error(seen):
+    assert seen[graph_break] == ["refused"]
 
 
-class Gathers(TorchDispatchMode):
-    """Count of the gathers that had begun when each matrix product ran."""
+class Collectives(TorchDispatchMode):
+    """Count of gathers and reduce-scatters, and of the gathers that had begun when each matrix
+    product ran."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gathers, self.at_product = 0, []
+        self.gathers, self.reductions, self.at_product = 0, 0, []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.gathers += "allgather" in name or "all_gather_into_tensor" in name
+        self.reductions += "reduce_scatter" in name
         if name == "mm":
             self.at_product.append(self.gathers)
         return func(*args, **(kwargs or {}))
 
 
-def gathers_in_forward_and_backward(prefetch: int) -> tuple[list[int], list[int]]:
-    """On rank 0 of two that do not exist: how many gathers had begun at the first product of each
-    of four blocks, in the order in which the forward pass reaches the blocks; and the same for the
-    backward pass, which begins with the last block."""
+@contextmanager
+def rank_0_of(ranks: int, *options: str) -> Iterator[train.Job]:
+    """Build a model of four layers on rank 0 of ranks that do not exist."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    with trace.pretend(2, 2):
-        options = [
-            *SMALL_MODEL,
-            "--model.n_layers=4",
-            "--parallelism.reshard_after_forward=true",
-            f"--parallelism.prefetch={prefetch}",
-        ]
-        job = train.build(load_config(options, 2, 2))
+    with trace.pretend(ranks, ranks):
+        given = [*SMALL_MODEL, "--model.n_layers=4", *options]
+        yield train.build(load_config(given, ranks, ranks))
+
+
+def forward_and_backward(*options: str) -> tuple[list[int], list[int]]:
+    """Return how many gathers had begun at each product of the forward pass, and after it; and the
+    same for the backward pass, from its beginning."""
+    with rank_0_of(2, *options) as job, Collectives() as seen:
         tokens = torch.zeros(1, 16, dtype=torch.int64)
-        with Gathers() as seen:
-            loss = job.model(tokens, torch.arange(16), lambda h, weight: (h @ weight.t()).sum())
-            forward, before = seen.at_product[:], seen.gathers
-            seen.at_product.clear()
-            loss.backward()
-        # the output's two products come first
-        backward = [count - before for count in seen.at_product[2:]]
-        # a block has seven products, and each has two in the backward pass
-        return forward[:28:7], backward[::14]
+        loss = job.model(tokens, torch.arange(16), lambda h, weight: (h @ weight.t()).sum())
+        forward = [*seen.at_product, seen.gathers]
+        seen.at_product.clear()
+        loss.backward()
+        backward = [count - forward[-1] for count in (*seen.at_product, seen.gathers)]
+    return forward, backward
 
 
-def prefetches() -> list[tuple[list[int], list[int]]]:
-    return [gathers_in_forward_and_backward(prefetch) for prefetch in (0, 2, 5)]
+# prefetch -> gathers that had begun at the first product of each of four blocks, in the order in
+# which the forward pass reaches them; and the same for the backward pass, which begins with the last
+PREFETCHED = {
+    0: ([2, 3, 4, 5], [3, 4, 5, 5]),
+    2: ([4, 5, 5, 5], [4, 5, 5, 5]),
+    5: ([5, 5, 5, 5], [5, 5, 5, 5]),
+}
 
 
-def test_prefetch_gathers_so_many_blocks_ahead():
+def prefetches() -> dict[int, tuple[list[int], list[int]]]:
+    counts = {}
+    for prefetch in PREFETCHED:
+        freed = "--parallelism.reshard_after_forward=true"
+        forward, backward = forward_and_backward(freed, f"--parallelism.prefetch={prefetch}")
+        # a block has seven products, and each has two in the backward pass, behind those of the
+        # output
+        counts[prefetch] = forward[:28:7], backward[2:-1:14]
+    return counts
+
+
+def test_prefetch_gathers_so_many_blocks_ahead(seen):
     """The root and block 0 are gathered before the first product; with prefetch = 2 so are blocks 1
     and 2. In the backward pass the output comes first, and FSDP2 gathers one block ahead if it is
     not told how many."""
-    without, two_ahead, all_ahead = run_ranks(1, prefetches)[0]
-    assert without == ([2, 3, 4, 5], [3, 4, 5, 5])
-    assert two_ahead == ([4, 5, 5, 5], [4, 5, 5, 5])
-    assert all_ahead == ([5, 5, 5, 5], [5, 5, 5, 5])
+    assert seen[prefetches] == [PREFETCHED]
 
 
 def drawn() -> tuple[int, list[float]]:
@@ -221,26 +248,16 @@ def test_one_rank_frees_no_weights():
 
 
 def gathers_of_each_option() -> list[tuple[int, int]]:
-    dist.destroy_process_group()
     counts = []
     for words in GATHERS:
-        with trace.pretend(2, 2):
-            options = f"--parallelism.reshard_after_forward={words}".split()
-            job = train.build(load_config([*SMALL_MODEL, "--model.n_layers=4", *options], 2, 2))
-            with Gathers() as seen:
-                loss = job.model(
-                    torch.zeros(1, 16, dtype=torch.int64),
-                    torch.arange(16),
-                    lambda h, weight: (h @ weight.t()).sum(),
-                )
-                forward = seen.gathers
-                loss.backward()
-            counts.append((forward, seen.gathers - forward))
+        options = f"--parallelism.reshard_after_forward={words}".split()
+        forward, backward = forward_and_backward(*options)
+        counts.append((forward[-1], backward[-1]))
     return counts
 
 
-def test_weights_that_are_freed_after_forward_are_gathered_again():
-    assert run_ranks(1, gathers_of_each_option)[0] == list(GATHERS.values())
+def test_weights_that_are_freed_after_forward_are_gathered_again(seen):
+    assert seen[gathers_of_each_option] == [list(GATHERS.values())]
 
 
 DEBUG = "--data.tokenizer=bytes --model.vocab_size=263 --training.local_batch_size=1".split()
@@ -297,41 +314,21 @@ GATHERS_OF_A_STEP = {"true": 3 * 6, "false": 6}
 
 def gathers_of_a_step() -> list[tuple[int, bool]]:
     """Count the all-gathers of a step; also return whether it ends with shards."""
-    dist.destroy_process_group()
     counts = []
+    batch = ["--training.local_batch_size=1", "--training.global_batch_size=6"]
+    kept = "--parallelism.reshard_after_forward=false"
     for words in GATHERS_OF_A_STEP:
-        with trace.pretend(2, 2):
-            options = [
-                *SMALL_MODEL,
-                "--model.n_layers=4",
-                "--training.local_batch_size=1",
-                "--training.global_batch_size=6",
-                "--parallelism.reshard_after_forward=false",
-                f"--parallelism.reshard_after_backward={words}",
-            ]
-            job = train.build(load_config(options, 2, 2))
-            with Gathers() as seen:
-                train.train_step(job, trace.batch_of(job, 3))
+        option = f"--parallelism.reshard_after_backward={words}"
+        with rank_0_of(2, *batch, kept, option) as job, Collectives() as seen:
+            train.train_step(job, trace.batch_of(job, 3))
             weights = job.model.parameters()
             counts.append((seen.gathers, all(isinstance(w, DTensor) for w in weights)))
     return counts
 
 
-def test_weights_that_are_kept_are_gathered_once_a_step():
-    seen = run_ranks(1, gathers_of_a_step)[0]
-    assert seen == [(gathers, True) for gathers in GATHERS_OF_A_STEP.values()]
-
-
-class Reductions(TorchDispatchMode):
-    """Count of reduce-scatters that have run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += "reduce_scatter" in func.overloadpacket.__name__
-        return func(*args, **(kwargs or {}))
+def test_weights_that_are_kept_are_gathered_once_a_step(seen):
+    wanted = [(gathers, True) for gathers in GATHERS_OF_A_STEP.values()]
+    assert seen[gathers_of_a_step] == [wanted]
 
 
 def reductions_of_a_step(runs: list[list[str]]) -> list[int]:
@@ -339,9 +336,9 @@ def reductions_of_a_step(runs: list[list[str]]) -> list[int]:
     for options in runs:
         job = train.build(load_config([*SMALL_MODEL, *options], 4, 4))
         tokens = torch.zeros(4, 1, 16, dtype=torch.int64)
-        with Reductions() as seen:
+        with Collectives() as seen:
             train.gradients(job, {"tokens": tokens, "labels": tokens})
-        counts.append(seen.count)
+        counts.append(seen.reductions)
     return counts
 
 
@@ -461,29 +458,24 @@ MISSPELT = {  # pattern -> style, in a plan that is right otherwise
 def plans_with_a_misspelt_row() -> list[str]:
     """Return the messages of train.build for the right plan and for each such plan, on rank 0 of four
     that do not exist."""
-    dist.destroy_process_group()
     said, family = [], llama.FAMILY
+    split = ["--parallelism.tensor_parallel=2", "--parallelism.pipeline_parallel=2"]
     for row in [None, *MISSPELT]:
         more = {row: MISSPELT[row]} if row else {}
         llama.FAMILY = replace(family, tp_plan=lambda args: family.tp_plan(args) | more)
-        with trace.pretend(4, 4):
-            options = [
-                "--parallelism.tensor_parallel=2",
-                "--parallelism.pipeline_parallel=2",
-                "--model.tied_embeddings=true",
-            ]
-            try:
-                train.build(load_config([*SMALL_MODEL, *options], 4, 4))
+        try:
+            with rank_0_of(4, *split, "--model.tied_embeddings=true"):
                 said.append("")
-            except InputError as error:
-                said.append(str(error))
+        except InputError as error:
+            said.append(str(error))
+    llama.FAMILY = family
     return said
 
 
-def test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_in_a_pipeline():
+def test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_in_a_pipeline(seen):
     """A stage has some of the modules, and a tied model has no output. Without a pipeline:
     tests/test_tp_check.py."""
-    right, *wrong = run_ranks(1, plans_with_a_misspelt_row)[0]
+    [[right, *wrong]] = seen[plans_with_a_misspelt_row]
     assert right == ""
     for said, row in zip(wrong, MISSPELT, strict=True):
         assert f"has a row for {row}, and the model has no such module" in said
