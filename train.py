@@ -57,12 +57,12 @@ from training.microbatches import Microbatches, raise_flags, to_host_async
 from training.optim import (
     build_optimizer,
     clip_grad_norm,
+    learning_rate,
     set_learning_rate,
     step_if,
 )
 from training.profiler import profiler
 from training.room import check_room
-from training.stages import learning_rate
 from training.summary import summarise
 from training.validate import Unstoppable, run_validation
 from training.z_loss import open_z_loss
@@ -137,6 +137,7 @@ NO_DATA = Flags._fields.index("no_data")
 # the other ranks wait. TorchTitan's number.
 GC_STEPS = 50
 STRAGGLER_STEPS = 50  # between reports of the ranks for which the others wait
+EXPERT_STEPS = 50  # between reports of how tokens are spread over experts
 
 
 class Gradients(NamedTuple):
@@ -455,7 +456,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
                 guard.check_replicas(step, result.loss, result.grad_norm)
             if every(step, STRAGGLER_STEPS):
                 meter.reported |= guard.late_ranks(step, STRAGGLER_STEPS)
-            if every(step, cfg.metrics.expert_interval):
+            if every(step, EXPERT_STEPS):
                 meter.report_experts(step, job.model, metrics)
             metrics.record_gradients(step, result.gradient_digests, job.mesh)
             if every(step, cfg.metrics.interval) or step in (run.start + 1, steps) or stopping:

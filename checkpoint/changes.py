@@ -110,7 +110,7 @@ def mismatches(saved: Any, current: Any, key: str = "") -> list[str]:
 def _rate(facts: dict, step: int) -> float | None:
     """Return the learning rate that these options give the step after so many; None where they are
     no longer a valid configuration."""
-    from training.stages import learning_rate  # here, because it imports torch
+    from training.optim import learning_rate  # here, because it imports torch
 
     try:
         cfg = Config.model_validate(_known(tomli.loads(facts["config"])))

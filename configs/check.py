@@ -29,15 +29,12 @@ from configs.schema import (
     OF_MATRICES,
     PROFILE_FROM,
     SCHEDULES,
-    Checkpoint,
     Config,
     Data,
     Derived,
     InputError,
-    Lora,
     MixtureRow,
     Model,
-    Optimizer,
     Parallelism,
     TrainingStage,
     is_prepared,
@@ -201,10 +198,6 @@ def no_flash(param_dtype: str, width: int) -> bool:
     return param_dtype in ("float32", "float64") or width % 8 != 0 or width > 256
 
 
-def _no_flash(c: SimpleNamespace) -> bool:
-    return no_flash(c.training.param_dtype, c.query_width)
-
-
 def _splits_heads(c: SimpleNamespace, heads: int) -> bool:
     """Return whether Ulysses would have to split a head over ranks."""
     p = c.parallelism
@@ -230,14 +223,17 @@ def _sequence_unit(p: Parallelism) -> int:
     return math.lcm(parts, p.context_parallel * p.tensor_parallel)
 
 
+def _is_set(c: SimpleNamespace, option: str) -> bool:
+    table, _, key = option.partition(".")
+    return getattr(getattr(c, table), key) != default(option)
+
+
 def _unused(option: str) -> tuple:
     """Return the rule of an option that is set where no rank needs it (configs/ranks.py)."""
-    table, _, key = option.partition(".")
     degrees = OF_RANKS[option].degrees
 
     def broken(c: SimpleNamespace) -> bool:
-        is_set = getattr(getattr(c, table), key) != default(option)
-        return is_set and all(getattr(c.parallelism, degree) == 1 for degree in degrees)
+        return _is_set(c, option) and all(getattr(c.parallelism, degree) == 1 for degree in degrees)
 
     have = " and ".join(f"{{parallelism.{degree}}}" for degree in degrees)
     raised = " or ".join(degrees)
@@ -245,33 +241,46 @@ def _unused(option: str) -> tuple:
     return broken, sentence
 
 
+def _not_both(one: str, other: str) -> tuple:
+    """Return the rule of two options that do not work together, or are untested together."""
+
+    def broken(c: SimpleNamespace) -> bool:
+        return _is_set(c, one) and _is_set(c, other)
+
+    return broken, f"{{{one}}} together with {{{other}}} is not supported: use one of the two"
+
+
+def _needs(needed: str, *options: str) -> tuple:
+    """Return the rule of options that have no effect where another one is not set."""
+
+    def broken(c: SimpleNamespace) -> bool:
+        return not _is_set(c, needed) and any(_is_set(c, option) for option in options)
+
+    shown = " and ".join(f"{{{option}}}" for option in options)
+    verb, them = ("has", "it") if len(options) == 1 else ("have", "them")
+    return broken, f"{shown} {verb} no effect with {{{needed}}}: set that, or remove {them}"
+
+
+def _unread(option: str) -> tuple:
+    """Return the rule of an option of [optimizer] that is set where the kind does not read it."""
+    kinds = READ_BY[option]
+
+    def broken(c: SimpleNamespace) -> bool:
+        return _is_set(c, f"optimizer.{option}") and c.optimizer.kind not in kinds
+
+    sentence = f"{{optimizer.kind}} does not read {{optimizer.{option}}}: remove that, or use "
+    return broken, f'{sentence}kind = "{kinds[0]}"'
+
+
 QK_CLIP = ("llama", "deepseek_v3")  # families whose attention parallelisms/qk_clip.py knows
 # option of [optimizer] -> the kinds that read it
 READ_BY = {
+    "moment_dtype": ("adamw",),
     "ns_dtype": MUONS,
     "adjust_lr_fn": MUONS,
     "adamw_lr_scale": OF_MATRICES,
     "qk_clip": MUONS,
-    "soap_frequency": ("soap",),
 }
-
-
-def _unread_options(optimizer: Optimizer) -> list[str]:
-    """List the options that differ from their defaults and that this kind does not read."""
-    fields = Optimizer.model_fields
-    changed = [name for name in READ_BY if getattr(optimizer, name) != fields[name].default]
-    return [name for name in changed if optimizer.kind not in READ_BY[name]]
-
-
-def _unread_shown(optimizer: Optimizer) -> str:
-    shown = vars(_named("optimizer", optimizer))
-    return " and ".join(shown[name] for name in _unread_options(optimizer))
-
-
-def _kind_that_reads(optimizer: Optimizer) -> str:
-    """Return the first kind that reads the first of the options that this one does not."""
-    unread = _unread_options(optimizer)
-    return READ_BY[unread[0]][0] if unread else ""
 
 
 def _shown_stages(rows: tuple[TrainingStage, ...]) -> str:
@@ -314,6 +323,7 @@ DERIVED = {
     "shard": lambda c: data_parallel_shard(c, getattr(c, "world", None)),
     "dp": lambda c: c.parallelism.data_parallel_replicate * c.shard,
     "query_width": lambda c: sum(getattr(c.model, name) for name in c.family.query_width),
+    "no_flash": lambda c: no_flash(c.training.param_dtype, c.query_width),
     "besides_shard": lambda c: _besides_shard(c.parallelism),
     "product": lambda c: c.shard * c.besides_shard,
     "sequence_unit": lambda c: _sequence_unit(c.parallelism),
@@ -322,6 +332,7 @@ DERIVED = {
         (c.training.local_batch_size or 1) * c.training.seq_len // c.parallelism.context_parallel
     ),
     "schedule": lambda c: SCHEDULES[c.parallelism.pipeline_schedule],
+    "splits_backward": lambda c: c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward,
     "stages": lambda c: (
         c.parallelism.pipeline_parallel
         * (c.parallelism.pipeline_stages_per_rank or c.schedule.default_stages)
@@ -334,8 +345,6 @@ DERIVED = {
         c.training.global_batch_size, c.dp, c.training.local_batch_size
     ),
     "warmup": lambda c: _warmup_steps(c),
-    "unread_options": lambda c: _unread_shown(c.optimizer),
-    "kind_that_reads": lambda c: _kind_that_reads(c.optimizer),
     "stages_shown": lambda c: f"training.stages = {_shown_stages(c.training.stages)}",
     "without_loss": lambda c: _without_loss(c.training.stages, c.data.mixture),
     "loss_weights": lambda c: json.dumps(
@@ -400,11 +409,7 @@ RULES = {
         "{model.vocab_size}: use a smaller tensor_parallel or a larger vocabulary (it need not be "
         "a multiple)",
     ),
-    "tp_offload": (
-        lambda c: c.parallelism.cpu_offload and c.parallelism.tensor_parallel > 1,
-        "{parallelism.cpu_offload} together with {parallelism.tensor_parallel} is not supported: "
-        "use one of the two",
-    ),
+    "tp_offload": _not_both("parallelism.cpu_offload", "parallelism.tensor_parallel"),
     "tp_async": (
         lambda c: (
             c.parallelism.async_tensor_parallel
@@ -495,7 +500,7 @@ RULES = {
             c.parallelism.context_parallel > 1
             and c.parallelism.context_parallel_method == "gather"
             and c.run.device == "cuda"
-            and _no_flash(c)
+            and c.no_flash
         ),
         "{parallelism.context_parallel_method} with {parallelism.context_parallel} needs on a GPU "
         "a 16-bit type and heads of 8, "
@@ -577,18 +582,10 @@ RULES = {
         "ranks, but {training.global_batch_size}: set it to {least_batch} or more, lower "
         "training.local_batch_size, or choose a different schedule",
     ),
-    "pipeline_offload": (
-        lambda c: c.parallelism.cpu_offload and c.parallelism.pipeline_parallel > 1,
-        "{parallelism.cpu_offload} together with {parallelism.pipeline_parallel} is not supported: "
-        "use one of the two",
-    ),
+    "pipeline_offload": _not_both("parallelism.cpu_offload", "parallelism.pipeline_parallel"),
     # the second half of a backward needs the weights that the first one would free
     "pipeline_reshard": (
-        lambda c: (
-            c.parallelism.pipeline_parallel > 1
-            and c.schedule.splits_backward
-            and c.parallelism.reshard_after_forward is True
-        ),
+        lambda c: c.splits_backward and c.parallelism.reshard_after_forward is True,
         "{parallelism.pipeline_schedule} splits the backward pass and needs the weights between "
         "its halves, so they cannot be "
         'freed with {parallelism.reshard_after_forward}: set it to "default", or use the schedule '
@@ -615,30 +612,20 @@ RULES = {
     ),
     # the second half of a backward pass would recompute what the first one has recomputed
     "pipeline_selective": (
-        lambda c: (
-            c.parallelism.pipeline_parallel > 1
-            and c.schedule.splits_backward
-            and c.activation_checkpoint.mode == "selective"
-        ),
+        lambda c: c.splits_backward and c.activation_checkpoint.mode == "selective",
         "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with "
         "{activation_checkpoint.mode}: "
         'use the mode "none", "full" or "every_n", or the schedule "1f1b" or "interleaved_1f1b"',
     ),
     # AOTAutograd makes one node of a compiled block, whose backward gives all gradients at once
     "pipeline_compile": (
-        lambda c: (
-            c.parallelism.pipeline_parallel > 1 and c.schedule.splits_backward and c.compile.enabled
-        ),
+        lambda c: c.splits_backward and c.compile.enabled,
         "{parallelism.pipeline_schedule} splits the backward pass, which PyTorch cannot do with "
         "{compile.enabled}: set that "
         'to false, or use the schedule "1f1b" or "interleaved_1f1b"',
     ),
     "pipeline_float8": (  # one autograd node of a matmul: each half would compute both gradients
-        lambda c: (
-            c.parallelism.pipeline_parallel > 1
-            and c.schedule.splits_backward
-            and c.training.float8 != "none"
-        ),
+        lambda c: c.splits_backward and c.training.float8 != "none",
         "{parallelism.pipeline_schedule} splits the backward pass, and with {training.float8} each "
         'half would do the work of both: set that to "none", or use the schedule "1f1b" or '
         '"interleaved_1f1b"',
@@ -646,7 +633,7 @@ RULES = {
     # GPU kernels of attention.
     "mask_compile": (  # what does not fit is a loop over documents, and never one graph
         lambda c: (
-            c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and _no_flash(c)
+            c.data.mask_documents and c.compile.enabled and c.run.device != "cpu" and c.no_flash
         ),
         "{data.mask_documents} with {compile.enabled} needs on a GPU a 16-bit type and heads of "
         "8, 16, ... 256 numbers, "
@@ -654,7 +641,7 @@ RULES = {
         'or set run.device = "cpu" for a run without a GPU',
     ),
     "attention": (
-        lambda c: c.training.attention != "auto" and (c.run.device == "cpu" or _no_flash(c)),
+        lambda c: c.training.attention != "auto" and (c.run.device == "cpu" or c.no_flash),
         "{training.attention} is a kernel for GPUs, 16-bit types and heads of 8, 16, ... 256 "
         "numbers, but {run.device}, "
         '{training.param_dtype} and {query_numbers}: set it to "auto", or change these',
@@ -810,16 +797,14 @@ RULES = {
         "{data.text_field} has no effect with {data.format}, which reads messages, or prompt and "
         "completion: remove it",
     ),
-    "chat_template": (
-        lambda c: c.data.chat_template and c.data.format != "chat",
-        '{data.chat_template} has no effect with {data.format}: set data.format = "chat", or '
-        "remove it (a prepared folder keeps its own)",
-    ),
-    "chat_may_drop": (
-        lambda c: c.data.chat_may_drop and c.data.format != "chat",
-        '{data.chat_may_drop} has no effect with {data.format}: set data.format = "chat", or '
-        "remove it (a prepared folder keeps its own)",
-    ),
+    **{
+        option: (
+            lambda c, option=option: getattr(c.data, option) and c.data.format != "chat",
+            f'{{data.{option}}} has no effect with {{data.format}}: set data.format = "chat", or '
+            "remove it (a prepared folder keeps its own)",
+        )
+        for option in ("chat_template", "chat_may_drop")
+    },
     # Streaming.
     "stream_tokenizer": (
         lambda c: c.data.stream and c.data.tokenizer == "bpe",
@@ -898,27 +883,18 @@ RULES = {
         "{checkpoint.peers} copies would need as many hosts besides a host's own, and there are "
         "{world} processes, {local_world} on each host: lower it, or set it to 0",
     ),
-    "peers_unused": (
-        lambda c: (
-            not c.checkpoint.peers
-            and any(
-                getattr(c.checkpoint, name) != Checkpoint.model_fields[name].default
-                for name in ("peer_interval", "peer_stride", "peer_rate")
-            )
-        ),
-        "{checkpoint.peer_interval}, {checkpoint.peer_stride} and {checkpoint.peer_rate} are of "
-        "copies in the memory of other hosts, and {checkpoint.peers} makes none",
+    "peers_unused": _needs(
+        "checkpoint.peers",
+        "checkpoint.peer_interval",
+        "checkpoint.peer_stride",
+        "checkpoint.peer_rate",
     ),
     "fault_tolerant": (
         lambda c: c.run.fault_tolerant and c.data.stream,
         "{run.fault_tolerant} keeps the state of a rank when others are lost, and the places of "
         "{data.stream} are known to all ranks together alone: set one to false",
     ),
-    "leave_out_odd_replica": (
-        lambda c: c.debug.leave_out_odd_replica and not c.run.fault_tolerant,
-        "{debug.leave_out_odd_replica} needs a run that goes on without a replica: set "
-        "{run.fault_tolerant} to true",
-    ),
+    "leave_out_odd_replica": _needs("run.fault_tolerant", "debug.leave_out_odd_replica"),
     # what is saved by a run that goes on must have been compared
     "leave_out_unchecked": (
         lambda c: (
@@ -941,11 +917,7 @@ RULES = {
         "{checkpoint.load_step} is beyond the end of the run, {training.steps}",
     ),
     # Options that exclude or need one another.
-    "skip_spikes": (
-        lambda c: c.training.skip_spikes and c.training.spike_threshold == 0,
-        "{training.skip_spikes} needs training.spike_threshold, which says what a spike is: set it "
-        "(6, say)",
-    ),
+    "skip_spikes": _needs("training.spike_threshold", "training.skip_spikes"),
     "replay": (
         lambda c: c.debug.replay_interval > 0 and c.run.device != "cpu" and not c.run.deterministic,
         "{debug.replay_interval} compares two gradients bit by bit, which on a GPU differ anyway "
@@ -1006,11 +978,7 @@ RULES = {
         "{metrics.noise_scale_interval} takes all tokens for equal, and data.mixture = {loss_weights} "
         "weighs them: do without the one or the other",
     ),
-    "float8_tp": (
-        lambda c: c.training.float8 != "none" and c.parallelism.tensor_parallel > 1,
-        "{training.float8} together with {parallelism.tensor_parallel} is not supported: use one "
-        "of the two",
-    ),
+    "float8_tp": _not_both("training.float8", "parallelism.tensor_parallel"),
     "float8_dtype": (  # auto is bfloat16 on every GPU that has float8
         lambda c: c.training.float8 != "none" and c.training.param_dtype in ("float32", "float64"),
         "{training.float8} rounds what {training.param_dtype} would keep: set param_dtype = "
@@ -1026,26 +994,13 @@ RULES = {
         "{tokens_of_matmul} tokens on a rank: change {training.seq_len} or "
         "{training.local_batch_size}",
     ),
-    "float8_emulate": (
-        lambda c: c.debug.emulate_float8 and c.training.float8 == "none",
-        "{debug.emulate_float8} has no effect with {training.float8}: remove it, or choose a "
-        "recipe",
-    ),
+    "float8_emulate": _needs("training.float8", "debug.emulate_float8"),
     "momentum": (
         lambda c: c.optimizer.kind in ("adamw", "soap") and (c.optimizer.momentum or 0) > 0,
         "{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or "
         'use kind = "sgd"',
     ),
-    "moment_dtype": (
-        lambda c: c.optimizer.kind != "adamw" and c.optimizer.moment_dtype != "float32",
-        "{optimizer.moment_dtype} is supported with AdamW alone, this is {optimizer.kind}: remove "
-        'it, or use kind = "adamw"',
-    ),
-    "optimizer_options": (
-        lambda c: c.unread_options != "",
-        "{optimizer.kind} does not read {unread_options}: leave that out, or use kind = "
-        '"{kind_that_reads}"',
-    ),
+    **{f"{option}_unread": _unread(option) for option in READ_BY},
     "muon_offload": (
         lambda c: c.optimizer.kind in OF_MATRICES and c.parallelism.cpu_offload,
         "{optimizer.kind} together with {parallelism.cpu_offload} is not supported, because the "
@@ -1095,25 +1050,13 @@ RULES = {
         "{model.width_base} and {model.depth_base} have no effect on adapters: remove them, or "
         "{lora.rank}",
     ),
-    "fim_unused": (
-        lambda c: (
-            not c.data.fim_rate
-            and (c.data.fim_spm_rate, c.data.fim_tokens) != (Data().fim_spm_rate, Data().fim_tokens)
-        ),
-        "{data.fim_spm_rate} and {data.fim_tokens} have no effect with {data.fim_rate}: set it, or "
-        "remove them",
-    ),
+    "fim_unused": _needs("data.fim_rate", "data.fim_tokens"),
     "fim_format": (
         lambda c: c.data.fim_rate and c.data.format != "text",
         "{data.fim_rate} rearranges texts, and {data.format}: set fim_rate to 0",
     ),
     # Adapters.
-    "lora_unused": (
-        lambda c: (
-            c.lora.rank == 0 and (c.lora.alpha, c.lora.targets) != (Lora().alpha, Lora().targets)
-        ),
-        "{lora.alpha} and {lora.targets} have no effect with {lora.rank}: set it, or remove them",
-    ),
+    "lora_unused": _needs("lora.rank", "lora.alpha", "lora.targets"),
     "lora_targets": (
         lambda c: c.lora.rank > 0 and (c.unknown_layers or not c.lora.targets),
         "{lora.targets} must name layers that get adapters of {lora.rank}, some of those that this "
@@ -1139,20 +1082,9 @@ RULES = {
         "{optimizer.kind} has a rule for the hidden matrices, which are frozen with {lora.rank}: "
         'use kind = "adamw"',
     ),
-    "lora_float8": (
-        lambda c: c.lora.rank > 0 and c.training.float8 != "none",
-        "{training.float8} together with {lora.rank} is not supported: use one of the two",
-    ),
-    "lora_async": (
-        lambda c: c.lora.rank > 0 and c.parallelism.async_tensor_parallel,
-        "{parallelism.async_tensor_parallel} together with {lora.rank} is not supported, since "
-        "it is untested: use one of them",
-    ),
-    "load_path": (
-        lambda c: c.checkpoint.exclude_from_loading and not c.checkpoint.load_path,
-        "{checkpoint.exclude_from_loading} has no effect without checkpoint.load_path: set it, or "
-        "remove the patterns",
-    ),
+    "lora_float8": _not_both("training.float8", "lora.rank"),
+    "lora_async": _not_both("parallelism.async_tensor_parallel", "lora.rank"),
+    "load_path": _needs("checkpoint.load_path", "checkpoint.exclude_from_loading"),
     "load_hf": (
         lambda c: c.checkpoint.load_hf and c.checkpoint.load_path,
         "{checkpoint.load_hf} and {checkpoint.load_path} are both to start the run from: remove "

@@ -29,6 +29,9 @@ DROPPED = {
         "that fail",
     ),
     "data.prefetch": Dropped(2, "a loader worker keeps 2 batches ready; data.workers adds workers"),
+    "data.fim_spm_rate": Dropped(
+        0.5, "half of the documents that are rearranged begin with the suffix", True
+    ),
     "data.retries": Dropped(
         5, "what a stream cannot read is opened again 5 times (data/stream.py::RETRIES)"
     ),
@@ -44,6 +47,8 @@ DROPPED = {
     "optimizer.soap_max_dim": Dropped(
         10000, "SOAP turns no side of a matrix that is longer than 10,000", True
     ),
+    "optimizer.soap_frequency": Dropped(10, "SOAP decomposes its factors every 10 steps", True),
+    "parallelism.prefetch": Dropped(0, "FSDP2 gathers the next block ahead"),
     "compile.optimizer": Dropped(
         False, "gradients are clipped in a pass of their own, before the optimizer's", True
     ),
@@ -57,6 +62,7 @@ DROPPED = {
     "checkpoint.max_failures": Dropped(
         3, "a run ends after 3 failed saves in a row (checkpoint/manager.py::MOST_FAILURES)"
     ),
+    "metrics.expert_interval": Dropped(50, "the load of experts is reported every 50 steps"),
     "metrics.progress": Dropped(
         "auto", "a terminal has a progress bar; TQDM_DISABLE=1 in the environment hides it"
     ),
@@ -65,6 +71,7 @@ DROPPED = {
         0.0, "a device's peak is its row in training/metrics.py::PEAK_TFLOPS"
     ),
     "profiler.start_step": Dropped(5, "a trace begins with the fifth step of a process"),
+    "profiler.steps": Dropped(3, "a trace has three steps"),
 }
 
 

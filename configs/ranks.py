@@ -46,7 +46,6 @@ OF_RANKS = {
     "parallelism.reshard_after_forward": OfRanks(SHARD),
     "parallelism.reshard_after_backward": OfRanks(SHARD),
     "parallelism.keep_gathered": OfRanks(SHARD),
-    "parallelism.prefetch": OfRanks(SHARD),
     "parallelism.accumulate_gradients": OfRanks(SHARD),
     "parallelism.cpu_offload": OfRanks(SHARD),
 }

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     create_model,
@@ -59,9 +58,9 @@ def redact(text: str) -> str:
     return text
 
 
-def _as_tuple(value: object) -> object:
-    """Turn a list into a tuple: TOML has only lists, but strict validation requires a tuple."""
-    return tuple(value) if isinstance(value, list) else value
+def _with_tuples(value: object) -> object:
+    """Turn lists into tuples: TOML has only lists, but strict validation requires tuples."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
 def _path(value: str) -> str:
@@ -185,6 +184,11 @@ class Table(BaseModel):
         for field in cls.model_fields.values():
             field.description = field.description and " ".join(field.description.split())
         cls.model_rebuild(force=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _has_tuples(cls, value: object) -> object:
+        return _with_tuples(value)
 
     @field_validator("*", mode="before")
     @classmethod
@@ -322,11 +326,7 @@ class MixtureRow(Table):
     """What to read; the same values as for data.source."""
     weight: Weight
     """This source's share of the tokens, relative to the sum of all weights."""
-    schedule: Annotated[
-        tuple[Annotated[tuple[Step, Weight], BeforeValidator(_as_tuple)], ...],
-        BeforeValidator(_as_tuple),
-        AfterValidator(_ascending),
-    ] = ()
+    schedule: Annotated[tuple[tuple[Step, Weight], ...], AfterValidator(_ascending)] = ()
     """Weights that change later: [[step, weight], ...]; each applies after that many steps of the
     run."""
     loss_weight: float = Field(1.0, ge=0)
@@ -344,10 +344,7 @@ class TrainingStage(Table):
     """Sequences per optimizer step from here on."""
     local_batch_size: int | None = Field(None, ge=1)
     """Sequences per data-parallel rank and microbatch from here on."""
-    weights: Annotated[
-        tuple[Annotated[tuple[str, Weight], BeforeValidator(_as_tuple)], ...],
-        BeforeValidator(_as_tuple),
-    ] = ()
+    weights: tuple[tuple[str, Weight], ...] = ()
     """Weights of sources of data.mixture from here on: [[name, weight], ...]."""
     lr: float | None = Field(None, gt=0)
     """Peak learning rate from here on."""
@@ -409,22 +406,16 @@ class Data(Table):
     """What documents are: text, chat (messages) or completion (prompt and completion)."""
     chat_template: FileText = ""
     """With chat: plain, chatml or the path of a Jinja template; empty: the tokenizer's own."""
-    chat_may_drop: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    chat_may_drop: tuple[str, ...] = ()
     """With chat: what a template may leave out: a key (name, reasoning_content), a role (system), or
     think."""
-    mixture: Annotated[
-        tuple[MixtureRow, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
-    ] = ()
+    mixture: Annotated[tuple[MixtureRow, ...], AfterValidator(_named_once)] = ()
     """Several sources instead of one: [[data.mixture]] with name, source, weight, schedule,
     loss_weight, max_epochs."""
     allow_splice: bool = False
     """Allow a resume with changed data, weights, seed, seq_len or global_batch_size; the change is
     recorded."""
-    skip: Annotated[
-        tuple[Annotated[tuple[Step, Step], BeforeValidator(_as_tuple)], ...],
-        BeforeValidator(_as_tuple),
-        AfterValidator(_ascending),
-    ] = ()
+    skip: Annotated[tuple[tuple[Step, Step], ...], AfterValidator(_ascending)] = ()
     """Batches to skip: [[step, count], ...]; after that step, jump over the batches of `count`
     steps."""
     mask_documents: bool = False
@@ -455,11 +446,9 @@ class Data(Table):
     """End each document with the tokenizer's end-of-text token."""
     fim_rate: float = Field(0.0, ge=0, le=1)
     """Share of the training documents that are rearranged to fill in the middle (arXiv:2207.14255)."""
-    fim_spm_rate: float = Field(0.5, ge=0, le=1)
-    """Share of these in which the suffix comes first (SPM)."""
-    fim_tokens: Annotated[
-        tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_none_or_three)
-    ] = Field((), examples=[("<PRE>", "<SUF>", "<MID>")])
+    fim_tokens: Annotated[tuple[str, ...], AfterValidator(_none_or_three)] = Field(
+        (), examples=[("<PRE>", "<SUF>", "<MID>")]
+    )
     """Names of the special tokens before prefix, suffix and middle; empty: the tokenizer's own."""
     max_document_bytes: int = Field(0, ge=0)
     """Leave out (and count) documents with more bytes of UTF-8 than this; 0: no limit."""
@@ -500,9 +489,7 @@ class Training(Table):
     local_batch_size: int | None = Field(None, ge=1)
     """Sequences per data-parallel rank and microbatch; the rest accumulates. Not set: all of them;
     1 in a pipeline."""
-    stages: Annotated[
-        tuple[TrainingStage, ...], BeforeValidator(_as_tuple), AfterValidator(_begin_in_order)
-    ] = ()
+    stages: Annotated[tuple[TrainingStage, ...], AfterValidator(_begin_in_order)] = ()
     """Changes in mid-run: tables [[training.stages]] with begin, seq_len, batch sizes, weights, lr
     and its schedule."""
     param_dtype: DType = "auto"
@@ -519,7 +506,7 @@ class Training(Table):
     delta_rule: Literal["auto", "reference", "flash"] = "auto"
     """Kernel of gated delta nets: plain PyTorch, or flash-linear-attention's on a GPU; auto: that
     where it is installed."""
-    freeze: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    freeze: tuple[str, ...] = ()
     """Parameters that are not trained, as patterns of names such as "tok_embeddings.*"."""
     max_norm: float = Field(1.0, ge=0)
     """Clip the global gradient norm to this value; 0: no clipping."""
@@ -562,7 +549,7 @@ class Optimizer(Table):
     """The update rule; muon, normuon, soap: of hidden matrices, with AdamW for all other parameters."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
-    betas: Annotated[tuple[Decay, Decay], BeforeValidator(_as_tuple)] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of AdamW's averages of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
@@ -581,15 +568,10 @@ class Optimizer(Table):
     """With muon, normuon or soap: the learning rate of AdamW's parameters, as a multiple of lr."""
     qk_clip: float = Field(0.0, ge=0)
     """Of Muon, NorMuon: the largest logit, to which heads are scaled after a step (Kimi K2: 100); 0: off."""
-    soap_frequency: int = Field(10, ge=1)
-    """Of SOAP: steps between two decompositions of its factors."""
     average_decay: float = Field(0.0, ge=0, lt=1)
     """Keep an exponential moving average of the weights with this decay, which is validated too; 0:
     none."""
-    lr_multipliers: Annotated[
-        tuple[Annotated[tuple[str, Factor], BeforeValidator(_as_tuple)], ...],
-        BeforeValidator(_as_tuple),
-    ] = ()
+    lr_multipliers: tuple[tuple[str, Factor], ...] = ()
     """Learning rates as multiples of lr: [[pattern of a parameter, factor], ...]; the first match
     counts."""
 
@@ -600,7 +582,7 @@ class Lora(Table):
     whole model."""
     alpha: float = Field(16.0, gt=0)
     """An adapter's output is multiplied by alpha / rank."""
-    targets: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    targets: tuple[str, ...] = ()
     """Layers that get an adapter, by the last word of their name (wq, w1, ...); w1, w2 and w3 of
     experts too."""
 
@@ -697,9 +679,7 @@ class Parallelism(Table):
     backward pass."""
     pipeline_stages_per_rank: int = Field(0, ge=0)
     """Stages of each rank; 0: the schedule's own number (1 with 1f1b, otherwise 2)."""
-    pipeline_layers: Annotated[
-        tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_tuple)
-    ] = ()
+    pipeline_layers: tuple[Annotated[int, Field(ge=1)], ...] = ()
     """Number of layers of each stage, as [3, 4, 4, 3]; empty: equal cost, where embedding and
     output count as well."""
     cpu_offload: bool = False
@@ -707,8 +687,6 @@ class Parallelism(Table):
     accumulate_gradients: Literal["whole", "sharded"] = "whole"
     """whole: reduce gradients once per step; sharded: after each microbatch (less memory, more
     communication)."""
-    prefetch: int = Field(0, ge=0, le=8)
-    """Blocks that FSDP2 gathers ahead explicitly; 0: its implicit prefetch of the next block."""
 
 
 class ActivationCheckpoint(Table):
@@ -763,7 +741,7 @@ class Checkpoint(Table):
     load_path: PathText = Field("", max_length=1000)
     """If the run has no checkpoint yet, start at step 0 with the weights of this checkpoint (or
     folder or URL of a run)."""
-    exclude_from_loading: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    exclude_from_loading: tuple[str, ...] = ()
     """Tensors not to load from load_path, as patterns such as "model.output.*"; they keep their
     initial values."""
     branch_from: PathText = Field("", max_length=1000, examples=["runs/a@1200"])
@@ -785,9 +763,6 @@ class Metrics(Table):
     wandb_project: str = ""
     """Also log to this Weights & Biases project (pip install wandb; WANDB_RUN_GROUP, WANDB_TAGS); "":
     off."""
-    expert_interval: int = Field(50, ge=0)
-    """Steps between reports of how tokens are spread over the experts of each layer
-    (docs/experts.md); 0: none."""
     gradient_interval: int = Field(0, ge=0)
     """Steps between lines of gradients.jsonl, which have two numbers of every gradient, for
     `tools.replay`; 0: none."""
@@ -801,9 +776,8 @@ PROFILE_FROM = 5  # first step of a trace: compilation and the allocator have se
 
 class Profiler(Table):
     enabled: bool = False
-    """Write a Chrome trace to <run.folder>/profile, from the fifth step of this process on."""
-    steps: int = Field(3, ge=1)
-    """Steps in the trace."""
+    """Write a Chrome trace of the fifth to the seventh step of this process to
+    <run.folder>/profile."""
     memory_snapshot: bool = False
     """Also dump CUDA's allocator history (open at pytorch.org/memory_viz)."""
 
@@ -813,18 +787,14 @@ class Validation(Table):
     """Steps between validations; there is one at the end as well; 0: never."""
     steps: int = Field(4, ge=1)
     """Batches of global_batch_size sequences from each set per validation."""
-    sets: Annotated[
-        tuple[ValidationSet, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
-    ] = ()
+    sets: Annotated[tuple[ValidationSet, ...], AfterValidator(_named_once)] = ()
     """Sets besides the held-out documents: tables [[validation.sets]] with name and source."""
 
 
 class Evaluation(Table):
     interval: int = Field(0, ge=0)
     """Steps between evaluations of all tasks; there is one at the end as well; 0: at the end alone."""
-    tasks: Annotated[
-        tuple[EvaluationTask, ...], BeforeValidator(_as_tuple), AfterValidator(_named_once)
-    ] = ()
+    tasks: Annotated[tuple[EvaluationTask, ...], AfterValidator(_named_once)] = ()
     """What to score the model on: tables [[evaluation.tasks]] with name, file, kind, delimiter."""
 
 

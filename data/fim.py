@@ -2,8 +2,8 @@
 Bavarian et al., arXiv:2207.14255.
 
 A document is cut at two random characters into prefix, middle and suffix, before it is tokenised, and
-written as <prefix token> prefix <suffix token> suffix <middle token> middle; or, for a share of
-`data.fim_spm_rate`, as <prefix token> <suffix token> suffix <middle token> prefix middle (the paper's
+written as <prefix token> prefix <suffix token> suffix <middle token> middle; or, for half of them, as
+<prefix token> <suffix token> suffix <middle token> prefix middle (the paper's
 second variant of SPM, which has nothing between prefix and middle). Cuts are a hash of the text. So a
 corpus is the same wherever it is prepared, and a document is rearranged in the same way in each epoch.
 Documents that are held out stay as they are.
@@ -32,6 +32,7 @@ NAMES = (
 )
 NUMBERS = 4  # of a text: is it rearranged, two cuts, in which order
 BYTES = 6  # of the hash, for each number
+SPM_RATE = 0.5  # share of rearranged documents in which the suffix comes first
 
 Pieces = list[str | int]  # of a document: text, or the id of a token
 
@@ -85,7 +86,7 @@ def pieces(cfg: Data, tok: Tokenizer, text: str) -> Pieces | None:
     first, last = sorted(int(share * (len(text) + 1)) for share in (one, other))
     prefix, middle, suffix = text[:first], text[first:last], text[last:]
     before_prefix, before_suffix, before_middle = tokens(cfg, tok)
-    if order < cfg.fim_spm_rate:
+    if order < SPM_RATE:
         return [before_prefix, before_suffix, suffix, before_middle, prefix + middle]
     return [before_prefix, prefix, before_suffix, suffix, before_middle, middle]
 
@@ -115,7 +116,7 @@ def encode_with_bytes(tok: Tokenizer, parts: Pieces) -> tuple[np.ndarray, np.nda
 def options(cfg: Data, tok: Tokenizer) -> list:
     """Return what decides how documents are rearranged, as JSON; [] where none is. Raises what
     `tokens` raises."""
-    return [cfg.fim_rate, cfg.fim_spm_rate, *tokens(cfg, tok)] if cfg.fim_rate else []
+    return [cfg.fim_rate, SPM_RATE, *tokens(cfg, tok)] if cfg.fim_rate else []
 
 
 def token_without_row(cfg: Data, tok: Tokenizer, vocab_size: int) -> str:

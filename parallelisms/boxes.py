@@ -49,6 +49,11 @@ def box_of(tensor: Tensor) -> Box:
     return box_at(list(tensor.shape), split, taken)
 
 
+def shard_of(tensor: Tensor) -> Tensor:
+    """Return this rank's shard; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return the whole tensor, gathered where it is sharded: then all ranks of its mesh call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -58,8 +63,7 @@ def write(tensor: Tensor, values: Tensor) -> None:
     """Write this rank's part of these whole values into a tensor of their shape, in place."""
     offset, size = box_of(tensor)
     box = [slice(start, start + length) for start, length in zip(offset, size, strict=True)]
-    part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    part.copy_(values[tuple(box)])
+    shard_of(tensor).copy_(values[tuple(box)])
 
 
 def every_box(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], Box]]:

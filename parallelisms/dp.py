@@ -89,8 +89,6 @@ def apply(model: Any, mesh: Mesh, training: Training, cfg: Parallelism) -> nn.Mo
         shard_experts(model, mesh, options, reshard is not False)
     with shared_groups():
         shard_modules(model, options, reshard, cfg.keep_gathered)
-    if cfg.prefetch:
-        prefetch(list(model.layers.values()), cfg.prefetch)
     return model
 
 
@@ -144,15 +142,6 @@ def shard_modules(model: Any, options: dict[str, Any], reshard: Any, keep_gather
     if hasattr(model, "output"):
         fully_shard(model.output, **options, reshard_after_forward=of_output)
     fully_shard(model, **options, reshard_after_forward=False)
-
-
-def prefetch(blocks: list[Any], ahead: int) -> None:
-    """Let every block start the all-gathers of so many blocks that come after it."""
-    for i, block in enumerate(blocks):
-        following = blocks[i + 1 : i + 1 + ahead]
-        preceding = blocks[max(0, i - ahead) : i]
-        block.set_modules_to_forward_prefetch(following)
-        block.set_modules_to_backward_prefetch(preceding[::-1])
 
 
 def synchronise_gradients(model: nn.Module, last: bool, accumulate: str) -> None:

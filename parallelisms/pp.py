@@ -27,13 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
-from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from configs.schema import Config, Parallelism
 from models import mtp
 from models.cores import documents_of
 from parallelisms import dp, fsdp_details, schedules
+from parallelisms.boxes import shard_of
 from parallelisms.mesh import Mesh
 from parallelisms.schedules import (
     BACKWARD,
@@ -261,11 +261,11 @@ class PipelineStages(nn.Module):
         """Send the values of the first stage's weight to the copy of the last stage."""
         original, copy = self.tied
         if original is not None and copy is not None:
-            local(copy).copy_(local(original))
+            shard_of(copy).copy_(shard_of(original))
         elif original is not None:
-            self._send("the tied weight", local(original), self.placement[-1])
+            self._send("the tied weight", shard_of(original), self.placement[-1])
         elif copy is not None:
-            self._receive("the tied weight", local(copy), self.placement[0])
+            self._receive("the tied weight", shard_of(copy), self.placement[0])
 
     @torch.no_grad()
     def _add_tied_gradient(self) -> None:
@@ -275,13 +275,13 @@ class PipelineStages(nn.Module):
         if not any(weight.requires_grad for weight in weights):
             return  # it is not here, or frozen
         if original is not None:
-            gradient = local(original.grad)
-            other = local(copy.grad) if copy is not None else torch.empty_like(gradient)
+            gradient = shard_of(original.grad)
+            other = shard_of(copy.grad) if copy is not None else torch.empty_like(gradient)
             if copy is None:
                 self._receive("the gradient of the tied weight", other, self.placement[-1])
             gradient.add_(other)
         elif copy is not None:
-            self._send("the gradient of the tied weight", local(copy.grad), self.placement[0])
+            self._send("the gradient of the tied weight", shard_of(copy.grad), self.placement[0])
         if copy is not None:
             copy.grad = None
 
@@ -292,11 +292,6 @@ class PipelineStages(nn.Module):
     def _receive(self, name: str, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
             wait(self.link.receive(name, tensor, rank), self.mesh)
-
-
-def local(x: Tensor) -> Tensor:
-    """Return this rank's shard."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def wait(work: dist.Work, mesh: Mesh) -> None:

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from configs.schema import Config
 from models.cores import ATTENTION, of_kind
 from models.qk_clip import FACTORS
-from parallelisms.boxes import box_of
+from parallelisms.boxes import box_of, shard_of
 from parallelisms.cores import CoreOfRanks, places, put
 from parallelisms.mesh import Mesh
 
@@ -150,6 +149,6 @@ def metrics(model: nn.Module, mesh: Mesh) -> dict[str, float]:
 def scale_rows(weight: nn.Parameter, factors: Tensor) -> None:
     """Multiply this rank's rows of a weight by their factors, in place."""
     offset, size = box_of(weight)
-    part = weight.data.to_local() if isinstance(weight, DTensor) else weight.data
+    part = shard_of(weight.data)
     here = factors[offset[0] : offset[0] + size[0]]
     part.mul_(here.to(part.dtype)[:, None])

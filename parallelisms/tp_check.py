@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from configs.schema import InputError
 from models.moe import Router
 from parallelisms import tp
+from parallelisms.boxes import shard_of
 from parallelisms.tp_style import (
     COLUMNS,
     CONTAINER,
@@ -304,4 +305,4 @@ def widths(module: nn.Module) -> tuple[int | None, int | None]:
 
 def shape_of(x: Tensor) -> list[int]:
     """Return the shape of what this rank has."""
-    return list(x.to_local().shape if isinstance(x, DTensor) else x.shape)
+    return list(shard_of(x).shape)

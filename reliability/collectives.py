@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from parallelisms import cp
+from parallelisms.boxes import shard_of
 from parallelisms.mesh import Mesh
 from parallelisms.p2p_warmup import warm_up_p2p
 from reliability.health import outliers
@@ -331,6 +332,6 @@ def _hashes_of(
         result = gradients()
     for weight in weights:
         grad = weight.grad
-        remembered.add(grad.to_local() if isinstance(grad, DTensor) else grad)
+        remembered.add(shard_of(grad))
     hashes = [value.to(mesh.device).view(torch.int64) for value in remembered.hashes]
     return torch.stack(hashes).tolist(), result

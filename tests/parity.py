@@ -107,10 +107,7 @@ EXECUTION = {  # how it is computed: no setting may change the numbers
             "--parallelism.keep_gathered=2",
             "--parallelism.reshard_after_forward=true",
         ],
-        "always freed, prefetched": [
-            "--parallelism.reshard_after_forward=true",
-            "--parallelism.prefetch=2",
-        ],
+        "always freed": ["--parallelism.reshard_after_forward=true"],
     },
     "accumulation": {
         "none": [],

@@ -590,11 +590,11 @@ RULE_CASES = {
     "delta_rule_of": ("delta_rule=reference", "family=qwen3_next"),
     "attention": ("attention=cudnn device=cpu", "device=auto"),
     "momentum": ("momentum=0.9", "optimizer.kind=sgd"),
-    "moment_dtype": ("moment_dtype=bfloat16 optimizer.kind=muon", "optimizer.kind=adamw"),
-    "optimizer_options": (
-        "soap_frequency=5 optimizer.kind=normuon",
-        "soap_frequency=10",
-    ),
+    "moment_dtype_unread": ("moment_dtype=bfloat16 optimizer.kind=muon", "optimizer.kind=adamw"),
+    "ns_dtype_unread": ("ns_dtype=float32 optimizer.kind=soap", "optimizer.kind=normuon"),
+    "adjust_lr_fn_unread": ("adjust_lr_fn=original", "optimizer.kind=muon"),
+    "adamw_lr_scale_unread": ("adamw_lr_scale=2.0", "optimizer.kind=soap"),
+    "qk_clip_unread": ("qk_clip=100", "optimizer.kind=muon"),
     "qk_clip_family": ("qk_clip=100 optimizer.kind=muon family=qwen3", "family=llama"),
     "qk_clip_with": (
         "qk_clip=100 optimizer.kind=muon mask_documents=true",
@@ -608,7 +608,7 @@ RULE_CASES = {
         'width_base=64 lora.rank=4 lora.targets=["wq"] checkpoint.load_hf=x',
         "width_base=0",
     ),
-    "fim_unused": ("fim_spm_rate=0.25", "fim_rate=0.5"),
+    "fim_unused": ("fim_tokens=['a','b','c']", "fim_rate=0.5"),
     "fim_format": (
         "fim_rate=0.5 format=completion mask_documents=true tokenizer=x.json",
         "fim_rate=0",
@@ -858,7 +858,7 @@ lr = "3e-4"
 momentum = 0.5
 [parallelism]
 tensor_parallel = 4
-prefetch = 99
+keep_gathered = -1
 """)
     problems = problems_of(["x.toml", "--run.sed=1"], 4, 4)
     expected = [
@@ -866,7 +866,7 @@ prefetch = 99
         "x.toml: training.stps: no such option; did you mean training.steps?",
         'x.toml: training.param_dtype = "half": must be "auto" or',
         'x.toml: optimizer.lr = "3e-4": must be a finite number > 0, not a string',
-        "x.toml: parallelism.prefetch = 99: must be an integer >= 0 and <= 8",
+        "x.toml: parallelism.keep_gathered = -1: must be an integer >= 0",
         "parallelism.tensor_parallel = 4 does not divide training.seq_len = 250",
         "optimizer.momentum = 0.5 has no effect",
     ]

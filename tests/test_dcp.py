@@ -504,7 +504,7 @@ def test_the_learning_rate_that_is_written_is_that_of_the_next_step(warmup):
     for step in 0, 1, 9, 10, 99:
         manifest = {"step": step, "facts": {"config": dump(cfg)}}
         (options,) = to_dcp.param_groups(Path("x"), manifest, family, args, trained).values()
-        want = learning_rate(step, 100, cfg.optimizer.lr, cfg.lr_schedule)
+        want = learning_rate(step, cfg)
         assert options["lr"] == want, (step, options["lr"], want)
 
 

@@ -25,7 +25,7 @@ from reliability.health import mismatching_replicas
 from tests import checkpoints
 from tests.checkpoints import load_pattern, save_pattern
 from tests.ranks import run_ranks
-from tests.runs import run, said, tiny_run
+from tests.runs import run, run_that_reports, said, tiny_run
 from training import experts
 from training.experts import ExpertLoad
 from training.metrics import MetricsWriter
@@ -37,8 +37,7 @@ TINY_EXPERTS = (
     "--model.balance_loss=0.01 "
     "--model.vocab_size=263 "
     "--training.expert_bias_speed=0.01 --lr_schedule.warmup_steps=0 --lr_schedule.kind=constant "
-    "--training.steps=6 "
-    "--metrics.expert_interval=3"
+    "--training.steps=6"
 ).split()
 # of a step: 8 sequences of 16 tokens, each sent to 2 experts
 STEPS, LAYERS, X, CHOICES = 6, (1, 2), 8, 8 * 16 * 2
@@ -161,7 +160,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     for name, (ranks, more) in MESHES_OF_RUNS.items():
         folders[name] = place / name
         folders[name].mkdir()
-        assert run_ranks(ranks, run, [*options, *more], folders[name]) == [(0, "")] * ranks
+        assert (
+            run_ranks(ranks, run_that_reports, [*options, *more], folders[name])
+            == [(0, "")] * ranks
+        )
     return folders
 
 

@@ -38,8 +38,9 @@ def restored(tok: Tokenizer, ids: list[int]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("spm, orders", [(0.0, {"psm"}), (1.0, {"spm"})])
-def test_a_rearranged_document_has_all_of_its_text(tok, spm, orders):
-    cfg = Data(fim_rate=1, fim_spm_rate=spm, validation_fraction=0)
+def test_a_rearranged_document_has_all_of_its_text(tok, spm, orders, monkeypatch):
+    monkeypatch.setattr(fim, "SPM_RATE", spm)
+    cfg = Data(fim_rate=1, validation_fraction=0)
     for text in [*TEXTS[:50], "é漢🙂 a", "x"]:
         _, _, rows = encode(cfg, tok, text, {})
         (split, ids, _, _), *others = rows
@@ -50,7 +51,7 @@ def test_a_rearranged_document_has_all_of_its_text(tok, spm, orders):
 
 
 def test_the_rates_are_kept_and_the_rest_and_what_is_held_out_stay(tok):
-    cfg = Data(fim_rate=0.3, fim_spm_rate=0.5, validation_fraction=0.2)
+    cfg = Data(fim_rate=0.3, validation_fraction=0.2)
     plain = Data(validation_fraction=0.2)
     orders = []
     for text in TEXTS:
@@ -121,9 +122,10 @@ def test_what_cannot_be_rearranged_is_refused(tok, tmp_path, options, sentence):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_v3"])
-def test_published_tokenizers_have_their_own_tokens(name):
+def test_published_tokenizers_have_their_own_tokens(name, monkeypatch):
+    monkeypatch.setattr(fim, "SPM_RATE", 0.0)
     tok = open_tokenizer(str(published(name)))
-    cfg = Data(fim_rate=1, fim_spm_rate=0)
+    cfg = Data(fim_rate=1)
     parts = fim.pieces(cfg, tok, "def f(x):\n    return x + 1\n")
     names = [
         tok.special_tokens[tok.special_ids.index(part)]

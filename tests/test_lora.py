@@ -163,7 +163,7 @@ CLIPPED = combination_of(clipping="in force", embeddings="tied")
 KEPT = CLIPPED | {"checkpointing": "selective", "accumulation": "reduced once"}
 RECOMPUTED = CLIPPED | {
     "checkpointing": "full",
-    "weights": "always freed, prefetched",
+    "weights": "always freed",
     "accumulation": "reduced each time",
 }
 

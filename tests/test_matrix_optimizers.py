@@ -1,7 +1,10 @@
 """Optimizers that treat a weight as a matrix: the formulas of their papers in plain loops, each mesh
 against one process in float64, and a resume on another mesh."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ import train
 from checkpoint import hf, verify
 from configs.load import load_config
 from configs.schema import Optimizer
+from parallelisms.boxes import shard_of
 from tests import parity
 from tests.parity import EXPERTS
 from tests.ranks import run_ranks
@@ -18,7 +22,7 @@ from tests.runs import ADAMW, EXPERT_MESHES, MESHES, as_typed, run, tiny_run
 from tests.steps import apart
 from tools.plan.repeat import traced
 from training import normuon, optimizers, soap
-from training.muon import local, orthogonalised
+from training.muon import orthogonalised
 from training.optim import build_optimizer, step_if
 from training.optimizers import materialise
 
@@ -26,7 +30,7 @@ ALL = [("*", True)]
 SHAPES = [(6, 10), (10, 6), (3, 6, 9)]
 LR, DECAY = 0.03, 0.2
 NORMUON = ["--optimizer.kind=normuon", "--optimizer.ns_dtype=float64"]
-SOAP = ["--optimizer.kind=soap", "--optimizer.soap_frequency=1"]
+SOAP = ["--optimizer.kind=soap"]
 KINDS = {"normuon": NORMUON, "soap": SOAP}
 # An eigenvector of a small gap amplifies rounding.
 LIMITS = {"normuon": parity.EXACT, "soap": 1e-6}
@@ -40,10 +44,10 @@ class Matrices(nn.Module):
         self.weights = nn.ParameterList(map(nn.Parameter, shapes))
 
 
-def trained(kind: str, gradients: list[list[Tensor]], **more: object) -> list[Tensor]:
+def trained(kind: str, gradients: list[list[Tensor]]) -> list[Tensor]:
     """Return weights after a step with each of these gradients."""
     model = Matrices()
-    cfg = Optimizer(kind=kind, lr=LR, weight_decay=DECAY, ns_dtype="float64", **more)
+    cfg = Optimizer(kind=kind, lr=LR, weight_decay=DECAY, ns_dtype="float64")
     optimizer = build_optimizer(model, ALL, cfg, ALL)
     for step in gradients:
         for weight, gradient in zip(model.weights, step, strict=True):
@@ -140,8 +144,9 @@ def first_basis(factor: Tensor, max_dim: int) -> Tensor:
 @pytest.mark.parametrize("frequency, max_dim", [(2, 10000), (1, 8)])
 def test_soap_is_the_paper_s(frequency, max_dim, monkeypatch):
     monkeypatch.setattr(optimizers, "SOAP_MAX_DIM", max_dim)
+    monkeypatch.setattr(optimizers, "SOAP_FREQUENCY", frequency)
     gradients = random_gradients(6)
-    seen = trained("soap", gradients, soap_frequency=frequency)
+    seen = trained("soap", gradients)
     for number, found in enumerate(seen):
         weight = Matrices().weights[number].detach()
         of_weight = [step[number] for step in gradients]
@@ -170,13 +175,25 @@ RUNS = {  # name: (mesh, further options)
 FAST = "tp2"
 
 
+def often(fn: Callable, *args: Any) -> Any:
+    """Run fn(*args) in a process whose SOAP decomposes its factors at every step."""
+    optimizers.SOAP_FREQUENCY = 1
+    return fn(*args)
+
+
+@cache
+def oracle_of(options: tuple[str, ...]) -> dict:
+    return run_ranks(1, often, parity.clear_trajectories, [list(options)])[0][0]
+
+
 def problems_on(kind: str, name: str, fn=parity.trajectory) -> list[str]:
     mesh, more = RUNS[name]
     ranks, of_mesh, dp_size = (MESHES | EXPERT_MESHES)[mesh]
     of_model = [*ADAMW, *KINDS[kind], parity.FLOAT64, *more]
     of_numbers = [o for o in of_mesh if o.startswith(parity.CHANGE_THE_MODEL)]
-    oracle = parity.oracle_of((*of_model, *of_numbers))
-    results = run_ranks(ranks, fn, [*of_model, *of_mesh, parity.seed_of(oracle)], dp_size)
+    oracle = oracle_of((*of_model, *of_numbers))
+    options = [*of_model, *of_mesh, parity.seed_of(oracle)]
+    results = run_ranks(ranks, often, fn, options, dp_size)
     return parity.compare(name, parity.whole_model(results), oracle, LIMITS[kind])
 
 
@@ -230,7 +247,7 @@ def test_a_run_goes_on_on_another_mesh(kind, tmp_path):
         (2, "parted", ["--parallelism.tensor_parallel=2"]),
     ]
     for ranks, name, more in legs:
-        done = run_ranks(ranks, run, as_typed([*options, *more]), tmp_path / name)
+        done = run_ranks(ranks, often, run, as_typed([*options, *more]), tmp_path / name)
         assert all(code in (0, 75) for code, _ in done), done
     whole, parted = state_of(tmp_path / "whole"), state_of(tmp_path / "parted")
     assert whole.keys() == parted.keys()
@@ -250,7 +267,7 @@ def kept(options: list[str]) -> int:
     job = train.build(load_config(options, 2, 2))
     materialise(job.optimizer)
     tensors = [t for of_weight in job.optimizer.state.values() for t in of_weight.values()]
-    return sum(local(t).numel() * t.element_size() for t in tensors)
+    return sum(shard_of(t).numel() * t.element_size() for t in tensors)
 
 
 @pytest.mark.cap(200)

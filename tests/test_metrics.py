@@ -107,7 +107,6 @@ def test_the_formula_is_what_torch_counts(tied: bool) -> None:
 def test_no_peak_rather_than_a_wrong_one(name: str, tflops: int | None) -> None:
     assert peak_flops(name) == (None if tflops is None else tflops * 1e12)
     assert peak_flops(name, dtype=torch.float32) is None, "the table is of bfloat16"
-    assert peak_flops(name, override_tflops=2.5, dtype=torch.float32) == 2.5e12
     assert sum(pattern == name for pattern, _, _ in PEAK_TFLOPS) <= 1
 
 
@@ -336,11 +335,11 @@ def test_the_summary_counts_what_is_sharded() -> None:
 
 # tracing from the first step on, there is none
 @pytest.mark.filterwarnings("ignore:Profiler won't be using warmup")
-@pytest.mark.parametrize("start_step, steps, done", [(1, 2, 5), (3, 2, 5), (3, 9, 4)])
-def test_the_trace_holds_the_steps_asked_for(
-    tmp_path: Path, start_step: int, steps: int, done: int
+@pytest.mark.parametrize("start_step, done", [(1, 5), (2, 5), (3, 4)])
+def test_the_trace_has_three_steps_or_those_that_are_left(
+    tmp_path: Path, start_step: int, done: int
 ) -> None:
-    with profiler(schema.Profiler(enabled=True, steps=steps), tmp_path, 3, start_step) as profile:
+    with profiler(schema.Profiler(enabled=True), tmp_path, 3, start_step) as profile:
         for step in range(1, done + 1):
             with torch.profiler.record_function(f"work of step {step}"):
                 torch.ones(8).sum()
@@ -353,16 +352,13 @@ def test_the_trace_holds_the_steps_asked_for(
         for event in events
         if event.get("cat") == "user_annotation" and "work" in event["name"]
     }
-    assert found == {
-        f"work of step {step}" for step in range(start_step, min(start_step + steps - 1, done) + 1)
-    }
+    traced = range(start_step, min(start_step + 2, done) + 1)
+    assert found == {f"work of step {step}" for step in traced}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no CUDA")
 def test_a_memory_snapshot_without_cuda_is_declined(tmp_path: Path, logger: logging.Logger) -> None:
-    with profiler(
-        schema.Profiler(enabled=True, memory_snapshot=True, steps=1), tmp_path, 0, 1
-    ) as profile:
+    with profiler(schema.Profiler(enabled=True, memory_snapshot=True), tmp_path, 0, 1) as profile:
         profile.step()
     assert "only CUDA's allocator keeps a history" in log_of(tmp_path)
     assert [path.name for path in (tmp_path / "profile").iterdir()] == ["rank-00000.json.gz"]

@@ -32,7 +32,6 @@ EVERYTHING = [
     "--debug.leave_out_odd_replica=true",
     "--run.fault_tolerant=true",
     "--parallelism.keep_gathered=1",
-    "--parallelism.prefetch=1",
 ]
 
 

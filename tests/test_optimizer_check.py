@@ -14,12 +14,11 @@ import train
 from configs.load import load_config
 from configs.schema import InputError
 from parallelisms import contract
-from parallelisms.boxes import whole, write
+from parallelisms.boxes import shard_of, whole, write
 from tests import checkpoints
 from tests.ranks import run_ranks
 from tests.runs import whole as gathered
 from training.kept import LIKE, SCALAR, Kept, Shape
-from training.muon import local
 from training.optimizers import OPTIMIZERS, Kind, Rule
 
 TP2 = "--parallelism.tensor_parallel=2"
@@ -94,7 +93,7 @@ class Factored(torch.optim.Optimizer):
         if self.adds_parts:
             return weight.grad.square().sum(0)
         if self.looks_at_shards:
-            shard = local(weight.grad).square().sum(0)
+            shard = shard_of(weight.grad).square().sum(0)
             return shard.mean().expand(squares.shape[1])
         return squares.sum(0)
 

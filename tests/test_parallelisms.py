@@ -37,7 +37,6 @@ def seen() -> dict:
     return run_each(
         1,
         graph_break,
-        prefetches,
         gathers_of_each_option,
         gathers_of_a_step,
         plans_with_a_misspelt_row,
@@ -148,19 +147,17 @@ def test_a_graph_break_in_a_block_is_an_error(seen):
 
 
 class Collectives(TorchDispatchMode):
-    """Count of gathers and reduce-scatters, and of the gathers that had begun when each matrix
-    product ran."""
+    """Count of gathers and of reduce-scatters."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gathers, self.reductions, self.at_product = 0, 0, []
+        self.gathers = 0
+        self.reductions = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
         self.gathers += "allgather" in name or "all_gather_into_tensor" in name
         self.reductions += "reduce_scatter" in name
-        if name == "mm":
-            self.at_product.append(self.gathers)
         return func(*args, **(kwargs or {}))
 
 
@@ -174,44 +171,14 @@ def rank_0_of(ranks: int, *options: str) -> Iterator[train.Job]:
         yield train.build(load_config(given, ranks, ranks))
 
 
-def forward_and_backward(*options: str) -> tuple[list[int], list[int]]:
-    """Return how many gathers had begun at each product of the forward pass, and after it; and the
-    same for the backward pass, from its beginning."""
+def forward_and_backward(*options: str) -> tuple[int, int]:
+    """Return the gathers of the forward pass, and those of the backward pass after it."""
     with rank_0_of(2, *options) as job, Collectives() as seen:
         tokens = torch.zeros(1, 16, dtype=torch.int64)
         loss = job.model(tokens, torch.arange(16), lambda h, weight: (h @ weight.t()).sum())
-        forward = [*seen.at_product, seen.gathers]
-        seen.at_product.clear()
+        forward = seen.gathers
         loss.backward()
-        backward = [count - forward[-1] for count in (*seen.at_product, seen.gathers)]
-    return forward, backward
-
-
-# prefetch -> gathers that had begun at the first product of each of four blocks, in the order in
-# which the forward pass reaches them; and the same for the backward pass, which begins with the last
-PREFETCHED = {
-    0: ([2, 3, 4, 5], [3, 4, 5, 5]),
-    2: ([4, 5, 5, 5], [4, 5, 5, 5]),
-    5: ([5, 5, 5, 5], [5, 5, 5, 5]),
-}
-
-
-def prefetches() -> dict[int, tuple[list[int], list[int]]]:
-    counts = {}
-    for prefetch in PREFETCHED:
-        freed = "--parallelism.reshard_after_forward=true"
-        forward, backward = forward_and_backward(freed, f"--parallelism.prefetch={prefetch}")
-        # a block has seven products, and each has two in the backward pass, behind those of the
-        # output
-        counts[prefetch] = forward[:28:7], backward[2:-1:14]
-    return counts
-
-
-def test_prefetch_gathers_so_many_blocks_ahead(seen):
-    """The root and block 0 are gathered before the first product; with prefetch = 2 so are blocks 1
-    and 2. In the backward pass the output comes first, and FSDP2 gathers one block ahead if it is
-    not told how many."""
-    assert seen[prefetches] == [PREFETCHED]
+    return forward, seen.gathers - forward
 
 
 def drawn() -> tuple[int, list[float]]:
@@ -251,8 +218,7 @@ def gathers_of_each_option() -> list[tuple[int, int]]:
     counts = []
     for words in GATHERS:
         options = f"--parallelism.reshard_after_forward={words}".split()
-        forward, backward = forward_and_backward(*options)
-        counts.append((forward[-1], backward[-1]))
+        counts.append(forward_and_backward(*options))
     return counts
 
 

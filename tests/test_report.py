@@ -14,7 +14,7 @@ import pytest
 
 from reliability import goodput
 from tests.ranks import run_ranks
-from tests.runs import ends, killed, run, said, series, tiny_run
+from tests.runs import ends, killed, run, run_that_reports, said, series, tiny_run
 from tools.report import __main__ as report
 from tools.report import charts, numbers
 from tools.report.run import Points, read_run
@@ -24,7 +24,7 @@ SAMPLED = ["--debug.sample_tokens=12", "--validation.interval=4", "--validation.
 EXPERTS = (
     "--model.family=deepseek_v3 --model.dim=32 --model.n_layers=3 --model.n_dense_layers=1 "
     "--model.n_heads=2 --model.hidden_dim=36 --model.n_experts=8 --model.experts_per_token=2 "
-    "--model.expert_dim=12 --model.vocab_size=263 --metrics.expert_interval=3"
+    "--model.expert_dim=12 --model.vocab_size=263"
 ).split()
 SEVEN_DIGITS = 5e-7  # as the page's data are rounded
 
@@ -48,7 +48,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     assert run_ranks(1, run, options, paths["killed"]) == [(0, "")]
     of_experts = [option for option in options if not option.startswith("--model.")]
     of_experts = [*of_experts, *EXPERTS, "--training.steps=6"]
-    assert run_ranks(1, run, of_experts, paths["experts"]) == [(0, "")]
+    assert run_ranks(1, run_that_reports, of_experts, paths["experts"]) == [(0, "")]
     return paths
 
 

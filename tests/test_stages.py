@@ -125,7 +125,7 @@ def test_what_is_done_at_the_end_is_done_once(options, tmp_path):
 
 
 def learning_rates(*arguments: str) -> list[float]:
-    from training.stages import learning_rate
+    from training.optim import learning_rate
 
     cfg = load_config([*arguments])
     return [learning_rate(step, stages.at(cfg, step)) for step in range(cfg.training.steps)]

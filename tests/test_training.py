@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from configs.schema import LRSchedule, Optimizer
+from configs.schema import Config, LRSchedule, Optimizer, Training
 from models import MODELS
 from models.kernels.soft_cap import soft_cap
 from models.terms import AuxiliaryTerms
@@ -313,8 +313,12 @@ def test_loss_of_a_batch_without_labels_is_zero_with_zero_gradient():
 
 
 def rates(kind: str, **options) -> np.ndarray:
-    cfg = LRSchedule(kind=kind, **options)
-    return np.array([learning_rate(s, 100, 2.0, cfg) for s in range(100)])
+    cfg = Config(
+        training=Training(steps=100),
+        optimizer=Optimizer(lr=2.0),
+        lr_schedule=LRSchedule(kind=kind, **options),
+    )
+    return np.array([learning_rate(step, cfg) for step in range(100)])
 
 
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])

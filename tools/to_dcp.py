@@ -25,7 +25,7 @@ from torch import Tensor
 from checkpoint import hf, state, verify
 from checkpoint.storage import CODES
 from checkpoint.verify import nbytes
-from configs import dropped
+from configs import dropped, stages
 from configs.check import architecture, derive
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
@@ -220,9 +220,8 @@ def param_groups(
         raise InputError(
             f"{path} does not say how its optimizer was configured: {error!r}"
         ) from None
-    steps = cfg.training.steps
-    next_step = min(manifest["step"], steps - 1)
-    lr = learning_rate(next_step, steps, cfg.optimizer.lr, cfg.lr_schedule)
+    next_step = min(manifest["step"], cfg.training.steps - 1)
+    lr = learning_rate(next_step, stages.at(cfg, next_step))
     options = {
         "betas": tuple(cfg.optimizer.betas),
         "amsgrad": False,

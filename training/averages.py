@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.muon import local
+from parallelisms.boxes import shard_of
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def update(optimizer: torch.optim.Optimizer, counts: Tensor) -> None:
                 state["average"] = torch.zeros_like(param)
                 state["average_share"] = torch.zeros((), dtype=torch.float64)
             share = (1 - decay) * counts.to(param.device, param.dtype)
-            local(state["average"]).lerp_(local(param.data), share)
+            shard_of(state["average"]).lerp_(shard_of(param.data), share)
             of_all = state["average_share"]
             of_all += (1 - decay) * counts.to(of_all.device, of_all.dtype) * (1 - of_all)
 
@@ -48,15 +48,15 @@ def in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     weights: list[tuple[nn.Parameter, Tensor]] = []
     with torch.no_grad():
         for param, state in _averages(optimizer):
-            weights.append((param, local(param.data).clone()))
-            average = local(state["average"])
-            local(param.data).copy_(corrected(average, float(state["average_share"])))
+            weights.append((param, shard_of(param.data).clone()))
+            average = shard_of(state["average"])
+            shard_of(param.data).copy_(corrected(average, float(state["average_share"])))
     try:
         yield
     finally:
         with torch.no_grad():
             for param, weight in weights:
-                local(param.data).copy_(weight)
+                shard_of(param.data).copy_(weight)
 
 
 def _averages(

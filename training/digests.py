@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError
+from parallelisms.boxes import shard_of
 from parallelisms.mesh import Mesh
 from training import init
 from training.optim import parts_of
@@ -41,7 +41,7 @@ def factors(index: Tensor, key: str) -> Tensor:
 def of_tensor(name: str, tensor: Tensor) -> Tensor:
     """Digest this rank's shard of a parameter or of its gradient: float64 [2]. An element's factor
     is the product of one factor for each of its indices: so it costs a matrix times a vector."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = shard_of(tensor)
     sums = torch.zeros(2, dtype=torch.float64, device=local.device)
     if not local.numel():
         return sums

@@ -1,7 +1,7 @@
 """Report the load of each layer's experts: how a run's tokens are spread over them.
 
 Counts are integers of the global batch, so the numbers are the same on every mesh. Every
-`metrics.expert_interval` steps they become metrics, a line of `experts.jsonl` in the run's folder,
+50 steps (train.py::EXPERT_STEPS) they become metrics, a line of `experts.jsonl` in the run's folder,
 and a warning where routing collapses.
 """
 
@@ -137,9 +137,8 @@ def recorded(folder: Path) -> list[dict]:
         ]
     except OSError as error:
         raise InputError(
-            f"{path} cannot be read ({error.strerror}): is this the folder of a run with experts, "
-            "and was "
-            "metrics.expert_interval reached?"
+            f"{path} cannot be read ({error.strerror}): is this the folder of a run with experts "
+            "that has done 50 steps?"
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not a record of experts: {error}") from None

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from training.muon import local
+from parallelisms.boxes import shard_of
 
 Shape = tuple[int, ...]
 
@@ -70,7 +70,7 @@ class Kept:
                     f"axis {axis} of {list(whole)} cannot be sharded as axis {follows} of "
                     f"{list(param.shape)}"
                 )
-            here[axis] = local(param).shape[follows]
+            here[axis] = shard_of(param).shape[follows]
         return tuple(here), whole
 
     def axes_of(self, of_parameter: int, dims: int) -> tuple[int | None, ...]:

@@ -22,13 +22,13 @@ from typing import Any
 import tomli
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from configs import schema
 from configs.schema import InputError, redact
 from configs.words import number_of, plural
 from parallelisms import freezing
+from parallelisms.boxes import shard_of
 from parallelisms.mesh import Mesh
 from training import digests, experts
 from training.lines import GROUPS, Lines, json_number
@@ -96,17 +96,12 @@ def tag(key: str) -> str:
     return f"train/{key}"
 
 
-def peak_flops(
-    device_name: str, override_tflops: float = 0.0, dtype: torch.dtype = torch.bfloat16
-) -> float | None:
-    """Return the peak FLOP/s of one device for MFU: the override if given, else that of the table,
-    which is for bfloat16 only.
+def peak_flops(device_name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+    """Return the peak FLOP/s of one device for MFU, by the table, which is for bfloat16 only.
 
     None for any other dtype and for a device that is not in the table: no MFU is better than a
     wrong one.
     """
-    if override_tflops:
-        return override_tflops * 1e12
     if dtype == torch.bfloat16:
         for pattern, tflops, _ in PEAK_TFLOPS:
             if re.fullmatch(pattern, device_name):
@@ -128,8 +123,7 @@ def memory_gib(device: torch.device) -> float:
 def frozen_weights(model: nn.Module) -> int:
     """Count the bytes of this rank's shards of frozen weights."""
     frozen = [param for param in model.parameters() if not param.requires_grad]
-    shards = [param.to_local() if isinstance(param, DTensor) else param for param in frozen]
-    return sum(shard.nbytes for shard in shards)
+    return sum(shard_of(param).nbytes for param in frozen)
 
 
 def state_of_training(optimizer: torch.optim.Optimizer) -> tuple[str, int, float]:
@@ -146,8 +140,7 @@ def state_of_training(optimizer: torch.optim.Optimizer) -> tuple[str, int, float
     for param, sizes in kept.items():
         # the gradient has the type of the weight
         size = 2 * param.element_size()
-        shard = param.to_local() if isinstance(param, DTensor) else param
-        share += size * shard.numel() + sum(here for here, _ in sizes)
+        share += size * shard_of(param).numel() + sum(here for here, _ in sizes)
         whole += size * param.numel() + sum(all_of_it for _, all_of_it in sizes)
         elements += param.numel()
     numbers = sorted({len(sizes) for sizes in kept.values()})

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from parallelisms.boxes import shard_of
 from parallelisms.gather_matrices import GatheredMatrices
 from training.matrices import MatrixOptimizer
 
@@ -127,8 +127,8 @@ class Muon(MatrixOptimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(weight, memory_format=torch.preserve_format)
         momentum = group["momentum"]
-        average = local(state["momentum_buffer"])
-        gradient = local(weight.grad)
+        average = shard_of(state["momentum_buffer"])
+        gradient = shard_of(weight.grad)
         if skip is not None:
             # a step towards itself leaves the average as it is, and keeps out what is not finite
             gradient = torch.where(skip, average, gradient)
@@ -151,7 +151,7 @@ def move(weight: nn.Parameter, group: dict, update: Tensor, skip: Tensor | None)
     lr = group["lr"]
     rows, columns = weight.shape[-2:]
     factor = LR_FACTORS[group["adjust_lr_fn"]](rows, columns)
-    part = local(weight.data)
+    part = shard_of(weight.data)
     kept: Any = 1 - lr * group["weight_decay"]
     if skip is not None:
         # a Python number next to a condition would become float32
@@ -160,8 +160,3 @@ def move(weight: nn.Parameter, group: dict, update: Tensor, skip: Tensor | None)
         update = update.masked_fill(skip, 0.0)
     part.mul_(kept)
     part.add_(update, alpha=-lr * factor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

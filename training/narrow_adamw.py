@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from parallelisms.boxes import shard_of
 from training.init import CHUNK, global_indices, hash64
-from training.muon import local
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 # elements that are widened at a time: in a CPU's cache, or enough to fill a GPU
@@ -52,7 +52,7 @@ class AdamW(torch.optim.AdamW):
         step += 1 if found_inf is None else 1 - found_inf
         key = hash64(step.long(), key_of(name))
         piece = PIECE.get(param.device.type, CHUNK)
-        rows = [local(t) for t in (param, param.grad, *(state[k] for k in AVERAGES))]
+        rows = [shard_of(t) for t in (param, param.grad, *(state[k] for k in AVERAGES))]
         first = 0
         for part, index in global_indices(param, piece):
             weight, gradient, *narrow = (t[first : first + len(part)] for t in rows)

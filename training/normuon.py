@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from parallelisms.boxes import cuts
+from parallelisms.boxes import cuts, shard_of
 from training.kept import Kept, Shape
-from training.muon import Muon, local
+from training.muon import Muon
 
 # What a root is at least, in the authors' code.
 EPSILON = 1e-10
@@ -76,7 +76,7 @@ class NorMuon(Muon):
         state = self.state[weight]
         if "second_momentum_buffer" not in state:
             state["second_momentum_buffer"] = ROW_AVERAGES.zeros(weight, weight.device)
-        average = local(state["second_momentum_buffer"])
+        average = shard_of(state["second_momentum_buffer"])
         mean = (sums / weight.shape[-1]).to(average.dtype)
         if skip is not None:
             mean = torch.where(skip, average, mean)  # a step towards itself leaves it as it is

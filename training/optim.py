@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from configs.schema import LRSchedule, Optimizer
+from configs import stages
+from configs.schema import Config, Optimizer
+from parallelisms.boxes import shard_of
 from parallelisms.mesh import Mesh
 from training import averages
 from training.optimizers import OPTIMIZERS, with_dtype
@@ -74,21 +76,24 @@ DECAYED: dict[str, Callable[[float, float], float]] = {
 }
 
 
-def learning_rate(step: int, steps: int, peak: float, cfg: LRSchedule) -> float:
-    """Learning rate of optimizer step `step` (0-based) of `steps`: a pure function, so a resumed
-    run needs no state.
+def learning_rate(step: int, cfg: Config) -> float:
+    """Return the learning rate of optimizer step `step` (0-based) of the run: a pure function, so a
+    resumed run needs no state. cfg: of the step's stage, whose schedule may begin in mid-run.
 
-    Warmup gives step s the rate peak * (s + 1) / warmup_steps, so that no step is wasted at 0. The
-    last step (steps - 1) has exactly peak * min_ratio, except under `constant`.
+    Warmup gives step s of a schedule the rate peak * (s + 1) / warmup_steps, so that no step is
+    wasted at 0. The last step has exactly peak * min_ratio, except under `constant`.
     """
-    warmup = cfg.warmup_steps or 0
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    after = steps - warmup
-    progress = (step - warmup + 1) / after
-    tail = cfg.decay_fraction * steps / after
-    done = DECAYED[cfg.kind](progress, tail)
-    return peak * (1 - (1 - cfg.min_ratio) * done)
+    steps = stages.schedule_steps(cfg)
+    peak, schedule = cfg.optimizer.lr, cfg.lr_schedule
+    warmup = schedule.warmup_steps or 0
+    done = step - steps.start
+    if done < warmup:
+        return peak * (done + 1) / warmup
+    after = len(steps) - warmup
+    progress = (done - warmup + 1) / after
+    tail = schedule.decay_fraction * len(steps) / after
+    decayed = DECAYED[schedule.kind](progress, tail)
+    return peak * (1 - (1 - schedule.min_ratio) * decayed)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -134,7 +139,7 @@ def clip_grad_norm(
     to be summed over ranks.
     """
     grads = [p.grad for p in params if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    local = list(map(shard_of, grads))
     # (mesh, its dimensions that split the tensor) -> this rank's shards
     split: dict[tuple, list[Tensor]] = {}
     for grad, shard in zip(grads, local):

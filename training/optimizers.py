@@ -70,8 +70,10 @@ class Kind:
 
 # decay of the average of each row's mean square (arXiv:2510.05491)
 NORMUON_BETA2 = 0.95
-# the longest side of a matrix that has a factor: of the authors' code (arXiv:2409.11321)
+# of the authors' code (arXiv:2409.11321): the longest side of a matrix that has a factor, and the steps
+# between two decompositions of the factors
 SOAP_MAX_DIM = 10_000
+SOAP_FREQUENCY = 10
 
 
 def kept_by_adamw(group: Group) -> dict[str, Kept]:
@@ -130,7 +132,7 @@ def normuon_options(cfg: Optimizer) -> Group:
 
 def soap_options(cfg: Optimizer) -> Group:
     shared = {"betas": cfg.betas, "eps": cfg.eps}
-    return shared | {"frequency": cfg.soap_frequency, "max_dim": SOAP_MAX_DIM}
+    return shared | {"frequency": SOAP_FREQUENCY, "max_dim": SOAP_MAX_DIM}
 
 
 ADAMW = Rule("AdamW", kept_by_adamw, moments_of_adamw, is_one_kernel=True)

@@ -11,7 +11,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from configs import schema
-from configs.words import number_of
+
+STEPS = 3  # of a trace
 
 
 @contextmanager
@@ -50,14 +51,13 @@ def profiler(
         if records_memory:
             save_memory()
         logger.info(
-            f"profile of up to {number_of(cfg.steps, 'step')} from step {first} of this process on: "
-            f"{path}.json.gz"
+            f"profile of up to {STEPS} steps from step {first} of this process on: {path}.json.gz"
         )
 
     # keeps the tracer's own start-up out of the first step that is kept
     warm_up = min(first - 1, 1)
     skipped = first - 1 - warm_up
-    steps = schedule(skip_first=skipped, wait=0, warmup=warm_up, active=cfg.steps, repeat=1)
+    steps = schedule(skip_first=skipped, wait=0, warmup=warm_up, active=STEPS, repeat=1)
     activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
     if records_memory:
         torch.cuda.memory._record_memory_history(max_entries=100_000)

@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from parallelisms.boxes import box_of, whole, write
+from parallelisms.boxes import box_of, shard_of, whole, write
 from parallelisms.gather_matrices import GatheredMatrices
 from training.kept import LIKE, SCALAR, Kept, Shape
 from training.matrices import MatrixOptimizer
-from training.muon import local
 
 # What the eigenvalues of a factor are raised by, relative to their mean: from 0 to this for the first
 # basis, which makes them distinct, and by this in an iteration.
@@ -108,7 +107,7 @@ class SOAP(MatrixOptimizer):
         state = self.state[weight]
         beta1, beta2 = group["betas"]
         bases = {key: basis(whole(state[key])) for key in SIDES if key in state}
-        local(state["exp_avg"]).lerp_(local(weight.grad), 1 - beta1)
+        shard_of(state["exp_avg"]).lerp_(shard_of(weight.grad), 1 - beta1)
         squares = whole(state["exp_avg_sq"]).lerp(turned(gradient, bases).square(), 1 - beta2)
         write(state["exp_avg_sq"], squares)
         direction = turned(whole(state["exp_avg"]), bases) / (squares.sqrt() + group["eps"])
@@ -116,8 +115,8 @@ class SOAP(MatrixOptimizer):
         write(update, turned_back(direction, bases))
         # Kingma and Ba, arXiv:1412.6980, section 2, with epsilon as in the authors' code
         size = group["lr"] * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
-        local(weight.data).mul_(1 - group["lr"] * group["weight_decay"])
-        local(weight.data).sub_(local(update), alpha=size)
+        shard_of(weight.data).mul_(1 - group["lr"] * group["weight_decay"])
+        shard_of(weight.data).sub_(shard_of(update), alpha=size)
 
     def decompose(self, factors: list[Tensor], compute: Callable[[Tensor], Tensor]) -> None:
         """Replace the bases of these factors with their bases, each on one rank."""
@@ -126,7 +125,7 @@ class SOAP(MatrixOptimizer):
         key = tuple(map(id, factors))
         if key not in self.dealt:
             self.dealt = {key: GatheredMatrices(factors, cost_of_decomposition, self.group)}
-        self.dealt[key].apply([local(factor) for factor in factors], compute)
+        self.dealt[key].apply([shard_of(factor) for factor in factors], compute)
 
 
 def cost_of_decomposition(rows: int, columns: int) -> float:
@@ -143,7 +142,7 @@ def add_to_factors(state: dict[str, Tensor], gradient: Tensor, beta: float) -> N
         box = [slice(o, o + n) for o, n in zip(offset[:-1], size[:-1], strict=True)]
         here = rows[tuple(box)]
         of_stack = rows[box[0]] if rows.ndim == 3 else rows
-        average = local(state[key])[..., : rows.shape[-2]]  # [s, S] or [x, s, S]
+        average = shard_of(state[key])[..., : rows.shape[-2]]  # [s, S] or [x, s, S]
         average.lerp_(here @ of_stack.mT, 1 - beta)
 
 

@@ -174,7 +174,7 @@ def _key(cfg: Data, files: list[sources.File]) -> str:
     if described:
         options += [FORMAT_OF_ANSWERS, described]
     if cfg.fim_rate:
-        options += [cfg.fim_rate, cfg.fim_spm_rate, cfg.fim_tokens]
+        options += [cfg.fim_rate, fim.SPM_RATE, cfg.fim_tokens]
     if cfg.tokenizer_pattern or cfg.end_token:
         options += [cfg.tokenizer_pattern, cfg.end_token]
     decides = json.dumps(

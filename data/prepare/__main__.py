@@ -27,7 +27,6 @@ OPTIONS = (
     "json_files",
     "validation_fraction",
     "fim_rate",
-    "fim_spm_rate",
     "max_document_bytes",
     "skip_failed",
     "cache",

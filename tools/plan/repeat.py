@@ -52,9 +52,9 @@ def few_layers(cfg: Config, layers: int, dense: int) -> tuple[int, int, int]:
     period = period_of_attention(cfg, dense)
     if cfg.activation_checkpoint.mode == "every_n":
         period = math.lcm(period, cfg.activation_checkpoint.every_n)
-    # Blocks at either end that may differ from the middle: FSDP prefetches, and the last blocks
+    # Blocks at either end that may differ from the middle: FSDP prefetches one, and the last blocks
     # may stay unsharded.
-    edge = max(1, cfg.parallelism.prefetch) + cfg.parallelism.keep_gathered
+    edge = 1 + cfg.parallelism.keep_gathered
     # FSDP has two groups per block then, so prefetching at the end covers one block more
     several = cfg.parallelism.expert_parallel > 1
     few = dense + 2 * edge + several + 2 * period

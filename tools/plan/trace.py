@@ -47,6 +47,7 @@ from models.kernels import (
 from models.kernels.cpu import causal_attention, document_attention
 from models.kernels.document_attention import Saved, VarlenMetadata
 from parallelisms import cp, ep_dispatch, ep_hosts, fsdp_details, pp
+from parallelisms.boxes import shard_of
 from parallelisms.mesh import Mesh
 from reliability.collectives import group_of
 from tools.plan import quick
@@ -269,10 +270,6 @@ def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Trace(TorchDispatchMode):
     """Records what runs under it. The operators still run.
 
@@ -371,7 +368,7 @@ class Trace(TorchDispatchMode):
 
     def tag(self, tensors: object, kind: str) -> None:
         for tensor in tensors_in(tensors):
-            self.memory[self.number(local(tensor))].kind = kind
+            self.memory[self.number(shard_of(tensor))].kind = kind
 
     # Operators.
     @classmethod
@@ -609,7 +606,7 @@ class Trace(TorchDispatchMode):
 
     def is_state(self, tensor: torch.Tensor) -> bool:
         """Return True if the tensor lives between steps."""
-        return self.memory[self.number(local(tensor))].born.phase == "build"
+        return self.memory[self.number(shard_of(tensor))].born.phase == "build"
 
     def dimension(self, group_name: str) -> str:
         if group_name not in self.dimensions:
@@ -763,7 +760,7 @@ class Trace(TorchDispatchMode):
         for name, tensor, kind in kinds:
             self.where = Where(-1, "build", self.block_of(name, job))
             self.tag(tensor, kind)
-            self.memory[self.number(local(tensor))].born = self.where
+            self.memory[self.number(shard_of(tensor))].born = self.where
         self.stretches = []
         self.births = {}
         self.where = Where(-1, "start", -1)
@@ -792,7 +789,7 @@ class Trace(TorchDispatchMode):
                     block.frozen += p.numel()
                 continue
             block.elements += p.numel()
-            block.local_bytes += nbytes(local(p))
+            block.local_bytes += nbytes(shard_of(p))
         groups = {}
         for dim, group in groups_of(job.mesh).items():
             groups[dim] = dist.get_process_group_ranks(group)

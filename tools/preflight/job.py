@@ -202,7 +202,7 @@ def measure_step(probe: Probe) -> dict:
         torch.cuda.reset_accumulated_memory_stats(job.mesh.device)
     for step in range(min(4, cfg.training.steps)):
         batch = batches[step]
-        rate = learning_rate(step, cfg.training.steps, cfg.optimizer.lr, cfg.lr_schedule)
+        rate = learning_rate(step, cfg)
         set_learning_rate(job.optimizer, rate)
         synchronise(job.mesh.device)
         began = time.perf_counter()

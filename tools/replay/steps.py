@@ -24,9 +24,8 @@ from reliability.objects import Key, location
 from tools.parity import trajectory
 from tools.parity.trajectory import Notes, whole
 from training import digests
-from training.optim import set_learning_rate
+from training.optim import learning_rate, set_learning_rate
 from training.optimizers import materialise
-from training.stages import learning_rate
 
 
 @dataclass(frozen=True)
