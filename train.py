@@ -36,13 +36,12 @@ from data.workers import LoaderError
 from models import FORMATS, MODELS, lora, transfer
 from models.family import Family
 from models.terms import AuxiliaryTerms
-from parallelisms import contract, cores, dp, family_check, parallelize, pp, qk_clip
+from parallelisms import contract, dp, family_check, parallelize, pp, qk_clip
 from parallelisms import mesh as meshes
-from parallelisms.mesh import Mesh
 from reliability import collectives, health
 from reliability.exit import CRASH_LOOP, DONE, STOPPED, refuse
 from reliability.guard import Guard
-from reliability.record import Start, hosts, same_on_all_ranks
+from reliability.record import Start, same_on_all_ranks
 from reliability.stop import Stop
 from tools.parity import proved
 from training import attention, digests, graphs, init, log
@@ -64,7 +63,7 @@ from training.optim import (
 from training.profiler import profiler
 from training.room import check_room
 from training.summary import summarise
-from training.validate import Unstoppable, run_validation
+from training.validate import run_validation
 from training.z_loss import open_z_loss
 
 logger = logging.getLogger("plumbline")
@@ -75,7 +74,7 @@ class Job:
     """The state that every training step needs, and nothing else."""
 
     cfg: Config
-    mesh: Mesh
+    mesh: meshes.Mesh
     # the model's numbers: `Args` of its family, those of model.flavor with the overrides of [model]
     args: Any
     model: Any  # a models/layers.py::Decoder, or the stages of a pipeline (parallelisms/pp.py)
@@ -112,7 +111,6 @@ def build(cfg: Config) -> Job:
         parallelize(stages[number], mesh, cfg, family.tp_plan(args))
         dp.allocate(stages[number], mesh.device, cfg.parallelism.cpu_offload)
     model = pp.PipelineStages(stages, layers, mesh, cfg) if mesh.pp > 1 else stages[0]
-    cores.check_flops(model, family.flops_per_token, cfg.training.seq_len)
     init.initialise(model, family.initial_values(args), cfg.run.seed)
     optimizer = build_optimizer(
         model, family.decay, cfg.optimizer, family.matrices, mesh, family.scales
@@ -396,7 +394,7 @@ class Session:
     def score_left_out(self, step: int) -> None:
         """Compute the scores of the last step that a stop has put off until all is saved."""
         for scoring in self.left_out:
-            scoring(self, step, Unstoppable())
+            scoring(self, step)
 
 
 def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: health.Watchdog) -> int:
@@ -509,7 +507,7 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
     corpora = open_corpora(cfg, logger.info, verifies=meshes.world().local_rank == 0)
     watchdog.arm(cfg.run.init_timeout_seconds, "build")
     job = build(cfg)
-    this_start.add(mesh=job.mesh.sizes, hosts=hosts(job.mesh))
+    this_start.add_mesh(job.mesh)
     corpora.check_vocabulary(job.args.vocab_size)
     if cfg.debug.self_check:
         facts = same_on_all_ranks(dump(cfg), corpora)

@@ -56,10 +56,7 @@ class PartsOfRanks(CoreOfRanks):
     def __init__(self, core: Any, mesh: Mesh):
         super().__init__(core)
         self.group = mesh.device_mesh.get_group("cp")
-        # the numbers of this rank's parts, in the order of the sequence
-        self.numbers = [mesh.cp_rank]
-        if mesh.zigzag:
-            self.numbers.append(2 * mesh.cp - 1 - mesh.cp_rank)
+        self.numbers = mesh.parts
 
     def parts(self, x: Tensor) -> list[Tensor]:
         """Cut this rank's tokens, [B, t, ...] -> [B, l, ...] each."""

@@ -8,19 +8,20 @@ import torch
 
 from configs.schema import Config, InputError
 from models import lora
-from parallelisms import freezing, tp_check
+from parallelisms import cores, freezing, tp_check
 from parallelisms.mesh import Mesh
 
 
 def check(family: Any, args: Any, mesh: Mesh, cfg: Config, stages: Sequence[range]) -> None:
-    """Raise InputError for a pattern of `training.freeze` or `optimizer.lr_multipliers`, or a plan of
-    tensor parallelism, that does not fit the model.
+    """Raise InputError for a pattern of `training.freeze` or `optimizer.lr_multipliers`, a count of
+    FLOPs or a plan of tensor parallelism that does not fit the model.
 
     family: a `models/family.py::Family`; args: its `Args`. stages: of the pipeline, the layers of
     each.
     """
     with torch.device("meta"):
         model = family.build(args)
+    cores.check_flops(model, family.flops_per_token, cfg.training.seq_len)
     freezing.check(model, cfg.training.freeze, stages)
     untrained = {name for name, param in model.named_parameters() if not param.requires_grad}
     untrained.update(freezing.frozen(model, cfg.training.freeze))

@@ -123,6 +123,11 @@ class Mesh:
     def tp_mesh(self) -> DeviceMesh:
         return self.device_mesh["tp"]
 
+    @property
+    def parts(self) -> list[int]:
+        """Return the numbers of the parts of a sequence that this rank has, in their order."""
+        return [self.cp_rank, 2 * self.cp - 1 - self.cp_rank] if self.zigzag else [self.cp_rank]
+
     def token_ranges(self, seq_len: int) -> list[range]:
         """Return the positions of a sequence whose tokens this rank has, in their order there:
         equally many on every rank of a cp group.
@@ -131,11 +136,8 @@ class Mesh:
         own queries, it gets one part near the beginning and one as near to the end, so that all
         have the same work.
         """
-        parts = [self.cp_rank]
-        if self.zigzag:
-            parts.append(2 * self.cp - 1 - self.cp_rank)
-        length = seq_len // (self.cp * len(parts))
-        return [range(part * length, (part + 1) * length) for part in parts]
+        length = seq_len // (self.cp * len(self.parts))
+        return [range(part * length, (part + 1) * length) for part in self.parts]
 
     def sum_over_tokens(self, x: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks that have different tokens, those of data and of context parallelism,

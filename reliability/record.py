@@ -193,6 +193,10 @@ class Start:
             self.clock.write()
             self._write("start.json", json.dumps(self.facts, indent=1, default=str) + "\n")
 
+    def add_mesh(self, mesh: Mesh) -> None:
+        """Record the sizes of the mesh, and its hosts. All ranks call it."""
+        self.add(mesh=mesh.sizes, hosts=hosts(mesh))
+
     def _write(self, name: str, text: str) -> None:
         """Write a file of this start without secrets, whole or not at all."""
         text = redact(text)

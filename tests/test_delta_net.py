@@ -400,7 +400,8 @@ def shared(zigzag: bool, ranks: int) -> list[Tensor]:
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("cp",))
         rank = mesh.get_rank()
-        of_rank = SimpleNamespace(device_mesh=mesh, cp=ranks, cp_rank=rank, zigzag=zigzag)
+        numbers = [rank, 2 * ranks - 1 - rank] if zigzag else [rank]
+        of_rank = SimpleNamespace(device_mesh=mesh, parts=numbers)
         core = cp_state.SharedState(core, of_rank)
         parts = here.chunk(2 * ranks if zigzag else ranks)
         here = torch.cat((parts[rank], parts[-1 - rank])) if zigzag else parts[rank]

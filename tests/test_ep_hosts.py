@@ -250,16 +250,10 @@ def routed() -> list[tuple]:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_results_and_gradients_are_those_of_one_process(routed, name):
-    for rank, (right, *_) in enumerate(routed):
-        errors, _ = right[name]
-        assert max(errors.values()) < 1e-12, (rank, errors)
-
-
-@pytest.mark.parametrize("name", ROUTINGS)
-def test_chunks_have_the_results_and_gradients_of_one_process(routed, name):
     """Chunks are also right on ranks with fewer tokens than chunks, and with none."""
-    for rank, (_, _, in_chunks) in enumerate(routed):
-        assert max(in_chunks[name].values()) < 1e-12, (rank, in_chunks[name])
+    for rank, (right, _, in_chunks) in enumerate(routed):
+        for errors in right[name][0], in_chunks[name]:
+            assert max(errors.values()) < 1e-12, (rank, errors)
 
 
 @pytest.mark.slow
@@ -320,55 +314,49 @@ FACTORS |= {
 }
 
 
-def settings(**chosen: str) -> dict[str, str]:
-    """Return a combination: the first setting of every factor, except for these."""
-    return {factor: next(iter(table)) for factor, table in FACTORS.items()} | chosen
-
-
 def of_each_family(*rows: tuple[str, str, str, str]) -> list[dict[str, str]]:
-    """rows: settings of four factors."""
+    """Return combinations: the first setting of every factor, except for these four."""
+    first = {factor: next(iter(table)) for factor, table in FACTORS.items()}
     names = ("experts", "dtype", "checkpointing", "accumulation")
-    return [settings(**dict(zip(names, row, strict=True))) for row in rows]
+    return [first | dict(zip(names, row, strict=True)) for row in rows]
+
+
+IN_CHUNKS = "--parallelism.expert_chunks=3"  # no rank's tokens can be split equally
+RUNS = {  # name: (mesh, settings of experts, dtype, checkpointing and accumulation, further options)
+    # with the accumulations and recomputations that differ by what they keep
+    "two hosts": (
+        "ep4 by host",
+        [
+            ("deepseek_v3", "float64", "none", "reduced once"),
+            ("gpt_oss", "float32", "full", "reduced each time"),
+        ],
+        [],
+    ),
+    "chunks": ("ep2", [("gpt_oss", "float32", "full", "reduced once")], [IN_CHUNKS]),
+    "compiled chunks": (
+        "ep2",
+        [("deepseek_v3", "float32", "selective", "none")],
+        [IN_CHUNKS, *COMPILED],
+    ),
+    "chunks in a pipeline": (
+        "ep2xpp2",
+        [("deepseek_v3", "float64", "none", "reduced each time")],
+        [IN_CHUNKS, "--parallelism.pipeline_schedule=zero_bubble", "--model.n_layers=4"],
+    ),
+    "tensor parallelism inside hosts": (
+        "experts on ep4xtp2 by host",
+        [("deepseek_v3", "float32", "none", "none")],
+        [],
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-def test_a_mesh_of_two_hosts_equals_the_plain_model():
-    """With the accumulations and recomputations that differ by what they keep."""
-    chosen = of_each_family(
-        ("deepseek_v3", "float64", "none", "reduced once"),
-        ("gpt_oss", "float32", "full", "reduced each time"),
-    )
-    check("ep4 by host", chosen, factors=FACTORS)
-
-
-IN_CHUNKS = "--parallelism.expert_chunks=3"
-
-
-@pytest.mark.slow
-@pytest.mark.cap(300)
-@pytest.mark.parametrize(
-    "mesh, row, more",
-    [
-        ("ep2", ("gpt_oss", "float32", "full", "reduced once"), []),
-        ("ep2", ("deepseek_v3", "float32", "selective", "none"), COMPILED),
-        (
-            "ep2xpp2",
-            ("deepseek_v3", "float64", "none", "reduced each time"),
-            ["--parallelism.pipeline_schedule=zero_bubble", "--model.n_layers=4"],
-        ),
-    ],
-    ids=["ep2", "compiled", "ep2xpp2"],
-)
-def test_chunks_on_a_mesh_equal_the_plain_model(mesh, row, more):
-    """No rank's tokens can be split into three equal chunks."""
-    check(mesh, of_each_family(row), [IN_CHUNKS, *more], factors=FACTORS)
-
-
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_tensor_parallelism_inside_hosts_equals_the_plain_model():
-    check("experts on ep4xtp2 by host", [settings(experts="deepseek_v3")], factors=FACTORS)
+@pytest.mark.parametrize("name", RUNS)
+def test_a_mesh_equals_the_plain_model(name):
+    mesh, rows, more = RUNS[name]
+    check(mesh, of_each_family(*rows), more, factors=FACTORS)
 
 
 class Order:

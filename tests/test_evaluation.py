@@ -283,21 +283,26 @@ def test_the_task_that_ships_has_its_answers():
 BATCH = ["--training.global_batch_size=24", "--training.local_batch_size=2"]
 
 
+def restless(options: list[str]) -> Any:
+    """Return a job whose logits differ by more than rounding."""
+    world = meshes.world()
+    job = train.build(load_config([*SMALL_MODEL, *BATCH, *options], world.size, world.local_size))
+    with torch.no_grad():
+        for weight in job.model.parameters():
+            weight.mul_(4)
+    return job
+
+
 def counted(options: list[str], files: dict[str, Path], bug: str = "") -> list[list[float]]:
     """Return the log-likelihoods of both tasks on this rank. bug: what a negative control
     breaks."""
-    world = meshes.world()
-    cfg = load_config([*SMALL_MODEL, *BATCH, *options], world.size, world.local_size)
-    job = train.build(cfg)
-    with torch.no_grad():  # logits that differ by more than rounding
-        for weight in job.model.parameters():
-            weight.mul_(4)
+    job = restless(options)
     real = evaluate.batch_of
     if bug == "a rank drops its requests" and job.mesh.dp_rank == 1:
         evaluate.batch_of = lambda requests, share, mesh: real(
             requests, share._replace(requests=[]), mesh
         )
-    size = cfg.training.local_batch_size * cfg.training.seq_len
+    size = job.cfg.training.local_batch_size * job.cfg.training.seq_len
     try:
         return [
             evaluate.score_requests(job.model, job.mesh, task.requests, size, 40)[0].tolist()
@@ -309,11 +314,9 @@ def counted(options: list[str], files: dict[str, Path], bug: str = "") -> list[l
 
 def one_by_one(files: dict[str, Path], family: list[str]) -> list[list[float]]:
     """Return the same from whole logits, one request after another, without padding."""
-    job = train.build(load_config([*SMALL_MODEL, *BATCH, *family], 1, 1))
+    job = restless(family)
     found = []
     with torch.no_grad():
-        for weight in job.model.parameters():
-            weight.mul_(4)
         for task in opened(files):
             found.append([])
             for request in task.requests:
@@ -370,16 +373,6 @@ def test_negative_control(files, oracles):
 
 
 # greedy continuations
-
-
-def restless(options: list[str]) -> Any:
-    """Return a job whose logits differ by more than rounding."""
-    world = meshes.world()
-    job = train.build(load_config([*SMALL_MODEL, *BATCH, *options], world.size, world.local_size))
-    with torch.no_grad():
-        for weight in job.model.parameters():
-            weight.mul_(4)
-    return job
 
 
 def written_by(options: list[str]) -> tuple[list, list[int], float]:

@@ -70,38 +70,62 @@ def test_mesh_equals_the_plain_model(mesh):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_documents_and_uneven_labels_equal_the_plain_model():
-    """The balance loss is of whole sequences, which the ranks of a cp group share, independent of
-    their labels. These ranks have other experts, too."""
-    check(
+DEEPSEEK = settings(experts="deepseek_v3")
+QWEN3 = settings(experts="qwen3 experts")
+FURTHER = {  # name: (mesh, combinations, further options)
+    # The balance loss is of whole sequences, which the ranks of a cp group share, independent of
+    # their labels. These ranks have other experts, too.
+    "documents and uneven labels": (
         "ep2 of cp2",
         [
-            settings(experts="deepseek_v3", documents="masked", labels="at the beginning"),
-            settings(
-                experts="qwen3 experts",
-                method="ulysses",
-                documents="masked",
-                accumulation="reduced each time",
-            ),
+            DEEPSEEK | {"documents": "masked", "labels": "at the beginning"},
+            QWEN3
+            | {"method": "ulysses", "documents": "masked", "accumulation": "reduced each time"},
         ],
-        factors=FACTORS | CONTEXT,
-    )
+        [],
+    ),
+    # with a further token, and blocks that are recomputed
+    "a split backward": (
+        "ep2xpp2",
+        [
+            DEEPSEEK
+            | {
+                "optimizer": "sgd",
+                "accumulation": "reduced each time",
+                "checkpointing": "full",
+            }
+        ],
+        ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4"],
+    ),
+    # the other rank's experts have nothing to multiply, and all of them have a gradient of 0
+    "one expert gets every token": (
+        "ep2",
+        [DEEPSEEK | {"checkpointing": "full"}],
+        [ONE_EXPERT, "--model.experts_per_token=1", "--training.expert_bias_speed=0"],
+    ),
+    # Two ranks have the same expert. They share its matrices by rows, but w1 and w3 with 11 of them,
+    # which one of the two has.
+    "fewer experts than ranks": (
+        "ep2xfsdp2",
+        [QWEN3],
+        ["--model.n_experts=2", "--model.experts_per_token=1"],
+    ),
+    # Without a balance loss the ranks of a cp group sum no counts for it: they used to, without a
+    # reader, and each sum kept memory for good.
+    "offloaded": (
+        "ep2 of cp2",
+        [DEEPSEEK],
+        ["--parallelism.cpu_offload=true", "--model.balance_loss=0"],
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-def test_a_split_backward_equals_the_plain_model():
-    """Between ranks that share experts, with a further token, and blocks that are recomputed."""
-    chosen = settings(
-        experts="deepseek_v3",
-        optimizer="sgd",
-        accumulation="reduced each time",
-        checkpointing="full",
-    )
-    options = ["--parallelism.pipeline_schedule=zbv", "--model.n_layers=4"]
-    check("ep2xpp2", [chosen], options, factors=FACTORS | CONTEXT)
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_runs_equal_the_plain_model(name):
+    mesh, combinations, more = FURTHER[name]
+    check(mesh, combinations, more, factors=FACTORS | CONTEXT)
 
 
 class CountProducts(TorchDispatchMode):
@@ -135,36 +159,6 @@ def test_selective_checkpointing_keeps_the_products_of_experts():
     """There are three products for each of two MoE layers, like those of every other layer; `full`
     computes them once more."""
     assert run_ranks(1, products_of_experts, ["none", "selective", "full"])[0] == [6, 6, 12]
-
-
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_one_expert_gets_every_token():
-    """The other rank's experts have nothing to multiply, and all of them have a gradient of 0."""
-    more = [ONE_EXPERT, "--model.experts_per_token=1", "--training.expert_bias_speed=0"]
-    check(
-        "ep2",
-        [settings(experts="deepseek_v3", checkpointing="full")],
-        more,
-        factors=FACTORS | CONTEXT,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.cap(300)
-def test_fewer_experts_than_ranks_that_share_them():
-    """Two ranks have the same expert. They share its matrices by rows, but w1 and w3 with 11 of
-    them, which one of the two has."""
-    more = ["--model.n_experts=2", "--model.experts_per_token=1"]
-    check("ep2xfsdp2", [settings(experts="qwen3 experts")], more, factors=FACTORS | CONTEXT)
-
-
-@pytest.mark.slow
-def test_offloaded_experts_equal_the_plain_model():
-    """Without a balance loss the ranks of a cp group sum no counts for it: they used to, without a
-    reader, and each sum kept memory for good."""
-    more = ["--parallelism.cpu_offload=true", "--model.balance_loss=0"]
-    check("ep2 of cp2", [settings(experts="deepseek_v3")], more, factors=FACTORS | CONTEXT)
 
 
 def homes_of_parameters() -> dict[str, set[tuple[str, str]]]:

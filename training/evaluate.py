@@ -23,7 +23,7 @@ from training.greedy import LossAndMistakes
 from training.loss import IGNORE
 from training.microbatches import Microbatches
 from training.scores import line, scores
-from training.validate import ended_by_stop, until_stopped
+from training.validate import UNSTOPPABLE, ended_by_stop, until_stopped
 
 logger = logging.getLogger("plumbline")
 
@@ -41,7 +41,7 @@ def open_tasks(cfg: Config, tokenizer: Any) -> list[EncodedTask]:
     return tasks
 
 
-def run_evaluation(run: Any, step: int, stop: Any) -> bool:
+def run_evaluation(run: Any, step: int, stop: Any = UNSTOPPABLE) -> bool:
     """Log the scores of all tasks after `step`, unless a stop of the run is requested meanwhile.
     Returns whether one is. All ranks call it. run and stop: as in `validate.run_validation`.
     """
@@ -134,8 +134,9 @@ class Share(NamedTuple):
 def shares_of(requests: Sequence[ScoreRequest], mesh: Mesh, most_tokens: int) -> Iterator[Share]:
     """Yield the shares of a batch, those of the longest requests first: whether memory suffices is
     known at once. A pipeline gets a microbatch for each of its ranks."""
-    parts = mesh.cp * (2 if mesh.zigzag else 1)
-    unit = math.lcm(parts, mesh.cp * mesh.tp)  # ranks have equal parts of a sequence
+    unit = math.lcm(
+        mesh.cp * len(mesh.parts), mesh.cp * mesh.tp
+    )  # ranks have equal parts of a sequence
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
     begin = 0
     while begin < len(order):

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from configs.schema import InputError
 from models.cores import ATTENTION, CONVOLUTION, STATE, of_kind
 from models.kernels.ruled_attention import PLAIN, AttentionSpec, masked_attention
 from models.kernels.soft_cap import soft_cap
 from parallelisms import cores
+from parallelisms.boxes import whole
 from training import recurrent_cache
 from training.attention import for_many_shapes
 
@@ -198,10 +198,6 @@ def whole_sequences(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
 def draw(logits: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:
     """Draw one of the `top_k` likeliest tokens. logits: float32 [V] on the CPU; temperature 0: the
     likeliest."""
@@ -266,8 +262,8 @@ def sample_stream(
         newest = torch.tensor([len(window) - 1 for window in windows], device=device)
 
         def logits_of_newest(h: Tensor, weight: Tensor, cap: float = 0.0) -> Tensor:
-            h_of_newest = _whole(h)[torch.arange(len(newest), device=device), newest]  # [B, D]
-            return soft_cap(h_of_newest @ _whole(weight).t(), cap)  # [B, V]
+            h_of_newest = whole(h)[torch.arange(len(newest), device=device), newest]  # [B, D]
+            return soft_cap(h_of_newest @ whole(weight).t(), cap)  # [B, V]
 
         forward = model
         if memory:

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,18 +20,15 @@ from training.microbatches import Microbatches, to_host_async
 logger = logging.getLogger("plumbline")
 
 
-class Unstoppable:
-    """Stands for the stop of a run (reliability/stop.py) where nothing is left to save."""
-
-    def asked(self) -> bool:
-        return False
+# takes the place of a run's stop (reliability/stop.py) where nothing is left to save
+UNSTOPPABLE = SimpleNamespace(asked=lambda: False)
 
 
-def run_validation(run: Any, step: int, stop: Any) -> bool:
+def run_validation(run: Any, step: int, stop: Any = UNSTOPPABLE) -> bool:
     """Log the scores on the held-out sets after `step`, unless a stop of the run is requested
     meanwhile. Returns whether one is. All ranks call it.
 
-    run: a train.Session; stop: its own, or Unstoppable.
+    run: a train.Session; stop: its own.
     """
     job = run.job
     cfg = job.cfg
