@@ -4,6 +4,6 @@ from configs import program
 
 program.begin()
 if program.starts_train():
-    from configs import early
+    from configs import load
 
-    early.check_call(sys.argv[1:])
+    load.check_call(sys.argv[1:])

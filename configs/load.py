@@ -638,6 +638,14 @@ def json_schema() -> str:
     return head + ",\n".join(tables) + "\n }\n}\n"
 
 
+def check_call(argv: list[str]) -> None:
+    """Answer `train.py --help`, and mistakes in its call, before torch is imported, which takes
+    seconds: end this process where there is an answer."""
+    code = main([*argv, "--quiet", "--world-size=1", "--local-world-size=1"])
+    if code or help_asked_for(argv):
+        program.leave(code)
+
+
 def main(argv: list[str]) -> int:
     """Run the command line that this file's first lines show. Returns the exit code."""
     parser = argparse.ArgumentParser(

@@ -9,7 +9,6 @@ A run writes them to `gradients.jsonl` (metrics.gradient_interval), and tools/re
 """
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from configs.schema import InputError
 from parallelisms.boxes import shard_of
 from parallelisms.mesh import Mesh
 from training import init
+from training.lines import whole_lines
 from training.optim import parts_of
 
 FILE = "gradients.jsonl"
@@ -114,12 +114,9 @@ def recorded(folder: Path) -> dict[int, dict[str, list[float]]]:
     path = folder / FILE
     if not path.exists():
         return {}
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]  # a run may be writing its last line
     steps: dict[int, dict[str, list[float]]] = {}
     try:
-        for line in whole.splitlines():
-            row = json.loads(line)
+        for row in whole_lines(path):
             of_step = {}
             for name, pair in row["gradients"].items():
                 norm, digest = map(float, pair)

@@ -5,7 +5,6 @@ Counts are integers of the global batch, so the numbers are the same on every me
 and a warning where routing collapses.
 """
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from models.mtp import layers_in_all
 from models.terms import AuxiliaryTerms
 from parallelisms.mesh import Mesh
 from training.balance import sum_over_routed
+from training.lines import whole_lines
 
 logger = logging.getLogger("plumbline")
 
@@ -128,12 +128,9 @@ def recorded(folder: Path) -> list[dict]:
     global batches each expert got. Raises InputError."""
     path = folder / FILE
     try:
-        text = path.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]  # a run may be writing its last line
-        lines = [json.loads(line) for line in whole.splitlines()]
         return [
             line | {"counts": {int(layer): counts for layer, counts in line["counts"].items()}}
-            for line in lines
+            for line in whole_lines(path)
         ]
     except OSError as error:
         raise InputError(

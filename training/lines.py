@@ -121,6 +121,12 @@ class Lines:
         self.pending.clear()
 
 
+def whole_lines(path: Path) -> list[dict]:
+    """Read such a file, but for a last line that a run is writing. Raises OSError, ValueError."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 def is_at(file: int, path: Path) -> bool:
     """Return whether this open file is still the one at the path: neither removed nor replaced. Its
     size tells, as some file systems change inodes."""

@@ -78,8 +78,7 @@ SOAP_FREQUENCY = 10
 
 def kept_by_adamw(group: Group) -> dict[str, Kept]:
     average = NARROW if group.get("moment_dtype") == "bfloat16" else LIKE
-    state = {"exp_avg": average, "exp_avg_sq": average, "step": SCALAR}
-    return state | ({"max_exp_avg_sq": LIKE} if group.get("amsgrad") else {})
+    return {"exp_avg": average, "exp_avg_sq": average, "step": SCALAR}
 
 
 def kept_by_sgd(group: Group) -> dict[str, Kept]:
