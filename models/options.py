@@ -179,7 +179,12 @@ OPTIONS_OF_MTP = {
 }
 RULES_OF_MTP = {
     "mtp_tied": (
-        lambda c: c.model.mtp_depth and c.model.tied_embeddings and c.splits_backward,
+        lambda c: (
+            c.model.mtp_depth
+            and c.model.tied_embeddings
+            and c.parallelism.pipeline_parallel > 1
+            and c.schedule.splits_backward
+        ),
         "{parallelism.pipeline_schedule} splits the backward pass, which {model.mtp_depth} and "
         '{model.tied_embeddings} do not allow together: set pipeline_schedule = "1f1b"',
     ),
