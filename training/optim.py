@@ -84,7 +84,8 @@ def learning_rate(step: int, cfg: Config) -> float:
     wasted at 0. The last step has exactly peak * min_ratio, except under `constant`.
     """
     steps = stages.schedule_steps(cfg)
-    peak, schedule = cfg.optimizer.lr, cfg.lr_schedule
+    schedule = cfg.lr_schedule
+    peak = cfg.optimizer.lr
     warmup = schedule.warmup_steps or 0
     done = step - steps.start
     if done < warmup:
