@@ -24,6 +24,20 @@ def dense_toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
     }
 
 
+# What the flavors `debug` share, which are ours: sized for two CPU cores, with 4 key/value heads, so that
+# tensor parallelism up to 4 can be tried on a laptop.
+DEBUG = {
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "head_dim": 32,
+    "vocab_size": 4096,
+    "rope_theta": 10000.0,
+    "max_seq_len": 8192,
+    "tied_embeddings": False,
+}
+DENSE_DEBUG = DEBUG | {"dim": 256, "n_layers": 6, "hidden_dim": 704}
+MIXTURE_DEBUG = DEBUG | {"dim": 192, "n_experts": 16, "experts_per_token": 4, "expert_dim": 96}
+
 WIDTHS = (
     "dim",
     "n_heads",

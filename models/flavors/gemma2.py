@@ -4,8 +4,8 @@ from models.flavors import gemma3
 from models.options import OPTIONS, OPTIONS_OF_WINDOWS, RULES, Numbers
 
 # Sources: arXiv:2408.00118, table 1, and the config.json of google/gemma-2-2b, -9b and -27b on the
-# Hugging Face hub. 27B divides scores by the root of dim / n_heads. `debug` is ours, sized for two CPU
-# cores; its caps are low enough to bend scores and logits of a small model.
+# Hugging Face hub. 27B divides scores by the root of dim / n_heads. The caps of `debug` are
+# low enough to bend scores and logits of a small model.
 _PUBLISHED = {
     "head_dim": 256,
     "vocab_size": 256000,

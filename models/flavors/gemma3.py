@@ -1,13 +1,12 @@
 """Published sizes of Gemma 3, and a small one of ours. No torch: `configs/` imports this
 file."""
 
-from models.options import OPTIONS, OPTIONS_OF_WINDOWS, RULES, Numbers
+from models.options import DENSE_DEBUG, OPTIONS, OPTIONS_OF_WINDOWS, RULES, Numbers
 
 # Sources: arXiv:2503.19786, tables 1 and 2, and the config.json of google/gemma-3-270m,
 # gemma-3-1b-pt, gemma-3-4b-pt, gemma-3-12b-pt and gemma-3-27b-pt on the Hugging Face hub; what
 # those of 4B and more leave out has the default of transformers. 27B divides scores by the root of
-# dim / n_heads. `debug` is ours, sized for two CPU cores; it has 4 key/value heads so that tensor
-# parallelism up to 4 can be tried on a laptop, and windows that are shorter than sequences.
+# dim / n_heads. The windows of `debug` are shorter than sequences.
 _PUBLISHED = {
     "head_dim": 256,
     "rope_theta": 1e6,
@@ -32,17 +31,9 @@ _OF_TEXT_AND_IMAGES = _PUBLISHED | {
     "rope_factor": 8.0,
 }
 FLAVORS: dict[str, dict] = {
-    "debug": {
-        "dim": 256,
-        "n_layers": 6,
-        "n_heads": 8,
-        "n_kv_heads": 4,
-        "head_dim": 32,
-        "hidden_dim": 704,
-        "vocab_size": 4096,
-        "rope_theta": 10000.0,
+    "debug": DENSE_DEBUG
+    | {
         "norm_eps": 1e-6,
-        "max_seq_len": 8192,
         "tied_embeddings": True,
         "window": 64,
         "window_pattern": 6,

@@ -5,6 +5,7 @@ from typing import Any
 
 from models.options import (
     BRANCH_ENDS,
+    MIXTURE_DEBUG,
     OPTIONS_OF_EXPERTS,
     OPTIONS_OF_WINDOWS,
     RULES_OF_EXPERTS,
@@ -17,9 +18,8 @@ from models.options import RULES as DENSE_RULES
 # Sources: arXiv:2508.10925, section 2 (layers, experts, window, YaRN), and the config.json of
 # openai/gpt-oss-20b and openai/gpt-oss-120b on the Hugging Face hub. Nothing is published on how
 # their experts were balanced. transformers adds its balance loss only where config.json says
-# output_router_logits; both files say false, so the factor is 0 here. `debug` is ours, sized for
-# two CPU cores: its 4 key/value heads allow tensor parallelism up to 4, and its window is shorter
-# than the sequences of its preset.
+# output_router_logits; both files say false, so the factor is 0 here. The window of `debug` is
+# shorter than the sequences of its preset.
 YARN = {
     "factor": 32.0,
     "original_max_seq_len": 4096.0,
@@ -44,23 +44,13 @@ _PUBLISHED = {
     "tied_embeddings": False,
 }
 FLAVORS: dict[str, dict] = {
-    "debug": {
-        "dim": 192,
+    "debug": MIXTURE_DEBUG
+    | {
         "n_layers": 6,
-        "n_heads": 8,
-        "n_kv_heads": 4,
-        "head_dim": 32,
         "window": 64,
-        "n_experts": 16,
-        "experts_per_token": 4,
-        "expert_dim": 96,
         "balance_loss": 0.0,
-        "vocab_size": 4096,
-        "rope_theta": 10000.0,
         "rope_scaling": YARN | {"factor": 8.0, "original_max_seq_len": 1024.0},
         "norm_eps": 1e-5,
-        "max_seq_len": 8192,
-        "tied_embeddings": False,
     },
     "20B": _PUBLISHED | {"n_layers": 24, "n_experts": 32},
     "120B": _PUBLISHED | {"n_layers": 36, "n_experts": 128},

@@ -7,33 +7,26 @@ from models.flavors import deepseek_v3, qwen3_next
 from models.options import Numbers
 
 # Source: the config.json of moonshotai/Kimi-Linear-48B-A3B-Base on the Hugging Face hub, which names
-# no balance loss: its factor is DeepSeek-V3's. `debug` is ours, sized for two CPU cores: its 4 heads
-# of each kind allow tensor parallelism up to 4.
+# no balance loss: its factor is DeepSeek-V3's.
+_NOT_HERE = {
+    "rope_theta",
+    "rope_scaling",
+    "q_rank",
+    "expert_groups",
+    "groups_per_token",
+    "mtp_depth",
+}
 FLAVORS: dict[str, dict] = {
     "debug": {
-        "dim": 192,
+        key: value for key, value in deepseek_v3.FLAVORS["debug"].items() if key not in _NOT_HERE
+    }
+    | {
         "n_layers": 4,
-        "n_dense_layers": 1,
         "attention_interval": 4,
-        "n_heads": 4,
-        "kv_rank": 64,
-        "nope_dim": 32,
-        "rope_dim": 16,
-        "value_dim": 32,
         "delta_heads": 4,
         "delta_dim": 32,
         "conv_width": 4,
-        "hidden_dim": 512,
-        "n_experts": 16,
-        "experts_per_token": 4,
-        "expert_dim": 96,
-        "n_shared_experts": 1,
-        "routed_scale": 1.0,
-        "balance_loss": 0.0001,
-        "vocab_size": 4096,
         "norm_eps": 1e-5,
-        "max_seq_len": 8192,
-        "tied_embeddings": False,
     },
     "48B-A3B": {
         "dim": 2304,
@@ -62,7 +55,6 @@ FLAVORS: dict[str, dict] = {
     },
 }
 
-_NOT_HERE = ("rope_theta", "q_rank", "expert_groups", "groups_per_token", "mtp_depth")
 OPTIONS = {key: row for key, row in deepseek_v3.OPTIONS.items() if key not in _NOT_HERE} | {
     "attention_interval": qwen3_next.OPTIONS["attention_interval"],
     "conv_width": qwen3_next.OPTIONS["conv_width"],
@@ -89,21 +81,10 @@ RULES = {key: deepseek_v3.RULES[key] for key in _RULES} | {
 
 
 def toy(flavor: dict[str, Any], dim: int) -> dict[str, Any]:
-    return flavor | {
-        "dim": dim,
-        "n_layers": 4,
-        "n_dense_layers": 1,
+    return deepseek_v3.toy(flavor, dim) | {
         "attention_interval": 4,
-        "n_heads": 2,
-        "kv_rank": dim // 2,
-        "nope_dim": dim // 4,
-        "rope_dim": dim // 4,
-        "value_dim": dim // 2,
         "delta_heads": 2,
         "delta_dim": dim // 4,
-        "hidden_dim": dim,
-        "expert_dim": dim // 2,
-        "vocab_size": 16,
     }
 
 

@@ -3,8 +3,8 @@ file."""
 
 from typing import Any
 
-from models.options import OPTIONS as DENSE_OPTIONS
 from models.options import (
+    MIXTURE_DEBUG,
     OPTIONS_OF_EXPERTS,
     OPTIONS_OF_MTP,
     RULES_OF_EXPERTS,
@@ -12,35 +12,25 @@ from models.options import (
     Numbers,
     dense_toy,
 )
+from models.options import OPTIONS as DENSE_OPTIONS
 from models.options import RULES as DENSE_RULES
 
 # Source: the config.json of Qwen/Qwen3-Next-80B-A3B-Instruct on the Hugging Face hub; Qwen3-Coder-Next
-# has the same numbers. The factor of the balance loss is its router_aux_loss_coef. `debug` is ours,
-# sized for two CPU cores: its 4 key heads and 4 key/value heads allow tensor parallelism up to 4.
+# has the same numbers. The factor of the balance loss is its router_aux_loss_coef.
 FLAVORS: dict[str, dict] = {
-    "debug": {
-        "dim": 192,
+    "debug": MIXTURE_DEBUG
+    | {
         "n_layers": 4,
         "attention_interval": 4,
-        "n_heads": 8,
-        "n_kv_heads": 4,
-        "head_dim": 32,
         "rope_dim": 8,
         "delta_key_heads": 4,
         "delta_value_heads": 8,
         "delta_key_dim": 32,
         "delta_value_dim": 32,
         "conv_width": 4,
-        "n_experts": 16,
-        "experts_per_token": 4,
-        "expert_dim": 96,
         "shared_dim": 96,
         "balance_loss": 0.001,
-        "vocab_size": 4096,
-        "rope_theta": 10000.0,
         "norm_eps": 1e-6,
-        "max_seq_len": 8192,
-        "tied_embeddings": False,
         "mtp_depth": 0,
     },
     "80B-A3B": {

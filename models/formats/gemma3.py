@@ -1,19 +1,33 @@
 """Hugging Face's files of Gemma 3: Gemma3ForCausalLM, and the text model in those of
 Gemma3ForConditionalGeneration, which sees images too. What is written is the text model."""
 
+from functools import partial
 from typing import Any
 
 from models.family import Formats
 from models.formats import dense
 from models.gemma3 import Args, has_window
 
-HF_NAMES = dense.HF_NAMES | {
-    "layers.*.post_attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.pre_feedforward_layernorm.weight",
-    "layers.*.post_ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
-    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
-    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
-}
+HF_NAMES = (
+    dense.HF_NAMES
+    | dense.NAMES_OF_QK_NORMS
+    | {
+        "layers.*.post_attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+        "layers.*.ffn_norm.weight": "model.layers.*.pre_feedforward_layernorm.weight",
+        "layers.*.post_ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
+    }
+)
+FIELDS = dense.with_defaults(
+    dim=2304,
+    n_layers=26,
+    n_heads=8,
+    n_kv_heads=4,
+    head_dim=256,
+    hidden_dim=9216,
+    vocab_size=262208,
+    norm_eps=1e-6,
+    max_seq_len=131072,
+) | {"window": ("sliding_window", 4096), "query_scalar": ("query_pre_attn_scalar", 256)}
 
 ACTIVATION = "gelu_pytorch_tanh"
 HF_FIXED = dense.HF_FIXED | {
@@ -38,18 +52,12 @@ NO_WINDOW = "full_attention"
 KINDS = {WINDOW: {"default": ()}, NO_WINDOW: {"default": (), "linear": ("factor",)}}
 
 
-def hf_names(args: Args) -> dict[str, str]:
-    return dense.hf_names(args, HF_NAMES)
-
-
 def hf_ignored(args: Args) -> str:
     return rf"{dense.hf_ignored(args)}|{IMAGES}"
 
 
 def layer_types(args: Args) -> list[str]:
-    """Return the type of each layer, as transformers names it."""
-    kinds = {True: WINDOW, False: NO_WINDOW}
-    return [kinds[has_window(args, number)] for number in range(args.n_layers)]
+    return dense.layer_types(not has_window(args, number) for number in range(args.n_layers))
 
 
 def check(args: Any) -> None:
@@ -66,15 +74,13 @@ def hf_config(args: Args) -> dict[str, Any]:
     scaling = None
     if args.rope_factor != 1.0:
         scaling = {"rope_type": "linear", "factor": args.rope_factor}
-    fields = dense.hf_fields(args, scaling)
+    fields = dense.hf_fields(args, FIELDS, scaling)
     del fields["hidden_act"]
     of_windows = {"rope_type": "default", "rope_theta": args.local_rope_theta}
     return fields | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
         "hidden_activation": ACTIVATION,
-        "query_pre_attn_scalar": args.query_scalar,
-        "sliding_window": args.window,
         "sliding_window_pattern": args.window_pattern,
         "layer_types": layer_types(args),
         "rope_parameters": {WINDOW: of_windows, NO_WINDOW: fields["rope_parameters"]},
@@ -86,33 +92,16 @@ def hf_config(args: Args) -> dict[str, Any]:
 
 def args_from_hf(config: dict[str, Any]) -> Args:
     """Read config.json; missing keys have Gemma3TextConfig's defaults."""
-    whole = dense.whole_number
     sliding, full = ropes_from_hf(config)
-    numbers = dense.check_heads(
-        {
-            "n_heads": whole(config, "num_attention_heads", 8),
-            "n_kv_heads": whole(config, "num_key_value_heads", 4),
-            "head_dim": whole(config, "head_dim", 256),
-        }
-    )
-    if config.get("sliding_window", 4096) is None:
-        raise ValueError(f"sliding_window is None: the layers called {WINDOW} need one")
-    n_layers = whole(config, "num_hidden_layers", 26, most=1000)
+    dense.check_window(config)
+    numbers = dense.numbers_of(config, FIELDS)
     return Args(
         **numbers,
-        dim=whole(config, "hidden_size", 2304),
-        n_layers=n_layers,
-        hidden_dim=whole(config, "intermediate_size", 9216),
-        vocab_size=whole(config, "vocab_size", 262208),
         rope_theta=dense.real_number(full, "rope_theta"),
-        norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
-        max_seq_len=whole(config, "max_position_embeddings", 131072),
         tied_embeddings=dense.is_tied({"tie_word_embeddings": True} | config),
-        window=whole(config, "sliding_window", 4096),
-        window_pattern=pattern_from_hf(config, n_layers),
+        window_pattern=pattern_from_hf(config, numbers["n_layers"]),
         local_rope_theta=dense.real_number(sliding, "rope_theta"),
         rope_factor=dense.real_number(full, "factor", 1.0),
-        query_scalar=whole(config, "query_pre_attn_scalar", 256),
     )
 
 
@@ -125,10 +114,7 @@ def pattern_from_hf(config: dict[str, Any], n_layers: int) -> int:
         return pattern
     first = kinds.index(NO_WINDOW) + 1 if NO_WINDOW in kinds else max(pattern, n_layers + 1)
     for period in (pattern, first):
-        of_period = [
-            NO_WINDOW if number % period == 0 else WINDOW for number in range(1, n_layers + 1)
-        ]
-        if kinds == of_period:
+        if kinds == dense.layer_types(n % period == 0 for n in range(1, n_layers + 1)):
             return period
     raise ValueError(
         f"layer_types is {kinds}, only equally many {WINDOW} before each {NO_WINDOW} are supported"
@@ -167,7 +153,7 @@ FORMATS = Formats(
     hf_fixed=HF_FIXED,
     hf_config=hf_config,
     args_from_hf=args_from_hf,
-    hf_names=hf_names,
+    hf_names=partial(dense.hf_names, table=HF_NAMES),
     hf_ignored=hf_ignored,
     hf_nested=("gemma3",),
     hf_stems=HF_STEMS,

@@ -16,13 +16,13 @@ HF_FIXED = dense.HF_NEUTRAL | {
     "swiglu_limit": LIMIT,
 }
 
-_PROJECTIONS = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 _MIXTURE = "model.layers.*.mlp"
 HF_NAMES = (
-    {ours: theirs for ours, theirs in dense.HF_NAMES.items() if ".feed_forward." not in ours}
+    dense.NAMES_OF_ALL
+    | dense.NAMES_OF_ATTENTION
     | {
-        f"layers.*.attention.{ours}.bias": f"model.layers.*.self_attn.{theirs}.bias"
-        for ours, theirs in _PROJECTIONS.items()
+        ours.replace(".weight", ".bias"): theirs.replace(".weight", ".bias")
+        for ours, theirs in dense.NAMES_OF_ATTENTION.items()
     }
     | {
         "layers.*.attention.sinks": "model.layers.*.self_attn.sinks",
@@ -37,6 +37,21 @@ HF_NAMES = (
         "layers.*.feed_forward.experts.b2": f"{_MIXTURE}.experts.down_proj_bias",
     }
 )
+FIELDS = dense.with_defaults(
+    dim=2880,
+    n_layers=36,
+    n_heads=64,
+    n_kv_heads=8,
+    head_dim=64,
+    vocab_size=201088,
+    norm_eps=1e-5,
+    max_seq_len=131072,
+) | {
+    "window": ("sliding_window", 128),
+    "n_experts": ("num_local_experts", 128),
+    "experts_per_token": ("num_experts_per_tok", 4),
+    "expert_dim": ("intermediate_size", 2880),
+}
 
 
 def hf_names(args: Args) -> dict[str, str]:
@@ -63,9 +78,7 @@ def hf_layouts(args: Args, there: Container[str]) -> dict[str, TensorLayout]:
 
 
 def layer_types(n_layers: int) -> list[str]:
-    """Return the type of each layer, as transformers names it."""
-    kinds = ["sliding_attention", "full_attention"] * n_layers
-    return kinds[:n_layers]
+    return dense.layer_types(number % 2 == 1 for number in range(n_layers))
 
 
 def hf_config(args: Args) -> dict[str, Any]:
@@ -74,19 +87,12 @@ def hf_config(args: Args) -> dict[str, Any]:
     ValueError for a model without windows."""
     if not args.window:
         raise ValueError("transformers' gpt-oss has windows, and model.window is 0")
-    scaling = None
-    if args.rope_scaling:
-        scaling = {"rope_type": "yarn"} | args.rope_scaling
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
-    fields = dense.hf_fields(args, scaling)
-    return fields | {
+    scaling = dense.hf_scaling("yarn", args.rope_scaling)
+    return dense.hf_fields(args, FIELDS, scaling) | {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
         "attention_bias": True,
-        "sliding_window": args.window,
         "layer_types": layer_types(args.n_layers),
-        "num_local_experts": args.n_experts,
-        "num_experts_per_tok": args.experts_per_token,
         "swiglu_alpha": ALPHA,
         "swiglu_limit": LIMIT,
         "router_aux_loss_coef": args.balance_loss,
@@ -94,12 +100,6 @@ def hf_config(args: Args) -> dict[str, Any]:
     }
 
 
-YARN = {  # number of config.json -> its default in transformers; None: it must be there
-    "factor": None,
-    "original_max_position_embeddings": None,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
 # that of a file without rotary numbers (GptOssConfig)
 DEFAULT_YARN = {
     "rope_type": "yarn",
@@ -113,42 +113,24 @@ DEFAULT_YARN = {
 
 def args_from_hf(config: dict[str, Any]) -> Args:
     """Read config.json; missing keys have GptOssConfig's defaults."""
-    whole = dense.whole_number
     _check_quantisation(config.get("quantization_config"))
-    n_layers = whole(config, "num_hidden_layers", 36, most=1000)
-    kinds = config.get("layer_types") or layer_types(n_layers)
-    if kinds != layer_types(n_layers):
+    numbers = dense.numbers_of(config, FIELDS)
+    kinds = layer_types(numbers["n_layers"])
+    if (config.get("layer_types") or kinds) != kinds:
         raise ValueError(
             "layer_types must be sliding_attention and full_attention in turns, beginning with "
             "sliding_attention"
         )
-    if config.get("sliding_window", 128) is None:
-        raise ValueError("sliding_window is None: the layers called sliding_attention need one")
+    dense.check_window(config)
     if not config.get("rope_scaling") and not config.get("rope_parameters"):
         config = config | {"rope_scaling": DEFAULT_YARN}
     rope = dense.hf_rope(config, 150000.0)
-    numbers = dense.check_heads(
-        {
-            "n_heads": whole(config, "num_attention_heads", 64),
-            "n_kv_heads": whole(config, "num_key_value_heads", 8),
-            "head_dim": whole(config, "head_dim", 64),
-        }
-    )
     balance = config.get("router_aux_loss_coef", 0.001)
     return Args(
         **numbers,
-        dim=whole(config, "hidden_size", 2880),
-        n_layers=n_layers,
-        window=whole(config, "sliding_window", 128),
-        n_experts=whole(config, "num_local_experts", 128),
-        experts_per_token=whole(config, "num_experts_per_tok", 4),
-        expert_dim=whole(config, "intermediate_size", 2880),
         balance_loss=float(balance) if config.get("output_router_logits") else 0.0,
-        vocab_size=whole(config, "vocab_size", 201088),
         rope_theta=dense.real_number(rope, "rope_theta"),
         rope_scaling=_rope_scaling(rope),
-        norm_eps=dense.real_number(config, "rms_norm_eps", 1e-5),
-        max_seq_len=whole(config, "max_position_embeddings", 131072),
         tied_embeddings=dense.is_tied(config),
     )
 
@@ -166,15 +148,11 @@ def _check_quantisation(quantisation: Any) -> None:
 
 
 def _rope_scaling(rope: dict[str, Any]) -> dict[str, Any] | None:
-    dense.check_rope(rope, {"default": (), "yarn": (*YARN, "truncate")})
+    dense.check_rope(rope, {"default": (), "yarn": (*dense.YARN, "truncate")})
     if rope["rope_type"] == "default":
         return None
-    numbers: dict[str, Any] = {
-        key: dense.real_number(rope, key, default) for key, default in YARN.items()
-    }
-    numbers["original_max_seq_len"] = numbers.pop("original_max_position_embeddings")
-    numbers["truncate"] = rope.get("truncate", True) is True
-    return numbers
+    numbers = dense.yarn_from_hf(rope, dense.YARN)
+    return numbers | {"truncate": rope.get("truncate", True) is True}
 
 
 FORMATS = Formats(

@@ -8,7 +8,7 @@ from models.formats import deepseek_v3, dense
 from models.formats.layouts import Grouped, WithOnes
 from models.kimi_linear import Args, has_attention
 
-HF_FIXED = dense.HF_FIXED | {
+FIXED = {
     "mla_use_nope": True,
     "moe_layer_freq": 1,
     "moe_renormalize": True,
@@ -18,6 +18,7 @@ HF_FIXED = dense.HF_FIXED | {
     "num_nextn_predict_layers": 0,
     "q_lora_rank": None,
 }
+HF_FIXED = dense.HF_FIXED | FIXED
 
 _MIXER = "model.layers.*.self_attn"
 _MIXTURE = "model.layers.*.block_sparse_moe"
@@ -36,44 +37,36 @@ NAMES_OF_KDA = {
     "layers.*.attention.dt_bias": f"{_MIXER}.dt_bias",
     "layers.*.attention.norm.weight": f"{_MIXER}.o_norm.weight",
 }
-NAMES_OF_MIXTURE = {
+NAMES_OF_MIXTURE = dense.of_shared_experts(f"{_MIXTURE}.shared_experts") | {
     "layers.*.feed_forward.router.weight": f"{_MIXTURE}.gate.weight",
     "layers.*.feed_forward.router.bias": f"{_MIXTURE}.gate.e_score_correction_bias",
     "layers.*.feed_forward.experts.w1": f"{_MIXTURE}.experts.#.w1.weight",
     "layers.*.feed_forward.experts.w2": f"{_MIXTURE}.experts.#.w2.weight",
     "layers.*.feed_forward.experts.w3": f"{_MIXTURE}.experts.#.w3.weight",
-    **{
-        f"layers.*.feed_forward.shared_experts.{ours}.weight": (
-            f"{_MIXTURE}.shared_experts.{theirs}_proj.weight"
-        )
-        for ours, theirs in (("w1", "gate"), ("w3", "up"), ("w2", "down"))
-    },
 }
-NAMES_OF_ATTENTION = {
-    ours: theirs.replace("q_b_proj", "q_proj")
-    for ours, theirs in deepseek_v3.HF_NAMES.items()
-    if ".attention." in ours and ".wq_a." not in ours and ".q_norm." not in ours
-}
-NAMES_OF_FEED_FORWARD = {
-    ours: theirs for ours, theirs in dense.HF_NAMES.items() if ".feed_forward." in ours
-}
-NAMES_OF_ALL = {
-    ours: theirs
-    for ours, theirs in dense.HF_NAMES.items()
-    if ".attention." not in ours and ".feed_forward." not in ours
-}
+NAMES_OF_ATTENTION = deepseek_v3.NAMES_OF_QUERIES | deepseek_v3.NAMES_OF_LATENTS
+FIELDS = (
+    dense.with_defaults(
+        dim=2304, n_layers=27, n_heads=32, hidden_dim=9216, vocab_size=163840, norm_eps=1e-5
+    )
+    | deepseek_v3.FIELDS_OF_LATENTS
+    | {
+        "n_experts": ("num_experts", 256),
+        "experts_per_token": ("num_experts_per_token", 8),
+        "expert_dim": ("moe_intermediate_size", 1024),
+        "routed_scale": ("routed_scaling_factor", 2.446),
+        "max_seq_len": ("model_max_length", 1048576),
+    }
+)
 
 
 def hf_names(args: Args) -> dict[str, str]:
-    names = dense.hf_names(args, NAMES_OF_ALL)
+    names = dense.hf_names(args, dense.NAMES_OF_ALL)
     for number in range(args.n_layers):
-        table = NAMES_OF_ATTENTION if has_attention(args, number) else NAMES_OF_KDA
-        if number < args.n_dense_layers:
-            table = table | NAMES_OF_FEED_FORWARD
-        else:
-            table = table | NAMES_OF_MIXTURE
-        for ours, theirs in table.items():
-            names[ours.replace("*", str(number))] = theirs.replace("*", str(number))
+        mixer = NAMES_OF_ATTENTION if has_attention(args, number) else NAMES_OF_KDA
+        is_dense = number < args.n_dense_layers
+        rest = dense.NAMES_OF_FEED_FORWARD if is_dense else NAMES_OF_MIXTURE
+        names |= dense.of_layer(number, mixer | rest)
     return names
 
 
@@ -94,11 +87,9 @@ def hf_layouts(args: Args, there: Container[str]) -> dict[str, TensorLayout]:
 
 def kinds_of_layers(n_layers: int, interval: int) -> list[str]:
     """Return the kind of each layer, as transformers names it."""
-    kinds = []
-    for number in range(1, n_layers + 1):
-        is_attention = number % interval == 0 or number == n_layers
-        kinds.append("full_attention" if is_attention else "linear_attention")
-    return kinds
+    numbers = range(1, n_layers + 1)
+    see_all = (number % interval == 0 or number == n_layers for number in numbers)
+    return dense.layer_types(see_all, "linear_attention")
 
 
 def hf_config(args: Args) -> dict[str, Any]:
@@ -107,82 +98,55 @@ def hf_config(args: Args) -> dict[str, Any]:
     if args.tied_embeddings:
         raise ValueError("transformers' Kimi Linear ties no embeddings: its output would be random")
     kinds = kinds_of_layers(args.n_layers, args.attention_interval)
-    numbers: dict[str, list[int]] = {"full_attention": [], "linear_attention": []}
-    for number, kind in enumerate(kinds, 1):
-        numbers[kind].append(number)
-    mixtures = ["sparse"] * (args.n_layers - args.n_dense_layers)
-    return {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "num_hidden_layers": args.n_layers,
-        "first_k_dense_replace": args.n_dense_layers,
-        "mlp_layer_types": ["dense"] * args.n_dense_layers + mixtures,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_heads,
-        "q_lora_rank": None,
-        "kv_lora_rank": args.kv_rank,
-        "qk_nope_head_dim": args.nope_dim,
-        "qk_rope_head_dim": args.rope_dim,
-        "v_head_dim": args.value_dim,
-        "mla_use_nope": True,
-        "layer_types": kinds,
-        "linear_attn_config": {
-            "full_attn_layers": numbers["full_attention"],
-            "kda_layers": numbers["linear_attention"],
-            "num_heads": args.delta_heads,
-            "head_dim": args.delta_dim,
-            "short_conv_kernel_size": args.conv_width,
-        },
-        "linear_num_heads": args.delta_heads,
-        "linear_head_dim": args.delta_dim,
-        "linear_conv_kernel_dim": args.conv_width,
-        "intermediate_size": args.hidden_dim,
-        "num_experts": args.n_experts,
-        "num_experts_per_token": args.experts_per_token,
-        "moe_intermediate_size": args.expert_dim,
-        "num_shared_experts": args.n_shared_experts,
-        "num_expert_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": args.routed_scale,
-        "aux_loss_alpha": args.balance_loss,
-        "moe_layer_freq": 1,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-        "num_nextn_predict_layers": 0,
-        "vocab_size": args.vocab_size,
-        "pad_token_id": None,  # 163839 by default, which a small vocabulary lacks
-        "model_max_length": args.max_seq_len,
-        "rms_norm_eps": args.norm_eps,
-        "tie_word_embeddings": args.tied_embeddings,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+    numbers = {
+        kind: [number for number, own in enumerate(kinds, 1) if own == kind]
+        for kind in ("full_attention", "linear_attention")
     }
+    mixtures = ["sparse"] * (args.n_layers - args.n_dense_layers)
+    return (
+        dense.hf_numbers(args, FIELDS)
+        | FIXED
+        | {
+            "architectures": ["KimiLinearForCausalLM"],
+            "model_type": "kimi_linear",
+            "hidden_act": "silu",
+            "first_k_dense_replace": args.n_dense_layers,
+            "mlp_layer_types": ["dense"] * args.n_dense_layers + mixtures,
+            "num_key_value_heads": args.n_heads,
+            "layer_types": kinds,
+            "linear_attn_config": {
+                "full_attn_layers": numbers["full_attention"],
+                "kda_layers": numbers["linear_attention"],
+                "num_heads": args.delta_heads,
+                "head_dim": args.delta_dim,
+                "short_conv_kernel_size": args.conv_width,
+            },
+            "linear_num_heads": args.delta_heads,
+            "linear_head_dim": args.delta_dim,
+            "linear_conv_kernel_dim": args.conv_width,
+            "num_shared_experts": args.n_shared_experts,
+            "aux_loss_alpha": args.balance_loss,
+            "pad_token_id": None,  # 163839 by default, which a small vocabulary lacks
+            "tie_word_embeddings": args.tied_embeddings,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+        }
+    )
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
     """Read config.json; missing keys have KimiLinearConfig's defaults, but for the kinds of layers,
     which it must name."""
-    whole = dense.whole_number
-    n_layers = whole(config, "num_hidden_layers", 27, most=1000)
+    numbers = dense.numbers_of(config, FIELDS)
+    n_layers = numbers["n_layers"]
+    deepseek_v3.check_latents(config, numbers["n_heads"])
     return Args(
+        **numbers,
         **kda_from_hf(config),
-        **deepseek_v3.latents_from_hf(config, 32),
-        dim=whole(config, "hidden_size", 2304),
-        n_layers=n_layers,
         n_dense_layers=dense_layers_from_hf(config, n_layers),
         attention_interval=interval_from_hf(config, n_layers),
-        hidden_dim=whole(config, "intermediate_size", 9216),
-        n_experts=whole(config, "num_experts", 256),
-        experts_per_token=whole(config, "num_experts_per_token", 8),
-        expert_dim=whole(config, "moe_intermediate_size", 1024),
         n_shared_experts=int(config.get("num_shared_experts", 1)),
-        routed_scale=dense.real_number(config, "routed_scaling_factor", 2.446),
         balance_loss=float(config.get("aux_loss_alpha", 0.0)),
-        vocab_size=whole(config, "vocab_size", 163840),
-        norm_eps=dense.real_number(config, "rms_norm_eps", 1e-5),
-        max_seq_len=whole(config, "model_max_length", 1048576),
         tied_embeddings=dense.is_tied(config),
     )
 

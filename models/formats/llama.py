@@ -21,12 +21,9 @@ def hf_config(args: Args) -> dict[str, Any]:
             f"transformers refuses a Llama whose dim ({args.dim}) is no multiple of n_heads "
             f"({args.n_heads})"
         )
-    scaling = None
-    if args.rope_scaling:
-        scaling = {"rope_type": "llama3"} | args.rope_scaling
-        scaling["original_max_position_embeddings"] = scaling.pop("original_max_seq_len")
+    scaling = dense.hf_scaling("llama3", args.rope_scaling)
     names = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": False}
-    return names | dense.hf_fields(args, scaling)
+    return names | dense.hf_fields(args, scaling=scaling)
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
@@ -74,7 +71,7 @@ def args_from_meta(params: dict[str, Any], weights: dict[str, Tensor], files: in
     numbers = dense.check_heads(
         {
             "dim": dim,
-            "n_layers": whole_number(params, "n_layers", most=1000),
+            "n_layers": whole_number(params, "n_layers", most=dense.MOST_LAYERS),
             "n_heads": heads,
             "n_kv_heads": whole_number(params, "n_kv_heads", heads),
             "head_dim": dim // heads,

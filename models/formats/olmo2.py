@@ -1,5 +1,6 @@
 """Hugging Face's files of OLMo 2 and OLMo 3: Olmo2ForCausalLM and Olmo3ForCausalLM."""
 
+from functools import partial
 from typing import Any
 
 from models.family import Formats
@@ -7,32 +8,27 @@ from models.formats import dense
 from models.olmo2 import Args, has_window
 from models.yarn import mscale
 
-HF_NAMES = dense.HF_NAMES | {
-    "layers.*.attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
-    "layers.*.ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
-    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
-    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
-}
+HF_NAMES = (
+    dense.HF_NAMES
+    | dense.NAMES_OF_QK_NORMS
+    | {
+        "layers.*.attention_norm.weight": "model.layers.*.post_attention_layernorm.weight",
+        "layers.*.ffn_norm.weight": "model.layers.*.post_feedforward_layernorm.weight",
+    }
+)
 
 # By default, transformers would never update row 1 of the embedding, the padding of OLMo 1.
 NO_PADDING = {"pad_token_id": None}
 
-# Key of a rope_scaling -> the default of transformers. The length of queries and keys follows from
-# the factor.
-YARN = {"factor": None, "beta_fast": 32.0, "beta_slow": 1.0}
-KINDS = {"default": (), "yarn": (*YARN, dense.ORIGINAL, "attention_factor")}
-
-
-def hf_names(args: Args) -> dict[str, str]:
-    return dense.hf_names(args, HF_NAMES)
+# The length of queries and keys follows from the factor.
+KINDS = {"default": (), "yarn": (*dense.YARN, "attention_factor")}
 
 
 def hf_config(args: Args) -> dict[str, Any]:
-    scaling = None
-    if args.rope_scaling:
-        scaling = {"rope_type": "yarn"} | args.rope_scaling
-        scaling["original_max_position_embeddings"] = int(scaling.pop("original_max_seq_len"))
-    fields = dense.hf_fields(args, scaling) | NO_PADDING
+    scaling = dense.hf_scaling("yarn", args.rope_scaling)
+    if scaling:
+        scaling[dense.ORIGINAL] = int(scaling[dense.ORIGINAL])
+    fields = dense.hf_fields(args, scaling=scaling) | NO_PADDING
     if not args.window:
         return {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"} | fields
     unscaled = {"rope_type": "default", "rope_theta": args.rope_theta}
@@ -46,9 +42,7 @@ def hf_config(args: Args) -> dict[str, Any]:
 
 
 def layer_types(args: Args) -> list[str]:
-    """Return the type of each layer, as transformers names it."""
-    kinds = {True: "sliding_attention", False: "full_attention"}
-    return [kinds[has_window(args, number)] for number in range(args.n_layers)]
+    return dense.layer_types(not has_window(args, number) for number in range(args.n_layers))
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
@@ -104,10 +98,9 @@ def scaling_from_hf(rope: dict[str, Any]) -> dict[str, float] | None:
     dense.check_rope(rope, KINDS)
     if rope["rope_type"] == "default":
         return None
-    scaling = {key: dense.real_number(rope, key, default) for key, default in YARN.items()}
-    original = dense.real_number(rope, dense.ORIGINAL)
+    scaling = dense.yarn_from_hf(rope, dense.YARN)
     length = dense.real_number(rope, "attention_factor", mscale(scaling["factor"]))
-    return scaling | {"original_max_seq_len": original, "attention_factor": length}
+    return scaling | {"attention_factor": length}
 
 
 FORMATS = Formats(
@@ -116,6 +109,6 @@ FORMATS = Formats(
     hf_fixed=dense.HF_FIXED,
     hf_config=hf_config,
     args_from_hf=args_from_hf,
-    hf_names=hf_names,
+    hf_names=partial(dense.hf_names, table=HF_NAMES),
     hf_ignored=dense.hf_ignored,
 )

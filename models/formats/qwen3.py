@@ -8,14 +8,14 @@ from models.qwen3 import Args
 
 HF_FIXED = dense.HF_FIXED | {"use_sliding_window": False}
 
-QK_NORMS = {
-    "layers.*.attention.q_norm.weight": "model.layers.*.self_attn.q_norm.weight",
-    "layers.*.attention.k_norm.weight": "model.layers.*.self_attn.k_norm.weight",
+_OF_BLOCKS = dense.NAMES_OF_ALL | dense.NAMES_OF_ATTENTION | dense.NAMES_OF_QK_NORMS
+HF_NAMES = _OF_BLOCKS | dense.NAMES_OF_FEED_FORWARD
+HF_NAMES_OF_EXPERTS = _OF_BLOCKS | dense.NAMES_OF_MIXTURES
+FIELDS_OF_EXPERTS = {
+    "n_experts": ("num_experts", 128),
+    "experts_per_token": ("num_experts_per_tok", 8),
+    "expert_dim": ("moe_intermediate_size", 768),
 }
-HF_NAMES = dense.HF_NAMES | QK_NORMS
-HF_NAMES_OF_EXPERTS = {
-    ours: theirs for ours, theirs in HF_NAMES.items() if ".feed_forward." not in ours
-} | dense.HF_NAMES_OF_MIXTURES
 
 
 def hf_names(args: Args) -> dict[str, str]:
@@ -29,10 +29,7 @@ def hf_config(args: Args) -> dict[str, Any]:
     }
     if not args.n_experts:
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | fields
-    numbers = {
-        "num_experts": args.n_experts,
-        "num_experts_per_tok": args.experts_per_token,
-        "moe_intermediate_size": args.expert_dim,
+    numbers = dense.hf_numbers(args, FIELDS_OF_EXPERTS) | {
         "router_aux_loss_coef": args.balance_loss,
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
@@ -56,14 +53,11 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         raise ValueError(
             "norm_topk_prob is false: the weights of a token's experts must add up to 1"
         )
-    numbers = dense.numbers_from_hf(config, head_dim=None, kv_heads=4, context=32768)
+    if "num_experts" not in config:
+        config = config | {"num_experts": config.get("num_local_experts")}
     return Args(
-        **numbers,
-        n_experts=dense.whole_number(
-            config, "num_experts" if "num_experts" in config else "num_local_experts", 128
-        ),
-        experts_per_token=dense.whole_number(config, "num_experts_per_tok", 8),
-        expert_dim=dense.whole_number(config, "moe_intermediate_size", 768),
+        **dense.numbers_from_hf(config, head_dim=None, kv_heads=4, context=32768),
+        **dense.numbers_of(config, FIELDS_OF_EXPERTS),
         balance_loss=float(config.get("router_aux_loss_coef", 0.001)),
     )
 

@@ -28,9 +28,21 @@ NAMES_OF_DELTA_NET = qwen3_next.NAMES_OF_DELTA_NET | {
     "layers.*.attention.wb.weight": f"{_DELTA_NET}.in_proj_b.weight",
     "layers.*.attention.wa.weight": f"{_DELTA_NET}.in_proj_a.weight",
 }
-NAMES_OF_ALL = {
-    ours: theirs for ours, theirs in dense.HF_NAMES.items() if ".attention." not in ours
-}
+NAMES_OF_ALL = dense.NAMES_OF_ALL | dense.NAMES_OF_FEED_FORWARD
+FIELDS = (
+    dense.with_defaults(
+        dim=4096,
+        n_layers=32,
+        n_heads=16,
+        n_kv_heads=4,
+        head_dim=256,
+        hidden_dim=12288,
+        vocab_size=248320,
+        norm_eps=1e-6,
+        max_seq_len=32768,
+    )
+    | qwen3_next.FIELDS_OF_DELTA_NET
+)
 ROPE = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 
 
@@ -39,8 +51,7 @@ def hf_names(args: Args) -> dict[str, str]:
     for number in range(args.n_layers):
         attends = has_attention(args, number)
         table = qwen3_next.NAMES_OF_ATTENTION if attends else NAMES_OF_DELTA_NET
-        for ours, theirs in table.items():
-            names[ours.replace("*", str(number))] = theirs.replace("*", str(number))
+        names |= dense.of_layer(number, table)
     return names
 
 
@@ -67,51 +78,19 @@ def hf_ignored(args: Args) -> str:
 
 
 def hf_config(args: Args) -> dict[str, Any]:
-    """Return the fields of config.json."""
-    fields = dense.hf_fields(args)
-    share = args.rope_dim / args.head_dim
-    return fields | {
+    return qwen3_next.hybrid_fields(args, FIELDS) | {
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
-        "full_attention_interval": args.attention_interval,
-        "layer_types": qwen3_next.layer_types(args.n_layers, args.attention_interval),
-        "partial_rotary_factor": share,
-        "linear_num_key_heads": args.delta_key_heads,
-        "linear_num_value_heads": args.delta_value_heads,
-        "linear_key_head_dim": args.delta_key_dim,
-        "linear_value_head_dim": args.delta_value_dim,
-        "linear_conv_kernel_dim": args.conv_width,
-        "rope_parameters": fields["rope_parameters"] | {"partial_rotary_factor": share},
     }
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
     """Read config.json; missing keys have Qwen3_5TextConfig's defaults. Of text, the three parts of a
     rotary position are the same."""
-    whole = dense.whole_number
-    n_layers = whole(config, "num_hidden_layers", 32, most=1000)
     rope = {"partial_rotary_factor": 0.25} | dense.hf_rope(config)
     dense.check_rope(rope, {"default": ROPE})
-    numbers = dense.check_heads(
-        {
-            "n_heads": whole(config, "num_attention_heads", 16),
-            "n_kv_heads": whole(config, "num_key_value_heads", 4),
-            "head_dim": whole(config, "head_dim", 256),
-        }
-    )
     return Args(
-        **numbers,
-        **qwen3_next.delta_net_from_hf(config),
-        dim=whole(config, "hidden_size", 4096),
-        n_layers=n_layers,
-        attention_interval=qwen3_next.interval_from_hf(config, n_layers),
-        rope_dim=qwen3_next.rope_dim_from_hf(rope, numbers["head_dim"]),
-        hidden_dim=whole(config, "intermediate_size", 12288),
-        vocab_size=whole(config, "vocab_size", 248320),
-        rope_theta=dense.real_number(rope, "rope_theta"),
-        norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
-        max_seq_len=whole(config, "max_position_embeddings", 32768),
-        tied_embeddings=dense.is_tied(config),
+        **qwen3_next.hybrid_numbers(config, FIELDS, rope), tied_embeddings=dense.is_tied(config)
     )
 
 

@@ -10,27 +10,23 @@ from models.formats import dense
 from models.formats.layouts import Grouped
 from models.qwen3_next import Args, has_attention
 
-HF_FIXED = dense.HF_FIXED | {
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "attn_output_gate": True,
-    "use_sliding_window": False,
-}
+FIXED = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+HF_FIXED = (
+    dense.HF_FIXED
+    | FIXED
+    | {
+        "attn_output_gate": True,
+        "use_sliding_window": False,
+    }
+)
 
-_ATTENTION = "model.layers.*.self_attn"
 _DELTA_NET = "model.layers.*.linear_attn"
-_SHARED = "model.layers.*.mlp.shared_expert"
-NAMES_OF_ATTENTION = {
+NAMES_OF_ATTENTION = (
+    dense.NAMES_OF_ATTENTION
+    | dense.NAMES_OF_QK_NORMS
     # queries and their gates are one tensor there (`hf_layouts`), as are four and two below
-    "layers.*.attention.wq.weight": f"{_ATTENTION}.q_proj.weight",
-    "layers.*.attention.wg.weight": f"{_ATTENTION}.q_proj.weight",
-    "layers.*.attention.wk.weight": f"{_ATTENTION}.k_proj.weight",
-    "layers.*.attention.wv.weight": f"{_ATTENTION}.v_proj.weight",
-    "layers.*.attention.wo.weight": f"{_ATTENTION}.o_proj.weight",
-    "layers.*.attention.q_norm.weight": f"{_ATTENTION}.q_norm.weight",
-    "layers.*.attention.k_norm.weight": f"{_ATTENTION}.k_norm.weight",
-}
+    | {"layers.*.attention.wg.weight": "model.layers.*.self_attn.q_proj.weight"}
+)
 NAMES_OF_DELTA_NET = {
     "layers.*.attention.wq.weight": f"{_DELTA_NET}.in_proj_qkvz.weight",
     "layers.*.attention.wk.weight": f"{_DELTA_NET}.in_proj_qkvz.weight",
@@ -47,21 +43,39 @@ NAMES_OF_DELTA_NET = {
     "layers.*.attention.wo.weight": f"{_DELTA_NET}.out_proj.weight",
 }
 NAMES_OF_ALL = (
-    {
-        ours: theirs
-        for ours, theirs in dense.HF_NAMES.items()
-        if ".attention." not in ours and ".feed_forward." not in ours
-    }
-    | dense.HF_NAMES_OF_MIXTURES
-    | {
-        "layers.*.feed_forward.shared_experts.w1.weight": f"{_SHARED}.gate_proj.weight",
-        "layers.*.feed_forward.shared_experts.w3.weight": f"{_SHARED}.up_proj.weight",
-        "layers.*.feed_forward.shared_experts.w2.weight": f"{_SHARED}.down_proj.weight",
-        "layers.*.feed_forward.shared_gate.weight": "model.layers.*.mlp.shared_expert_gate.weight",
-    }
+    dense.NAMES_OF_ALL
+    | dense.NAMES_OF_MIXTURES
+    | dense.of_shared_experts("model.layers.*.mlp.shared_expert")
+    | {"layers.*.feed_forward.shared_gate.weight": "model.layers.*.mlp.shared_expert_gate.weight"}
 )
 
 
+FIELDS_OF_DELTA_NET: dense.Fields = {
+    "delta_key_heads": ("linear_num_key_heads", 16),
+    "delta_value_heads": ("linear_num_value_heads", 32),
+    "delta_key_dim": ("linear_key_head_dim", 128),
+    "delta_value_dim": ("linear_value_head_dim", 128),
+    "conv_width": ("linear_conv_kernel_dim", 4),
+}
+FIELDS = (
+    dense.with_defaults(
+        dim=2048,
+        n_layers=48,
+        n_heads=16,
+        n_kv_heads=2,
+        head_dim=256,
+        vocab_size=151936,
+        norm_eps=1e-6,
+        max_seq_len=32768,
+    )
+    | FIELDS_OF_DELTA_NET
+    | {
+        "n_experts": ("num_experts", 512),
+        "experts_per_token": ("num_experts_per_tok", 10),
+        "expert_dim": ("moe_intermediate_size", 512),
+        "shared_dim": ("shared_expert_intermediate_size", 512),
+    }
+)
 NAMES_OF_PREDICTION = {  # of the layer that predicts a further token, what others lack
     "token_norm.weight": "mtp.pre_fc_norm_embedding.weight",
     "hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
@@ -75,8 +89,7 @@ def hf_names(args: Args) -> dict[str, str]:
     names = dense.hf_names(replace(args, n_layers=layers), NAMES_OF_ALL)
     for number in range(layers):
         table = NAMES_OF_ATTENTION if has_attention(args, number) else NAMES_OF_DELTA_NET
-        for ours, theirs in table.items():
-            names[ours.replace("*", str(number))] = theirs.replace("*", str(number))
+        names |= dense.of_layer(number, table)
     if not args.mtp_depth:
         return names
     last = f"model.layers.{args.n_layers}."
@@ -129,62 +142,40 @@ def hf_ignored(args: Args) -> str:
 
 def layer_types(n_layers: int, interval: int) -> list[str]:
     """Return the type of each layer, as transformers names it."""
-    kinds = []
-    for number in range(n_layers):
-        is_attention = (number + 1) % interval == 0
-        kinds.append("full_attention" if is_attention else "linear_attention")
-    return kinds
+    see_all = (number % interval == 0 for number in range(1, n_layers + 1))
+    return dense.layer_types(see_all, "linear_attention")
 
 
 def hf_config(args: Args) -> dict[str, Any]:
     """Return the fields of config.json. transformers 5 reads `layer_types`; the hub's file and older
     readers have `full_attention_interval`. No layer uses intermediate_size. vLLM reads
     num_nextn_predict_layers, which the hub's file leaves out, as 1."""
-    share = args.rope_dim / args.head_dim
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta, "partial_rotary_factor": share}
-    return {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "num_hidden_layers": args.n_layers,
+    return (
+        hybrid_fields(args, FIELDS)
+        | FIXED
+        | {
+            "architectures": ["Qwen3NextForCausalLM"],
+            "model_type": "qwen3_next",
+            "num_nextn_predict_layers": args.mtp_depth,
+            "intermediate_size": args.shared_dim,
+            "router_aux_loss_coef": args.balance_loss,
+        }
+    )
+
+
+def hybrid_fields(args: Any, fields: dense.Fields) -> dict[str, Any]:
+    """Return the fields that Qwen3-Next and Qwen3.5 share, with these numbers."""
+    share = {"partial_rotary_factor": args.rope_dim / args.head_dim}
+    found = dense.hf_fields(args, fields) | share
+    return found | {
         "full_attention_interval": args.attention_interval,
         "layer_types": layer_types(args.n_layers, args.attention_interval),
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": args.n_kv_heads,
-        "head_dim": args.head_dim,
-        "partial_rotary_factor": share,
-        "linear_num_key_heads": args.delta_key_heads,
-        "linear_num_value_heads": args.delta_value_heads,
-        "linear_key_head_dim": args.delta_key_dim,
-        "linear_value_head_dim": args.delta_value_dim,
-        "linear_conv_kernel_dim": args.conv_width,
-        "num_experts": args.n_experts,
-        "num_experts_per_tok": args.experts_per_token,
-        "moe_intermediate_size": args.expert_dim,
-        "shared_expert_intermediate_size": args.shared_dim,
-        "num_nextn_predict_layers": args.mtp_depth,
-        "intermediate_size": args.shared_dim,
-        "router_aux_loss_coef": args.balance_loss,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "vocab_size": args.vocab_size,
-        "max_position_embeddings": args.max_seq_len,
-        "rms_norm_eps": args.norm_eps,
-        "rope_parameters": rope,
-        "rope_theta": args.rope_theta,
-        "rope_scaling": None,
-        "tie_word_embeddings": args.tied_embeddings,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        "rope_parameters": found["rope_parameters"] | share,
     }
 
 
 def args_from_hf(config: dict[str, Any]) -> Args:
     """Read config.json; missing keys have Qwen3NextConfig's defaults."""
-    whole = dense.whole_number
-    n_layers = whole(config, "num_hidden_layers", 48, most=1000)
     predictions = config.get("num_nextn_predict_layers", 1) or 0
     if predictions not in (0, 1):
         raise ValueError(
@@ -193,52 +184,30 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         )
     rope = {"partial_rotary_factor": 0.25} | dense.hf_rope(config)
     dense.check_rope(rope, {"default": ("partial_rotary_factor",)})
-    numbers = dense.check_heads(
-        {
-            "n_heads": whole(config, "num_attention_heads", 16),
-            "n_kv_heads": whole(config, "num_key_value_heads", 2),
-            "head_dim": whole(config, "head_dim", 256),
-        }
-    )
     return Args(
-        **numbers,
-        **delta_net_from_hf(config),
-        dim=whole(config, "hidden_size", 2048),
-        n_layers=n_layers,
-        attention_interval=interval_from_hf(config, n_layers),
-        rope_dim=rope_dim_from_hf(rope, numbers["head_dim"]),
-        n_experts=whole(config, "num_experts", 512),
-        experts_per_token=whole(config, "num_experts_per_tok", 10),
-        expert_dim=whole(config, "moe_intermediate_size", 512),
-        shared_dim=whole(config, "shared_expert_intermediate_size", 512),
+        **hybrid_numbers(config, FIELDS, rope),
         balance_loss=float(config.get("router_aux_loss_coef", 0.001)),
-        vocab_size=whole(config, "vocab_size", 151936),
-        rope_theta=dense.real_number(rope, "rope_theta"),
-        norm_eps=dense.real_number(config, "rms_norm_eps", 1e-6),
-        max_seq_len=whole(config, "max_position_embeddings", 32768),
         tied_embeddings=dense.is_tied(config),
         mtp_depth=int(predictions),
     )
 
 
-def delta_net_from_hf(config: dict[str, Any]) -> dict[str, int]:
-    """Return the numbers of the gated delta nets. Raises ValueError for heads that cannot be."""
-    whole = dense.whole_number
-    keys = whole(config, "linear_num_key_heads", 16)
-    values = whole(config, "linear_num_value_heads", 32)
-    key_dim = whole(config, "linear_key_head_dim", 128)
-    value_dim = whole(config, "linear_value_head_dim", 128)
+def hybrid_numbers(
+    config: dict[str, Any], fields: dense.Fields, rope: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the numbers that Qwen3-Next and Qwen3.5 share. rope: the rotary ones of config.json.
+    Raises ValueError for heads that cannot be."""
+    numbers = dense.numbers_of(config, fields)
+    keys, values, key_dim, value_dim, _ = (numbers[name] for name in FIELDS_OF_DELTA_NET)
     if values % keys or max(keys * key_dim, values * value_dim) > 2**24:
         raise ValueError(
             f"linear_num_key_heads is {keys} (of {key_dim}) and linear_num_value_heads {values} (of "
             f"{value_dim}): each key head must serve an equal group of value heads"
         )
-    return {
-        "delta_key_heads": keys,
-        "delta_value_heads": values,
-        "delta_key_dim": key_dim,
-        "delta_value_dim": value_dim,
-        "conv_width": whole(config, "linear_conv_kernel_dim", 4),
+    return numbers | {
+        "attention_interval": interval_from_hf(config, numbers["n_layers"]),
+        "rope_dim": rope_dim_from_hf(rope, numbers["head_dim"]),
+        "rope_theta": dense.real_number(rope, "rope_theta"),
     }
 
 
