@@ -80,20 +80,6 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, [*configs, *rest]
 
 
-def refuse(cfg: Config) -> None:
-    """Raise InputError for a model that is too large for this machine."""
-    import train  # here, because it imports torch
-
-    family, args = train.architecture(cfg)
-    size = family.parameters(args)
-    if size > MOST_PARAMETERS:
-        raise InputError(
-            f"the model has {size:,} parameters, and several copies of it are compared here: take "
-            f"at most {MOST_PARAMETERS:,} (--model.flavor=debug, or --model.n_layers=2 and a "
-            "smaller --model.dim)"
-        )
-
-
 def row(name: str, result: Parity) -> str:
     verdict = "equal" if result.first is None else "DIFFERENT"
     errors = "".join(f"{getattr(result, kind):11.1e}" for kind in ERRORS)
@@ -156,7 +142,7 @@ def compare_meshes(
 ) -> int:
     """Train on one process and on each mesh, print a row for each, and return the exit code."""
     tried, refused = meshes.those_that_fit(rest, given, flags.meshes, flags.ranks)
-    refuse(given)
+    meshes.refuse_larger(given, MOST_PARAMETERS, "several copies of it are compared here")
     code = properties_of(given, verdicts)
     from tools.parity.compare import compare
     from tools.parity.ranks import Failed, train_on
@@ -211,9 +197,10 @@ def entry(name: str, result: Parity) -> dict[str, Any]:
     return {"mesh": name, "equal": first is None, "first": first, **errors}
 
 
-def parity(argv: list[str]) -> int:
+@program.refuses
+def main(argv: list[str] | None = None) -> int:
     """Print the tables, and return the exit code."""
-    flags, rest = arguments(argv)
+    flags, rest = arguments(sys.argv[1:] if argv is None else argv)
     rest, given = resolved(flags, rest)
     verdicts: dict[str, list] = {"properties": [], "meshes": [], "left out": []}
     if flags.properties:
@@ -233,11 +220,6 @@ def write(file: str, verdicts: dict[str, list]) -> None:
         Path(file).write_text(json.dumps(verdicts, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise InputError(f"--json {file}: {error.strerror}") from None
-
-
-@program.refuses
-def main(argv: list[str] | None = None) -> int:
-    return parity(sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

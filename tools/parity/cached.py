@@ -3,13 +3,14 @@
 Shapes:  B rows   T tokens of a row
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+from numpy import s_
 from torch import Tensor, nn
 
 from parallelisms import cores
-from tools.parity.forwards import CPU, NotAsked, everything, outputs
+from tools.parity.forwards import CPU, NotAsked, outputs
 from tools.parity.outputs import Outputs, noting
 from tools.parity.tiny import LENGTH, Tiny
 from training.sample import KeyValueCache, Sampling, sample_stream
@@ -17,10 +18,6 @@ from training.sample import KeyValueCache, Sampling, sample_stream
 PIECES = ([LENGTH], [8, LENGTH - 8], [1] * LENGTH, [LENGTH // 2, 1, 2, LENGTH - LENGTH // 2 - 3])
 PROMPTS = ([3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3])
 NEW_TOKENS = 6
-
-
-def between(own: slice) -> Callable[[Tensor], Tensor]:
-    return lambda output: output[:, own]
 
 
 def cache(tiny: Tiny) -> str | None:
@@ -52,7 +49,7 @@ def differs_in_pieces(
             positions = positions[None]
         with noting(tiny.model, 1, length, tiny.limit) as seen:
             memory.forward(tokens[:, own], positions, nn.functional.linear)
-        moved = seen.first_moved(without, everything, between(own))
+        moved = seen.first_moved(without, ..., s_[:, own])
         if moved is not None:
             return (
                 f"{moved}: with a cache it returns other numbers for tokens {start} to "

@@ -4,6 +4,7 @@ built. Each function gets the tiny copy, and returns a failure in words, or None
 import math
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,11 +170,10 @@ def flops_of_attention(model: Any, tiny: Tiny, attention: list[Any]) -> float:
         widths = q.shape[-1] + v.shape[-1]
         found.append(6.0 * q.shape[2] * widths * core.spec.keys(LENGTH))
 
-    handles = [core.register_forward_pre_hook(count) for core in attention]
-    with torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
+        for core in attention:
+            hooks.enter_context(core.register_forward_pre_hook(count))
         in_training(model, tiny)
-    for handle in handles:
-        handle.remove()
     return sum(found)
 
 
@@ -193,11 +193,10 @@ def flops_of_states(model: Any, tiny: Tiny) -> tuple[float, dict[nn.Module, NoSt
         found.append(6.0 * numbers)
         without[core] = NoState(core, output.shape)
 
-    handles = [core.register_forward_hook(count) for core in states if cores.supports_spec(core)]
-    with torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
+        for core in filter(cores.supports_spec, states):
+            hooks.enter_context(core.register_forward_hook(count))
         in_training(model, tiny)
-    for handle in handles:
-        handle.remove()
     return sum(found), without
 
 

@@ -5,16 +5,18 @@ Shapes:  B rows   T tokens of a row   H query heads   K key/value heads   E head
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from numpy import s_
 from torch import Tensor
 
 from configs.schema import InputError
 from models.cores import ATTENTION, cores_in, kind_of
 from models.kernels.ruled_attention import masked_attention
 from parallelisms import cores
-from tools.parity.outputs import Outputs, distance, noting
+from tools.parity.outputs import Outputs, Part, distance, noting
 from tools.parity.recurrent import compared_with_parts
 from tools.parity.tiny import LENGTH, Tiny
 
@@ -47,32 +49,12 @@ def positions_of(lengths: Sequence[int]) -> Tensor:
     return torch.cat([torch.arange(length) for length in lengths])
 
 
-def changed(tokens: Tensor, part: tuple | slice | int, vocab: int) -> Tensor:
+def changed(tokens: Tensor, part: Part, vocab: int) -> Tensor:
     """Return tokens [B, T] of which those of this part are others."""
     other = tokens.clone()
     steps = torch.arange(other[part].numel()).view(other[part].shape) % (vocab - 1)
     other[part] = (other[part] + 1 + steps) % vocab
     return other
-
-
-def before(t: int) -> Callable[[Tensor], Tensor]:
-    return lambda output: output[:, :t]
-
-
-def since(t: int) -> Callable[[Tensor], Tensor]:
-    return lambda output: output[:, t:]
-
-
-def row(number: int) -> Callable[[Tensor], Tensor]:
-    return lambda output: output[number]
-
-
-def one_of(number: int) -> Callable[[Tensor], Tensor]:
-    return lambda output: output[number : number + 1]
-
-
-def everything(output: Tensor) -> Tensor:
-    return output
 
 
 # The properties -----------------------------------------------------------------------------------
@@ -82,7 +64,7 @@ def repeats(tiny: Tiny) -> str | None:
     """The same forward twice gives the same numbers."""
     tokens = tiny.tokens(2)
     first = outputs(tiny, tokens)
-    moved = first.first_moved(outputs(tiny, tokens), everything)
+    moved = first.first_moved(outputs(tiny, tokens))
     if moved is None:
         return None
     if moved.by != moved.by:
@@ -103,8 +85,8 @@ def sees_later(tiny: Tiny, places: Sequence[int], documents: Sequence[int]) -> s
     tokens = tiny.tokens(1)
     first = outputs(tiny, tokens, documents)
     for t in places:
-        other = changed(tokens, (slice(None), slice(t, t + 1)), tiny.args.vocab_size)
-        moved = first.first_moved(outputs(tiny, other, documents), before(t))
+        other = changed(tokens, s_[:, t], tiny.args.vocab_size)
+        moved = first.first_moved(outputs(tiny, other, documents), s_[:, :t])
         if moved is not None:
             where = " of a row of documents" if documents else ""
             return f"{moved}: token {t}{where} moves what this module returns for an earlier one"
@@ -122,8 +104,8 @@ def isolation(tiny: Tiny) -> str | None:
     ends = (DOCUMENTS[0], sum(DOCUMENTS[:2]))
     for number, end in enumerate(ends, 1):
         own = slice(end - DOCUMENTS[number - 1], end)
-        other = changed(tokens, (slice(None), own), tiny.args.vocab_size)
-        moved = first.first_moved(outputs(tiny, other, DOCUMENTS), since(end))
+        other = changed(tokens, s_[:, own], tiny.args.vocab_size)
+        moved = first.first_moved(outputs(tiny, other, DOCUMENTS), s_[:, end:])
         if moved is not None:
             return f"{moved}: document {number} of a row moves what this module returns for a later one"
     return depends_on_place(tiny, tokens, first)
@@ -133,7 +115,7 @@ def depends_on_place(tiny: Tiny, tokens: Tensor, packed: Outputs) -> str | None:
     """Compare the last document with the same one alone."""
     last = DOCUMENTS[-1]
     alone = outputs(tiny, tokens[:, -last:], (last,))
-    moved = packed.first_moved(alone, since(LENGTH - last), everything, ALONE)
+    moved = packed.first_moved(alone, s_[:, LENGTH - last :], ..., ALONE)
     if moved is None:
         return None
     return f"{moved}: what this module returns for a document depends on its place in a row"
@@ -149,12 +131,12 @@ def sees_neighbours(tiny: Tiny) -> str | None:
     tokens = tiny.tokens(3)
     first = outputs(tiny, tokens)
     for number, neighbour in ((0, 1), (2, 1), (1, 0)):
-        other = changed(tokens, (number, slice(None)), tiny.args.vocab_size)
-        moved = first.first_moved(outputs(tiny, other), row(neighbour))
+        other = changed(tokens, number, tiny.args.vocab_size)
+        moved = first.first_moved(outputs(tiny, other), neighbour)
         if moved is not None:
             return f"{moved}: a row of a batch moves what this module returns for another row"
     alone = outputs(tiny, tokens[1:2])
-    moved = first.first_moved(alone, one_of(1), everything)
+    moved = first.first_moved(alone, s_[1:2], ...)
     if moved is not None:
         return f"{moved}: a row alone gives other numbers than in a batch"
     return None
@@ -166,9 +148,9 @@ def sees_padding(tiny: Tiny) -> str | None:
     end = LENGTH - 6
     real = torch.arange(LENGTH).expand(2, LENGTH) < end
     first = outputs(tiny, tokens, real=real)
-    padded = changed(tokens, (slice(None), slice(end, LENGTH)), tiny.args.vocab_size)
+    padded = changed(tokens, s_[:, end:], tiny.args.vocab_size)
     for other in (outputs(tiny, padded, real=real), outputs(tiny, tokens)):
-        moved = first.first_moved(other, before(end))
+        moved = first.first_moved(other, s_[:, :end])
         if moved is not None:
             return f"{moved}: padding moves what this module returns for the tokens before it"
     return None
@@ -179,20 +161,15 @@ def attention(tiny: Tiny) -> str | None:
     a convolution, in parts, what they do of a whole row."""
     found: list[str] = []
     names = {module: name for name, module in tiny.model.named_modules()}
-    handles = []
     supporting = [core for core in cores_in(tiny.model) if cores.supports_spec(core)]
     if not supporting:
         raise NotAsked("no layer has a core with a spec")
-    for core in supporting:
-        compared = compared_with_spec if kind_of(core) == ATTENTION else compared_with_parts
-        hook = compared(names[core], tiny.limit, found)
-        handles.append(core.register_forward_hook(hook, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            tiny.model(tiny.tokens(2), torch.arange(LENGTH))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for core in supporting:
+            compared = compared_with_spec if kind_of(core) == ATTENTION else compared_with_parts
+            hook = compared(names[core], tiny.limit, found)
+            hooks.enter_context(core.register_forward_hook(hook, with_kwargs=True))
+        tiny.model(tiny.tokens(2), torch.arange(LENGTH))
     return found[0] if found else None
 
 

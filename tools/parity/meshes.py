@@ -9,15 +9,7 @@ from configs.load import ConfigError, as_given, load_config
 from configs.schema import Config, InputError
 from tools.overrides import with_options
 
-OPTIONS_OF = {
-    "fsdp": (),
-    "ddp": ("data_parallel_replicate",),
-    "tp": ("tensor_parallel",),
-    "pp": ("pipeline_parallel",),
-    "cp": ("context_parallel",),
-    "ep": ("expert_parallel",),
-}
-PART = re.compile(r"hsdp(\d+)x(\d+)|(fsdp|ddp|tp|pp|cp|ep)(\d+)")
+PART = r"hsdp(\d+)x(\d+)|(fsdp|ddp|tp|pp|cp|ep)(\d+)"
 # Tried unless the person names meshes; those with more than --ranks are left out, and so are those
 # that the configuration's rules refuse.
 USUAL = (
@@ -72,9 +64,9 @@ class MeshOfRanks:
             dimensions = [DIMENSION_OF[degree] for degree in row.degrees]
             if option not in NOT_KEPT and any(name in self.sizes for name in dimensions):
                 options[option] = ranks.written(value_of(given, option))
-        for dimension, size in self.sizes.items():
-            for option in OPTIONS_OF[dimension]:
-                options[f"parallelism.{option}"] = str(size)
+        for degree, dimension in DIMENSION_OF.items():
+            if dimension in self.sizes and dimension != "fsdp":  # which has the ranks that are left
+                options[f"parallelism.{degree}"] = str(self.sizes[dimension])
         return options
 
 
@@ -82,6 +74,19 @@ def value_of(cfg: Config, option: str) -> object:
     """Return the value of "table.key"."""
     table, _, key = option.partition(".")
     return getattr(getattr(cfg, table), key)
+
+
+def refuse_larger(cfg: Config, most: int, why: str) -> None:
+    """Raise InputError for a model with more parameters than this."""
+    import train  # here, because it imports torch
+
+    family, args = train.architecture(cfg)
+    size = family.parameters(args)
+    if size > most:
+        raise InputError(
+            f"the model has {size:,} parameters, and {why}: take at most {most:,} "
+            "(--model.flavor=debug, or --model.n_layers=2 and a smaller --model.dim)"
+        )
 
 
 def dropped(given: Config) -> list[str]:
@@ -98,24 +103,18 @@ def dropped(given: Config) -> list[str]:
 def parse(name: str, option: str = "--meshes") -> MeshOfRanks:
     """Parse the name of a mesh. Raises InputError for an unknown one. option: its source, for the
     message."""
+    if not re.fullmatch(f"({PART})(x({PART}))*", name):
+        raise InputError(
+            f"{option} {name}: not a mesh; a mesh is one or several of fsdp2, ddp2, hsdp2x2, "
+            "tp2, pp2, cp2 and ep2, joined by x, as in fsdp2xtp2"
+        )
     sizes: dict[str, int] = {}
-    rest = name
-    while rest:
-        part = PART.match(rest)
-        following = "" if part is None else rest[part.end() :]
-        joined = re.fullmatch(r"(x.+)?", following)
-        if part is None or not joined:
-            raise InputError(
-                f"{option} {name}: not a mesh; a mesh is one or several of fsdp2, ddp2, hsdp2x2, "
-                "tp2, pp2, cp2 and ep2, joined by x, as in fsdp2xtp2"
-            )
-        replicate, shard, dimension, size = part.groups()
+    for replicate, shard, dimension, size in re.findall(PART, name):
         found = {dimension: size} if dimension else {"ddp": replicate, "fsdp": shard}
         for key, number in found.items():
             if key in sizes or int(number) < 2:
                 raise InputError(f"{option} {name}: {key}{number} is 1 rank, or is given twice")
             sizes[key] = int(number)
-        rest = following[1:]
     return MeshOfRanks(name, sizes)
 
 

@@ -1,6 +1,7 @@
 """Find where a model that is given float64 computes in a narrower type, as `x.float()` makes it. Its
 numbers are rounded there, so they can be compared less closely."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -45,14 +46,9 @@ def narrow_module(model: nn.Module, tokens: Tensor) -> str | None:
     """Return the first module of a float64 model that computes in a narrower type; None if none does.
     tokens: int64 [B, T]."""
     mode = Narrowing()
-    handles = []
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(mode.begin(name)))
-        handles.append(module.register_forward_hook(mode.end))
-    try:
-        with torch.no_grad(), mode:
-            model(tokens, torch.arange(tokens.shape[1]))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), mode:
+        for name, module in model.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(mode.begin(name)))
+            hooks.enter_context(module.register_forward_hook(mode.end))
+        model(tokens, torch.arange(tokens.shape[1]))
     return mode.found[0] if mode.found else None

@@ -3,8 +3,9 @@
 Shapes:  B rows   T tokens of a row
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from models.moe import Experts
 
 MODEL = ""  # its name among its modules
+Part = Any  # an index of a tensor, as numpy.s_ makes it
 
 
 class Moved(NamedTuple):
@@ -60,22 +62,20 @@ class Outputs:
         return shaped.detach().to(torch.float64, copy=True)
 
     def first_moved(
-        self,
-        other: "Outputs",
-        part: Callable[[Tensor], Tensor],
-        of_other: Callable[[Tensor], Tensor] | None = None,
-        limit: float = 0.0,
+        self, other: "Outputs", part: Part = ..., of_other: Part | None = None, limit: float = 0.0
     ) -> Moved | None:
-        """Return the first module of which this part of the output, [B, T, features], differs from
-        that part of the other output; None where that of the model does not differ. So a module
-        whose results only a term sees, as those of multi-token prediction, may see later tokens."""
-        of_other = of_other or part
+        """Return the first module of which this part of the output, an index of [B, T, features],
+        differs from that part of the other output; None where that of the model does not differ. So
+        a module whose results only a term sees, as those of multi-token prediction, may see later
+        tokens."""
+        if of_other is None:
+            of_other = part
         first: Moved | None = None
         for name, output in self.by_name.items():
             theirs = other.by_name.get(name)
             if theirs is None or theirs.shape[-1] != output.shape[-1]:
                 continue
-            by = distance(part(output), of_other(theirs))
+            by = distance(output[part], theirs[of_other])
             is_moved = not by <= max(limit, self.limit)
             if is_moved and first is None:
                 first = Moved(name, by)
@@ -109,21 +109,12 @@ def noting(model: nn.Module, rows: int, length: int, limit: float) -> Iterator[O
     """Note the outputs of the forwards that are made inside of the context. Those of experts are
     left out: their rows are sorted by expert, and belong to no token."""
     seen = Outputs(rows, length, limit)
-    handles = []
-    for name, module in model.named_modules():
-        if not isinstance(module, Experts):
-            handles.append(module.register_forward_hook(note_of(seen, name)))
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
-
-def note_of(seen: Outputs, name: str) -> Callable[[nn.Module, Any, Any], None]:
-    """Return the hook of a module."""
-
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def hook(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         seen.add(name, output)
 
-    return hook
+    with ExitStack() as hooks:
+        for name, module in model.named_modules():
+            if not isinstance(module, Experts):
+                hooks.enter_context(module.register_forward_hook(partial(hook, name)))
+        yield seen

@@ -76,7 +76,7 @@ def copy_of(family: Family, configured: Any, of_lora: Lora) -> Tiny:
     """Return the tiny copy of a model. family: `models/lora.py::adapted`, if there are adapters.
     Raises InputError where the family's own toy cannot be built."""
     try:
-        with on_meta():
+        with torch.device("meta"):
             args = shrunk(family, configured)
         model = built(family, args, of_lora).to(torch.float64)
     except InputError:
@@ -104,13 +104,6 @@ def narrow_in(model: nn.Module, tokens: Tensor) -> str | None:
 
 
 @contextmanager
-def on_meta() -> Iterator[None]:
-    """Build without memory, inside of the context."""
-    with torch.device("meta"):
-        yield
-
-
-@contextmanager
 def one_thread() -> Iterator[None]:
     """Compute with one thread, inside of the context: on a busy machine the threads of a product of a
     few numbers wait for each other much longer than it takes."""
@@ -124,7 +117,7 @@ def one_thread() -> Iterator[None]:
 
 def built(family: Family, args: Any, of_lora: Lora) -> Any:
     """Return the model on `meta`, with the adapters of the run."""
-    with on_meta():
+    with torch.device("meta"):
         model = family.build(args)
         if of_lora.rank:
             lora.add(model, of_lora)

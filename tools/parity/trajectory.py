@@ -9,9 +9,10 @@ Shapes:  A microbatches   b sequences of a microbatch   t this rank's tokens of 
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -142,7 +143,6 @@ def whole_gradients(job: train.Job) -> dict[str, np.ndarray]:
 def noting(job: train.Job, seen: Notes) -> Iterator[None]:
     """Note the outputs of modules, and the gradients before and after clipping, of the step that is made
     meanwhile."""
-    hooks = note_outputs(job.model, seen)
     clip = train.clip_grad_norm
 
     def note_gradients(*args: Any) -> Tensor:
@@ -151,14 +151,11 @@ def noting(job: train.Job, seen: Notes) -> Iterator[None]:
         seen.clipped = whole_gradients(job)
         return norm
 
-    train.clip_grad_norm = note_gradients
-    try:
+    with mock.patch.object(train, "clip_grad_norm", note_gradients), ExitStack() as hooks:
+        for handle in note_outputs(job.model, seen):
+            hooks.enter_context(handle)
         yield
-    finally:
-        train.clip_grad_norm = clip
-        for handle in hooks:
-            handle.remove()
-        seen.outputs = dict(seen.outputs)
+    seen.outputs = dict(seen.outputs)
 
 
 def add(result: train.StepResult, job: train.Job, seen: Notes) -> None:
