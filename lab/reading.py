@@ -39,7 +39,6 @@ DENSE = 30
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 BRANCHES = (ast.If, ast.IfExp, ast.For, ast.While, ast.Try, ast.comprehension, ast.BoolOp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class Reading(NamedTuple):
@@ -48,10 +47,6 @@ class Reading(NamedTuple):
     tokens: int = 0
     lines: int = 0  # that have a token
     dense: int = 0  # lines of DENSE tokens or more
-    statements: int = 0  # assignments
-    parallel: int = 0  # assignments of several values to several names at once
-    comprehensions: int = 0
-    nested: int = 0  # comprehensions inside another one
     branches: int = 0  # of the function that has the most
 
     def __add__(self, other: "Reading") -> "Reading":
@@ -82,33 +77,14 @@ def branches(function: ast.AST) -> int:
     return count
 
 
-def is_parallel(node: ast.AST) -> bool:
-    return (
-        isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.value, ast.Tuple)
-    )
-
-
-def is_nested(node: ast.AST) -> bool:
-    if not isinstance(node, COMPREHENSIONS):
-        return False
-    inside = [child for child in ast.walk(node) if child is not node]
-    return any(isinstance(child, COMPREHENSIONS) for child in inside)
-
-
 def read(source: str) -> Reading:
     by_line = tokens_by_line(source)
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = ast.walk(ast.parse(source))
     functions = [node for node in nodes if isinstance(node, FUNCTIONS)]
     return Reading(
         tokens=sum(by_line.values()),
         lines=len(by_line),
         dense=sum(count >= DENSE for count in by_line.values()),
-        statements=sum(isinstance(node, ast.Assign) for node in nodes),
-        parallel=sum(map(is_parallel, nodes)),
-        comprehensions=sum(isinstance(node, COMPREHENSIONS) for node in nodes),
-        nested=sum(map(is_nested, nodes)),
         branches=max(map(branches, functions), default=0),
     )
 
@@ -133,23 +109,18 @@ def main(argv: list[str] | None = None) -> None:
     names = parser.parse_args(argv).paths
     for name in names:
         check_source(parser, name)
-    columns = f"{'tokens':>8}{'lines':>7}{'dense':>7}{'parallel':>10}{'nested':>8}{'branches':>10}"
-    print(f"{'':28}{columns}")
+    print(f"{'':28}{'tokens':>8}{'lines':>7}{'dense':>7}{'branches':>10}")
     total = Reading()
     for name in names:
         of_file = read_file(name)
         total += of_file
         print(_row(name, of_file))
     print(_row(number_of(len(names), "file"), total))
-    per_thousand = 1000 * total.comprehensions / max(total.lines, 1)
     print(f"lines with {DENSE} tokens or more: {total.dense_share:.1%}")
-    print(f"parallel assignments: {total.parallel / max(total.statements, 1):.1%} of assignments")
-    print(f"comprehensions: {per_thousand:.0f} per 1,000 lines")
 
 
 def _row(name: str, r: Reading) -> str:
-    numbers = f"{r.tokens:8,}{r.lines:7,}{r.dense:7}{r.parallel:10}{r.nested:8}{r.branches:10}"
-    return f"{name:28}{numbers}"
+    return f"{name:28}{r.tokens:8,}{r.lines:7,}{r.dense:7}{r.branches:10}"
 
 
 if __name__ == "__main__":

@@ -590,8 +590,6 @@ def test_negative_control_density_is_counted():
     quiet = "x = (\n" + "".join(f"    + {name}\n" for name in "abcdefghijklmnopq") + ")\n"
     assert reading.read(quiet).dense == 0
     assert reading.read('"""Many words."""\n# and more\nx = 1\n').tokens == 3
-    nested = "[[a for a in b] for b in c]\na, b = 1, 2\na, b = c\n"
-    assert reading.read(nested)[4:7] == (1, 2, 1)
     source = "def f(x):\n    if x:\n        return [a for a in x if a]\n"
     assert reading.read(source).branches == 2
 

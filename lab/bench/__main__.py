@@ -17,7 +17,6 @@ BENCHES = {
     "device.measure": "rates of this device, steps of 8B's layers",
     "device.planned": "planned memory and time against those of real steps; long sequences",
     "plan": "plans against published runs",
-    "restart": "seconds from the death of a rank to the next step, with and without standby",
     "tasks": "task scores of a model against lm-evaluation-harness's",
 }
 FILES = {"plan": "published"}  # where the module is not called as the benchmark

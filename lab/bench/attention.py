@@ -62,18 +62,14 @@ def measure(shape: str, rounds: int) -> tuple[list[list[str]], str]:
     """Return the rows of a shape, and its fastest kernel, forward and backward together."""
     names = ["ours", "pytorch"]
     if DEVICE == "cuda":
-        names = [
-            "auto",
-            "flash",
-            *(["flash3"] if find_spec("flash_attn_interface") else []),
-            "cudnn",
-        ]
+        flash3 = ["flash3"] if find_spec("flash_attn_interface") else []
+        names = ["auto", "flash", *flash3, "cudnn"]
     batch, heads, _, tokens, size = map(int, shape.split(","))
     rows = [[shape.replace(",", ", "), name] for name in names]
     together = dict.fromkeys(names, 0.0)
     for part, matmuls in ("forward", 2), ("backward", 5):
         one = ["-m", "lab.bench", "attention", f"--shapes={shape}", f"--part={part}"]
-        seconds, _ = isolated.timed({name: [*one, f"--one={name}"] for name in names}, rounds)
+        seconds = isolated.timed({name: [*one, f"--one={name}"] for name in names}, rounds)
         # half of 2 * T * T * E for each matmul: it is causal
         flops = matmuls * batch * heads * tokens**2 * size
         for row, name in zip(rows, names):
@@ -115,15 +111,6 @@ def main() -> None:
     )
     if DEVICE == "cuda":
         notes += " On a GPU that is the value for training.attention."
-    last = "PyTorch's" if DEVICE == "cpu" else "cuDNN's"
-    columns = [
-        "B, H, K, T, E",
-        "kernel",
-        "forward",
-        "GFLOP/s",
-        f"to {last}",
-        "backward",
-        "GFLOP/s",
-        f"to {last}",
-    ]
+    last = "to PyTorch's" if DEVICE == "cpu" else "to cuDNN's"
+    columns = ["B, H, K, T, E", "kernel", "forward", "GFLOP/s", last, "backward", "GFLOP/s", last]
     harness.report("Causal attention", columns, rows, notes, args.json)

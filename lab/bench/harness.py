@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from configs.cpu import bfloat16_is_fast
 
@@ -81,14 +82,19 @@ def matmul(dtype: torch.dtype, device: torch.device) -> tuple[Callable[[], None]
     return lambda: torch.mm(a, b), 2.0 * n**3
 
 
+def printed(command: list[str], **how: Any) -> str:
+    """Run a command to its end and return what it printed. Raises RuntimeError with its last output."""
+    ended = subprocess.run(command, capture_output=True, text=True, **how)
+    if ended.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {(ended.stdout + ended.stderr)[-2000:]}")
+    return ended.stdout
+
+
 def child(bench: str, *args: str) -> dict:
     """Run `python -m lab.bench BENCH args` and return its last line of JSON. It is a separate process,
-    so that what it measures of memory is its own. Raises RuntimeError with its last output."""
+    so that what it measures of memory is its own. Raises RuntimeError."""
     command = [sys.executable, "-m", "lab.bench", bench, *args]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    if ended.returncode:
-        raise RuntimeError(f"{bench} {' '.join(args)}: {ended.stderr[-2000:]}")
-    return json.loads(ended.stdout.strip().splitlines()[-1])
+    return json.loads(printed(command).strip().splitlines()[-1])
 
 
 def end_with_parent() -> None:
@@ -101,17 +107,13 @@ def end_with_parent() -> None:
 def machine() -> dict[str, str]:
     """Describe the machine for a reader of the figures: processor or GPU, threads, versions, commit
     (without git a hash of the sources)."""
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        cpu = next(
-            (
-                line.split(":", 1)[1].strip()
-                for line in cpuinfo.read_text().splitlines()
-                if "model name" in line
-            ),
-            cpu,
-        )
+    # it imports all of training, which not every benchmark needs
+    from tools.preflight.machine import device_table
+
+    is_gpu = torch.cuda.is_available()
+    at = torch.cuda.current_device() if is_gpu else None
+    device = device_table(torch.device("cuda" if is_gpu else "cpu", at))
+    gpu = {"driver": device["driver"] or "unknown", "CUDA": str(torch.version.cuda)}
     units = [
         name
         for name, probe in (
@@ -120,43 +122,24 @@ def machine() -> dict[str, str]:
         )
         if getattr(torch.cpu, probe, lambda: False)()
     ]
-    gpu = {}
-    if torch.cuda.is_available():
-        # it imports all of training, which not every benchmark needs
-        from tools.preflight.machine import nvidia_smi
-
-        driver = nvidia_smi(torch.device("cuda", torch.cuda.current_device()), "driver_version")[0]
-        gpu = {"driver": driver or "unknown", "CUDA": str(torch.version.cuda)}
     return {
-        "device": torch.cuda.get_device_name()
-        if gpu
-        else f"{cpu} ({', '.join(units) or 'no bf16 units'})",
+        "device": device["name"]
+        if is_gpu
+        else f"{device['name']} ({', '.join(units) or 'no bf16 units'})",
         "threads": str(torch.get_num_threads()),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        **gpu,
+        **(gpu if is_gpu else {}),
         "commit": code()["commit"][:7] or f"sources {source_hash()}",
     }
 
 
-def table(
-    title: str,
-    columns: list[str],
-    rows: list[list[str]],
-    notes: str = "",
-    about: dict[str, str] | None = None,
-) -> str:
-    """Markdown: a heading, the machine, the rows. about: the machine, if it is not this one now."""
-    about = ", ".join(f"{k} {v}" for k, v in (about or machine()).items())
-    lines = [
-        f"### {title}",
-        "",
-        f"{about}. {notes}".rstrip(),
-        "",
-        "| " + " | ".join(columns) + " |",
-    ]
-    lines += ["|" + "|".join(" --- " for _ in columns) + "|"]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+def table(title: str, columns: list[str], rows: list[list[str]], notes: str = "") -> str:
+    """Markdown: a heading, the machine, the rows."""
+    about = ", ".join(f"{name} {value}" for name, value in machine().items())
+    lines = [" | ".join(row) for row in (columns, ["---"] * len(columns), *rows)]
+    table = "\n".join(f"| {line} |" for line in lines)
+    return f"### {title}\n\n{about}. {notes}".rstrip() + f"\n\n{table}"
 
 
 def report(

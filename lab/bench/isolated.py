@@ -1,8 +1,8 @@
 """Run contenders in separate processes, in turn: each has its own memory and allocator.
 
-All are started at once, because they may have to compile. Each prints {} when it is ready,
-answers each line that it reads with the seconds of one call, and ends with facts about itself. One
-that dies, or takes too long, is left out of the rest, with its last output as the reason.
+All are started at once, because they may have to compile. Each prints {} when it is ready, and
+answers each line that it reads by a line of JSON. One that dies, or takes too long, is left out of
+the rest, with its last output as the reason.
 """
 
 import json
@@ -13,23 +13,16 @@ import tempfile
 import time
 from collections.abc import Callable
 
-import torch
-
 from lab.bench.harness import alternate, end_with_parent
-from training.metrics import memory_gib
 
-END = "end"
 LATE = "no answer in time"
 PATIENCE = 900.0  # seconds
 
 
 class Contender:
-    """Contender in one process. facts: what it printed last; seconds: of each round; why: the reason
-    of its failure, "" without one."""
+    """Contender in one process. why: the reason of its failure, "" without one."""
 
     def __init__(self, arguments: list[str]) -> None:
-        self.facts: dict = {}
-        self.seconds: list[float] = []
         self.why = ""
         self.unread = b""
         self.log = tempfile.TemporaryFile("w+")
@@ -82,45 +75,28 @@ class Contender:
         print(self.why, "\n", "\n".join(lines[-30:]), file=sys.stderr, flush=True)
 
 
-def timed(
-    contenders: dict[str, list[str]], rounds: int
-) -> tuple[dict[str, list[float]], dict[str, dict]]:
-    """Start all (arguments of python) at once, and time them in turn when all are ready.
-
-    Returns the seconds and the facts of each, after a round that does not count. Raises
-    RuntimeError if one of them fails."""
+def timed(contenders: dict[str, list[str]], rounds: int) -> dict[str, list[float]]:
+    """Start all (arguments of python) at once, and time them in turn when all are ready. Returns the
+    seconds of each, after a round that does not count. Raises RuntimeError if one of them fails."""
     running = {name: Contender(words) for name, words in contenders.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     deadline = time.monotonic() + PATIENCE
     for contender in running.values():
         contender.answer(deadline)
     for _ in range(1 + rounds):
-        for contender in running.values():
+        for name, contender in running.items():
             contender.ask("")
-            answer = contender.answer(time.monotonic() + PATIENCE)
-            contender.seconds += [answer["seconds"]] if answer else []
-    for contender in running.values():
-        contender.ask(END)
-        contender.facts |= contender.answer(time.monotonic() + PATIENCE)
+            seconds[name] += contender.answer(time.monotonic() + PATIENCE).values()
     for name, contender in running.items():
         if contender.why:
             raise RuntimeError(f"{name}: {contender.why}")
         contender.process.communicate()
-    seconds = {name: contender.seconds[1:] for name, contender in running.items()}
-    return seconds, {name: contender.facts for name, contender in running.items()}
+    return {name: found[1:] for name, found in seconds.items()}
 
 
-def serve(run: Callable[[], object], last: Callable[[], dict] = dict) -> None:
-    """Serve the other end of `timed`. The first call compiles, and is not timed. The facts at the
-    end begin with the peak GiB of the calls."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # of what building took
-        torch.cuda.reset_peak_memory_stats()
+def serve(run: Callable[[], object]) -> None:
+    """Serve the other end of `timed`. The first call compiles, and is not timed."""
     run()
     print("{}", flush=True)
-    for line in sys.stdin:
-        if line.strip() == END:
-            gib = memory_gib(device)
-            print(json.dumps({"gib": gib, **last()}), flush=True)
-            return
+    for _ in sys.stdin:
         print(json.dumps({"seconds": alternate({"": run}, 1, 0)[""][0]}), flush=True)

@@ -127,22 +127,32 @@ def one(options: list[str], rounds: int) -> dict:
         idle = idle_share(*kernel_times(step))
     tokens = t.global_batch_size * t.seq_len
     seconds_per_step = statistics.median(timed["step"])
-    family, args = train.architecture(job.cfg)
-    flops = family.flops_per_token(args, t.seq_len) * tokens / seconds_per_step / job.mesh.size
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    peak = peak_flops(name, dtype=dtype)
+    flops, mfu = rate(job, seconds_per_step)
     return {
         "seconds": seconds_per_step,
         "fastest": min(timed["step"]),
         "tokens_per_second": tokens / seconds_per_step,
         "gflops": flops / 1e9,
         "product_gflops": matmul_flops / statistics.median(timed["matmul"]) / 1e9,
-        "mfu": flops / peak if peak else None,
+        "mfu": mfu,
         "memory_gib": memory,
         "live_gib": live,
         "idle": idle,
         "sections": {name: seconds[name] / rounds for name in SECTIONS},
     }
+
+
+def rate(job: train.Job, seconds: float) -> tuple[float, float | None]:
+    """Return FLOP/s of a GPU in steps of so many seconds, and their share of the data sheet's; None
+    if it has none."""
+    t = job.cfg.training
+    family, args = train.architecture(job.cfg)
+    tokens = t.global_batch_size * t.seq_len
+    flops = family.flops_per_token(args, t.seq_len) * tokens / seconds / job.mesh.size
+    device = job.mesh.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    peak = peak_flops(name, dtype=dp.param_dtype(t, device))
+    return flops, flops / peak if peak else None
 
 
 def row(name: str, seen: dict) -> list[str]:

@@ -161,20 +161,10 @@ def torch_version() -> str:
 
 def commit() -> str:
     """Return this checkout's commit, with "+" where files differ from it."""
-    head = ["git", "-C", str(ROOT), "rev-parse", "--short=12", "HEAD"]
-    changed = [
-        "git",
-        "-C",
-        str(ROOT),
-        "status",
-        "--porcelain",
-        "-uno",
-        "--",
-        ".",
-        ":!lab",
-        ":!docs",
-    ]
-    answers = [
-        subprocess.run(c, capture_output=True, text=True, check=False) for c in (head, changed)
-    ]
-    return answers[0].stdout.strip() + ("+" if answers[1].stdout.strip() else "")
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(ROOT), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+    changed = git("status", "--porcelain", "-uno", "--", ".", ":!lab", ":!docs")
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")

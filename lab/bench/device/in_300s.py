@@ -47,29 +47,20 @@ PRESET = ROOT / "configs" / "qwen3_300s.toml"
 COMPILING = 11  # steps that do not count (autoresearch's train.py)
 MEASURED = 20  # steps that say how long one takes
 BYTES_PER_TOKEN = 4  # about; no more is validated on than there is
-# autoresearch's summary: what it prints, and our name
-SUMMARY = {
-    "val_bpb": "bits_per_byte",
-    "training_seconds": "seconds",
-    "mfu_percent": "mfu_percent",
-    "peak_vram_mb": "peak_mib",
-    "total_tokens_M": "millions_of_tokens",
-    "num_steps": "steps",
-}
 TRAINERS = ["plumbline", "autoresearch"]
-COLUMNS = [
-    "trainer",
-    "seed",
-    "bits per byte",
-    "steps",
-    "tokens",
-    "epochs",
-    "tokens/s",
-    "MFU",
-    "peak GiB",
-    "W",
-    "MHz",
-]
+COLUMNS = {  # title -> how a run's number of this name is written, and the name
+    "trainer": ("{}", "trainer"),
+    "seed": ("{}", "seed"),
+    "bits per byte": ("{:.4f}", "bits_per_byte"),
+    "steps": ("{:,}", "steps"),
+    "million tokens": ("{:,.2f}", "millions_of_tokens"),
+    "epochs": ("{:.1f}", "epochs"),
+    "tokens/s": ("{:,.0f}", "tokens_per_second"),
+    "MFU": ("{:.1%}", "mfu"),
+    "peak GiB": ("{:.2f}", "peak_gib"),
+    "W": ("{:.0f}", "watts"),
+    "MHz": ("{:.0f}", "mhz"),
+}
 LOOK_SECONDS = 5.0  # between two looks at a GPU's power and clock
 
 
@@ -98,19 +89,12 @@ def watched() -> Iterator[dict[str, float]]:
             medians[name] = statistics.median(numbers)
 
 
-def records(path: Path) -> list[dict]:
-    """Return the metrics of a run."""
-    lines = (path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def training(folder: Path, options: list[str]) -> list[dict]:
     """Run the preset into a new folder. Returns its metrics. Raises RuntimeError with its output."""
     command = [sys.executable, "-m", "train", str(PRESET), f"--run.folder={folder}", *options]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if ended.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {(ended.stdout + ended.stderr)[-2000:]}")
-    return records(folder)
+    harness.printed(command, cwd=ROOT)
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def steps_of(metrics: list[dict]) -> list[dict]:
@@ -193,31 +177,23 @@ def rivals(args: argparse.Namespace, work: Path, seed: int) -> dict:
     home = work / f"home-{digest(args.text)}-{digest(args.held_out)}"
     home.mkdir(exist_ok=True)
     its_own = {"HOME": str(home), "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    ended = subprocess.run(
-        command, cwd=work, env=os.environ | its_own, capture_output=True, text=True
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{args.rival}: {(ended.stdout + ended.stderr)[-2000:]}")
-    return summary_of(ended.stdout)
+    return summary_of(harness.printed(command, cwd=work, env=os.environ | its_own))
 
 
 def summary_of(printed: str) -> dict:
     """Return the numbers that autoresearch prints at its end, by our names."""
-    found = {
-        ours: float(value)
-        for theirs, ours in SUMMARY.items()
-        for value in re.findall(rf"^{theirs}:\s+([\d.]+)", printed, re.M)
-    }
-    tokens = found["millions_of_tokens"] * 1e6
-    counted = tokens * (1 - (COMPILING / found["steps"]))
+    lines = re.findall(r"^(\w+):\s+([\d.]+)", printed, re.M)
+    found = {name: float(value) for name, value in lines}
+    steps = int(found["num_steps"])
+    tokens = found["total_tokens_M"] * 1e6
     return {
-        "bits_per_byte": found["bits_per_byte"],
-        "seconds": found["seconds"],
-        "steps": int(found["steps"]),
+        "bits_per_byte": found["val_bpb"],
+        "seconds": found["training_seconds"],
+        "steps": steps,
         "tokens": tokens,
         "epochs": float(re.findall(r"epoch: (\d+)", printed)[-1]),  # the one that it is in
-        "tokens_per_second": counted / found["seconds"],
-        "peak_gib": found["peak_mib"] / 1024,
+        "tokens_per_second": tokens * (1 - COMPILING / steps) / found["training_seconds"],
+        "peak_gib": found["peak_vram_mb"] / 1024,
         "mfu": found["mfu_percent"] / 100,
     }
 
@@ -237,21 +213,10 @@ def prepare(args: argparse.Namespace, work: Path) -> Path:
     return folder
 
 
-def row(trainer: str, seed: int, found: dict) -> list[str]:
+def row(run: dict) -> list[str]:
     """Return a line of the table."""
-    return [
-        trainer,
-        str(seed),
-        f"{found['bits_per_byte']:.4f}",
-        f"{found['steps']:,}",
-        f"{found['tokens'] / 1e6:,.2f}M",
-        f"{found['epochs']:.1f}",
-        f"{found['tokens_per_second']:,.0f}",
-        f"{found['mfu']:.1%}" if "mfu" in found else "-",
-        f"{found['peak_gib']:.2f}",
-        f"{found['watts']:.0f}" if "watts" in found else "-",
-        f"{found['mhz']:.0f}" if "mhz" in found else "-",
-    ]
+    run = run | {"millions_of_tokens": run["tokens"] / 1e6}
+    return [how.format(run[name]) if name in run else "-" for how, name in COLUMNS.values()]
 
 
 def main() -> None:
@@ -321,6 +286,5 @@ def report(args: argparse.Namespace, done: list[dict], took: float) -> None:
     )
     if not args.rival:
         notes += " Without --rival: ours alone."
-    rows = [row(run["trainer"], run["seed"], run) for run in done]
     title = "What is learned in the time"
-    harness.report(title, COLUMNS, rows, notes, args.json, numbers={"runs": done})
+    harness.report(title, list(COLUMNS), list(map(row, done)), notes, args.json, {"runs": done})

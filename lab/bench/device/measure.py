@@ -28,7 +28,6 @@ from models.kernels.causal_attention import causal_attention
 from models.kernels.document_attention import Documents, document_attention
 from parallelisms.mesh import close_mesh
 from tools.plan.device import MEMORY_EFFICIENCY, Device, known_device, measure_cpu
-from tools.plan.plan import PlanInputs, make_plan
 from tools.preflight.machine import best
 from training.metrics import peak_flops
 
@@ -225,7 +224,7 @@ def one_step(name: str) -> dict:
         options.append(f"--model.n_layers={layers_that_fit(options)}")
     seen = sections.one(options, ROUNDS[KIND])
     close_mesh()
-    planned = planned_gib(options)
+    planned = ask_plan(options)["live"]
     layers = train.architecture(load_config(options))[1].n_layers
     row = [*sections.row(name if GPU else f"{name} (small)", seen), str(layers), f"{planned:.2f}"]
     columns = [*sections.COLUMNS, "layers", "plan GiB"]
@@ -245,7 +244,11 @@ def layers_that_fit(options: list[str]) -> int:
     """Return how many layers of these options one GPU's memory holds, by the
     plan, which adds the allocator's waste. Raises InputError if not even one fits."""
     room = torch.cuda.mem_get_info()[1] / 2**30
-    return most_layers(room, lambda layers: needed_gib([*options, f"--model.n_layers={layers}"]))
+
+    def needed(layers: int) -> float:
+        return ask_plan([*options, f"--model.n_layers={layers}"])["needed"]
+
+    return most_layers(room, needed)
 
 
 def most_layers(room: float, needed: Callable[[int], float]) -> int:
@@ -261,30 +264,13 @@ def most_layers(room: float, needed: Callable[[int], float]) -> int:
     return layers
 
 
-def planned_gib(options: list[str]) -> float:
-    """GiB of tensors that the plan expects to live at one time."""
-    return ask_plan(options)["live"]
-
-
-def needed_gib(options: list[str]) -> float:
-    """Return that memory with the allocator's waste and CUDA's context."""
-    return ask_plan(options)["needed"]
-
-
 def ask_plan(options: list[str]) -> dict:
-    """Plan in a separate process, because PyTorch keeps the meshes of the plan's fake group in
-    caches."""
-    return harness.child("device.measure", "plan", *options)
-
-
-def plan(options: list[str]) -> dict:
-    """Plan, in a separate process, since it replaces the process group by a fake one."""
-    times_do_not_count = dict.fromkeys(
-        ("memory_gb_per_s", "link_gb_per_s", "fabric_gb_per_s", "peak_tflops"), 1.0
-    )
-    device = Device(memory_gib=1, **times_do_not_count)
-    made = make_plan(load_config(options, 1, 1), PlanInputs(1, 1, device, on_gpu=GPU))
-    return {"live": made.live / 2**30, "needed": made.needed / 2**30}
+    """Return GiB of tensors that the plan expects to live at one time, and the same with the
+    allocator's waste and CUDA's context; "live" and "needed"."""
+    rates = ("memory_gb_per_s", "link_gb_per_s", "fabric_gb_per_s", "peak_tflops")
+    device = Device(memory_gib=1, **dict.fromkeys(rates, 1.0))  # times do not count
+    numbers = f"--device={device.model_dump_json()}"
+    return harness.child("device.planned", "planned", numbers, *options)
 
 
 def main() -> None:
@@ -292,12 +278,9 @@ def main() -> None:
     parser.add_argument(
         "--toml", type=harness.in_a_folder, help="also write the rates, for tools.plan"
     )
-    parser.add_argument("subject", choices=("rates", "step", "plan"))
+    parser.add_argument("subject", choices=("rates", "step"))
     parser.add_argument("name", nargs="?", default="", help="of a step, with _ for spaces")
-    args, options = parser.parse_known_args()
-    if args.subject == "plan":  # asked by this program itself
-        print(json.dumps(plan(options)))
-        return
+    args = parser.parse_args()
     if args.subject == "rates":
         report = rates(args.toml)
     else:

@@ -29,13 +29,11 @@ from torch import Tensor
 import train
 from configs.load import load_config
 from configs.schema import Config
-from lab.bench import harness
+from lab.bench import harness, sections
 from lab.bench.device import measure
 from lab.bench.isolated import LATE, Contender
-from parallelisms.dp import param_dtype
 from tools.plan.device import Device, measure_cpu
 from tools.plan.plan import PlanInputs, make_plan
-from training.metrics import peak_flops
 
 GPU = torch.cuda.is_available()
 ONE = "--training.local_batch_size=1 --training.global_batch_size=1"
@@ -170,19 +168,14 @@ def timed(options: list[str], answers: TextIO) -> dict:
     sys.stdin.readline()
     seconds = harness.alternate({"": step}, rounds, 0)[""]
     median = statistics.median(seconds)
-    family, args = train.architecture(cfg)
-    t = cfg.training
-    rate = family.flops_per_token(args, t.seq_len) * t.global_batch_size * t.seq_len / median
-    device = job.mesh.device
-    name = torch.cuda.get_device_name(device) if GPU else "cpu"
-    peak = peak_flops(name, dtype=param_dtype(t, device))
+    flops, mfu = sections.rate(job, median)
     return {
         "seconds": median,
         "all": seconds,
-        "live": torch.cuda.max_memory_allocated(device) / 2**30 if GPU else None,
-        "held": torch.cuda.max_memory_reserved(device) / 2**30 if GPU else None,
-        "flops": rate,
-        "mfu": rate / peak if peak else None,
+        "live": torch.cuda.max_memory_allocated() / 2**30 if GPU else None,
+        "held": torch.cuda.max_memory_reserved() / 2**30 if GPU else None,
+        "flops": flops,
+        "mfu": mfu,
     }
 
 
@@ -202,7 +195,8 @@ def batch_of(cfg: Config, vocabulary: int) -> dict[str, Tensor]:
 def planned(options: list[str], device: Device) -> dict:
     """Plan, in a separate process, since it replaces the process group by a fake one."""
     made = make_plan(load_config(options, 1, 1), PlanInputs(1, 1, device, on_gpu=GPU))
-    return {"seconds": made.time.seconds, "live": made.live / 2**30}
+    gib = {"live": made.live / 2**30, "needed": made.needed / 2**30}
+    return {"seconds": made.time.seconds, **gib}
 
 
 def started(options: str) -> Contender:
