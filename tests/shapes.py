@@ -198,6 +198,23 @@ def hugging_face(family: Any, args: Any) -> nn.Module:
     return AutoModelForCausalLM.from_config(config, experts_implementation="eager")
 
 
+def write_hf(
+    folder: Path,
+    family: Any,
+    args: Any,
+    dtype: torch.dtype = torch.float32,
+    limit: int | str = 30_000,
+) -> Path:
+    """Write a folder as transformers writes it, with a random model, in files of this size."""
+    torch.manual_seed(7)
+    model = hugging_face(family, args)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.2)
+    model.to(dtype).save_pretrained(folder, max_shard_size=limit)
+    return folder
+
+
 class Part(NamedTuple):
     """Part of a tensor of theirs that a parameter of ours is, by its layout."""
 

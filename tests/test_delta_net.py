@@ -214,17 +214,6 @@ def test_the_package_is_called_as_the_reference(has_documents, by_channel):
         assert error(unreset, wanted) > 0.1
 
 
-def test_the_layer_with_the_package_compiles_whole():
-    ours = layer(torch.bfloat16)
-    ours.core = delta_kernel.FlashDeltaCore()
-    x = torch.randn(1, 20, ARGS.dim, dtype=torch.bfloat16)
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    with flash_double.instead_of_fla():
-        assert torch.equal(compiled(x, None, None), ours(x, None, None))
-        compiled(x, None, None).sum().backward()
-    assert all(p.grad is not None for p in ours.parameters())
-
-
 @pytest.mark.parametrize(
     "chosen, device, is_installed, wanted",
     [
@@ -331,11 +320,17 @@ def test_the_layer_is_that_of_transformers():
     assert error([ours(x, None, None)], [wanted]) > 0.1
 
 
-def test_the_layer_compiles_whole():
-    ours = layer(torch.float32)
-    x = torch.randn(1, 20, ARGS.dim)
+@pytest.mark.parametrize("by_package", [False, True])
+def test_the_layer_compiles_whole(by_package):
+    ours = layer(torch.bfloat16 if by_package else torch.float32)
+    if by_package:
+        ours.core = delta_kernel.FlashDeltaCore()
+    x = torch.randn(1, 20, ARGS.dim, dtype=ours.wq.weight.dtype)
     compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, None, None), ours(x, None, None))
+    with flash_double.instead_of_fla():
+        assert torch.equal(compiled(x, None, None), ours(x, None, None))
+        compiled(x, None, None).sum().backward()
+    assert all(p.grad is not None for p in ours.parameters())
 
 
 def test_parameters_are_counted():

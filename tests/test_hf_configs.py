@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from checkpoint import hf
 from configs.schema import InputError
 from models import FORMATS, MODELS, deepseek_v3
-from tests.shapes import DEEPSEEK, SHAPES, formats, hugging_face
+from tests.shapes import DEEPSEEK, SHAPES, formats, write_hf
 from tools import check, convert, positions
 from train import architecture
 
@@ -24,14 +24,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def write(folder: Path, family: Any, args: Any, limit: str = "5GB") -> Path:
-    """Write a folder that transformers writes, of a random model."""
-    torch.manual_seed(3)
-    model = hugging_face(family, args)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.2)
-    model.save_pretrained(folder, max_shard_size=limit)
-    return folder
+    return write_hf(folder, family, args, limit=limit)
 
 
 def set_fields(folder: Path, **fields: object) -> None:

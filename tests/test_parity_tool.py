@@ -162,6 +162,7 @@ def test_meshes_are_named_as_in_the_matrix() -> None:
         (["configs/nothing.toml"], "configs/nothing.toml"),
         (["configs/llama_debug.toml", "--steps=0"], "--steps must be at least 1"),
         (["configs/llama_debug.toml", "--properties", "--meshes", "tp2"], "tries no mesh"),
+        (["configs/llama_debug.toml", "--json=none/x.json"], "there is no folder"),
     ],
 )
 def test_a_mistake_in_the_call(

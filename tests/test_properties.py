@@ -203,13 +203,18 @@ def test_a_broken_fork_is_seen_by_its_own_property(broken: Fork, monkeypatch: Pa
 
 
 def test_the_tool_prints_a_line_each_and_its_exit_code_is_the_verdict(
-    monkeypatch: Patch, capsys: pytest.CaptureFixture
+    monkeypatch: Patch, capsys: pytest.CaptureFixture, tmp_path: Path
 ) -> None:
-    command = [str(ROOT / "configs" / "llama_debug.toml"), "--properties"]
+    file = tmp_path / "verdicts.json"
+    preset = str(ROOT / "configs" / "llama_debug.toml")
+    command = [preset, "--properties", "--json", str(file)]
     assert tool.main(command) == 0
     title, *lines = capsys.readouterr().out.splitlines()
     assert title == ("properties of llama, on a copy of 2 layers of width 32 in float64:")
     assert [line.split()[:2] for line in lines] == [[p.name, "holds"] for p in properties.TABLE]
+    written = json.loads(file.read_text())
+    seen = [(row["property"], row["holds"]) for row in written["properties"]]
+    assert seen == [(p.name, True) for p in properties.TABLE] and written["meshes"] == []
     dropout_in_eval(monkeypatch)
     assert tool.main(command) == 1
     said = capsys.readouterr().out
@@ -357,17 +362,3 @@ def test_isolation_is_not_asked_of_a_layer_that_runs_with_masks_refuse() -> None
 def test_a_layer_that_says_that_it_keeps_documents_apart_is_asked(monkeypatch: Patch) -> None:
     monkeypatch.setattr(TokenShift, "separates_documents", True, raising=False)
     assert "layers.0.attention" in isolation_of(with_a_token_shift()).failure
-
-
-def test_verdicts_are_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    file = tmp_path / "verdicts.json"
-    preset = str(ROOT / "configs" / "llama_debug.toml")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(properties, "TABLE", properties.TABLE[:2])
-        patch.setattr(properties.tried, "__defaults__", (properties.TABLE,))
-        assert tool.main([preset, "--properties", "--json", str(file)]) == 0
-    written = json.loads(file.read_text())
-    assert written["meshes"] == [] and [row["holds"] for row in written["properties"]] == [True] * 2
-    assert [row["property"] for row in written["properties"]] == ["repeats", "causality"]
-    assert tool.main([preset, "--properties", "--json", str(tmp_path / "none" / "x.json")]) == 2
-    assert "there is no folder" in capsys.readouterr().err

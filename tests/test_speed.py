@@ -38,6 +38,12 @@ SMALL = (
 ).split()
 
 
+def batch_of(window: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the batch of these tokens and the next ones, modulo the vocabulary."""
+    window = window % 263
+    return {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
+
+
 def steps(options: list[str], count: int, microbatches: int = 2) -> tuple[list[float], train.Job]:
     """Return the losses and gradient norms of so many steps on a sequence that can be learnt."""
     torch.set_num_threads(1)
@@ -47,10 +53,7 @@ def steps(options: list[str], count: int, microbatches: int = 2) -> tuple[list[f
     generator, numbers = torch.Generator().manual_seed(0), []
     for _ in range(count):
         start = torch.randint(0, 263, (microbatches, 8 // microbatches, 1), generator=generator)
-        window = (start + 3 * torch.arange(81)) % 263
-        result = train.train_step(
-            job, {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
-        )
+        result = train.train_step(job, batch_of(start + 3 * torch.arange(81)))
         numbers += [result.loss, result.grad_norm]
     return numbers, job
 
@@ -64,11 +67,8 @@ def fsdp2(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     policy = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for module in (
-        *model.layers.values(),
-        *([model.output] if hasattr(model, "output") else []),
-        model,
-    ):
+    output = [model.output] if hasattr(model, "output") else []
+    for module in (*model.layers.values(), *output, model):
         fully_shard(module, mp_policy=policy, reshard_after_forward=False)
     return model
 
@@ -236,11 +236,7 @@ def plain_attention(q, k, v):
 @pytest.mark.parametrize("tile", [causal.TILE, 2**12], ids=["tile", "small tiles"])
 @pytest.mark.parametrize(
     "shape",
-    [
-        (3, 6, 2, 77, 10),
-        (1, 8, 8, 64, 16),
-        (1, 2, 1, 2049, 8),
-    ],
+    [(3, 6, 2, 77, 10), (1, 8, 8, 64, 16), (1, 2, 1, 2049, 8)],
     ids=str,
 )
 def test_attention_on_cpu_is_as_near_to_float64_as_pytorchs(shape, tile, monkeypatch):
@@ -362,23 +358,13 @@ def test_float32_products_are_of_float32(shape, precision, tmp_path):
 )
 def test_a_tensor_takes_the_memory_that_another_gave_back():
     """In a separate process: a fork's heap is full of its parent's holes."""
-    command, here = (
-        [sys.executable, "-c", PAGES],
-        {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    kept, not_kept = (
-        int(
-            subprocess.run(
-                [*command, how],
-                env=os.environ | here,
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=True,
-            ).stdout
-        )
-        for how in ("kept", "not kept")
-    )
+    here = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", PAGES, how]
+        return int(subprocess.check_output(command, env=here, text=True, timeout=60))
+
+    kept, not_kept = faults("kept"), faults("not kept")
     assert kept < 100
     assert not_kept > 10_000, "the control: glibc by itself"
 
@@ -442,9 +428,8 @@ def work(dtype: str, extra: bool = False) -> tuple[int, int]:
     ]
     cfg = load_config([*SMALL, *options], world().size, world().local_size)
     job = train.build(cfg)
-    window = torch.arange(2 * 2 * 81).view(2, 2, 81) % 263
     for _ in range(2):
-        batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
+        batch = batch_of(torch.arange(2 * 2 * 81).view(2, 2, 81))
         with Work() as counted:
             train.train_step(job, batch)
     return len(counted.names), counted.bytes
@@ -486,8 +471,7 @@ def phases(options: list[str]) -> list[str]:
             [*SMALL, "--training.local_batch_size=2", "--training.global_batch_size=4", *options]
         )
     )
-    window = torch.arange(2 * 2 * 81).view(2, 2, 81) % 263
-    batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
+    batch = batch_of(torch.arange(2 * 2 * 81).view(2, 2, 81))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train.train_step(job, batch)
     events = sorted(
@@ -503,14 +487,8 @@ def phases(options: list[str]) -> list[str]:
 
 
 def test_a_profile_shows_the_phases_of_a_step():
-    assert run_ranks(1, phases, ["--activation_checkpoint.mode=selective"])[0] == [
-        "forward",
-        "loss",
-        "backward",
-    ] * 2 + [
-        "clip",
-        "optimizer",
-    ]
+    seen = run_ranks(1, phases, ["--activation_checkpoint.mode=selective"])[0]
+    assert seen == ["forward", "loss", "backward"] * 2 + ["clip", "optimizer"]
 
 
 # ------------------------------------------------------------------------------------- what the
@@ -529,8 +507,7 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
         train.clip_grad_norm = lambda *args: torch.tensor(clip(*args).item())
     options = [*SMALL, "--training.local_batch_size=2", "--training.global_batch_size=8", *options]
     job = train.build(load_config(options, world().size, world().local_size))
-    window = torch.arange(4 // job.mesh.dp_size * 2 * 81).view(-1, 2, 81) % 263
-    batch = {"tokens": window[..., :-1].contiguous(), "labels": window[..., 1:].contiguous()}
+    batch = batch_of(torch.arange(4 // job.mesh.dp_size * 2 * 81).view(-1, 2, 81))
     with Work() as order:
         result = train.train_step(job, batch)
     assert not result.skipped and result.grad_norm > 0
@@ -542,10 +519,7 @@ def asked(options: list[str], early: bool = False) -> tuple[list[str], list[str]
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        (1, []),
-        (2, ["--parallelism.tensor_parallel=2"]),
-    ],
+    [(1, []), (2, ["--parallelism.tensor_parallel=2"])],
     ids=str,
 )
 def test_nothing_is_asked_of_the_device_before_the_optimizer_has_its_work(ranks, options):
@@ -568,8 +542,7 @@ def skipped_by_the_kernel(kind: str) -> None:
             [*SMALL, "--training.local_batch_size=4", f"--optimizer.kind={kind}"], world().size
         )
     )
-    numbers = torch.arange(1 * 4 * 81).view(1, 4, 81) % 263
-    batch = {"tokens": numbers[..., :-1].contiguous(), "labels": numbers[..., 1:].contiguous()}
+    batch = batch_of(torch.arange(1 * 4 * 81).view(1, 4, 81))
 
     def everything() -> list[torch.Tensor]:
         state = [

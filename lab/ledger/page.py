@@ -89,17 +89,12 @@ def section(row: LedgerRow) -> str:
     if not row.results:
         lines += [wrapped(f"**Not run yet.** {row.verdict}"), ""]
         return "\n".join(lines)
-    lines += [
-        "| arm | validation loss | tokens |",
-        "| --- | --- | --- |",
-    ]
+    lines += ["| arm | validation loss |", "| --- | --- |"]
     for arm, found in losses.items():
-        mean = f"{statistics.fmean(found):.4f} ± {band(found):.4f}"
-        ours = arm in row.results["tokens"]
-        tokens = f"{row.results['tokens'][arm]:,}" if ours else ""
-        lines.append(f"| {arm} | {mean} | {tokens} |")
-    lines += ["", wrapped(conclusions(row))]
-    lines += [wrapped(row.verdict), ""]
+        lines.append(f"| {arm} | {statistics.fmean(found):.4f} ± {band(found):.4f} |")
+    counts = sorted(set(row.results["tokens"].values()))
+    tokens = " to ".join(f"{count:,}" for count in (counts[0], *counts[1:][-1:]))
+    lines += ["", wrapped(f"{conclusions(row)} {tokens} tokens each."), wrapped(row.verdict), ""]
     return "\n".join(lines)
 
 

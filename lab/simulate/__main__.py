@@ -19,31 +19,18 @@ from pathlib import Path
 
 from configs import program
 from configs.load import ConfigError, as_given, load_config
-from configs.ranks import default, one_process
+from configs.ranks import default, one_process, written
 from configs.schema import Config, InputError
 from configs.words import number_of
 from lab.simulate import build
 from lab.simulate.ranks import Outcome, Simulator
 from tools import overrides
 from tools.logged import logged
-from tools.parity.meshes import value_of
+from tools.parity.meshes import refuse_larger, value_of
 
 MOST_PARAMETERS = 200_000_000  # one processor core computes for each GPU
 # of the first step's loss with the CPU's, relative
-AGREEMENT = {
-    "float32": 1e-5,
-    "bfloat16": 1e-2,
-}
-BYTES = {
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-}
+AGREEMENT = {"float32": 1e-5, "bfloat16": 1e-2}
 SHORT = {  # unless the person says otherwise
     "training.steps": "3",
     "lr_schedule.warmup_steps": "1",
@@ -56,12 +43,16 @@ ON_THE_CPU = one_process() | {  # the same run without a GPU
     "debug.sample_tokens": "0",
     "run.device": "cpu",
 }
-# What no simulation can do, as it is taken where a file of a configuration says it. Said on the
-# command line, it is refused.
+# What no simulation can do: option -> (the value that it has instead, why). Of the first ones it is
+# taken as that where a file of a configuration says otherwise. Said on the command line, it is refused.
 NOT_SIMULATED = {
     "compile.enabled": ("false", "a simulated GPU cannot run what inductor makes for CUDA"),
     "compile.cuda_graphs": ("false", "a simulated GPU records no kernels"),
     "parallelism.expert_exchange": ("flat", "the simulated GPUs are those of one host"),
+}
+REFUSED = NOT_SIMULATED | {
+    "training.float8": ("none", "a simulated GPU has no float8 matmuls"),
+    "parallelism.async_tensor_parallel": ("false", "a simulated GPU has no symmetric memory"),
 }
 UNSEEN = (
     "Not shown by a simulation: speed, the rounding of a GPU's kernels, NCCL itself, code "
@@ -88,34 +79,15 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def refuse(cfg: Config) -> None:
     """Raise InputError for options that no simulated GPU supports."""
-    if cfg.training.float8 != "none":
-        raise InputError("training.float8: a simulated GPU has no float8 matmuls; leave it out")
-    if cfg.parallelism.async_tensor_parallel:
-        raise InputError(
-            "parallelism.async_tensor_parallel: a simulated GPU has no symmetric memory; leave it "
-            "out"
-        )
-    if cfg.compile.enabled:
-        raise InputError(
-            "compile.enabled: a simulated GPU cannot run what inductor makes for CUDA; leave it out"
-        )
-    if cfg.compile.cuda_graphs:
-        raise InputError("compile.cuda_graphs: a simulated GPU records no kernels; leave it out")
+    for option, (value, why) in REFUSED.items():
+        if written(value_of(cfg, option)) != value:
+            raise InputError(f"{option}: {why}; leave it out")
     if cfg.training.attention == "flash3":
         raise InputError(
             'training.attention = "flash3" is a package that calls CUDA itself; take "flash" or '
             '"auto"'
         )
-    import train  # here, because it imports torch
-
-    family, args = train.architecture(cfg)
-    size = family.parameters(args)
-    if size > MOST_PARAMETERS:
-        raise InputError(
-            f"the model has {size:,} parameters, and this machine's processor would compute for "
-            "every GPU: take at most "
-            f"{MOST_PARAMETERS:,} (--model.flavor=debug, or fewer layers with --model.n_layers=2)"
-        )
+    refuse_larger(cfg, MOST_PARAMETERS, "this machine's processor would compute for every GPU")
 
 
 def series(folder: Path, key: str) -> dict[int, float]:
@@ -191,6 +163,8 @@ def waits(outcome: Outcome, steps: int, expected: dict[str, str]) -> tuple[list[
 
 def collectives(outcome: Outcome) -> list[str]:
     """Return the collectives of rank 0 in the whole run, by group and kind."""
+    import torch  # here, because `--help` is answered without it
+
     groups = (outcome.results[0] or {}).get("groups", {})
     times = Counter()
     sizes = Counter()
@@ -200,7 +174,8 @@ def collectives(outcome: Outcome) -> list[str]:
         group = groups.get(ranks, "all" if whole else "other")
         key = f"{group} (ranks {ranks}) {collective['kind']}"
         times[key] += collective["times"]
-        sizes[key] += collective["times"] * collective["count"] * BYTES.get(collective["type"], 1)
+        width = getattr(torch, collective["type"], torch.int8).itemsize  # float8 has other names
+        sizes[key] += collective["times"] * collective["count"] * width
     lines = ["collectives of rank 0 in the whole run:"]
     lines += [
         f"    {key}: {number_of(n, 'time')}, {sizes[key] / 2**20:.2f} MiB"
@@ -215,14 +190,11 @@ def problems(outcome: Outcome) -> list[str]:
         if code != 0 and outcome.errors[rank]:
             wrong.append(f"rank {rank} raised: {outcome.errors[rank].strip().splitlines()[-1]}")
         elif code != 0:
-            wrong.append(
-                f"rank {rank} " + ("had to be ended" if code is None else f"ended with {code}")
-            )
-        elif outcome.results[rank]["code"] != 0:
-            wrong.append(
-                f"rank {rank}: train.py returned {outcome.results[rank]['code']}; its log is in "
-                f"{outcome.logs[rank]}"
-            )
+            how = "had to be ended" if code is None else f"ended with {code}"
+            wrong.append(f"rank {rank} {how}")
+        elif returned := outcome.results[rank]["code"]:
+            log = outcome.logs[rank]
+            wrong.append(f"rank {rank}: train.py returned {returned}; its log is in {log}")
     return wrong
 
 
@@ -284,21 +256,13 @@ def simulate(flags: argparse.Namespace, rest: list[str], place: Path) -> int:
     table, different = losses(here, series(place / "cpu", "loss"), AGREEMENT[dtype])
     syncs, waiting = waits(outcome, len(here), necessary(cfg))
     wrong += different + waiting
-    lines = [*table, *syncs, *collectives(outcome)]
-    peaks = [result["peak"] for result in outcome.results if result]
-    if peaks:
-        lines.append(f"most memory that a GPU held: {max(peaks) / 2**20:.1f} MiB")
-    lines.append(
-        "races between streams: "
-        + ("none was found" if flags.sanitize else "not looked for (--sanitize)")
-    )
-    lines.append(UNSEEN)
-    print("\n".join(lines))
-    print(
-        "\nfound:\n" + "\n".join(f"  - {line}" for line in wrong)
-        if wrong
-        else "\nnothing was found"
-    )
+    peak = max((result["peak"] for result in outcome.results if result), default=0)
+    races = "none was found" if flags.sanitize else "not looked for (--sanitize)"
+    print(*table, *syncs, *collectives(outcome), sep="\n")
+    print(f"most memory that a GPU held: {peak / 2**20:.1f} MiB")
+    print(f"races between streams: {races}")
+    print(UNSEEN)
+    print("\nfound:" if wrong else "\nnothing was found", *wrong, sep="\n  - ")
     return 1 if wrong else 0
 
 

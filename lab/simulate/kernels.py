@@ -14,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -320,62 +321,45 @@ class _Call:
         return x
 
 
-class Copy:
-    """`copy_`, from and to the device."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device = device
-
-    def __call__(self, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        if to.is_cuda and source.is_cuda:
-            self.device.settle(to.device.index)
-            alias(to).copy_(alias(source))
-            return to
-        if to.numel() == 0:
-            return to
-        host = source if to.is_cuda else to
-        pinned = self.device.is_pinned(host)
-        direction = "to the GPU" if to.is_cuda else "to the host"
-        if not non_blocking:
-            RECORD.wait(f"a copy {direction}, not non_blocking")
-        elif not pinned and to.is_cuda:
-            RECORD.late[RECORD.in_step, "a copy from pageable memory", where()] += 1
-        elif not pinned:
-            RECORD.wait("a copy to pageable memory")
-        if pinned and non_blocking:
-            self.device.library.simulated_where(where().encode())
-        return aten.copy_.default.redispatch(CPU_KEY, to, source, non_blocking)
+def copy(device: SimulatedDevice, to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Compute `copy_`, from and to the device."""
+    if to.is_cuda and source.is_cuda:
+        device.settle(to.device.index)
+        alias(to).copy_(alias(source))
+        return to
+    if to.numel() == 0:
+        return to
+    pinned = device.is_pinned(source if to.is_cuda else to)
+    direction = "to the GPU" if to.is_cuda else "to the host"
+    if not non_blocking:
+        RECORD.wait(f"a copy {direction}, not non_blocking")
+    elif not pinned and to.is_cuda:
+        RECORD.late[RECORD.in_step, "a copy from pageable memory", where()] += 1
+    elif not pinned:
+        RECORD.wait("a copy to pageable memory")
+    if pinned and non_blocking:
+        device.library.simulated_where(where().encode())
+    return aten.copy_.default.redispatch(CPU_KEY, to, source, non_blocking)
 
 
-class ForeachCopy:
-    """`_foreach_copy_`, whose tensors may be on both sides."""
-
-    def __call__(self, to: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
-        for one, source in zip(to, sources, strict=True):
-            one.copy_(source, non_blocking=non_blocking)
+def foreach_copy(to: list[Tensor], sources: list[Tensor], non_blocking: bool = False) -> None:
+    """Compute `_foreach_copy_`, whose tensors may be on both sides."""
+    for one, source in zip(to, sources, strict=True):
+        one.copy_(source, non_blocking=non_blocking)
 
 
-class Item:
-    """`x.item()`, `float(x)`, `bool(x)`: a host-device sync."""
-
-    def __init__(self, device: SimulatedDevice) -> None:
-        self.device = device
-
-    def __call__(self, x: Tensor) -> Any:
-        RECORD.wait("item")
-        with torch.cuda.device(x.device):
-            self.device.library.cudaStreamSynchronize(
-                torch._C._cuda_getCurrentRawStream(x.device.index)
-            )
-        return alias(x).item()
+def item(device: SimulatedDevice, x: Tensor) -> Any:
+    """Compute `x.item()`, `float(x)`, `bool(x)`: a host-device sync."""
+    RECORD.wait("item")
+    with torch.cuda.device(x.device):
+        stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+        device.library.cudaStreamSynchronize(stream)
+    return alias(x).item()
 
 
 def _is_view(op: torch._ops.OpOverload) -> bool:
-    for returned in op._schema.returns:
-        info = returned.alias_info
-        if info is not None and not info.is_write:
-            return True
-    return False
+    infos = [returned.alias_info for returned in op._schema.returns]
+    return any(info is not None and not info.is_write for info in infos)
 
 
 def _names() -> list[str]:
@@ -419,8 +403,8 @@ def install() -> SimulatedDevice:
     for name in _names():
         if name != "aten::_foreach_copy_":
             library.impl(name.removeprefix("aten::"), Kernel(device, name), allow_override=True)
-    library.impl("_foreach_copy_", ForeachCopy(), allow_override=True)
-    library.impl("copy_", Copy(device), allow_override=True)
-    library.impl("_local_scalar_dense", Item(device), allow_override=True)
+    library.impl("_foreach_copy_", foreach_copy, allow_override=True)
+    library.impl("copy_", partial(copy, device), allow_override=True)
+    library.impl("_local_scalar_dense", partial(item, device), allow_override=True)
     _record_explicit_waits()
     return device

@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -68,16 +67,8 @@ class Request:
 
 
 def _send(stream: BinaryIO, thing: Any) -> None:
-    data = pickle.dumps(thing)
-    stream.write(struct.pack("<q", len(data)) + data)
+    pickle.dump(thing, stream)
     stream.flush()
-
-
-def _receive(stream: BinaryIO) -> Any:
-    head = stream.read(8)
-    if len(head) < 8:
-        raise EOFError
-    return pickle.loads(stream.read(struct.unpack("<q", head)[0]))
 
 
 class Simulator:
@@ -134,10 +125,8 @@ class Simulator:
             _send(
                 server.stdin, Request(gpus, call, str(folder), seconds, environment or {}, sanitize)
             )
-            return _receive(server.stdout)
-        except (
-            BaseException
-        ):  # also a test's time limit: the answer would be read as that of the next run
+            return pickle.load(server.stdout)
+        except BaseException:  # also a test's time limit: the next run would read the answer
             self.close()
             raise
 
@@ -155,17 +144,13 @@ class Simulator:
 # ----------------------------------------------------------------------- in the process that forks
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def answer(request: Request) -> Outcome:
     """Fork the ranks, wait for them, and collect what they left."""
     folder = Path(request.folder)
     size = max(request.gpus, 1)
     memory = Path("/dev/shm")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory(
         dir=memory if memory.is_dir() else None, prefix="plumbline-"
     ) as shared:
@@ -173,7 +158,7 @@ def answer(request: Request) -> Outcome:
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(port),
             "PLUMBLINE_SIMULATED_GPUS": str(request.gpus),
             "PLUMBLINE_SIMULATED_FOLDER": str(folder),
             "PLUMBLINE_SIMULATED_SHARED": shared,
@@ -260,13 +245,8 @@ def _wait(children: dict[int, int], folder: Path, seconds: float) -> dict[int, i
 
 def _collect(folder: Path, codes: list[int | None]) -> Outcome:
     size = len(codes)
-    outcome = Outcome(
-        codes,
-        [None] * size,
-        [""] * size,
-        [{}] * size,
-        [folder / f"log-{rank}" for rank in range(size)],
-    )
+    logs = [folder / f"log-{rank}" for rank in range(size)]
+    outcome = Outcome(codes, [None] * size, [""] * size, [{}] * size, logs)
     for rank in range(size):
         path = folder / f"result-{rank}"
         if path.exists():

@@ -80,6 +80,11 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, [*configs, *rest]
 
 
+def refuse(cfg: Config) -> None:
+    """Raise InputError for a model that is too large for this machine."""
+    meshes.refuse_larger(cfg, MOST_PARAMETERS, "several copies of it are compared here")
+
+
 def row(name: str, result: Parity) -> str:
     verdict = "equal" if result.first is None else "DIFFERENT"
     errors = "".join(f"{getattr(result, kind):11.1e}" for kind in ERRORS)
@@ -142,7 +147,7 @@ def compare_meshes(
 ) -> int:
     """Train on one process and on each mesh, print a row for each, and return the exit code."""
     tried, refused = meshes.those_that_fit(rest, given, flags.meshes, flags.ranks)
-    meshes.refuse_larger(given, MOST_PARAMETERS, "several copies of it are compared here")
+    refuse(given)
     code = properties_of(given, verdicts)
     from tools.parity.compare import compare
     from tools.parity.ranks import Failed, train_on

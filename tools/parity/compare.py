@@ -134,6 +134,14 @@ def compare(
             found.append(Difference(step, where, error))
         return error
 
+    def judge_number(step: int, key: str, where: str, largest: float) -> float:
+        error = relative(getattr(ranks[0], key)[step - 1], getattr(plain, key)[step - 1])
+        return judge(step, where, error, largest)
+
+    def judge_counts(step: int) -> None:
+        differs = counts(ranks, step - 1) != counts([plain], step - 1)
+        judge(step, "tokens that experts got", float(differs), 0.0)
+
     for name, want in plain.weights[0].items():
         error, _ = furthest(ranks, "weights", name, want, 0)
         judge(1, f"initial value of {name}", error, initial_limit)
@@ -146,11 +154,10 @@ def compare(
         if got is None or got.shape != want.shape:
             continue  # another module has its work on this mesh
         outputs.append(judge(1, f"forward, output of {name}", relative(got, want), limit))
-    judge(1, "tokens that experts got", float(counts(ranks, 0) != counts([plain], 0)), 0.0)
+    judge_counts(1)
     loss_of_tokens = relative(losses_of_tokens(ranks, T), losses_of_tokens([plain], T))
     judge(1, "loss of the tokens", loss_of_tokens, max(limit, 1e-5))  # noted in float32
-    loss = relative(np.array(ranks[0].loss[:1]), np.array(plain.loss[:1]))
-    judge(1, "loss", loss, limit)
+    loss = judge_number(1, "loss", "loss", limit)
 
     for name, want in plain.terms.items():
         of_all = sum(seen.terms.get(name, 0.0) for seen in ranks)
@@ -160,8 +167,7 @@ def compare(
     for name in in_order_of_backward(plain):
         error, _ = furthest(ranks, "gradients", name, plain.gradients[name])
         gradients.append(judge(1, f"backward, gradient of {name}", error, limit))
-    norm = relative(np.array(ranks[0].norm[:1]), np.array(plain.norm[:1]))
-    judge(1, "norm of the gradient", norm, limit)
+    norm = judge_number(1, "norm", "norm of the gradient", limit)
     # An update by SGD is these times the learning rate; AdamW's does not depend on their scale.
     for name, want in plain.clipped.items():
         error, _ = furthest(ranks, "clipped", name, want)
@@ -171,11 +177,8 @@ def compare(
     for step in range(1, len(plain.weights)):
         if step > 1:
             for key in "loss", "norm":
-                want = np.array(getattr(plain, key)[step - 1 : step])
-                got = np.array(getattr(ranks[0], key)[step - 1 : step])
-                judge(step, key, relative(got, want), later_limit)
-            differs = counts(ranks, step - 1) != counts([plain], step - 1)
-            judge(step, "tokens that experts got", float(differs), 0.0)
+                judge_number(step, key, key, later_limit)
+            judge_counts(step)
         for name, want in plain.weights[step].items():
             error, _ = furthest(ranks, "weights", name, want, step)
             weights.append(judge(step, f"optimizer, {name} after the step", error, later_limit))

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -106,6 +106,8 @@ def whole(x: Tensor) -> Tensor:
 
 # What is compared: kind of number -> name -> tensor
 Seen = dict[str, dict[str, Tensor]]
+# (device, an empty folder) -> the error of each thing that was looked at
+Run = Callable[[torch.device, Path], dict[str, float]]
 
 
 def judge(cfg: Config) -> Seen:
@@ -209,31 +211,28 @@ def relative_error(x: Tensor, wanted: Tensor) -> float:
 # the checks
 
 
-def float32(device: torch.device, folder: Path) -> dict[str, float]:
-    cfg = config(device)
-    return differences(trained(cfg), judge(cfg))
+ALL = ("logits", "loss and norm", "gradients", "weights", "initial weights")
+LOSS = ("loss and norm",)  # in bfloat16, in which single gradients are some per cent off
 
 
-def compiled(device: torch.device, folder: Path, backend: str = "inductor") -> dict[str, float]:
-    cfg = config(device, "--compile.enabled=true", f"--compile.backend={backend}")
-    return differences(trained(cfg), judge(cfg))
+def trains(*options: str, kinds: Collection[str] = ALL) -> Run:
+    """Return a check of a run with these options on one rank. kinds: of numbers that count."""
+
+    def check(device: torch.device, folder: Path) -> dict[str, float]:
+        cfg = config(device, *options)
+        return those(kinds, differences(trained(cfg), judge(cfg)))
+
+    return check
 
 
-def fsdp(device: torch.device, folder: Path) -> dict[str, float]:
-    return with_groups_of_one(device)
+def those(kinds: Collection[str], errors: dict[str, float]) -> dict[str, float]:
+    return {kind: error for kind, error in errors.items() if kind in kinds}
 
 
-def fsdp_and_tp(device: torch.device, folder: Path) -> dict[str, float]:
-    return with_groups_of_one(device, tensor_parallel=True)
-
-
-def with_groups_of_one(
-    device: torch.device, *options: str, tensor_parallel: bool = False
-) -> dict[str, float]:
-    """FSDP2, or FSDP2 and tensor parallelism, over groups of one rank. A run leaves them out there
-    (`parallelisms.dp.apply`, `parallelisms.tp.apply`); here the collectives run, over NCCL on a
-    GPU."""
-    cfg = config(device, *options)
+def in_groups_of_one(*options: str, tensor_parallel: bool = False) -> Run:
+    """Return a check of FSDP2, or FSDP2 and tensor parallelism, over groups of one rank. A run leaves
+    them out there (`parallelisms.dp.apply`, `parallelisms.tp.apply`); here the collectives run, over
+    NCCL on a GPU."""
 
     def parallelize(model: nn.Module, mesh: Mesh, cfg: Config, plan: dict[str, str]) -> nn.Module:
         for pattern, style in plan.items() if tensor_parallel else ():
@@ -244,23 +243,20 @@ def with_groups_of_one(
         with mock.patch.object(Mesh, "size", 2):
             return dp.apply(model, mesh, cfg.training, cfg.parallelism)
 
-    with mock.patch.object(train, "parallelize", parallelize):
-        return differences(trained(cfg), judge(cfg))
+    def check(device: torch.device, folder: Path) -> dict[str, float]:
+        with mock.patch.object(train, "parallelize", parallelize):
+            return trains(*options)(device, folder)
 
-
-def bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
-    """Loss and norm alone, because single gradients are some per cent off in this type."""
-    cfg = config(device, "--training.param_dtype=bfloat16")
-    return {"loss and norm": differences(trained(cfg), judge(cfg))["loss and norm"]}
+    return check
 
 
 def control(device: torch.device, folder: Path) -> dict[str, float]:
     """Check that the comparison detects a coarser dtype: TF32 on a GPU that has it, bfloat16
     elsewhere."""
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    cfg = config(device, *([] if has_tf32 else ["--training.param_dtype=bfloat16"]))
+    options = [] if has_tf32 else ["--training.param_dtype=bfloat16"]
     with tf32(has_tf32):
-        errors = differences(trained(cfg), judge(cfg))
+        errors = trains(*options)(device, folder)
     return {"TF32 or bfloat16 goes unnoticed": float(not failures(errors, ROUNDING))}
 
 
@@ -296,14 +292,10 @@ def float8(device: torch.device, folder: Path) -> dict[str, float]:
     return errors
 
 
-def documents(device: torch.device, folder: Path) -> dict[str, float]:
-    """Attention inside documents by one operator, compared with one call per document: on a GPU
-    `varlen_attn`."""
-    return attention_errors(device, DOCUMENTS, False)
-
-
-def documents_compiled(device: torch.device, folder: Path) -> dict[str, float]:
-    return attention_errors(device, DOCUMENTS, True)
+def documents(compiled: bool) -> Run:
+    """Return a check of attention inside documents by one operator, compared with one call per
+    document: on a GPU `varlen_attn`."""
+    return lambda device, folder: attention_errors(device, DOCUMENTS, compiled)
 
 
 def attention_errors(
@@ -462,17 +454,6 @@ EXPERTS = (
 )
 
 
-def experts(device: torch.device, folder: Path) -> dict[str, float]:
-    cfg = config(device, *EXPERTS)
-    return differences(trained(cfg), judge(cfg))
-
-
-def experts_bfloat16(device: torch.device, folder: Path) -> dict[str, float]:
-    """Check the grouped GEMM of a GPU, which takes no float32."""
-    cfg = config(device, *EXPERTS, "--training.param_dtype=bfloat16")
-    return {"loss and norm": differences(trained(cfg), judge(cfg))["loss and norm"]}
-
-
 def recorded(device: torch.device, folder: Path) -> dict[str, float]:
     """Compare steps with `compile.cuda_graphs` bit by bit with the same without; on a CPU, which
     has no graphs, both without. Of two microbatches, so that gradients also add up in a graph."""
@@ -512,56 +493,22 @@ def repeatable_steps(cfg: Config) -> dict[str, Tensor]:
     return seen | {name: whole(p) for name, p in job.model.named_parameters()}
 
 
-def offload(device: torch.device, folder: Path) -> dict[str, float]:
-    """Check weights and optimizer on the CPU, over groups of one rank."""
-    return with_groups_of_one(device, "--parallelism.cpu_offload=true")
+def on_a_mesh(*options: str, kinds: Collection[str] = ALL) -> Run:
+    """Return a check of a run on the mesh of these options; every rank compares the parameters that it
+    has. kinds: of numbers that count."""
 
+    def check(device: torch.device, folder: Path) -> dict[str, float]:
+        here = meshes.world()
+        cfg = load_config([*config_words(device), *options], here.size, here.local_size)
+        seen = trained(cfg, has_logits=False)
+        wanted = judge(cfg)
+        wanted.pop("logits")
+        for kind in "initial weights", "gradients", "weights":
+            own = seen[kind]
+            wanted[kind] = {name: x for name, x in wanted[kind].items() if name in own}
+        return those(kinds, differences(seen, wanted))
 
-def on_a_mesh(device: torch.device, *options: str) -> dict[str, float]:
-    """Check a run on the mesh of these options; every rank compares the parameters that it has."""
-    cfg = load_config(
-        [*config_words(device), *options], meshes.world().size, meshes.world().local_size
-    )
-    seen = trained(cfg, has_logits=False)
-    wanted = judge(cfg)
-    wanted.pop("logits")
-    for kind in "initial weights", "gradients", "weights":
-        here = seen[kind]
-        wanted[kind] = {name: x for name, x in wanted[kind].items() if name in here}
-    return differences(seen, wanted)
-
-
-def fsdp_of_two(device: torch.device, folder: Path) -> dict[str, float]:
-    return on_a_mesh(device, "--training.local_batch_size=2")
-
-
-def tensor_parallel(device: torch.device, folder: Path) -> dict[str, float]:
-    return on_a_mesh(device, "--parallelism.tensor_parallel=2")
-
-
-def pipeline(device: torch.device, folder: Path) -> dict[str, float]:
-    return on_a_mesh(device, "--parallelism.pipeline_parallel=2", "--training.local_batch_size=2")
-
-
-def context(device: torch.device, folder: Path) -> dict[str, float]:
-    options = "--parallelism.context_parallel=2", "--parallelism.context_parallel_method=ulysses"
-    return on_a_mesh(device, *options)
-
-
-def context_gather(device: torch.device, folder: Path) -> dict[str, float]:
-    """Loss and norm alone, in bfloat16, without which a GPU has no kernel for it."""
-    options = "--parallelism.context_parallel=2", "--training.param_dtype=bfloat16"
-    return {"loss and norm": on_a_mesh(device, *options)["loss and norm"]}
-
-
-def four(device: torch.device, folder: Path) -> dict[str, float]:
-    return on_a_mesh(device, "--parallelism.tensor_parallel=2", "--training.local_batch_size=2")
-
-
-def expert_parallel(device: torch.device, folder: Path) -> dict[str, float]:
-    return on_a_mesh(
-        device, *EXPERTS, "--parallelism.expert_parallel=2", "--training.local_batch_size=2"
-    )
+    return check
 
 
 ONE_RAISES = """
@@ -578,6 +525,12 @@ sys.exit(train.main(sys.argv[1:]))
 """
 
 
+def launcher(ranks: int) -> list[str]:
+    """Return the command that starts a program on so many ranks of this host."""
+    nproc = f"--nproc-per-node={ranks}"
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", nproc]
+
+
 def error(device: torch.device, folder: Path) -> dict[str, float]:
     """Check that a rank that raises reports it and ends at once, although the others wait for it in
     a collective."""
@@ -590,37 +543,18 @@ def error(device: torch.device, folder: Path) -> dict[str, float]:
         f"--data.source={ROOT}/lab/*.py",
         f"--data.cache={folder / 'cache'}",
         f"--run.folder={folder / 'run'}",
-    ]
-    run += [
-        "--training.local_batch_size=2",
+        TWO_ROWS,
         "--training.steps=4",
         "--validation.interval=0",
         "--debug.sample_tokens=0",
     ]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        str(program),
-    ]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    place = {"PYTHONPATH": path, "FAILS": str(ranks - 1)}
-    outside = {
-        name: x
-        for name, x in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    }
+    place = os.environ | {"PYTHONPATH": path, "FAILS": str(ranks - 1)}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        place.pop(name, None)
+    how = {"cwd": ROOT, "env": place, "capture_output": True, "text": True}
     began = time.monotonic()
-    done = subprocess.run(
-        [*launcher, *run],
-        cwd=ROOT,
-        env=outside | place,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = subprocess.run([*launcher(ranks), str(program), *run], timeout=300, **how)
     return {
         "exit code 0": float(done.returncode == 0),
         "error not told": float("a mistake of one rank alone" not in done.stdout + done.stderr),
@@ -629,43 +563,71 @@ def error(device: torch.device, folder: Path) -> dict[str, float]:
 
 
 class Check(NamedTuple):
-    run: Callable[[torch.device, Path], dict[str, float]]
+    run: Run
     limit: float  # of each error
     about: str
     ranks: int = 1  # one device each
 
 
+BFLOAT16 = "--training.param_dtype=bfloat16"
+TWO_ROWS = "--training.local_batch_size=2"
+TP2 = "--parallelism.tensor_parallel=2"
+CP2 = "--parallelism.context_parallel=2"
+ULYSSES = "--parallelism.context_parallel_method=ulysses"
 CHECKS = {
-    "float32": Check(float32, ROUNDING, "float32 without TF32, train.build and train.train_step"),
-    "fsdp": Check(fsdp, ROUNDING, "the same under FSDP2 on one rank"),
+    "float32": Check(trains(), ROUNDING, "float32 without TF32, train.build and train.train_step"),
+    "fsdp": Check(in_groups_of_one(), ROUNDING, "the same under FSDP2 on one rank"),
     "fsdp_and_tp": Check(
-        fsdp_and_tp, ROUNDING, "the same under FSDP2 and tensor parallelism on one rank"
+        in_groups_of_one(tensor_parallel=True),
+        ROUNDING,
+        "the same under FSDP2 and tensor parallelism on one rank",
     ),
-    "bfloat16": Check(bfloat16, 0.05, "the same in bfloat16"),
+    "bfloat16": Check(trains(BFLOAT16, kinds=LOSS), 0.05, "the same in bfloat16"),
     "float8": Check(float8, 0.01, "products of 8 bits, and the same in float32"),
     "control": Check(control, 0, "the comparison sees a coarser type"),
     "sampling": Check(sampling, 0, "the likeliest tokens"),
-    "compiled": Check(compiled, ROUNDING, "float32, blocks compiled by inductor"),
-    "documents": Check(documents, 0.01, "attention inside documents, bfloat16"),
-    "documents_compiled": Check(documents_compiled, 0.01, "the same compiled"),
+    "compiled": Check(
+        trains("--compile.enabled=true"), ROUNDING, "float32, blocks compiled by inductor"
+    ),
+    "documents": Check(documents(False), 0.01, "attention inside documents, bfloat16"),
+    "documents_compiled": Check(documents(True), 0.01, "the same compiled"),
     "delta_rule": Check(delta_rule, 0.02, "the gated delta rule and its recurrence, bfloat16"),
     "checkpoint": Check(checkpoint, 0, "a save during training, and a load"),
-    "experts": Check(experts, ROUNDING, "MoE layers in float32"),
-    "experts_bfloat16": Check(experts_bfloat16, 0.05, "the same in bfloat16, by a grouped GEMM"),
+    "experts": Check(trains(*EXPERTS), ROUNDING, "MoE layers in float32"),
+    "experts_bfloat16": Check(  # of a GPU, whose grouped GEMM takes no float32
+        trains(*EXPERTS, BFLOAT16, kinds=LOSS), 0.05, "the same in bfloat16, by a grouped GEMM"
+    ),
     "recorded": Check(recorded, 0, "CUDA graphs, compared bit by bit with steps without them"),
     "offload": Check(
-        offload, ROUNDING, "weights and optimizer on the CPU, under FSDP2 on one rank"
+        in_groups_of_one("--parallelism.cpu_offload=true"),
+        ROUNDING,
+        "weights and optimizer on the CPU, under FSDP2 on one rank",
     ),
     "error": Check(error, 0, "a rank that raises ends the run at once"),
-    "fsdp_of_two": Check(fsdp_of_two, ROUNDING, "FSDP2 on two ranks", 2),
-    "tensor_parallel": Check(tensor_parallel, ROUNDING, "tensor parallelism on two ranks", 2),
-    "pipeline": Check(pipeline, ROUNDING, "a pipeline of two stages", 2),
-    "context": Check(context, ROUNDING, "context parallelism on two ranks", 2),
-    "context_gather": Check(
-        context_gather, 0.05, "the same in bfloat16, keys and values gathered", 2
+    "fsdp_of_two": Check(on_a_mesh(TWO_ROWS), ROUNDING, "FSDP2 on two ranks", 2),
+    "tensor_parallel": Check(on_a_mesh(TP2), ROUNDING, "tensor parallelism on two ranks", 2),
+    "pipeline": Check(
+        on_a_mesh("--parallelism.pipeline_parallel=2", TWO_ROWS),
+        ROUNDING,
+        "a pipeline of two stages",
+        2,
     ),
-    "expert_parallel": Check(expert_parallel, ROUNDING, "expert parallelism on two ranks", 2),
-    "four": Check(four, ROUNDING, "FSDP2 and tensor parallelism on four ranks", 4),
+    "context": Check(on_a_mesh(CP2, ULYSSES), ROUNDING, "context parallelism on two ranks", 2),
+    "context_gather": Check(  # for float32 a GPU has no kernel
+        on_a_mesh(CP2, BFLOAT16, kinds=LOSS),
+        0.05,
+        "the same in bfloat16, keys and values gathered",
+        2,
+    ),
+    "expert_parallel": Check(
+        on_a_mesh(*EXPERTS, "--parallelism.expert_parallel=2", TWO_ROWS),
+        ROUNDING,
+        "expert parallelism on two ranks",
+        2,
+    ),
+    "four": Check(
+        on_a_mesh(TP2, TWO_ROWS), ROUNDING, "FSDP2 and tensor parallelism on four ranks", 4
+    ),
 }
 
 
@@ -689,14 +651,7 @@ def apart(name: str) -> tuple[list[str], dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {"PLUMBLINE_ERRORS": folder}
         ranks = CHECKS[name].ranks
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={ranks}",
-        ]
-        command = [*launcher, "-m", "lab.bench", "device.checks", name]
+        command = [*launcher(ranks), "-m", "lab.bench", "device.checks", name]
         how = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True}
         try:
             done = subprocess.run(command, timeout=PATIENCE, **how)

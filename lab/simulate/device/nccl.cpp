@@ -32,6 +32,7 @@ order and rounding. */
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <type_traits>
 
 #include "stream.h"
 
@@ -97,59 +98,38 @@ struct Aborted {};
 
 // ---------------------------------------------------------------------------------------------------- arithmetic
 
-static float of_bfloat16(uint16_t x) {
-  uint32_t bits = uint32_t(x) << 16;
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
+struct Bfloat16 {
+  uint16_t bits = 0;
 
-static uint16_t to_bfloat16(double x) {
-  float value = float(x);
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return 0x7FC0;
-  return uint16_t((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);  // to nearest, ties to even
-}
-
-/* Real numbers in float64, whole ones in int64; both hold what NCCL's types hold, but for uint64 above 2^63. */
-template <class T> static double load(const char* from, size_t i) {
-  T value;
-  memcpy(&value, from + i * sizeof(T), sizeof(T));
-  return double(value);
-}
-
-static double real_at(const char* from, size_t i, int type) {
-  switch (type) {
-    case ncclFloat16: return load<_Float16>(from, i);
-    case ncclFloat32: return load<float>(from, i);
-    case ncclFloat64: return load<double>(from, i);
-    case ncclBfloat16: {
-      uint16_t bits;
-      memcpy(&bits, from + 2 * i, 2);
-      return of_bfloat16(bits);
-    }
+  Bfloat16() = default;
+  explicit Bfloat16(double x) {
+    float value = float(x);
+    uint32_t all;
+    memcpy(&all, &value, 4);
+    bits = std::isnan(value) ? 0x7FC0 : uint16_t((all + 0x7FFF + ((all >> 16) & 1)) >> 16);  // to nearest, ties to even
   }
-  return 0;
-}
+  explicit operator double() const {
+    uint32_t all = uint32_t(bits) << 16;
+    float value;
+    memcpy(&value, &all, 4);
+    return value;
+  }
+};
 
-template <class T> static void store(char* to, size_t i, T value) { memcpy(to + i * sizeof(T), &value, sizeof(T)); }
-
-static void put_real(char* to, size_t i, int type, double value) {
-  if (type == ncclFloat16) store(to, i, _Float16(value));
-  if (type == ncclFloat32) store(to, i, float(value));
-  if (type == ncclFloat64) store(to, i, value);
-  if (type == ncclBfloat16) store(to, i, to_bfloat16(value));
-}
-
-static int64_t whole_at(const char* from, size_t i, int type) {
-  int64_t value = 0;
-  if (type == ncclInt8) value = *reinterpret_cast<const int8_t*>(from + i);
-  if (type == ncclUint8) value = *reinterpret_cast<const uint8_t*>(from + i);
-  if (type == ncclInt32) value = reinterpret_cast<const int32_t*>(from)[i];
-  if (type == ncclUint32) value = reinterpret_cast<const uint32_t*>(from)[i];
-  if (type == ncclInt64 || type == ncclUint64) value = reinterpret_cast<const int64_t*>(from)[i];
-  return value;
+/* Call f with a number of this type, unless that is a float of 8 bits. */
+template <class F> static void typed(int type, F f) {
+  switch (type) {
+    case ncclInt8: return f(int8_t());
+    case ncclUint8: return f(uint8_t());
+    case ncclInt32: return f(int32_t());
+    case ncclUint32: return f(uint32_t());
+    case ncclInt64: return f(int64_t());
+    case ncclUint64: return f(uint64_t());
+    case ncclFloat16: return f(_Float16());
+    case ncclFloat32: return f(float());
+    case ncclFloat64: return f(double());
+    case ncclBfloat16: return f(Bfloat16());
+  }
 }
 
 template <class T> static T reduced(const std::vector<T>& values, int operation, double scale) {
@@ -166,23 +146,22 @@ template <class T> static T reduced(const std::vector<T>& values, int operation,
   return operation == 4 ? T(result / T(values.size())) : result;
 }
 
-/* Reduce equally long parts, one of each rank, into `to`. scales: what each rank multiplies by in a scaled sum. */
+/* Reduce equally long parts, one of each rank, into `to`: real numbers in float64, whole ones in int64, which hold what NCCL's
+types hold, but for uint64 above 2^63. scale: what each rank multiplies by in a scaled sum. */
 static void reduce(char* to, const std::vector<std::vector<char>>& parts, size_t count, const Call& call, double scale) {
-  bool real = call.type >= ncclFloat16;
-  std::vector<double> reals(parts.size());
-  std::vector<int64_t> wholes(parts.size());
-  for (size_t i = 0; i < count; i++) {
-    for (size_t r = 0; r < parts.size(); r++) {
-      if (real) reals[r] = real_at(parts[r].data(), i, call.type);
-      else wholes[r] = whole_at(parts[r].data(), i, call.type);
+  typed(call.type, [&](auto number) {
+    using T = decltype(number);
+    using Wide = std::conditional_t<std::is_integral_v<T>, int64_t, double>;
+    std::vector<Wide> values(parts.size());
+    for (size_t i = 0; i < count; i++) {
+      for (size_t r = 0; r < parts.size(); r++) {
+        memcpy(&number, parts[r].data() + i * sizeof number, sizeof number);
+        values[r] = Wide(number);
+      }
+      number = T(reduced(values, call.operation, scale));
+      memcpy(to + i * sizeof number, &number, sizeof number);
     }
-    if (real) {
-      put_real(to, i, call.type, reduced(reals, call.operation, scale));
-    } else {
-      int64_t value = reduced(wholes, call.operation, scale);
-      memcpy(to + i * SIZES[call.type], &value, SIZES[call.type]);  // little-endian: the low bytes come first
-    }
-  }
+  });
 }
 
 // -------------------------------------------------------------------------------------------------- communicators
@@ -575,7 +554,12 @@ ncclResult_t ncclGroupEnd() {
 ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t* made, void* scalar, ncclDataType_t type, ncclScalarResidence_t where,
                                       ncclComm_t comm) {
   if (where == ncclScalarDevice) settle(stream_of(nullptr));
-  comm->scales.push_back(real_at(static_cast<char*>(scalar), 0, type));
+  double scale = 0;
+  typed(type, [&](auto number) {
+    memcpy(&number, scalar, sizeof number);
+    scale = double(number);
+  });
+  comm->scales.push_back(scale);
   *made = ncclRedOp_t(ncclNumOps + comm->scales.size() - 1);
   return ncclSuccess;
 }
