@@ -270,7 +270,7 @@ class CheckpointManager:
         is_kept: bool,
         is_copied: bool,
     ) -> None:
-        """Copy to the memory of hosts, if that is asked for, save, and start the removal of expired
+        """Copy to the memory of hosts (if `is_copied`), save, and start the removal of expired
         checkpoints. Runs in the thread, on all ranks."""
         name = verify.step_name(step, self.attempt)
         parts: OneByOne | Staged | None = None

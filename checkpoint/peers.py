@@ -2,8 +2,8 @@
 last copy and not those since the last checkpoint (`checkpoint.peers`).
 
 A copy is a checkpoint (verify.py) in host memory: a folder of tmpfs, which outlives the ranks. Each
-rank writes its file there and sends it to the ranks of its own number on `peers` other hosts, so
-that each host holds files of its own ranks and of others':
+rank writes its file there and sends it to the ranks with the same local number on `peers` other
+hosts, so that each host holds the files of its ranks and of others':
 
     /dev/shm/plumbline-<user>-<run>/step-00000120/manifest.json
                                                   rank-00000.safetensors     of this host's rank
@@ -450,7 +450,7 @@ class PeerCopies:
                 shutil.rmtree(self.folder / name)
 
     def with_copies(self) -> str:
-        """Say where the copies are, to somebody who removes the checkpoints."""
+        """Say where the copies are, for a message that advises to remove the checkpoints."""
         return f", and {self.folder} on each host"
 
     def discard(self) -> None:

@@ -76,7 +76,7 @@ def resume(
 
 
 def say_unused(branch_from: str, folder: Path, checkpoints: CheckpointManager) -> None:
-    """Warn on rank 0 that a run has checkpoints of its own, and so does not branch off, unless
+    """Warn on rank 0 that a run has checkpoints already, and so does not branch off, unless
     this branch_from began it: a branch is restarted by its first command."""
     if world().rank == 0 and branches.begun_by(folder)[1] != branch_from:
         logger.warning(

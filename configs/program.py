@@ -156,8 +156,8 @@ def exit_code_of(returned: int) -> int:
 
 
 def stopped_early(number: signal.Signals) -> tuple[int, str]:
-    """Return how a run ends that a signal has stopped before it has trained: the exit code, and the
-    sentence. A person who presses Ctrl-C does not want it back; a scheduler does."""
+    """Return the exit code and the sentence of a run that a signal stopped before it trained. A
+    user who presses Ctrl-C does not want it restarted; a scheduler does."""
     if number == signal.SIGINT:
         return INTERRUPTED, "interrupted before training began"
     return STOPPED, f"stopped by {number.name} before training began: run it again to go on"

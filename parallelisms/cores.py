@@ -9,7 +9,7 @@ three kinds (models/cores.py):
     state         `run`; ranks exchange what their tokens do to the state, a cache keeps the state
     convolution   ranks exchange and a cache keeps its last inputs
 
-A core that computes something else than its kind, in a `forward` of its own, also sets
+A core whose `forward` computes something else than its kind also sets
 `supports_spec = True` or `supports_spec = False`. A core without support may compute anything, so
 context parallelism and the cache of sampling, which replace cores, refuse it by name; everything
 else leaves it alone. A core that sets neither is refused by all.
@@ -63,7 +63,7 @@ def check(model: nn.Module, mesh: Mesh, cfg: Config) -> None:
         if is_replaced or supports_spec(core) is None:
             name = type(core).__qualname__
             raise InputError(
-                f"the {kind_of(core)} core {name} has a forward of its own and does not say whether "
+                f"the {kind_of(core)} core {name} overrides forward and does not say whether "
                 f"that follows its spec: write supports_spec = True in {name} if it computes what "
                 f"{WHAT_IS_COMPUTED[kind_of(core)]} says, or False if it does not"
             )

@@ -32,7 +32,7 @@ def shared(core: StateCore | ConvolutionCore, mesh: Mesh) -> nn.Module:
 
 class GatherParts(torch.autograd.Function):
     """Stacks the tensors of all ranks of a group. Each rank uses them for other tokens, so the gradient
-    of its own is a sum over the ranks."""
+    of a rank's tensor is a sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:

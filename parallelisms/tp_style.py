@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor.parallel import ParallelStyle
 
-# Kinds of module. A container has no parameters of its own; `other` has.
+# Kinds of module. A container has parameters in its submodules alone; `other` also has direct ones.
 LINEAR = "linear"
 NORM = "norm"
 EMBEDDING = "embedding"
@@ -33,8 +33,8 @@ WORDS = {  # in a sentence
     NORM: "a norm",
     EMBEDDING: "an embedding",
     ROUTER: "a router",
-    CONTAINER: "a module without parameters of its own",
-    OTHER: "a module with parameters of its own",
+    CONTAINER: "a module without direct parameters",
+    OTHER: "a module with direct parameters",
 }
 
 

@@ -421,7 +421,7 @@ def planned(model_class) -> str:
 
 def test_a_core_that_says_nothing_is_refused_by_name():
     for said in planned(WithSilent), *run_ranks(2, refusals, [(WithSilent, [CP2])]):
-        assert "the attention core Silent has a forward of its own" in said
+        assert "the attention core Silent overrides forward" in said
     model = WithSilent(llama.Args(**llama.NUMBERS.flavors["debug"]))
     with pytest.raises(InputError, match="Silent"):
         KeyValueCache(model, 8)

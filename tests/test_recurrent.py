@@ -292,7 +292,7 @@ def refusal(core: type[StateCore], cp: int) -> str:
 
 def test_what_a_state_lacks_is_refused_by_name():
     assert refusal(hybrid.DecayedSum, 2) == ""
-    assert "the state core Silent has a forward of its own and does not say" in refusal(Silent, 1)
+    assert "the state core Silent overrides forward and does not say" in refusal(Silent, 1)
     own = "the state core Own does not support what cores of this kind do"
     assert (
         refusal(Own, 2)

@@ -290,7 +290,7 @@ def test_a_block_that_does_not_return_its_slice_is_named(said):
 
 def test_a_parameter_that_a_style_leaves_whole_is_named(said):
     assert "gives layers.0.attention the style gather_sequence" in said["parameter"]
-    fits = "it is a module with parameters of its own: gather_sequence_split_own or slice_own would"
+    fits = "it is a module with direct parameters: gather_sequence_split_own or slice_own would"
     assert fits in said["parameter"]
 
 
@@ -305,6 +305,6 @@ def test_a_forward_that_a_style_would_drop_is_named(said):
 
 
 def test_a_parameter_for_each_feature_has_a_style(said):
-    fits = "a module with parameters of its own: gather_sequence_split_own or slice_own would fit"
+    fits = "a module with direct parameters: gather_sequence_split_own or slice_own would fit"
     assert fits in said["no row for a block"]
     assert said["block's row"] == ""

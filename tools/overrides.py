@@ -14,7 +14,7 @@ def with_options(argv: list[str], options: dict[str, str]) -> list[str]:
 def parser(
     prog: str, description: str | None, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """Return the parser of a tool that also takes --table.key=value: no option of its own may be
+    """Return the parser of a tool that also takes --table.key=value: its options may not be
     abbreviated, and its description is printed as it is written."""
     return argparse.ArgumentParser(
         prog=prog,

@@ -28,9 +28,9 @@ class Picture:
     monospaced, s small, f faint, b bold, t title."""
 
     def __init__(self, width: float, height: float, title: str = "", text: str = "") -> None:
-        """title and text: for those who cannot see it. With a title it is a file of its own, with
+        """title and text: for those who cannot see it. With a title it is a separate file, with
         fonts and an opaque background, so that it can be read on a light page and on a dark one;
-        without, it is a part of a page whose style it takes."""
+        without, it is a part of a page and takes its style."""
         size = f'viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
         self.head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n'
         self.parts: list[str] = []
@@ -47,7 +47,7 @@ class Picture:
         radius: float = 0,
         tip: str = "",
     ) -> None:
-        """box: x, y, width and height; tip: what a pointer on it is told."""
+        """box: x, y, width and height; tip: shown when the pointer is on it."""
         x, y, width, height = box
         place = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"'
         self.add("rect", f'{place} fill="{fill}" stroke="{stroke}"', tip)
@@ -100,7 +100,7 @@ class Picture:
 
 
 def stretched(width: float, height: float, inside: str, attributes: str = "") -> str:
-    """Return a picture that fills its box in a page of HTML, whatever the box's shape. inside: paths
+    """Return a picture that is stretched to the shape of its box in a page of HTML. inside: paths
     whose classes the page's style has; words stand in HTML around it, so that they keep their size."""
     box = f'viewBox="0 0 {width:g} {height:g}" preserveAspectRatio=none'
     return f"<svg {box}{attributes} aria-hidden=true>{inside}</svg>"

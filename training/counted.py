@@ -7,7 +7,7 @@ where w_i is the weight of the label's source: the weighted mean of
 sums are over all ranks and microbatches, so the loss does not depend on how the batch is split, and
 a factor in all weights changes nothing. z-loss and the losses of multi-token prediction are weighted
 in the same way. What blocks report (models/terms.py), such as the balance of experts, is not: it is
-a mean over tokens that are routed, whatever their labels are worth.
+a mean over the tokens that are routed, without their labels' weights.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""An optimizer with a rule of its own for the hidden matrices of a model, and AdamW for all other
+"""An optimizer with one rule for the hidden matrices of a model, and AdamW for all other
 parameters, so that a run has one optimizer (training/muon.py, training/soap.py)."""
 
 from typing import Any

@@ -2,8 +2,8 @@
 (parallelisms/contract.py). A checkpoint, a resumed run or a plan would miss what the table does not
 have, and no checkpoint with another shape could be loaded.
 
-The optimizer steps on small weights of its own: of every number of dimensions that its parameters
-have, wide and tall. So a shape that is only right for a square matrix is seen, and a state that is
+The optimizer steps on small weights that are made for this: of every number of dimensions that its
+parameters have, wide and tall. So a shape that is only right for a square matrix is seen, and a state that is
 only right where it begins empty. State that is neither like the parameter nor a scalar is also
 tried on shards: there a sum over one rank's rows would be taken for that of the whole.
 """

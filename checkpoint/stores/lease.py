@@ -26,7 +26,7 @@ from reliability.objects import Key, Unreachable, Version
 
 BEAT = 5.0  # seconds
 PATIENCE = 30.0  # seconds
-LEAVING = 3.0  # seconds in which a store that fails at once is asked again to release a lease
+LEAVING = 3.0  # seconds of retries to release a lease in a store that fails at once
 STALLED = 10.0  # seconds that a release waits for a beat which the store does not answer
 # Conditions of a put that hold for no version of an object that is there.
 BROKEN_CONDITIONS = {

@@ -443,7 +443,7 @@ class Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         ended = {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()}
         if None in ended and self.asked & {*STOP} and ended <= {None, 0, *QUIET_CODES}:
-            # a rank that is told to end may be slower, and say what the others leave to it
+            # a rank that got the signal may be slower, and say what the others leave to it
             return RunResult(state=WorkerState.HEALTHY)
         # before super() ends the rest
         self.left = next((code for code in QUIET_CODES if code in ended), 0)

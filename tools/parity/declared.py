@@ -178,8 +178,8 @@ def flops_of_attention(model: Any, tiny: Tiny, attention: list[Any]) -> float:
 
 
 def flops_of_states(model: Any, tiny: Tiny) -> tuple[float, dict[nn.Module, NoState]]:
-    """Return the FLOPs of all states and convolutions for a token, forward and backward, and what stands in
-    the place of each meanwhile."""
+    """Return the FLOPs of all states and convolutions for a token, forward and backward, and what replaces
+    each meanwhile."""
     states = of_kind(cores_in(model), STATE, CONVOLUTION)
     found: list[float] = []
     without = {}

@@ -82,7 +82,7 @@ class Types:
 
     @property
     def of_number(self) -> dict:
-        """A number or a table that every rank computes alike."""
+        """A number or a table that is the same on every rank."""
         return self.of(R, R, R)
 
     def of_weight(self, own: dict, is_expert: bool) -> dict:

@@ -9,7 +9,7 @@ compile. Ours is configs/qwen3_300s.toml; OPTIONS override it. A short run measu
 step, and training.steps is what fits into the time, so that the schedule ends with it. Both files
 are JSON lines with the field "text".
 
---rival: a clone of autoresearch, unchanged. It gets the same texts, in a home folder of its own (it
+--rival: a clone of autoresearch, unchanged. It gets the same texts, in a separate home folder (it
 needs pyarrow, rustbpe and requests), and trains a tokenizer of the same size on them. Its attention
 is a kernel that it downloads; the PyTorch's FlashAttention of rival.py takes its place. It needs a GPU.
 

@@ -1,5 +1,5 @@
 """Run a clone of karpathy/autoresearch, unchanged, on given texts: for lab/bench/device/in_300s.py,
-which starts it in a process of its own, with a home folder of its own.
+which starts it in another process, with another home folder.
 
 Its prepare.py downloads a corpus and its train.py a kernel; a machine without a network has neither.
 So the texts are written where prepare.py looks for them, and PyTorch's FlashAttention answers for the
