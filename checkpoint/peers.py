@@ -243,9 +243,9 @@ class PeerCopies:
         head: dict,
         group: dist.ProcessGroup,
     ) -> int:
-        """Make a copy, on all hosts or on none. Runs in the checkpoints' thread. Returns, on rank 0,
-        the bytes of its files. head: of the manifest, as in manager.py. Raises on all ranks, or on
-        some where messages failed."""
+        """Make a copy on all hosts or on none. Runs in the checkpoint thread. Returns the bytes of its
+        files on rank 0. head: the manifest's head, as in manager.py. Raises on all ranks, or, where
+        a message failed, on some."""
         draft = self.folder / f".tmp-{name}"
         on_every_rank(group, self._begin, draft)
         file = on_every_rank(group, storage.write, draft, plan, parts)
@@ -350,8 +350,8 @@ class PeerCopies:
     def fetch(
         self, name: str, files: Callable[[dict], Iterable[int]], group: dist.ProcessGroup
     ) -> dict:
-        """Bring the files that this host lacks of a copy, and return its manifest. files(manifest):
-        those that this rank reads. Raises Damaged on all ranks."""
+        """Receive the files of a copy that this host lacks, and return the copy's manifest.
+        files(manifest): those that this rank reads. Raises Damaged on all ranks."""
         copy = self.copies[name]
         path = self.folder / name
         first = copy.hosts[0] * self.here.local_size
@@ -524,8 +524,8 @@ def _mapped(path: Path) -> Tensor:
 
 
 def _allocated(path: Path, size: int) -> Tensor:
-    """Make a file of zeros and map it into memory: what is written there is in the file. OSError
-    where there is no room, which a mapped file without it would say by SIGBUS."""
+    """Make a file of zeros and map it into memory for writing. Raises OSError where there is no room:
+    a mapped file that was not allocated would end the process with SIGBUS."""
     with open(path, "wb") as stream:
         os.posix_fallocate(stream.fileno(), 0, size)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

@@ -215,7 +215,7 @@ class Door:
         return True
 
     def pass_through(self, error: Exception | None) -> list[str]:
-        """Wait for the next round in which this rank takes part. Returns the options of that round.
+        """Wait for the next round that includes this rank. Returns the options of that round.
         error: what has ended the last one; it is raised again if no round follows."""
         signal.set_wakeup_fd(-1)  # by which configs/program.py would end this process
         for number in STOP_SIGNALS:
@@ -299,8 +299,8 @@ class Door:
 
 
 def look(calls: int, least: float = 0.2) -> float:
-    """Return the seconds between two looks of a rank at the launcher's store, which answers some
-    10,000 calls a second. calls: of all ranks together."""
+    """Return the seconds that a rank waits between two queries of the launcher's store, which answers
+    some 10,000 calls a second. calls: of all ranks in one round of queries."""
     return max(least, calls / 10_000)
 
 
@@ -366,14 +366,14 @@ def is_interrupted() -> bool:
 
 
 def save_may_take(seconds: float) -> float:
-    """Return the seconds for which a run that has failed waits for the save in flight: fewer where
+    """Return how many seconds a failed run waits for the save in flight: fewer where
     it goes on, and saves again."""
     return min(seconds, 5.0) if Door.here else seconds
 
 
 def leaves(mesh: Mesh) -> bool:
-    """Return whether this round ends now for others to join, so that nothing need be saved: not if
-    the run was asked to stop, or has done its last step. Called by all ranks after a step."""
+    """Return whether this round ends now so that others can join; then nothing has to be saved. False
+    if the run was asked to stop or has done its last step. All ranks call this after a step."""
     door = Door.here
     if door is None:
         return False
@@ -472,8 +472,8 @@ def _take_up(checkpoints: Any, step: int, ancestors: list[str], names: list[str]
 
 
 def _meet(url: str, **_: object) -> Iterator[tuple[dist.Store, int, int]]:
-    """Give the process group of a round a prefix in the store: without one gloo would find the
-    addresses of ranks that are lost."""
+    """Give the process group of a round its own prefix in the store: under a shared one gloo would
+    find the addresses of lost ranks."""
     here = world()
     yield dist.PrefixStore(url, _open_store()), here.rank, here.size
 

@@ -375,7 +375,7 @@ def write(folder: Path, plan: SavePlan, parts: OneByOne | Staged) -> list:
     """Write this rank's file into `folder` and sync it. Returns its row in the manifest's `files`.
 
     parts: the content of its parts: spans of bytes in the order of the file, each with its blocks.
-    The hashes of the blocks are known last, but as many digits are kept free for them at the start.
+    The blocks' hashes are known last; the header at the start reserves their digits.
     """
     hashes: list[str] = []
     with open(folder / verify.file_name(plan.rank), "xb") as stream:

@@ -42,8 +42,8 @@ def steps_of(cfg: Config) -> list[range]:
 
 
 def at(cfg: Config, step: int) -> Config:
-    """Return the configuration of the stage that goes on after `step` steps, at least 0; of a run
-    without stages `cfg` itself."""
+    """Return the configuration of the stage that is in effect after `step` steps (at least 0); `cfg`
+    itself for a run without stages."""
     if not cfg.training.stages:
         return cfg
     begun = [number for number, steps in enumerate(steps_of(cfg)) if steps.start <= step]

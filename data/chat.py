@@ -171,7 +171,7 @@ class Chat:
         return self.tokens("".join(self.probe())).tolist()
 
     def probe(self) -> tuple[str, str, str]:
-        """Render an answer with this template, and return the text before it, it, and the text after it;
+        """Render an answer with this template, and return the text before it, the answer, and the text after;
         "" for each if the template renders none of PROBES."""
         for messages in PROBES:
             try:

@@ -96,8 +96,8 @@ class Proved:
         return ranks
 
     def ranks(self, text: str, rendered: bool = False) -> tuple[np.ndarray, bool] | None:
-        """Return (ranks, uint32 [n]; whether the normalizer has changed the text), or None where
-        the library has to make the ids. rendered: special tokens are found too."""
+        """Return (ranks uint32 [n], whether the normalizer has changed the text), or None where the
+        library has to make the ids. rendered: also recognise special tokens."""
         if has_long_whitespace(text) or (rendered and self.any_greedy):
             return None
         made = array("I")

@@ -75,7 +75,7 @@ def distribute(experts: nn.Module, mesh: Mesh) -> None:
 
     An expert gets the rows of all ranks of its ep group, so its gradient is their sum already. FSDP
     then averages over edp = dp_shard * cp * tp / ep ranks. All other weights are averaged over
-    dp_shard * cp ranks, and the loss is scaled for that. The factor tp / ep makes up for it.
+    dp_shard * cp ranks, for which the loss is scaled, so experts' gradients get the factor tp / ep.
     """
     shard(experts, [name for name, _ in experts.named_parameters()], mesh)
     experts.gradient_factor = mesh.tp / mesh.ep

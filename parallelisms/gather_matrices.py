@@ -265,8 +265,8 @@ class GatheredMatrices:
         self.rounds = [Round.of(by_owner, self.ranks, self.me) for by_owner in by_round]
 
     def apply(self, shards: list[Tensor], compute: Callable[[Tensor], Tensor]) -> None:
-        """Replace these shards, of one type, by those of `compute` of the whole, in place. compute:
-        [X, R, C] -> [X, R, C], of each matrix for itself.
+        """Gather whole matrices from these shards of one dtype, apply `compute`, and write the result's
+        shards in place. compute: [X, R, C] -> [X, R, C], each matrix separately.
 
         The next round is gathered while this one is computed.
         """

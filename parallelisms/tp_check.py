@@ -151,7 +151,7 @@ def fits(form: Form, takes: Form) -> bool:
 
 
 def keep_one_layer_of_each_kind(styles: dict[str, str], whole_model: Any) -> None:
-    """Delete layers whose kind is there already: two are of one kind if their modules have the same
+    """Delete each layer of a kind that came before: two are of one kind if their modules have the same
     classes, shapes and styles."""
     seen = set()
     for number, layer in list(whole_model.layers.items()):

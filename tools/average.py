@@ -19,8 +19,8 @@ FACTS = ("family", "must_match", "base")  # of a run that are those of its avera
 
 
 def write(path: Path | Key, manifest: dict, out: Path, tokenizer: Tokenizer | None) -> str:
-    """Write `OUT/checkpoints/step-...` without an optimizer: of each weight its average, of one that is
-    not trained itself. Returns what was done, in a sentence. Raises InputError."""
+    """Write `OUT/checkpoints/step-...` without an optimizer: the average of each trained weight, and
+    each frozen weight as it is. Returns what was done, in a sentence. Raises InputError."""
     tensors = manifest["tensors"]
     weights = [name for name in tensors if name.startswith("model.")]
     averages = {name: of_average(name) for name in weights if of_average(name) in tensors}

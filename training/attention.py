@@ -44,10 +44,9 @@ def choose(kernel: str, device: torch.device) -> None:
 @contextmanager
 def for_many_shapes() -> Iterator[None]:
     """Allow lengths to vary from forward to forward, inside the context. Nothing is compiled, since
-    each length would be. PyTorch chooses among all kernels but cuDNN's, independently of training's
-    choice: cuDNN plans every new shape, and sampling has one for each token, 40 ms each on an H200
-    (torch 2.11). Nor would FlashAttention alone do, which refuses the mask of a forward of one new
-    token."""
+    each new length would be compiled again. PyTorch chooses among all kernels except cuDNN's, which
+    plans every new shape: one for each sampled token, 40 ms each on an H200 (torch 2.11). The choice
+    for training does not count here: FlashAttention alone refuses the mask of one new token."""
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with torch.compiler.set_stance("force_eager"), sdpa_kernel(kernels):
         yield

@@ -17,9 +17,9 @@ from training.loss import IGNORE, linear_cross_entropy
 
 
 class LossAndMistakes:
-    """Called by training/microbatches.py::Microbatches in place of `linear_cross_entropy`. `mistakes`
-    float32 [A, b, T] has a 1 at every label that is not the likeliest token, where `losses` has
-    its loss."""
+    """Loss head for evaluation, which training/microbatches.py::Microbatches calls in place of
+    `linear_cross_entropy`. `mistakes` float32 [A, b, T], shaped as `losses`, has a 1 at every label
+    that is not the likeliest token."""
 
     def __init__(self, labels: Tensor, device: torch.device) -> None:
         """labels: int64 [A, b, T], of a batch."""

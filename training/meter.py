@@ -60,7 +60,7 @@ def open_metrics(job: Any, family: Any, start: int, sources: int) -> tuple[Metri
 
 
 def refuse_all(problems: list[str | None]) -> None:
-    """Raise InputError on all ranks if there is a problem on one: others would fail for its loss."""
+    """Raise InputError on all ranks if one has a problem: else the others would report its loss."""
     if said := next(filter(None, problems), None):
         error = InputError(said)
         error.is_common = True  # type: ignore[attr-defined]

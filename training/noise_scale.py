@@ -85,8 +85,8 @@ class NoiseScale:
         self.small = float(norm) ** 2, b, B
 
     def metrics(self, grad_norm: float, skipped: bool) -> dict[str, float]:
-        """Return the estimates after a step; none where there was no measurement. grad_norm: of the
-        whole batch."""
+        """Return the estimates after a step; {} where nothing was measured. grad_norm: of the whole
+        batch."""
         self.done += 1
         measured, self.small = self.small, None
         if measured is None or skipped:

@@ -53,8 +53,8 @@ def summarise(run: Any, step: int) -> str:
 
 
 def sample_lines(run: Any) -> list[str]:
-    """Return debug.sample_prompt and the model's continuation, under a title. A stop of the run, as
-    all ranks agree, cuts it short."""
+    """Return debug.sample_prompt and the model's continuation, under a title. A stop on which all
+    ranks agree cuts it short."""
     job = run.job
     debug = job.cfg.debug
     tokenizer = run.corpora.tokenizer

@@ -98,7 +98,7 @@ class StoreLease:
         return refused(self.key.parent, holder, self.option)
 
     def _check_store(self, content: bytes) -> None:
-        """Raise InputError if the store does not keep what a lease and a publication rest on: the
+        """Raise InputError if the store lacks conditional puts, which a lease and a publication need: the
         check is two puts of the same bytes whose conditions do not hold."""
         problem = ""
         if self.version == Version(None, None):

@@ -175,8 +175,8 @@ class Rounds:
         return self.store.check([BEGUN]) and not self.store.check([f"{BEGUN}/{slot}"])
 
     def wait_for_others(self) -> None:
-        """Wait until the ranks of all nodes have ended, --shutdown-timeout seconds at most: node 0
-        serves the store that they use."""
+        """Wait, for at most --shutdown-timeout seconds, until the ranks of all nodes have ended: they
+        use the store that node 0 serves."""
         with contextlib.suppress(DistError):
             self.store.set(f"rounds/ended/{self.node}", "")
             number = int(self.store.get(LATEST))
@@ -485,13 +485,13 @@ class Coordinator:
         return number
 
     def _are_replaced(self, there: Mapping[int, int]) -> bool:
-        """Return whether others wait in the place of members: of a host that was lost and is back
-        before it was missed. Members that leave for others to join have a state."""
+        """Return whether new processes wait in the slots of members: their host was lost and came back
+        before that was noticed. (Members that leave so that others can join have a state.)"""
         return any(there.get(slot) == NO_STATE for slot in self.members)
 
     def _have_come(self, there: Mapping[int, int]) -> bool:
-        """Return whether ranks that are not members, of hosts that live, have come since the last
-        look, and make another replica whole."""
+        """Return whether ranks of live hosts that are no members have come since the last call, and
+        complete another replica."""
         waiting = self._of_living(there.keys() - {*self.members})
         if waiting == self.waiting:
             return False

@@ -77,8 +77,8 @@ def widened(tiny: Tiny, kind: str, growth: int) -> tuple[Tiny, torch.optim.Optim
 
 
 def outputs_of_blocks(tiny: Tiny, tokens: Tensor) -> dict[str, Tensor]:
-    """Return what the embedding (as the first block gets it), blocks and the model return, by
-    name."""
+    """Return by name the outputs of the embedding (as the first block gets it), the blocks and the
+    model."""
     seen = outputs(tiny, tokens).by_name
     names = {f"layers.{number}" for number in tiny.model.layers} | {MODEL}
     with torch.no_grad():

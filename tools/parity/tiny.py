@@ -96,7 +96,7 @@ def copy_of(family: Family, configured: Any, of_lora: Lora) -> Tiny:
 
 
 def narrow_in(model: nn.Module, tokens: Tensor) -> str | None:
-    """Return `narrow_module`; None where the model cannot compute, which its properties will say."""
+    """Return `narrow_module(model, tokens)`; None where the model raises, which a property reports."""
     try:
         return narrow_module(model, tokens)
     except Exception:

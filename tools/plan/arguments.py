@@ -73,8 +73,8 @@ def check_question(flags: argparse.Namespace) -> None:
 
 
 def asks_how_many(flags: argparse.Namespace) -> bool:
-    """Return whether the question is how many GPUs it takes. With a ladder, dollars ask for the best
-    size."""
+    """Return whether the command asks for the number of GPUs. (With a ladder, --usd asks for the best
+    size of the model.)"""
     return bool(flags.days or (flags.usd and not flags.ladder))
 
 

@@ -11,9 +11,9 @@ LARGEST = 0.01  # relative difference without a warning
 
 
 def warning(plan: Plan) -> list[str]:
-    """Return a line where the two differ: a family that computes something else than its
-    `flops_per_token` says has a wrong MFU. With adapters, or where the fullest rank is shown, they
-    differ rightly."""
+    """Return a line where the two differ: the MFU of a family is wrong if it computes something else
+    than its `flops_per_token` says. With adapters, or where the plan shows the fullest rank, a
+    difference is right."""
     family, _ = train.architecture(plan.cfg)
     derived, counted, _ = plan.flops()
     off = counted / derived - 1

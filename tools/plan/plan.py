@@ -100,8 +100,8 @@ class Plan:
 
     @property
     def room_for_gathered(self) -> int:
-        """Blocks whose weights have room to stay unsharded from forward to backward
-        (parallelism.keep_gathered)."""
+        """Return for how many blocks memory has room to keep the weights unsharded from forward to
+        backward (parallelism.keep_gathered)."""
         p = self.cfg.parallelism
         if not self.fits or self.pipeline or p.reshard_after_forward is False:
             return 0
@@ -144,8 +144,8 @@ class Plan:
         return self.inputs.gpus // (p.context_parallel * p.tensor_parallel * p.pipeline_parallel)
 
     def flops(self) -> tuple[float, float, float]:
-        """FLOPs per token: derived from the model's sizes; counted in the step; and recomputed, or
-        computed by several ranks, which the counted ones do not include."""
+        """Return three FLOPs per token: derived from the model's sizes; counted in the traced step; and
+        those that are recomputed or repeated on several ranks, which `counted` leaves out."""
         counted = recomputed = 0
         for rank in self.ranks:
             of_rank = rank.flops()

@@ -67,7 +67,7 @@ class ResultStore:
 
 
 class Worker:
-    """Thread in which all checks of this rank run, so that the main thread can see that one hangs."""
+    """Thread that runs all checks of this rank, so that the main thread can notice one that hangs."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue = queue.SimpleQueue()

@@ -62,7 +62,7 @@ class Types:
                 self.groups[name] = whole.get_group(name)
 
     def of(self, tp: Any, cp: Any, data: Any) -> dict:
-        """Return the type of a tensor that is `tp` on the dimension of tensor parallelism, and so on."""
+        """Return the type of a tensor, given its kind on each dimension of the mesh."""
         chosen = {"tp": tp, "cp": cp}
         return {group: chosen.get(name, data) for name, group in self.groups.items()}
 

@@ -693,8 +693,8 @@ def outcomes(
 
 
 def as_rank(name: str, place: Path) -> int:
-    """Run a check on this rank, and leave its errors for `apart`, or the words of what it raised:
-    the launcher's own are about the launcher alone."""
+    """Run a check on this rank, and write its errors for `apart`, or the exception that it raised:
+    the launcher reports only that a rank has failed."""
     rank = meshes.world().rank
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     try:

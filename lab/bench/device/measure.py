@@ -132,8 +132,8 @@ class Rates(NamedTuple):
 
 
 def rates_of(device: torch.device, smaller: int = 1) -> Rates:
-    """Measure the rates for 8,192 tokens. smaller: divides the tokens and the copies, so that a CPU
-    can rehearse it."""
+    """Measure the rates for 8,192 tokens. smaller: a divisor of the tokens and the copies, for a
+    trial on a CPU."""
     how = {"device": device, "dtype": NARROW}
     tokens = 8192 // smaller
     x = torch.randn(tokens, 4096, **how)
