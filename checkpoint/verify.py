@@ -268,7 +268,7 @@ def size_of(stream: BinaryIO | RangeReader) -> int:
 
 
 def tries(path: Path | Key) -> range:
-    """Return how often bytes with a wrong hash are read again: a network may damage what a store
+    """Return how often bytes are read whose hash is wrong: a network may damage what a store
     holds."""
     return range(path.tries if isinstance(path, Key) else 1)
 

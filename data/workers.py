@@ -49,7 +49,7 @@ def put(ready: queue.Queue, item: object, stopped: threading.Event) -> bool:
 
 def take(ready: queue.Queue, seconds: float, is_over: Callable[[], object]) -> Any:
     """Return the next item of a queue; None where none comes within these seconds, or before
-    `is_over()` is true, which is called every LOOK_SECONDS."""
+    `is_over` is true, which is asked at each look."""
     limit = time.monotonic() + seconds
     while True:
         try:

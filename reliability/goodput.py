@@ -126,8 +126,8 @@ class Clock:
         self.place += LINE_BYTES * stays
 
     def is_gone(self) -> bool:
-        """Return whether the file was removed, most likely with the whole run folder. Always False on
-        ranks other than 0, and where the disk fails."""
+        """Return whether the file was removed, most likely with all of the run's folder. Always
+        False on ranks other than 0. A disk that does not answer says nothing of it."""
         try:
             return self.file is not None and not self.path.stat()
         except (FileNotFoundError, NotADirectoryError):
@@ -342,7 +342,7 @@ def _segments(start: Past) -> list[dict]:
 
 
 def _redone(starts: list[list[dict]]) -> list[tuple[int, float]]:
-    """Count the steps of each start that a later resume discarded, and the seconds that they had
+    """Count the steps of each start that a later resume threw away, and the seconds they had
     taken."""
     # resumed: the lowest step from which a later stretch went on
     result, resumed = [], float("inf")

@@ -209,7 +209,7 @@ class Start:
     def resume(self, step: int, origin: str = "", loaded: str = "") -> None:
         """Record that the loop goes on after this step. Called at the start, and when a run goes
         back to a checkpoint by itself. origin: the checkpoint of another run that this one started
-        from; loaded: this run's, or a copy in the memory of hosts."""
+        from; loaded: that of its own, or the copy of one in the memory of hosts."""
         self.clock.resume(step)
         if origin:
             self.add(origin=origin)

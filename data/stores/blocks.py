@@ -92,8 +92,8 @@ class Blocks:
         return range(first + start // BLOCK, first + -(-stop // BLOCK))
 
     def _future(self, number: int) -> Future:
-        """Return the future of a block's content. A failed request is repeated: the store may work
-        again."""
+        """Return the future of a block's content. A request that failed is repeated: the store may
+        be back."""
         with self.lock:
             future = self.recent.get(number)
             if future is None or (future.done() and future.exception()):

@@ -117,8 +117,8 @@ class ScaledRun:
         replicas: int | None = None,
         built: float | None = None,
     ) -> None:
-        """replicas: None for as many as the plan has. built: seconds to build and compile the model;
-        None for an assumed time."""
+        """replicas: in place of the plan's; built: seconds in which the model is built and compiled,
+        None for what is assumed."""
         inputs = plan.inputs
         checkpoint = plan.cfg.checkpoint
         self.plan = plan
@@ -201,8 +201,8 @@ class ScaledRun:
         return GENERATIONS * (1 + self.peers) * self.per_host
 
     def survivors(self, back: float | None) -> Survivors:
-        """Return a model of this run that goes on without lost replicas. back: seconds until a lost
-        replica can return; None for those in which a restart starts its processes."""
+        """Return the replicas of this run. back: seconds until one that is lost can return; None: as
+        many as the processes of a restart take."""
         plan = self.plan
         cfg, device = plan.cfg, plan.inputs.device
         ranks = plan.data_parallel // cfg.parallelism.data_parallel_replicate
