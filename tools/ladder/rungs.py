@@ -240,7 +240,7 @@ def _data_parallel(base: Config, ranks: int) -> int:
 
 
 def _places(base: Config, name: str) -> list[str]:
-    """Return the options of stores, with a separate prefix for each run."""
+    """Return the options of stores, in which each run has a prefix of its own."""
     stores = {"checkpoint.store": base.checkpoint.store, "run.mirror": base.run.mirror}
     return [f"--{option}={url.rstrip('/')}/{name}" for option, url in stores.items() if url]
 
