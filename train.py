@@ -417,7 +417,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
         metrics,
         checkpoints,
         collectives.checked(job.model, job.mesh, cfg.debug.check_collectives),
-        health.FailureTime(watchdog.position),
+        health.failure_time(watchdog.position),
     ):
         batches = run.open_batches()
         if rounds.is_interrupted():
@@ -548,7 +548,7 @@ def start(argv: list[str], cfg: Config) -> int:
         with (
             Stop(this_start.clock.born, cfg.run.max_minutes, this_start.end) as stop,
             health.Watchdog(folder, here.rank) as watchdog,
-            health.FailureTime(),
+            health.failure_time(),
         ):
             this_start.code = train(cfg, place, this_start, stop, watchdog)
     return this_start.code

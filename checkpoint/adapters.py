@@ -57,7 +57,7 @@ def load_base(job: Any, families: Mapping[str, Any], checkpoints: Any) -> None:
             Path(cfg.checkpoint.load_hf), job.model, families, family, job.args, checkpoints.group
         )
     else:
-        folder = checkpoints.load_base(location(cfg.checkpoint.load_path), base)
+        folder = checkpoints.load_base(base)
     checkpoints.origin = folder
     dtype = next(iter(base.values())).dtype
     checkpoints.facts["base"] = {

@@ -43,6 +43,13 @@ def gather_files(file: list, group: dist.ProcessGroup) -> list[list]:
     return files
 
 
+def gather_objects(mine: object, group: dist.ProcessGroup | None) -> list:
+    """Return this object of every rank of the group (None: of all ranks)."""
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group)
+    return found
+
+
 def agree(error: BaseException | None, group: dist.ProcessGroup | None) -> None:
     """Raise the error of one rank, if any has one, on all ranks of `group`: every rank calls it.
     Without a group, raise this process's own."""

@@ -12,7 +12,6 @@ index can only name files in its folder, and the tensors must be exactly those o
 `config.json` describes.
 """
 
-import hashlib
 import json
 import logging
 import math
@@ -400,7 +399,10 @@ def load(
     """
     folder = Path(folder).resolve()
     live = base_of(model)
-    shapes = _shapes_of_all_stages(live, group)
+    own = {name: {"shape": list(t.shape), "dtype": CODES[t.dtype]} for name, t in live.items()}
+    # of a pipeline each stage has some
+    rows = storage.share_rows(own, group)
+    shapes = {name: row["shape"] for name, row in rows.items()}
 
     def checked() -> dict[str, WeightFiles]:
         check_model(folder, families, name, asdict(args))
@@ -416,22 +418,6 @@ def load(
         raise InputError(f"checkpoint.load_hf: {folder} could not be read: {failure}") from None
     logging.getLogger("plumbline").info(f"the weights of {folder}")
     return str(folder)
-
-
-def _shapes_of_all_stages(live: dict[str, Tensor], group: dist.ProcessGroup) -> Shapes:
-    """Return the shapes of all parameters of a model, of which a stage of a pipeline has some: one
-    rank of each stage sends its shapes to all."""
-    shapes = {parameter: list(tensor.shape) for parameter, tensor in live.items()}
-    digest = hashlib.sha256(" ".join(shapes).encode()).hexdigest()
-    digests = [digest] * dist.get_world_size(group)
-    dist.all_gather_object(digests, digest, group=group)
-    of_all: Shapes = {}
-    for stage in dict.fromkeys(digests):
-        says = dist.get_global_rank(group, digests.index(stage))
-        answer = [shapes]
-        dist.broadcast_object_list(answer, src=says, group=group)
-        of_all |= answer[0]
-    return of_all
 
 
 def base_of(model: nn.Module) -> dict[str, Tensor]:
@@ -552,15 +538,6 @@ def source_of(path: Path | Key, manifest: dict, dtype: torch.dtype) -> TensorSou
     return TensorSource(shapes, dict.fromkeys(shapes, dtype), read)
 
 
-def args_of(path: Path | Key, manifest: dict, family: Any) -> Any:
-    """Return the Args of the model in a checkpoint. Raises InputError."""
-    numbers = manifest["facts"].get("must_match", {}).get("model")
-    if not numbers:
-        raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
-    state.check_numbers(path, manifest)
-    return family.Args(**numbers)
-
-
 def export(
     path: Path | Key,
     out: Path,
@@ -581,7 +558,11 @@ def export(
     check_is_new(out)
     with verify.refuse_damage(path):
         manifest = verify.read_manifest(path)
-    args = args_of(path, manifest, family)
+    numbers = manifest["facts"].get("must_match", {}).get("model")
+    if not numbers:
+        raise InputError(f"{path} does not say which model it holds, so it cannot be exported")
+    state.check_numbers(path, manifest)
+    args = family.Args(**numbers)
     source = source_of(path, manifest, dtype)
     model = Export(source, family, args, config_of(family, args), files)
     write_model(path, out, model, limit, progress)

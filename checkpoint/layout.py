@@ -70,20 +70,6 @@ def _parts_in(split: Split, rank: int, left: Box, wanted: Box) -> Iterator[tuple
         yield from _parts_in(split[1:], rank + i * stride, (offset, shape), wanted)
 
 
-def overlap(a: Box, b: Box) -> Box | None:
-    """Return the box that two boxes share. None if they share nothing."""
-    offset = []
-    shape = []
-    for dim in range(len(a[0])):
-        start = max(a[0][dim], b[0][dim])
-        end = min(a[0][dim] + a[1][dim], b[0][dim] + b[1][dim])
-        if end <= start:
-            return None
-        offset.append(start)
-        shape.append(end - start)
-    return offset, shape
-
-
 def check(name: str, row: dict, ranks: int) -> None:
     """Raise ValueError, KeyError or TypeError unless a row makes sense in a checkpoint of so many
     files."""

@@ -25,6 +25,7 @@ import uuid
 from pathlib import Path
 
 from configs.schema import InputError
+from reliability.objects import Key
 
 SIZE = 200  # bytes of the file, so that a beat writes over all of the one before
 BEAT = 5.0  # seconds
@@ -63,7 +64,7 @@ class Lease:
             if is_free:
                 owner = None
             local = locked and owner and owner["host"] == socket.gethostname()
-            holder = _named(owner)
+            holder = named(owner)
             # the lock does not tell whether that run is alive
             if locked is not False and not is_free and not local:
                 found = f"was left by {holder}" if owner else "has a damaged .lease"
@@ -73,7 +74,7 @@ class Lease:
                 )
                 locked = not _counts_on(path) and _lock(self.fd)
             if locked is False:
-                raise _refused(path.parent, holder)
+                raise refused(path.parent, holder)
             self._beat()
         except BaseException:
             os.close(self.fd)
@@ -138,7 +139,7 @@ class Lease:
         folder = self.path.parent
         if not folder.is_dir():
             raise Lost(removed(folder))
-        raise Lost(f"{folder} was taken over by another run: nothing more is published by this one")
+        raise taken_over(folder)
 
     def release(self) -> None:
         """Give the folder back, once."""
@@ -164,7 +165,7 @@ def check_free(folder: Path) -> None:
         return
     try:
         if _is_locked(fd):
-            raise _refused(folder, _named(_read(fd)[0]))
+            raise refused(folder, named(_read(fd)[0]))
     finally:
         os.close(fd)
 
@@ -181,15 +182,20 @@ def _is_locked(fd: int) -> bool:
     return struct.unpack("hhlli", answer)[0] != fcntl.F_UNLCK
 
 
-def _named(owner: dict | None) -> str:
+def named(owner: dict | None) -> str:
     known = owner and "pid" in owner  # it may have the lock and not have written yet
     return f"process {owner['pid']} on {owner['host']}" if known else "another process"
 
 
-def _refused(folder: Path, holder: str) -> InputError:
+def refused(place: Path | Key, holder: str, option: str = "run.folder") -> InputError:
+    """Return the refusal of a start where another run writes."""
     return InputError(
-        f"{folder} is being written by another run ({holder}): stop it, or set another run.folder"
+        f"{place} is being written by another run ({holder}): stop it, or set another {option}"
     )
+
+
+def taken_over(place: Path | Key) -> Lost:
+    return Lost(f"{place} was taken over by another run: nothing more is published by this one")
 
 
 def removed(folder: Path) -> str:

@@ -33,6 +33,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -84,6 +85,16 @@ class Saving(NamedTuple):
     future: concurrent.futures.Future
 
 
+@dataclass
+class Snapshot:
+    """The state of one step, as this rank writes it."""
+
+    name: str
+    head: dict  # of the manifest
+    parts: OneByOne | Staged | None = None
+    error: BaseException | None = None  # of this rank, so far
+
+
 class CheckpointManager:
     """Saves and loads the checkpoints of a run; all ranks call every method at the same step.
 
@@ -133,8 +144,7 @@ class CheckpointManager:
         self.origin = ""  # the checkpoint of another run that this one started from
         self.loaded = ""  # the checkpoint, or the copy of one, that this start goes on from
         self.run_id = self._on_rank_0(self.place.take)
-        self.lease = self.place.lease  # rank 0 only, as is the next
-        self.retention = self.place.retention
+        self.retention = self.place.retention  # rank 0 only
         # copies in the memory of hosts, or None
         self.peers = PeerCopies(cfg, self.folder, world(), self.group) if cfg.peers else None
         self.record = copies.CopyRecord(folder.parent, writes=mesh.rank == 0)
@@ -217,7 +227,7 @@ class CheckpointManager:
         is_copied = is_copied and self.peers is not None
         if is_copied:
             self.peers.hurry.clear()
-        future = self.thread.submit(self._write, step, live, computed, head, is_kept, is_copied)
+        future = self.thread.submit(self._write, live, computed, head, is_kept, is_copied)
         self.in_flight = Saving(step, is_kept, future)
 
     def wait_for_copy(self) -> None:
@@ -263,7 +273,6 @@ class CheckpointManager:
 
     def _write(
         self,
-        step: int,
         live: dict,
         computed: torch.cuda.Event | None,
         head: dict,
@@ -272,82 +281,67 @@ class CheckpointManager:
     ) -> None:
         """Copy to the memory of hosts (if `is_copied`), save, and start the removal of expired
         checkpoints. Runs in the thread, on all ranks."""
-        name = verify.step_name(step, self.attempt)
-        parts: OneByOne | Staged | None = None
-        error: BaseException | None = None
+        saved = Snapshot(verify.step_name(head["step"], self.attempt), head)
         not_copied = None
         try:
             # plan: which parts this rank writes. Once in a run, by messages between all ranks
             self._make_plan(live)
             # copy: to host memory. From here on training may change the state
-            parts = self._copy(live, computed)
+            saved.parts = self._copy(live, computed)
         except BaseException as failure:
-            error = failure
+            saved.error = failure
         try:
             if is_copied:
-                not_copied = self._copy_to_hosts(name, parts, error, head)
+                not_copied = self._copy_to_hosts(saved)
             if is_kept:
-                self._write_kept(name, parts, error, head)
+                self._write_kept(saved)
         finally:
             self.copied.set()  # if the save failed before the copy, training must not wait for it
         if not_copied:
             raise not_copied
 
-    def _copy_to_hosts(
-        self, name: str, parts: OneByOne | Staged | None, error: BaseException | None, head: dict
-    ) -> NotCopied | None:
-        """Make a copy in the memory of hosts. Returns its failure, which must not end the save.
-        error: of the copy on this rank."""
+    def _copy_to_hosts(self, saved: Snapshot) -> NotCopied | None:
+        """Make a copy in the memory of hosts. Returns its failure, which must not end the save."""
         began = time.monotonic()
         try:
-            agree(error, self.group)
-            size = self.peers.keep(name, self.plan, parts, head, self.group)
+            agree(saved.error, self.group)
+            size = self.peers.keep(saved.name, self.plan, saved.parts, saved.head, self.group)
             seconds = round(time.monotonic() - began, 3)
-            self.record.add(step=head["step"], seconds=seconds, bytes=size)
+            self.record.add(step=saved.head["step"], seconds=seconds, bytes=size)
         except NotFinite:
             raise
         except Exception as failure:
             return NotCopied(f"{type(failure).__name__}: {failure}")
         return None
 
-    def _write_kept(
-        self, name: str, parts: OneByOne | Staged | None, error: BaseException | None, head: dict
-    ) -> None:
+    def _write_kept(self, saved: Snapshot) -> None:
         """Save in the run's folder or store, then start the removal of expired checkpoints."""
         self.saves += 1
-        draft = self.place.draft(self.run_id, self.saves, name)
+        draft = self.place.draft(self.run_id, self.saves, saved.name)
         try:
-            self._save(draft, name, parts, error, head)
+            self._save(draft, saved)
         except BaseException:
             if self.retention:
                 self.place.discard(draft)
             raise
-        self.ancestors.append(name)
+        self.ancestors.append(saved.name)
         if self.retention:
             self.ancestors = [name for name in self.ancestors if name not in self.retention.gone]
             self.retention.remove_expired(self.ancestors, self.saves)
 
-    def _save(
-        self,
-        draft: Path | Key,
-        name: str,
-        parts: OneByOne | Staged | None,
-        error: BaseException | None,
-        head: dict,
-    ) -> None:
+    def _save(self, draft: Path | Key, saved: Snapshot) -> None:
         """Write, gather, publish. Runs in the thread, on all ranks.
 
-        error: that of this rank, so far. head: of the manifest. An error on one rank, at any phase,
-        is raised on all: until `agree`, the rank keeps it and takes part in what the others wait
-        for.
+        An error on one rank, at any phase, is raised on all: until `agree`, the rank keeps it and
+        takes part in what the others wait for.
         """
         file = NO_FILE
-        if error is None:
+        if saved.error is None:
             try:
                 # write: this rank's file, and sync it
-                file = self.place.write(draft, self.plan, parts)
+                file = self.place.write(draft, self.plan, saved.parts)
             except BaseException as failure:
-                error = failure
+                saved.error = failure
 
         # gather: the size and the hash of each file, on rank 0
         files = gather_files(file, self.group)
@@ -355,10 +349,10 @@ class CheckpointManager:
         # publish: the manifest, and the folder's name
         if files and NO_FILE not in files:
             try:
-                self._publish(draft, name, head, files)
+                self._publish(draft, saved.name, saved.head, files)
             except BaseException as failure:
-                error = failure
-        agree(error, self.group)
+                saved.error = failure
+        agree(saved.error, self.group)
         ask_mirror()
 
     def _make_plan(self, live: dict) -> None:
@@ -652,20 +646,13 @@ class CheckpointManager:
                 f"checkpoint.load_step = {step} goes back from {names[0]}, now and at every "
                 "restart: remove it once there is a newer checkpoint",
             )
-        self._say_changes(manifest, optimizer)
+        self._say_changes(manifest)
         return path, manifest
 
-    def _say_changes(self, manifest: dict, optimizer: torch.optim.Optimizer) -> None:
-        """Log the changed options in one line, where the checkpoint has the options that it was
-        written with."""
-        if changes.options(manifest["facts"]) and changes.options(self.facts):
-            if line := changes.line(manifest, self.facts, self.mesh.sizes):
-                self._say(logging.WARNING, line)
-            return
-        for line in changes.mismatches(
-            manifest["hyperparameters"], state.hyperparameters(optimizer)
-        ):
-            self._say(logging.WARNING, f"optimizer {line}: the config's value is used")
+    def _say_changes(self, manifest: dict) -> None:
+        """Log in one line the options that have changed since a checkpoint was written."""
+        if line := changes.line(manifest, self.facts, self.mesh.sizes):
+            self._say(logging.WARNING, line)
 
     def _branch(self, live: dict, optimizer: torch.optim.Optimizer) -> dict:
         """Continue from the checkpoint of another run that branch_from names, as that run would,
@@ -677,7 +664,7 @@ class CheckpointManager:
             self._read(path, manifest, live, "model+optimizer")
         self.origin = str(path)
         self._say(logging.INFO, f"a branch of {path}")
-        self._say_changes(manifest, optimizer)
+        self._say_changes(manifest)
         return manifest["progress"]
 
     def _load_first_whole(
@@ -747,33 +734,37 @@ class CheckpointManager:
                 raise InputError(
                     f"checkpoint.exclude_from_loading: no tensor of this run is called {pattern!r}"
                 )
+
+        def fill(path: Path | Key, manifest: dict) -> None:
+            self._read(path, manifest, live, "model", self.cfg.exclude_from_loading)
+
+        self.origin = str(self._take_weights(fill, "a new run from"))
+
+    def load_base(self, base: dict[str, Tensor]) -> str:
+        """Fill the frozen weights of a run that trains adapters (adapters.py) from the checkpoint of
+        load_path, in their own types, and return its path. base: by the names of the parameters.
+        Raises InputError."""
+        live = {f"model.{name}": tensor for name, tensor in base.items()}
+
+        def fill(path: Path | Key, manifest: dict) -> None:
+            wanted = adapters.in_stored_types(live, manifest)
+            state.check_fits(path, manifest, wanted, "model", (), self.group)
+            state.read(path, manifest, live, state.buffers(live), self.group)
+
+        return str(self._take_weights(fill, "adapters of").resolve())
+
+    def _take_weights(self, fill: Callable[[Path | Key, dict], None], what: str) -> Path | Key:
+        """Call fill(path, manifest) for the checkpoint that load_path names, and return its path.
+        what: of its model this run is."""
         path = self._on_rank_0(verify.newest, location(self.cfg.load_path))
         with verify.refuse_damage(f"checkpoint.load_path: {path}"):
             manifest = self._on_rank_0(verify.read_manifest, path)
             adapters.check_whole(path, manifest)
-            self._read(path, manifest, live, "model", self.cfg.exclude_from_loading)
-        self.origin = str(path)
-        self._say(logging.INFO, f"a new run from the model of {path}")
+            fill(path, manifest)
+        self._say(logging.INFO, f"{what} the model of {path}")
         for line in changes.refused(manifest["facts"], self.facts):
             self._say(logging.WARNING, f"checkpoint.load_path: {line}")
-
-    def load_base(self, folder: Path | Key, base: dict[str, Tensor]) -> str:
-        """Fill the frozen weights of a run that trains adapters (adapters.py) from another run's
-        checkpoint, in their own types, and return its path. base: by the names of the parameters.
-        Raises InputError."""
-        path = self._on_rank_0(verify.newest, folder)
-        with verify.refuse_damage(f"checkpoint.load_path: {path}"):
-            manifest = self._on_rank_0(verify.read_manifest, path)
-            adapters.check_whole(path, manifest)
-            live = {f"model.{name}": tensor for name, tensor in base.items()}
-            wanted = adapters.in_stored_types(live, manifest)
-            state.check_fits(path, manifest, wanted, "model", (), self.group)
-            buffers = state.buffers(live)
-            state.read(path, manifest, live, buffers, self.group)
-        self._say(logging.INFO, f"adapters of the model of {path}")
-        for line in changes.refused(manifest["facts"], self.facts):
-            self._say(logging.WARNING, f"checkpoint.load_path: {line}")
-        return str(path.resolve())
+        return path
 
     def _manifest_of(self, path: Path | Key, live: dict) -> dict:
         """Return the manifest of a checkpoint; of a copy in the memory of hosts, when the files that

@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint import storage, verify
-from checkpoint.agreement import gather_files, on_every_rank, on_rank_0
+from checkpoint.agreement import gather_files, gather_objects, on_every_rank, on_rank_0
 from checkpoint.copies import PREFIX
 from checkpoint.state import free_host_memory
 from checkpoint.storage import OneByOne, SavePlan, Staged
@@ -311,7 +311,7 @@ class PeerCopies:
     def find(self, group: dist.ProcessGroup) -> list[str]:
         """Return the names of the copies that the hosts hold together, newest first, and say which
         they do not."""
-        offers = _of_all(on_every_rank(group, self._offer), group)
+        offers = gather_objects(on_every_rank(group, self._offer), group)
         of_hosts = offers[:: self.here.local_size]
         copies, sentences = whole(of_hosts)
         self.unused = sentences
@@ -367,7 +367,7 @@ class PeerCopies:
             wanted.add(self.here.rank)
             for shift in self.shifts:
                 wanted.add((self.here.rank - shift * self.here.local_size) % self.here.size)
-        of_ranks = _of_all(sorted(wanted), group)
+        of_ranks = gather_objects(sorted(wanted), group)
         self._transfer(path, manifest, transfers(copy, of_ranks, self.here.local_size), group)
         return manifest
 
@@ -494,8 +494,7 @@ def identity_of(place: Path | Key) -> str:
     the lease."""
     path = place / IDENTITY
     if path.exists():
-        text = path.read() if isinstance(path, Key) else path.read_bytes()
-        number = text.decode("ascii", "replace").strip()
+        number = path.read_bytes().decode("ascii", "replace").strip()
         if verify.HEX.fullmatch(number):
             return number
         raise InputError(f"{path} does not hold the number of a run: remove it")
@@ -531,16 +530,9 @@ def _allocated(path: Path, size: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
 
 
-def _of_all(mine: object, group: dist.ProcessGroup) -> list:
-    """Return this object of every rank of `group`."""
-    found: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group)
-    return found
-
-
 def _check_distinct(memory: tuple, here: World, group: dist.ProcessGroup) -> None:
     """Raise InputError where two hosts would keep copies in one memory."""
-    of_hosts = _of_all(memory, group)[:: here.local_size]
+    of_hosts = gather_objects(memory, group)[:: here.local_size]
     if len(set(of_hosts)) < len(of_hosts):
         twice = [host for host, one in enumerate(of_hosts) if of_hosts.count(one) > 1]
         raise InputError(

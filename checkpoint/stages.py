@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from checkpoint import branches, verify
-from checkpoint.agreement import on_rank_0
+from checkpoint.agreement import gather_objects, on_rank_0
 from checkpoint.place import open_place
 from configs import check, stages
 from configs.schema import Config
@@ -35,7 +34,7 @@ def run_stages(cfg: Config, start: Callable[[Config], int]) -> int:
             step = stage.training.last_step
             if code != DONE or step == last.stop:
                 return code
-            if _asked_to_stop():
+            if any(gather_objects(Stop.asked_in_last, None)):
                 logger.warning(f"stopped where a stage ends: step {step} is saved")
                 return STOPPED
             cfg = _goes_on(cfg)
@@ -43,13 +42,6 @@ def run_stages(cfg: Config, start: Callable[[Config], int]) -> int:
             logger.warning(str(other))
             step = other.step
         _forget()
-
-
-def _asked_to_stop() -> bool:
-    """Return whether any rank was asked to stop while a stage ended. All ranks call it."""
-    asked = [False] * world().size
-    dist.all_gather_object(asked, Stop.asked_in_last)
-    return any(asked)
 
 
 def _newest(cfg: Config) -> int:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from checkpoint import storage, verify
-from checkpoint.agreement import on_every_rank
+from checkpoint.agreement import gather_objects, on_every_rank
 from checkpoint.storage import CODES, GENERATOR, local
 from checkpoint.verify import Damaged
 from configs.schema import InputError
@@ -240,9 +240,7 @@ def check_fits(
         dist.all_reduce(on_any_rank, dist.ReduceOp.MAX, group)
     differs, *is_wanted = on_any_rank.tolist()
     if differs and group is not None:
-        of_ranks: list = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_ranks, lines[:1000], group)
-        in_order = itertools.chain.from_iterable(of_ranks)
+        in_order = itertools.chain.from_iterable(gather_objects(lines[:1000], group))
         lines = list(dict.fromkeys(in_order))  # each once
     for name, flag in zip(names, is_wanted, strict=True):
         if not flag:

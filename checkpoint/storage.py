@@ -403,13 +403,13 @@ Read = tuple[Box, ReadItem]
 def plan_reads(manifest: dict, boxes: Mapping[str, Box]) -> dict[int, list[Read]]:
     """Plan the reads from each rank's file that fill these boxes, by rank.
 
-    `verify.parts_in` finds the parts that overlap a box without a list of all parts. DCP's
+    `layout.parts_in` finds the parts that overlap a box without a list of all parts. DCP's
     resharding does the rest.
     """
     plan: dict[int, list[Read]] = {}
     for name, box in boxes.items():
         row = manifest["tensors"][name]
-        parts = list(verify.parts_in(manifest, name, box))
+        parts = list(layout.parts_in(row, box))
         saved = TensorStorageMetadata(
             TensorProperties(DTYPES[row["dtype"]]),
             torch.Size(row["shape"]),

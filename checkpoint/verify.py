@@ -17,9 +17,6 @@ file is ever read from a file: rank numbers are. So reading a hostile checkpoint
 cannot run code or leave the folder. (xxh3 finds accidents, not forgeries: whoever may write the
 folder decides which numbers it holds.)
 
-Format 1 had all parts and their hashes in the manifest. It is still read: `read_manifest` returns
-what both have in common (`_as_now`), and `Shard` finds the parts in either.
-
     python -m checkpoint.verify DIR [--all]
 
 reads every byte of the newest checkpoint, or of all. It exits with 0 if these are the bytes that
@@ -51,14 +48,15 @@ from configs.words import aligned, number_of
 from reliability import disk
 from reliability.objects import Key, RangeReader, checkpoint_places, location
 
-FORMAT = 2  # of the folder as described here; a reader refuses a newer one by name
+FORMAT = 2  # of the folder as described here; a reader refuses another one by name
+# Format 1 was written until 22 November 2026, before any release. This commit still reads it.
+LAST_READER_OF_1 = "dcc8c5d3"
 MANIFEST = "manifest.json"
 # where a safetensors header holds what is no tensor; ours holds the hashes of the blocks there
 METADATA = "__metadata__"
 # bytes under one hash: the least that a rank reads to trust one row of a large tensor
 BLOCK = 1 << 24
-# no rank, step or attempt has more digits: a list as long as a number says must fit into memory
-FILE = re.compile(r"rank-([0-9]{5,7})\.safetensors")
+# no step or attempt has more digits
 NAME = re.compile(r"step-([0-9]{8,15})(?:\.([1-9][0-9]{0,5}))?")
 # where the files of a checkpoint in an object store are, under the prefix of its manifest: run and
 # save
@@ -267,10 +265,10 @@ def size_of(stream: BinaryIO | RangeReader) -> int:
     return os.fstat(stream.fileno()).st_size
 
 
-def tries(path: Path | Key) -> range:
+def tries(place: Path | Key | BinaryIO | RangeReader) -> range:
     """Return how often bytes are read whose hash is wrong: a network may damage what a store
     holds."""
-    return range(path.tries if isinstance(path, Key) else 1)
+    return range(getattr(place, "tries", 1))
 
 
 def parts_folder(folder: Path | Key, manifest: dict) -> Path | Key:
@@ -281,7 +279,7 @@ def parts_folder(folder: Path | Key, manifest: dict) -> Path | Key:
 def read_manifest(folder: Path | Key) -> dict:
     """Return the manifest, after checking its hash and its inner consistency. Opens no other file:
     `Shard` checks each file that is read. Raises Damaged, or InputError if the checkpoint is whole
-    but of a format newer than this code."""
+    but of another format."""
     for left in reversed(tries(folder)):
         try:
             return _read_manifest(folder)
@@ -305,12 +303,15 @@ def _read_manifest(folder: Path | Key) -> dict:
             )
         if manifest["format"] > FORMAT:
             raise InputError(
-                f"{folder} has format {manifest['format']}, this code reads up to {FORMAT}: "
-                "update it"
+                f"{folder} has format {manifest['format']}, this code reads format {FORMAT}: update it"
+            )
+        if manifest["format"] == 1:
+            raise InputError(
+                f"{folder} has format 1, this code reads format {FORMAT}: go on with the run for a "
+                f"step in a checkout of commit {LAST_READER_OF_1}, which saves it in format 2"
             )
         _check(manifest)
-        manifest = manifest | {"mesh": all_dimensions(manifest["mesh"])}
-        return _as_now(manifest) if manifest["format"] == 1 else manifest
+        return manifest | {"mesh": all_dimensions(manifest["mesh"])}
     except OSError as error:
         raise Damaged(f"{error.filename or folder}: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -332,12 +333,10 @@ def is_whole(folder: Path | Key) -> bool:
         manifest = read_manifest(folder)
         inside = parts_folder(folder, manifest)
         sizes = inside.below() if isinstance(inside, Key) else None  # one listing for all files
-        for rank, file in enumerate(manifest["files"]):
-            if file is None:
-                continue
+        for rank, (size, _) in enumerate(manifest["files"]):
             name = file_name(rank)
             there = (inside / name).lstat().st_size if sizes is None else sizes.get(name)
-            if there != file[0]:
+            if there != size:
                 return False
     except (Damaged, InputError, OSError):
         return False
@@ -360,12 +359,10 @@ def _check(manifest: dict) -> None:
     for key, kind in HEAD.items():
         if type(manifest[key]) is not kind:
             raise ValueError(f"{key} is {manifest[key]!r:.100}")
-    if not (1 <= manifest["format"] and 0 <= manifest["step"] < STEPS):
+    if not (manifest["format"] == FORMAT and 0 <= manifest["step"] < STEPS):
         raise ValueError(f"format {manifest['format']!r:.20}, step {manifest['step']!r:.20}")
     for name in (manifest["optimizer"], manifest["torch"], *manifest["ancestors"]):
         check_name(name)
-    if manifest["format"] == 1:
-        return _check_format_1(manifest)
     if not PARTS.fullmatch(manifest.get("parts", "00000000-0")):
         raise ValueError(f"parts is {manifest['parts']!r}")
     files = manifest["files"]
@@ -399,88 +396,6 @@ def _check_rows(tensors: dict[str, dict], ranks: int) -> None:
         layout.check(name, row, ranks)
 
 
-def _check_format_1(manifest: dict) -> None:
-    """Check format 1 as `_check` does: every part lies inside its tensor and its file, the parts
-    fill the tensors, and only shard files are named."""
-    files = manifest["files"]
-    for name, file in files.items():
-        if not FILE.fullmatch(name) or name != file_name(int(FILE.fullmatch(name)[1])):
-            raise ValueError(f"{name!r} is not the name of a shard")
-        if not 0 <= file["header"] <= file["size"]:
-            raise ValueError(f"{name}: a header of {file['header']} bytes")
-    for name, tensor in manifest["tensors"].items():
-        check_name(name)
-        if not layout.is_counts(tensor["shape"]):
-            raise ValueError(f"{name}: shape {tensor['shape']}")
-        filled = 0
-        for part in tensor["parts"]:
-            file = files[part["file"]]
-            size = nbytes(tensor["dtype"], part["shape"])
-            start = part["start"]
-            in_file = file["header"] <= start <= start + size <= file["size"]
-            if not (_lies_inside(part, tensor["shape"]) and in_file):
-                raise ValueError(
-                    f"{name}: the part at {part['offset']} lies outside of its tensor or file"
-                )
-            if len(part["hashes"]) != -(-size // BLOCK):
-                raise ValueError(f"{name}: {len(part['hashes'])} hashes for {size} bytes")
-            filled += math.prod(part["shape"])
-        if filled != math.prod(tensor["shape"]):
-            raise ValueError(
-                f"{name}: its parts hold {filled} of {math.prod(tensor['shape'])} elements"
-            )
-
-
-def _lies_inside(part: dict, whole: list[int]) -> bool:
-    """Return whether a part's box lies inside of a tensor of shape `whole`."""
-    offset = part["offset"]
-    shape = part["shape"]
-    if not (layout.is_counts(offset) and layout.is_counts(shape)):
-        return False
-    if not len(offset) == len(shape) == len(whole):
-        return False
-    ends = [start + length for start, length in zip(offset, shape, strict=True)]
-    return all(end <= length for end, length in zip(ends, whole, strict=True))
-
-
-def _as_now(manifest: dict) -> dict:
-    """Return a manifest of format 1 with `files` as in format 2 (None for a rank without a file),
-    and the random generators of all ranks, which were separate tensors, as the rows of one tensor.
-    Its tensors keep their `parts`."""
-    number = {name: int(FILE.fullmatch(name)[1]) for name in manifest["files"]}
-    files: list = [None] * (max(number.values(), default=-1) + 1)
-    for name, file in manifest["files"].items():
-        files[number[name]] = [file["size"], file["header_hash"]]
-    tensors: dict = {}
-    generators: dict[str, dict[int, dict]] = {}  # "rng.cpu" -> rank -> tensor
-    for name, tensor in manifest["tensors"].items():
-        if match := re.fullmatch(r"(rng\.[a-z]+)\.([0-9]+)", name):
-            generators.setdefault(match[1], {})[int(match[2])] = tensor
-        else:
-            tensors[name] = tensor
-    for name, by_rank in generators.items():
-        length = next(iter(by_rank.values()))["shape"][0]
-        parts = []
-        for rank, tensor in by_rank.items():
-            for part in tensor["parts"]:
-                parts.append(part | {"offset": [rank, 0], "shape": [1, length]})
-        tensors[name] = {"dtype": "U8", "shape": [max(by_rank) + 1, length], "parts": parts}
-    return {**manifest, "files": files, "tensors": tensors}
-
-
-def parts_in(manifest: dict, name: str, box: Box) -> Iterator[tuple[int, Box]]:
-    """Yield the rank and the box of every part of a tensor that overlaps `box`. The part is in the
-    file of that rank."""
-    row = manifest["tensors"][name]
-    if "parts" not in row:
-        yield from layout.parts_in(row, box)
-        return
-    for part in row["parts"]:
-        part_box = part["offset"], part["shape"]
-        if layout.overlap(part_box, box):
-            yield int(FILE.fullmatch(part["file"])[1]), part_box
-
-
 class Shard:
     """The file of one rank, opened for reading. A context manager.
 
@@ -489,10 +404,9 @@ class Shard:
     """
 
     def __init__(self, folder: Path | Key, manifest: dict, rank: int):
-        path = parts_folder(folder, manifest) / file_name(rank)
+        self.path = path = parts_folder(folder, manifest) / file_name(rank)
         self.manifest = manifest
         self.rank = rank
-        self.path = path
         self.size, header_hash = manifest["files"][rank]
         try:
             self.stream = open_regular(path)
@@ -503,10 +417,7 @@ class Shard:
                 raise Damaged(f"{path}: {self.size} bytes expected, {size} found")
             head = self._head(header_hash)
             self.header = len(head)
-            if manifest["format"] == 1:
-                self.parts = self._parts_of_format_1()
-            else:
-                self.parts = self._parts(json.loads(head[8:]))
+            self.parts = self._parts(json.loads(head[8:]))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             self.stream.close()
             raise Damaged(f"{path}: not a header ({type(error).__name__}: {error})") from None
@@ -550,22 +461,6 @@ class Shard:
                 "hashes": [own[i : i + 16] for i in range(0, len(own), 16)],
             }
             used += blocks
-        return parts
-
-    def _parts_of_format_1(self) -> dict[str, dict]:
-        file = file_name(self.rank)
-        parts = {}
-        for name, tensor in self.manifest["tensors"].items():
-            for part in tensor["parts"]:
-                if part["file"] != file:
-                    continue
-                box = (part["offset"], part["shape"])
-                parts[part_name(name, box)] = {
-                    "dtype": tensor["dtype"],
-                    "shape": part["shape"],
-                    "start": part["start"],
-                    "hashes": part["hashes"],
-                }
         return parts
 
     def find(self, name: str, box: Box) -> dict:
@@ -619,34 +514,18 @@ def read_blocks(
         block = into[i : i + BLOCK]
         position = start + i
         expected = part["hashes"][first + i // BLOCK]
-        actual = _read_block(stream, label, position, block)
-        if actual != expected and isinstance(stream, RangeReader):
-            actual = _read_again(stream, label, position, block, expected)
-        if actual != expected:
+        for _ in tries(stream):
+            count = stream.readinto(block)
+            if count != len(block):
+                raise Damaged(
+                    f"{label}: ends at byte {position + count}, {position + len(block)} expected"
+                )
+            actual = digest(block)
+            if actual == expected:
+                break
+            again(stream, position)
+        else:
             raise Damaged(f"{label} at byte {position}: hash {expected} expected, {actual} found")
-
-
-def _read_block(
-    stream: BinaryIO | RangeReader, label: str, position: int, block: memoryview
-) -> str:
-    """Fill a block from the stream's position; return its hash."""
-    count = stream.readinto(block)
-    if count != len(block):
-        raise Damaged(f"{label}: ends at byte {position + count}, {position + len(block)} expected")
-    return digest(block)
-
-
-def _read_again(
-    stream: RangeReader, label: str, position: int, block: memoryview, expected: str
-) -> str:
-    """Read a block until its hash is right, or too often, and return its hash."""
-    actual = ""
-    for _ in tries(stream.key)[1:]:
-        again(stream, position)
-        actual = _read_block(stream, label, position, block)
-        if actual == expected:
-            break
-    return actual
 
 
 def verify(folder: Path | Key, progress: Callable[[int], object] = lambda n: None) -> dict:
@@ -656,9 +535,7 @@ def verify(folder: Path | Key, progress: Callable[[int], object] = lambda n: Non
     """
     manifest = read_manifest(folder)
     buffer = memoryview(bytearray(BLOCK))
-    for rank, file in enumerate(manifest["files"]):
-        if file is None:
-            continue
+    for rank in range(len(manifest["files"])):
         with Shard(folder, manifest, rank) as shard:
             try:
                 _verify_shard(shard, buffer, progress)
@@ -668,17 +545,15 @@ def verify(folder: Path | Key, progress: Callable[[int], object] = lambda n: Non
 
 
 def _verify_shard(shard: Shard, buffer: memoryview, progress: Callable[[int], object]) -> None:
-    if shard.manifest["format"] > 1:
-        known = 0
-        for name, row in shard.manifest["tensors"].items():
-            box = layout.box_of_rank(row, shard.rank)
-            if box:
-                shard.find(name, box)
-                known += 1
-        if known != len(shard.parts):
-            raise Damaged(
-                f"{shard.path}: {len(shard.parts)} parts, of which the manifest knows {known}"
-            )
+    known = 0
+    for name, row in shard.manifest["tensors"].items():
+        if box := layout.box_of_rank(row, shard.rank):
+            shard.find(name, box)
+            known += 1
+    if known != len(shard.parts):
+        raise Damaged(
+            f"{shard.path}: {len(shard.parts)} parts, of which the manifest knows {known}"
+        )
     end = shard.header
     for name, part in shard.parts.items():
         size = nbytes(part["dtype"], part["shape"])
@@ -695,9 +570,7 @@ def part_hashes(folder: Path | Key, manifest: dict) -> dict[str, list]:
     """Return, for each tensor, the names and hashes of all its parts: the same for equal tensors
     that were cut in the same way. Reads the header of every file. Raises Damaged."""
     hashes: dict[str, list] = {name: [] for name in manifest["tensors"]}
-    for rank, file in enumerate(manifest["files"]):
-        if file is None:
-            continue
+    for rank in range(len(manifest["files"])):
         with Shard(folder, manifest, rank) as shard:
             for name, part in shard.parts.items():
                 hashes[name.rpartition("[")[0]].append((name, part["dtype"], part["hashes"]))

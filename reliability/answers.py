@@ -36,7 +36,7 @@ CODES = {
 }
 NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist")
 FINAL = (301, 401, 403)  # statuses: the same request gets the same answer
-_heard: set[str] = set()  # buckets that have answered this process
+HEARD: set[str] = set()  # buckets that have answered this process
 logger = logging.getLogger("plumbline")
 
 
@@ -90,21 +90,11 @@ def no_bucket(error: Exception) -> bool:
     return bool(NO_BUCKET.search(str(error)))
 
 
-def heard(bucket: str) -> None:
-    """Note that a bucket has answered."""
-    _heard.add(bucket)
-
-
-def is_heard(bucket: str) -> bool:
-    """Return whether a bucket has answered this process."""
-    return bucket in _heard
-
-
 @contextlib.contextmanager
 def awaited(bucket: str) -> Iterator[None]:
     """Say for what this process waits, once, if a bucket's first answer takes long. bucket: its
     URL."""
-    if is_heard(bucket):
+    if bucket in HEARD:
         yield
         return
     timer = threading.Timer(SILENT, _say_awaited, [bucket])

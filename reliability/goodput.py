@@ -84,11 +84,8 @@ class Clock:
         self.seconds[kind] += seconds
 
     def resume(self, step: int) -> None:
-        """Record that the loop goes on after this step. What was reached before, also in this
-        start, stays on record."""
+        """Record that the loop goes on after this step."""
         self.record("other")
-        if self.at is not None:
-            self.write(stays=True)
         self.at = step
         self.write(stays=True)
 
@@ -286,8 +283,7 @@ def account(starts: list[Past]) -> Account:
     """Add up what the starts of a run have written."""
     result, alive, before = Account(), 0.0, None
     counted = [start for start in starts if start.lines and not start.did_nothing]
-    redone = _redone([_segments(start) for start in counted])
-    for start, (steps, seconds) in zip(counted, redone, strict=True):
+    for start, (steps, seconds) in zip(counted, _redone(counted), strict=True):
         gap = max(0.0, start.lines[0]["time"] - alive) if before else 0.0
         last = start.lines[-1]
         if before:
@@ -298,9 +294,8 @@ def account(starts: list[Past]) -> Account:
             result.seconds[kind] += last[kind]
         result.seconds["productive"] -= seconds
         result.seconds["redone"] += seconds
-        result.steps += (
-            sum(segment["last"] - segment["first"] for segment in _segments(start)) - steps
-        )
+        if start.steps:
+            result.steps += start.steps[-1]["step"] - start.steps[0]["step"] - steps
         result.redone += steps
         result.saves += last["saves"]
         if start.ended.get("exit_code") in ORDERLY:
@@ -329,33 +324,20 @@ def account(starts: list[Past]) -> Account:
     return result
 
 
-def _segments(start: Past) -> list[dict]:
-    """Return the stretches of a start in which steps only went up. Each has `first` (the step it
-    resumed after), `last`, and `seconds`: the productive seconds by step."""
-    segments: list[dict] = []
-    for line in start.steps:
-        if not segments or line["step"] < segments[-1]["last"]:
-            segments.append({"first": line["step"], "seconds": {}})
-        segments[-1]["last"] = line["step"]
-        segments[-1]["seconds"][line["step"]] = line["productive"]
-    return segments
-
-
-def _redone(starts: list[list[dict]]) -> list[tuple[int, float]]:
-    """Count the steps of each start that a later resume threw away, and the seconds they had
-    taken."""
-    # resumed: the lowest step from which a later stretch went on
-    result, resumed = [], float("inf")
-    for segments in reversed(starts):
-        steps, seconds = 0, 0.0
-        for segment in reversed(segments):
-            kept = max(segment["first"], min(segment["last"], resumed))
-            steps += segment["last"] - kept
-            seconds += _seconds_at(segment["seconds"], segment["last"]) - _seconds_at(
-                segment["seconds"], kept
-            )
-            resumed = min(resumed, segment["first"])
-        result.append((steps, seconds))
+def _redone(starts: list[Past]) -> list[tuple[int, float]]:
+    """Count the steps of each start that a later one did again, and the seconds they had taken."""
+    result = []
+    resumed = math.inf  # the lowest step from which a later start went on
+    for start in reversed(starts):
+        steps, lost = 0, 0.0
+        if start.steps:
+            seconds = {line["step"]: line["productive"] for line in start.steps}
+            first, last = start.steps[0]["step"], start.steps[-1]["step"]
+            kept = max(first, min(last, resumed))
+            steps = last - kept
+            lost = _seconds_at(seconds, last) - _seconds_at(seconds, kept)
+            resumed = min(resumed, first)
+        result.append((steps, lost))
     return result[::-1]
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,27 +107,23 @@ class Watchdog:
                     self.path.unlink()
 
 
-class FailureTime:
-    """A context manager that notes in an exception when it was raised, as its attribute `failed_at`
-    (seconds since 1970).
+@contextlib.contextmanager
+def failure_time(position: Position | None = None) -> Iterator[None]:
+    """Note in an exception when it was raised, as its attribute `failed_at` (seconds since 1970).
 
     The first rank to fail is the one that explains a failure (tools/launch). A rank may take a
     minute to end after its error, for example until a save is on disk. Meanwhile others fail
-    because they wait for it, and may end first.
+    because they wait for it, and may end first. position: that of this rank, which is kept as it
+    was when the exception was raised.
     """
-
-    def __init__(self, position: Position | None = None) -> None:
-        """position: that of this rank, which is kept as it was when the exception was raised."""
-        self.position = position
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
-        if error is not None and not hasattr(error, "failed_at"):
+    try:
+        yield
+    except BaseException as error:
+        if not hasattr(error, "failed_at"):
             error.failed_at = time.time()
-            if self.position:
-                self.position.over.set()
+            if position:
+                position.over.set()
+        raise
 
 
 class Spikes:

@@ -105,8 +105,7 @@ def checkpoint_places(run: "Path | Key") -> list["Path | Key"]:
     places = [run / "checkpoints"]
     options = run / "config.toml"
     try:
-        content = options.read() if isinstance(options, Key) else options.read_bytes()
-        store = tomli.loads(content.decode())["checkpoint"]["store"]
+        store = tomli.loads(options.read_bytes().decode())["checkpoint"]["store"]
     except (OSError, ValueError, KeyError, TypeError):
         return places  # it has no options, or says nothing of a store
     return [*places, location(store)] if store else places
@@ -257,11 +256,11 @@ class Key:
         for i in range(tries):
             try:
                 done = request()
-                answers.heard(self.root)
+                answers.HEARD.add(self.root)
                 return done
             except conflicts() as error:
                 if "mode" in request.keywords:
-                    answers.heard(self.root)
+                    answers.HEARD.add(self.root)
                     raise
                 failure: Exception = error
             except (ValueError, InvalidPathError) as error:
@@ -272,7 +271,7 @@ class Key:
                 self._raise_final(error)
                 failure = error
             late = time.monotonic() > began + FIRST_SECONDS
-            if i + 1 == tries or (late and not answers.is_heard(self.root)):
+            if i + 1 == tries or (late and self.root not in answers.HEARD):
                 break
             time.sleep(PAUSE)
         seconds = time.monotonic() - began
@@ -285,7 +284,7 @@ class Key:
         if answers.no_bucket(error):
             raise self._no_bucket() from None
         if isinstance(error, FileNotFoundError):
-            answers.heard(self.root)
+            answers.HEARD.add(self.root)
             raise FileNotFoundError(errno.ENOENT, "no such object", str(self)) from None
         if answers.is_final(error):
             raise self._refused(error) from None
@@ -309,7 +308,7 @@ class Key:
             return False
         return True
 
-    def read(self) -> bytes:
+    def read_bytes(self) -> bytes:
         return self.read_version()[0]
 
     def read_version(self) -> tuple[bytes, Version]:
@@ -448,10 +447,8 @@ class Key:
         """Remove the object, if it is there."""
         import obstore
 
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._call(obstore.delete)
-        except FileNotFoundError:
-            pass
 
     def remove_below(self) -> None:
         for rest in self.below():
@@ -553,6 +550,8 @@ def _no_longer_than(length: int, chunks: Iterable[memoryview]) -> Iterator[memor
 class RangeReader:
     """An object, opened for reading: each read is a range request, so only what is read is fetched.
     A context manager."""
+
+    tries = Key.tries
 
     def __init__(self, key: Key, size: int):
         self.key, self.length = key, size

@@ -135,52 +135,26 @@ class Start:
         self.path, before = _new_folder(folder)
         try:
             self.clock = Clock(self.path)
-            self._begin(before, argv, given, overrides, resolved, environ)
+            self._write("given.toml", content_of(given).decode("utf-8-sig"))
+            self._write("config.toml", resolved)
+            forecast = folder / FORECAST
+            if forecast.is_file():
+                self._write(FORECAST, forecast.read_text(encoding="utf-8", errors="replace"))
+            self.facts = _facts(argv, given, overrides, environ)
+            self._describe_changes(before)
+            self.add()
         except OSError as error:
             shutil.rmtree(self.path, ignore_errors=True)
             if error.errno not in CANNOT_WRITE:
                 raise
             raise InputError(cannot_write(error)) from None
 
-    def _begin(
-        self,
-        before: Path | None,
-        argv: list[str],
-        given: Path,
-        overrides: dict,
-        resolved: str,
-        environ: Mapping,
-    ) -> None:
-        """Write what is known when a start begins. before: the folder of the start before."""
-        folder = self.folder
-        self._write("given.toml", content_of(given).decode("utf-8-sig"))
-        self._write("config.toml", resolved)
-        if (folder / FORECAST).is_file():
-            self._write(FORECAST, (folder / FORECAST).read_text(encoding="utf-8", errors="replace"))
-        self.facts = {
-            "began": _utc(),
-            "command": [sys.executable, sys.argv[0], *argv],
-            "config": str(given),
-            "overrides": overrides,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "folder": str(Path.cwd()),
-            "code": code(),
-            "versions": versions(),
-            "memory_kills": causes.memory_kills(),
-            "round": int(environ.get(ROUND, 0)),
-            "environment": {name: environ[name] for name in ENVIRONMENT if name in environ},
-        }
-        self._describe_changes(before)
-        self.add()
-
     def _describe_changes(self, before: Path | None) -> None:
-        """Write changes.diff, or record the name of an earlier start's if the code is the same."""
-        earlier = read_json(before / "start.json") if before else {}
-        if earlier.get("code", {}) | {"changes": ""} == self.facts["code"] | {
-            "changes": ""
-        } and earlier.get("code"):
-            self.facts["code"]["changes"] = earlier["code"]["changes"]
+        """Write changes.diff, or record the name of an earlier start's if the code is the same.
+        before: the folder of the start before."""
+        earlier = read_json(before / "start.json").get("code", {}) if before else {}
+        if earlier and earlier | {"changes": ""} == self.facts["code"]:
+            self.facts["code"]["changes"] = earlier["changes"]
         elif diff := changes():
             self._write("changes.diff", diff)
             self.facts["code"]["changes"] = f"{self.path.name}/changes.diff"
@@ -207,9 +181,8 @@ class Start:
         new.replace(self.path / name)
 
     def resume(self, step: int, origin: str = "", loaded: str = "") -> None:
-        """Record that the loop goes on after this step. Called at the start, and when a run goes
-        back to a checkpoint by itself. origin: the checkpoint of another run that this one started
-        from; loaded: that of its own, or the copy of one in the memory of hosts."""
+        """Record that the loop goes on after this step. origin: the checkpoint of another run that
+        this one started from; loaded: that of its own, or the copy of one in the memory of hosts."""
         self.clock.resume(step)
         if origin:
             self.add(origin=origin)
@@ -388,6 +361,24 @@ class Start:
 
 
 # What is known about this process -----------------------------------------------------------------
+
+
+def _facts(argv: list[str], given: Path, overrides: dict, environ: Mapping) -> dict[str, Any]:
+    """Return what start.json says when a start begins."""
+    return {
+        "began": _utc(),
+        "command": [sys.executable, sys.argv[0], *argv],
+        "config": str(given),
+        "overrides": overrides,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "folder": str(Path.cwd()),
+        "code": code(),
+        "versions": versions(),
+        "memory_kills": causes.memory_kills(),
+        "round": int(environ.get(ROUND, 0)),
+        "environment": {name: environ[name] for name in ENVIRONMENT if name in environ},
+    }
 
 
 def code() -> dict:

@@ -4,10 +4,14 @@ their files.
 A state is filled with the number of its step, so that a mixture of two saves shows in one `unique`.
 """
 
+import faulthandler
+import itertools
 import json
 import logging
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +23,14 @@ import torch._dynamo
 import torch._refs
 
 import train
-from checkpoint import retention, state, storage, verify
+from checkpoint import hf, retention, state, storage, verify
 from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from parallelisms import contract
 from parallelisms import mesh as meshes
-from tests.ranks import run_ranks
+from tests import fork_server
+from tests.ranks import child, run_ranks, wait_until
 from training.optim import step_if
 from training.optimizers import materialise
 
@@ -129,6 +134,14 @@ def values_on_disk(folder: Path) -> list[float]:
             names = [name for name in file.keys() if not name.startswith("rng.")]
             found |= {value for name in names for value in file.get_tensor(name).unique().tolist()}
     return sorted(found)
+
+
+def saved_state(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights and the optimizer's state of the newest checkpoint, by name."""
+    path = verify.newest(folder)
+    manifest = verify.read_manifest(path)
+    names = [n for n in manifest["tensors"] if n.startswith(("model.", "optimizer."))]
+    return dict(zip(names, hf.read_whole(path, manifest, names), strict=True))
 
 
 def save_all(folder: Path, steps: list[int], **options: object) -> None:
@@ -319,3 +332,73 @@ def full_disk(place: str, rank: int):
         yield
     finally:
         del module.open
+
+
+# Killed ranks
+
+
+def killed_run(
+    place: Path, victim: int, when: tuple[int, float] | None, fn: Callable, *args: object
+) -> None:
+    """Two ranks of fn(place, *args). When both have touched ready-N, and then begun so many saves,
+    and then after so many seconds, kill -9 one (None: it dies by itself). The other must end by
+    itself within 5 seconds of that."""
+    place.mkdir()
+    processes = []
+    try:
+        for rank in range(2):
+            processes.append(fork_server.start(_with_stacks, place, rank, fn, args))
+        if when is not None:
+            saves, seconds = when
+            wait_until(lambda: len(list(place.glob("ready-*"))) == 2, every=0.002)
+            wait_until(lambda: len(begun(place)) >= saves, every=0.002)
+            time.sleep(seconds)
+            processes[victim].kill()
+        survivor = processes[1 - victim]
+        wait_until(lambda: processes[victim].exitcode is not None, 20)
+        try:
+            wait_until(lambda: survivor.exitcode is not None, 5)
+        except AssertionError:
+            os.kill(survivor.pid, signal.SIGUSR1)
+            time.sleep(0.5)
+            stacks = (place / f"stacks-{1 - victim}").read_text()
+            # a disk that others keep busy is not a hang
+            assert "fsync" in stacks or "disk.py" in stacks, f"the survivor hangs\n{stacks}"
+            wait_until(lambda: survivor.exitcode is not None)
+        assert processes[victim].exitcode == -signal.SIGKILL
+    finally:
+        for process in processes:
+            fork_server.end(process)
+
+
+def _with_stacks(place: Path, rank: int, fn: Callable, args: tuple) -> None:
+    faulthandler.register(signal.SIGUSR1, open(place / f"stacks-{rank}", "w"))
+    child(place, rank, 2, fn, (place, *args))
+
+
+def save_for_ever(place: Path, folder: Path, offset: int, options: dict) -> None:
+    """Steps that are nothing but saves, from the newest on; the state of step s is filled with
+    s + offset. Writes down the saves begun."""
+    job, checkpoints = opened(folder, **options)
+    progress = checkpoints.load(job.model, job.optimizer) or {"step": 0}
+    try:
+        with open(place / f"begun-{job.mesh.rank}", "w", buffering=1) as begun:
+            (place / f"ready-{job.mesh.rank}").touch()
+            for step in itertools.count(progress["step"] + 1):
+                fill(job, step + offset)
+                checkpoints.save(step, job.model, job.optimizer, {"step": step})
+                checkpoints.wait_for_copy()
+                begun.write(f"{step}\n")
+                checkpoints.poll()
+    finally:
+        checkpoints.thread.shutdown()  # as the end of a process waits for it
+
+
+def begun(place: Path) -> set[int]:
+    """Return the saves that either rank has begun, as `save` has returned. One is in flight at a
+    time, so all but the last are published."""
+    return {
+        int(line)
+        for rank in range(2)
+        for line in (place / f"begun-{rank}").read_text().split("\n")[:-1]
+    }

@@ -30,6 +30,19 @@ list(MODELS.values())  # imports every family, so that no rank has to
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
+def wait_until(
+    true: Callable[[], object],
+    seconds: float = 60,
+    complaint: Callable[[], str] = lambda: "it does not come",
+    every: float = 0.02,
+) -> None:
+    """Wait for a condition, for so many seconds on an idle machine. every: seconds between looks."""
+    deadline = time.monotonic() + seconds * WORKERS
+    while not true():
+        assert time.monotonic() < deadline, complaint()
+        time.sleep(every)
+
+
 def step_timeout(seconds: int) -> str:
     """Return the option for a run whose steps take no longer than that on an idle machine: with
     other test processes a healthy step takes longer, and must not be taken for one that hangs."""

@@ -31,7 +31,7 @@ from tests.hosts import (
     hosts,  # noqa: F401  a fixture
 )
 from tests.launched import Launcher, ended
-from tests.ranks import WORKERS, run_ranks, step_timeout
+from tests.ranks import WORKERS, run_ranks, step_timeout, wait_until
 from tests.runs import TINY, tiny_run
 from tools import hang
 
@@ -230,13 +230,6 @@ def of_network(verdict: hang.Verdict) -> bool:
     between = f"rank [01] .* to {there}|rank [23] .* to {here}"
     whole = f"the network does not answer what was sent by .*({between}).*\nall have come to "
     return bool(verdict.culprits) and re.match(whole, said) is not None
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE * WORKERS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # Controls ------------------------------------------------------------------------------------------

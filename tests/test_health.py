@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 
 import data.loader
 import train
@@ -20,6 +19,7 @@ from configs.load import load_config
 from reliability import health, record
 from reliability.guard import Diverged, Guard
 from reliability.health import Spikes, Stragglers, mismatching_replicas, outliers
+from tests.checkpoints import saved_state
 from tests.ranks import WORKERS, run_ranks
 from tests.runs import MESHES, STEPS, run, samples, series, stopped_at, tiny_run
 
@@ -89,15 +89,6 @@ def without_update(options: list[str], folder: Path) -> tuple[int, str]:
     return run(options, folder)
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    newest = max(folder.glob("checkpoints/step-*"))
-    return {
-        f"{file.name}/{name}": t
-        for file in sorted(newest.glob("*.safetensors"))
-        for name, t in load_file(file).items()
-    }
-
-
 @pytest.fixture(scope="module")
 def oracle(options, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("oracle")
@@ -110,7 +101,7 @@ def equals_oracle(folder: Path, oracle: Path) -> bool:
     keys = ("loss", "grad_norm", "tokens_seen")
     same = all(series(folder, key)[s] == series(oracle, key)[s] for key in keys for s in after)
     assert samples(folder, 2) == samples(oracle, 2)
-    a, b = weights(folder), weights(oracle)
+    a, b = saved_state(folder), saved_state(oracle)
     return same and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -160,7 +151,7 @@ def test_a_step_that_fails_at_every_start_is_not_retried_for_ever(options, tmp_p
         end = json.loads((tmp_path / "starts" / f"{number:04d}" / "end.json").read_text())
         assert end["exit_code"] == 76, end
         assert "3 starts in a row failed after step 10" in end["reason"], end
-    floats = [tensor for tensor in weights(tmp_path).values() if tensor.is_floating_point()]
+    floats = [tensor for tensor in saved_state(tmp_path).values() if tensor.is_floating_point()]
     assert all(tensor.isfinite().all() for tensor in floats)
     # Another try: with an option changed, and because the count is then another run's, again when
     # it has failed once.

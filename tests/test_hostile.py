@@ -75,14 +75,12 @@ def test_what_no_checkpoint_says_is_damage(changed, tmp_path):
 
 
 def test_a_manifest_and_names_of_any_length_are_not_read_into_memory(tmp_path):
-    """A file with a hole of 1 TB, and a rank whose number would be the length of a list."""
+    """A file with a hole of 1 TB, and numbers of any length."""
     folder = written(tmp_path / "a")
     with open(folder / verify.MANIFEST, "r+b") as file:
         file.truncate(1 << 40)
     with pytest.raises(Damaged, match="are no manifest"):
         verify.read_manifest(folder)
-    assert not verify.FILE.fullmatch("rank-99999999999.safetensors")
-    assert verify.FILE.fullmatch("rank-0016383.safetensors")
     assert verify.parse_name("step-" + "9" * 200) is None
     assert verify.parse_name("step-00000200.1") == (1, 200)
     assert not layout.is_counts([1 << 50]) and layout.is_counts([1 << 40])

@@ -17,15 +17,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from string import Template
 
 import pytest
 
 from configs.load import load_config
-from tests.ranks import WORKERS, step_timeout
+from tests.ranks import WORKERS, step_timeout, wait_until
 from tests.runs import (
     as_typed,
     environment,
@@ -41,17 +40,6 @@ STEPS = 60
 # On a node, for jobs whose numbers nothing is compared with.
 ONE_RANK_EACH, ON_ONE_RANK = "--export=ALL,NGPU=1", "--parallelism.tensor_parallel=1"
 pytestmark = pytest.mark.waits
-
-
-def until(
-    true: Callable[[], object], seconds: float, complaint: Callable[[], str], every: float = 0.1
-) -> None:
-    """Wait for it, for so many seconds on an idle machine. every: seconds between checks, longer
-    where a check starts a program."""
-    deadline = time.monotonic() + seconds * WORKERS
-    while not true():
-        assert time.monotonic() < deadline, complaint()
-        time.sleep(every)
 
 
 @pytest.fixture(scope="module")
@@ -147,11 +135,11 @@ class Slurm:
             f"--{what}-file={place / f'munge.{what}'}" for what in ("key", "pid", "log", "seed")
         ]
         self.daemon("munged", "--force", "--foreground", f"--socket={place / 'munge.sock'}", *files)
-        until((place / "munge.sock").exists, 30, lambda: (place / "munge.log").read_text())
+        wait_until((place / "munge.sock").exists, 30, lambda: (place / "munge.log").read_text())
         self.daemon("slurmctld", "-D", "-f", str(conf))
         for name in ("n0", "n1"):
             self.daemon("slurmd", "-D", "-f", str(conf), "-N", name)
-        until(
+        wait_until(
             lambda: self("sinfo", "--noheader", "--format=%T %D") == "idle 2",
             90,
             self.logs,
@@ -190,7 +178,7 @@ class Slurm:
 
     def wait(self, job: str, states: str, seconds: float, log: Path) -> dict[str, str]:
         """Until the job is in one of these states."""
-        until(
+        wait_until(
             lambda: self.state(job)["JobState"] in states.split(),
             seconds,
             lambda: f"{self.state(job)}\n{log.exists() and log.read_text()}\n{self.logs()}",
@@ -202,7 +190,7 @@ class Slurm:
         """Cancel the jobs that a failed test has left, which would keep the nodes from the next."""
         self("scancel", "--user=root", "--signal=KILL")
         self("scancel", "--user=root")
-        until(lambda: not self("squeue", "--noheader"), 30, self.logs, every=0.5)
+        wait_until(lambda: not self("squeue", "--noheader"), 30, self.logs, every=0.5)
 
     def stop(self) -> None:
         for daemon in reversed(self.daemons):
@@ -243,14 +231,14 @@ def slurm(cluster: Slurm) -> Iterator[Slurm]:
 def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
-    until(
+    wait_until(
         lambda: in_mid_run(folder, 6),
         60,
         lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
     )
     # what --signal=B:USR1@120 does when its time has come
     slurm("scancel", "--batch", "--signal=USR1", job)
-    until(lambda: "stopped on request: requeued" in log.read_text(), 30, log.read_text)
+    wait_until(lambda: "stopped on request: requeued" in log.read_text(), 30, log.read_text)
     reached = len(series(folder))
     assert reached < STEPS and (folder / "checkpoints" / f"step-{reached:08d}").is_dir()
     state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
@@ -270,13 +258,13 @@ def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, 
 def test_slurm_requeues_after_a_node_failure(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
-    until(
+    wait_until(
         lambda: in_mid_run(folder, 8),
         60,
         lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
     )
     slurm("scontrol", "update", "nodename=n1", "state=down", "reason=test")
-    until(lambda: slurm.state(job)["JobState"] == "PENDING", 30, lambda: str(slurm.state(job)))
+    wait_until(lambda: slurm.state(job)["JobState"] == "PENDING", 30, lambda: str(slurm.state(job)))
     slurm("scontrol", "update", "nodename=n1", "state=resume")
     state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log.read_text()
@@ -289,13 +277,13 @@ def test_slurm_a_cancelled_job_has_saved_and_does_not_come_back(slurm, options, 
     log, folder = tmp_path / "job.log", tmp_path / "run"
     endless = [*options, ON_ONE_RANK, "--training.steps=100000", f"--run.folder={folder}"]
     job = slurm.submit(log, ONE_RANK_EACH, "tools/launch/slurm.sh", *endless)
-    until(
+    wait_until(
         lambda: in_mid_run(folder, 6),
         60,
         lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
     )
     slurm("scancel", job)
-    until(
+    wait_until(
         lambda: not slurm("squeue", "--noheader", f"--jobs={job}"),
         40,
         lambda: str(slurm.state(job)),
@@ -462,12 +450,14 @@ class Ray:
 
     def train(self, folder: Path, step: int) -> None:
         """Until the run has come to that step and has a checkpoint."""
-        until(lambda: in_mid_run(folder, step) or self.process.poll() is not None, 90, self.said)
+        wait_until(
+            lambda: in_mid_run(folder, step) or self.process.poll() is not None, 90, self.said
+        )
         assert self.process.poll() is None, self.said()
 
     def wait(self, seconds: float) -> int:
         """The exit code."""
-        until(lambda: self.process.poll() is not None, seconds, self.said)
+        wait_until(lambda: self.process.poll() is not None, seconds, self.said)
         return self.process.returncode
 
 

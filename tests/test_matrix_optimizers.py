@@ -3,7 +3,6 @@ against one process in float64, and a resume on another mesh."""
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import train
-from checkpoint import hf, verify
 from configs.load import load_config
 from configs.schema import Optimizer
 from parallelisms.boxes import shard_of
 from tests import parity
+from tests.checkpoints import saved_state
 from tests.parity import EXPERTS
 from tests.ranks import run_ranks
 from tests.runs import ADAMW, EXPERT_MESHES, MESHES, as_typed, run, tiny_run
@@ -221,14 +220,6 @@ def test_negative_control_of_the_comparison():
 # ---------------------------------------------------------------------------- checkpoints, plan
 
 
-def state_of(folder: Path) -> dict[str, Tensor]:
-    """Return the weights and the optimizer's state of the newest checkpoint, by name."""
-    path = verify.newest(folder)
-    manifest = verify.read_manifest(path)
-    names = [n for n in manifest["tensors"] if n.startswith(("model.", "optimizer."))]
-    return dict(zip(names, hf.read_whole(path, manifest, names), strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,7 +240,7 @@ def test_a_run_goes_on_on_another_mesh(kind, tmp_path):
     for ranks, name, more in legs:
         done = run_ranks(ranks, often, run, as_typed([*options, *more]), tmp_path / name)
         assert all(code in (0, 75) for code, _ in done), done
-    whole, parted = state_of(tmp_path / "whole"), state_of(tmp_path / "parted")
+    whole, parted = saved_state(tmp_path / "whole"), saved_state(tmp_path / "parted")
     assert whole.keys() == parted.keys()
     for name, value in whole.items():
         if name.endswith((".left", ".right")):  # a vector of the null space may be another

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from checkpoint.stores import lease
 from configs.schema import InputError
 from reliability import objects
 from reliability.objects import location
-from tests.ranks import WORKERS
+from tests.ranks import WORKERS, wait_until
 from tests.s3 import Server
 from tests.stores import (
     emptied,
@@ -63,13 +62,6 @@ def command(folder: Path, seconds: float, code: int = 0) -> list[str]:
     return [sys.executable, "-c", WRITER, str(folder), str(seconds), str(code)]
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30 * WORKERS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def started(folder: Path) -> subprocess.Popen:
     """Start the command in a separate process, which writes until it is told to end."""
     words = ["-m", "tools.mirror", "--seconds=0.2", URL, str(folder), *command(folder, 60)]
@@ -97,9 +89,9 @@ def test_a_machine_that_is_lost_loses_what_an_interval_has(store, tmp_path):
     log = folder / "logs" / "rank-00000.log"
     process = started(folder)
     try:
-        until(lambda: AT + "logs/rank-00000.log" in store.keys())
+        wait_until(lambda: AT + "logs/rank-00000.log" in store.keys())
         first = len(copies(store)["logs/rank-00000.log"])
-        until(lambda: len(copies(store)["logs/rank-00000.log"]) > first)
+        wait_until(lambda: len(copies(store)["logs/rank-00000.log"]) > first)
     finally:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         for pid in (process.pid, *map(int, children)):
@@ -113,7 +105,7 @@ def test_the_command_ends_with_what_copies_its_folder(store, tmp_path):
     """By SIGTERM, so that a run saves. Negative control: it lives until then."""
     folder = tmp_path / "run"
     process = started(folder)
-    until(lambda: AT + "logs/rank-00000.log" in store.keys())
+    wait_until(lambda: AT + "logs/rank-00000.log" in store.keys())
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     (command_of_run,) = map(int, children)
     os.kill(command_of_run, 0)
@@ -127,7 +119,7 @@ def test_the_command_ends_with_what_copies_its_folder(store, tmp_path):
             return True
         return state.split()[0] == "Z"
 
-    until(is_gone)
+    wait_until(is_gone)
 
 
 def test_a_command_that_a_signal_kills_is_128_and_its_number(store, tmp_path):
@@ -158,7 +150,7 @@ def test_a_replacement_waits_for_the_last_lines_of_the_first(store, tmp_path, mo
     taken away. If it fetched at once, it would put an older log over the first one's."""
     first, second = tmp_path / "first", tmp_path / "second"
     running = started(first)
-    until(lambda: AT + "logs/rank-00000.log" in store.keys())
+    wait_until(lambda: AT + "logs/rank-00000.log" in store.keys())
     said = []
 
     def stop_the_first_when_it_is_waited_for(sentence):
@@ -215,11 +207,11 @@ def test_a_store_that_stalls_does_not_keep_the_exit_code(way, store, tmp_path):
     words = ["-c", WAITS_LITTLE] if way == "alone" else ["-m", "tools.mirror"]
     words += ["--seconds=0.1", URL, str(folder), *command(folder, 2.0, 75)]
     process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stderr=subprocess.PIPE)
-    until(lambda: AT + "logs/rank-00000.log" in store.keys())
+    wait_until(lambda: AT + "logs/rank-00000.log" in store.keys())
     store.rules({"kind": "stall", "seconds": 3600})
     said = b""
     if way == "Ctrl-C":
-        until(lambda: (folder / "config.toml").exists())
+        wait_until(lambda: (folder / "config.toml").exists())
         for line in process.stderr:
             said += line
             if b"has ended with 75" in line:
@@ -234,7 +226,7 @@ def test_a_run_that_goes_on_is_not_taken_over(store, tmp_path, capsys):
     """It is refused at once on the same machine. Nodes of one run do not wait for each other."""
     running = started(tmp_path / "first")
     try:
-        until(lambda: AT + "logs/rank-00000.log" in store.keys())
+        wait_until(lambda: AT + "logs/rank-00000.log" in store.keys())
         second = tmp_path / "second"
         assert mirror.main([URL, str(second), *command(second, 0.1)]) == 2
         said = capsys.readouterr().err
@@ -468,9 +460,9 @@ def test_a_command_that_asks_is_not_kept_waiting_for_the_interval(asks, store, t
     words = ["--seconds=600", URL, str(folder), sys.executable, "-c", ASKS, str(folder), asks, "60"]
     process = subprocess.Popen([sys.executable, "-m", "tools.mirror", *words], cwd=ROOT)
     try:
-        until(lambda: (folder / "metrics.jsonl").exists())
+        wait_until(lambda: (folder / "metrics.jsonl").exists())
         if asks == "asks":
-            until(lambda: copies(store).get("metrics.jsonl") == b"step 1")
+            wait_until(lambda: copies(store).get("metrics.jsonl") == b"step 1")
             assert not [key for key in store.keys() if "asked" in key or "sent" in key]
         else:
             time.sleep(1.5 + 2 * mirror.WATCH + 1)

@@ -28,6 +28,8 @@ from tests.launched import Launcher, ended
 from tests.ranks import run_ranks
 from tests.runs import as_typed, free_port, run, series, tiny_run
 
+pytestmark = pytest.mark.cap(240)
+
 # What the hosts hold, and who sends what: functions of numbers alone
 
 
@@ -197,7 +199,6 @@ def misfortunes(place: Path) -> None:
     died(checkpoints)
 
 
-@pytest.mark.cap(60)
 def test_copies_survive_the_misfortunes_of_a_run_and_are_removed_when_it_is_saved(tmp_path):
     for rank in range(2):
         (tmp_path / f"memory-{rank}").mkdir()
@@ -283,7 +284,6 @@ class Cluster:
         return [int(step) for step in re.findall(r"resumed after step (\d+)", log)]
 
 
-@pytest.mark.cap(200)
 def test_after_a_kill_the_run_goes_on_from_the_memory_of_its_hosts(tmp_path):
     """There is no checkpoint yet. The copies are gone when the run has ended."""
     cluster = Cluster(tmp_path, 2)
@@ -322,7 +322,6 @@ def lost_hosts(cluster: Cluster, lost: list[int], step: int, fault: str) -> tupl
     return ended(running)
 
 
-@pytest.mark.cap(240)
 @pytest.mark.slow
 def test_another_host_gets_the_part_of_a_lost_one_from_its_peers(tmp_path):
     """The store of the run is a host's disk here, which has no checkpoint: all comes from memory."""
@@ -333,7 +332,6 @@ def test_another_host_gets_the_part_of_a_lost_one_from_its_peers(tmp_path):
     assert cluster.losses() == cluster.undisturbed()
 
 
-@pytest.mark.cap(240)
 @pytest.mark.slow
 def test_adapters_come_from_the_only_host_that_is_left(tmp_path):
     """Two of three hosts are lost at once, and the third has a copy of both."""
@@ -352,7 +350,6 @@ def test_adapters_come_from_the_only_host_that_is_left(tmp_path):
     assert cluster.losses() == cluster.undisturbed()
 
 
-@pytest.mark.cap(240)
 @pytest.mark.slow
 def test_what_the_memories_do_not_hold_together_comes_from_the_disk(tmp_path):
     """Two hosts are lost, one of which had the copy of the other."""
@@ -365,7 +362,6 @@ def test_what_the_memories_do_not_hold_together_comes_from_the_disk(tmp_path):
     assert cluster.losses() == cluster.undisturbed()
 
 
-@pytest.mark.cap(240)
 @pytest.mark.slow
 @pytest.mark.parametrize("damaged", ["a bit", "the manifest", "a file"])
 def test_a_damaged_copy_is_not_used(tmp_path, damaged):

@@ -25,10 +25,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint import joining, state, storage, verify
+from checkpoint import joining, verify
 from configs.load import load_config
 from configs.rounds import NO_STATE, WholeMesh, next_round
 from configs.schema import InputError
+from tests.checkpoints import saved_state
 from tests.hosts import (
     ADDRESSES,
     Hosts,
@@ -40,7 +41,7 @@ from tests.ranks import WORKERS, run_ranks, step_timeout
 from tests.runs import TINY, as_typed, free_port, run, series, tiny_run
 from tools import hang
 
-pytestmark = pytest.mark.waits
+pytestmark = [pytest.mark.waits, pytest.mark.cap(300)]
 STEPS = 40
 EXPERTS = (
     "--model.family=qwen3 --model.flavor=debug_moe --model.n_experts=4 --model.experts_per_token=2 "
@@ -285,24 +286,10 @@ def check(run: Run, about: str = "", losses: int = 1) -> None:
         for step in found:
             value = expected[step]
             assert found[step] == pytest.approx(value, rel=bound), (step, about or run.said())
-    expected, found = weights(run.place / "whole"), weights(run.folder)
+    expected, found = saved_state(run.place / "whole"), saved_state(run.folder)
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=100 * bound, atol=bound)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights and the optimizer's state of the newest checkpoint."""
-    path = verify.newest(folder / "checkpoints")
-    manifest = verify.read_manifest(path)
-    types = {code: dtype for dtype, code in storage.CODES.items()}
-    found = {
-        name: torch.empty(about["shape"], dtype=types[about["dtype"]])
-        for name, about in manifest["tensors"].items()
-        if not name.startswith(storage.GENERATOR)
-    }
-    state.read(path, manifest, found, state.buffers(found), None)
-    return found
 
 
 def begin(
@@ -326,7 +313,6 @@ def begin(
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_run_goes_on_without_a_lost_rank(mesh: str, whole: Callable, tmp_path: Path) -> None:
     run = begin(whole, mesh, tmp_path / "run")
@@ -340,7 +326,6 @@ def test_a_run_goes_on_without_a_lost_rank(mesh: str, whole: Callable, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 @pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "negative control: not sent"])
 def test_a_rank_that_comes_back_gets_the_state(
     is_sent: bool, whole: Callable, tmp_path: Path
@@ -381,7 +366,6 @@ flipped.train_step = flipping
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 def test_the_odd_replica_is_left_out(whole: Callable, tmp_path: Path) -> None:
     """A last bit flips, which the losses do not show."""
     options = [
@@ -409,7 +393,6 @@ rounds._compare = lambda *arguments: None
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "is_compared", [True, False], ids=["compared", "negative control: not compared"]
 )
@@ -434,7 +417,6 @@ def test_an_odd_replica_gives_its_state_to_no_other(
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 def test_without_a_whole_replica_all_start_again(whole: Callable, tmp_path: Path) -> None:
     """By one restart, however many ranks were lost."""
     run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=1)
@@ -447,7 +429,6 @@ def test_without_a_whole_replica_all_start_again(whole: Callable, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 def test_hosts_share_the_restarts(whole: Callable, tmp_path: Path) -> None:
     """Host 0 has used the one that there is, so host 1 does not wait for it to start again."""
     run = begin(whole, "ddp2", tmp_path / "run", hosts=2, restarts=1, more=WAITING)
@@ -464,7 +445,6 @@ def test_hosts_share_the_restarts(whole: Callable, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 def test_edits_have_no_part_in_a_run_that_goes_on(whole: Callable, tmp_path: Path) -> None:
     """Its configuration is edited, for another run. Then a rank is lost, whose successor reads that."""
     file = tmp_path / "edited.toml"
@@ -492,7 +472,6 @@ def test_a_rank_with_other_code_does_not_join() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 def test_a_host_that_is_started_twice_waits(whole: Callable, tmp_path: Path) -> None:
     run = begin(whole, "ddp3", tmp_path / "run", hosts=3)
     run.wait_for(5)
@@ -503,7 +482,6 @@ def test_a_host_that_is_started_twice_waits(whole: Callable, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_spare_takes_the_place_of_a_lost_host(
     number: int, whole: Callable, tmp_path: Path
@@ -527,7 +505,6 @@ def test_a_spare_takes_the_place_of_a_lost_host(
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 def test_a_cable_that_is_cut_costs_its_replica_once(
     hosts: Hosts,
     whole: Callable,
@@ -549,7 +526,6 @@ def test_a_cable_that_is_cut_costs_its_replica_once(
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 def test_a_run_that_goes_on_stops_on_request_and_resumes(whole: Callable, tmp_path: Path) -> None:
     """The signal comes while the ranks meet."""
     run = begin(whole, "hsdp2x2", tmp_path / "run")
@@ -620,7 +596,6 @@ PHASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_run_goes_on_where_a_rank_is_lost(phase: str, whole: Callable, tmp_path: Path) -> None:
     mesh, restarts, options, deaths = PHASES[phase]
@@ -657,7 +632,6 @@ elif os.environ["PLUMBLINE_ROUNDS"] == "newcomer":
 
 
 @pytest.mark.slow
-@pytest.mark.cap(300)
 def test_a_rank_that_comes_late_speaks_not_for_the_run(whole: Callable, tmp_path: Path) -> None:
     more = f'{DIES}dies(3, "train", "train_step", 12)\n{LATE}'
     run = begin(whole, "hsdp2x2", tmp_path / "run", restarts=2, more=more)

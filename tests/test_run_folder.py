@@ -445,55 +445,31 @@ def history(draw: random.Random) -> tuple[list[Past], int, int, float, float]:
     for number in range(1, draw.randint(2, 7)):
         lines = [dict.fromkeys(MEASURED, 0.0) | {"step": None, "saves": 0, "time": wall}]
         productive = 0.0
-        for stretch in range(draw.choice([1, 1, 1, 2])):  # two: it rolls back by itself
-            step = draw.choice(sorted(saved))
-            lost = [s for s in ledger if s > step]
-            redone_steps += len(lost)
-            redone_seconds += sum(ledger.pop(s) for s in lost)
-            saved = {s for s in saved if s <= step}
-            lines.append(lines[-1] | {"step": step, "productive": productive, "time": wall})
-            for _ in range(draw.randint(0, 9)):
-                first = (
-                    stretch == 0 and lines[-1]["step"] == step and not any(s > step for s in ledger)
-                )
-                step, seconds = step + 1, 0.0 if first else draw.uniform(0.1, 2)
-                wall, productive, ledger[step] = wall + seconds, productive + seconds, seconds
-                if lines[-1].get("passing"):
-                    lines.pop()
-                lines.append(
-                    lines[-1]
-                    | {"step": step, "productive": productive, "time": wall, "passing": True}
-                )
-                if draw.random() < 0.3:
-                    lines[-1].pop("passing")
-                    saved.add(step)
-            lines[-1].pop("passing", None)
+        step = first = draw.choice(sorted(saved))
+        lost = [s for s in ledger if s > step]
+        redone_steps += len(lost)
+        redone_seconds += sum(ledger.pop(s) for s in lost)
+        saved = {s for s in saved if s <= step}
+        lines.append(lines[-1] | {"step": step, "productive": productive, "time": wall})
+        for _ in range(draw.randint(0, 9)):
+            seconds = 0.0 if step == first else draw.uniform(0.1, 2)
+            step += 1
+            wall, productive, ledger[step] = wall + seconds, productive + seconds, seconds
+            if lines[-1].get("passing"):
+                lines.pop()
+            lines.append(
+                lines[-1] | {"step": step, "productive": productive, "time": wall, "passing": True}
+            )
+            if draw.random() < 0.3:
+                lines[-1].pop("passing")
+                saved.add(step)
+        lines[-1].pop("passing", None)
         ended = draw.choice(
             [{}, {"exit_code": 1, "reason": "x"}, {"exit_code": 75, "reason": "stopped"}]
         )
         starts.append(Past(number, {}, ended, lines))
         wall += draw.uniform(-5, 10)
     return starts, len(ledger), redone_steps, sum(ledger.values()), redone_seconds
-
-
-def test_a_run_that_goes_back_by_itself_has_redone_those_steps(tmp_path):
-    with begin(tmp_path) as start:
-        start.resume(0)
-        for step in 1, 2, 3, 4, 5, 4, 5, 6:
-            if start.clock.at == 5 and step == 4:
-                start.resume(3)
-            start.clock.since -= 1.0  # a second passes
-            start.clock.record("productive")
-            start.clock.step(step)
-            if step == 3:
-                start.clock.saved()
-        assert start.clock.metrics()["seconds/redone"] == pytest.approx(2, abs=0.1)
-        assert start.clock.metrics()["seconds/productive"] == pytest.approx(5, abs=0.1), (
-            "the first step is start-up"
-        )
-    result = account(read(tmp_path / "run"))
-    assert (result.steps, result.redone) == (6, 2)
-    assert result.seconds["productive"] == pytest.approx(5, abs=0.1)
 
 
 def test_failures_at_one_step_are_counted_across_meshes_but_not_across_options(tmp_path):

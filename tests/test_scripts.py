@@ -44,7 +44,7 @@ if action == "raise":
         while not failing.exists(): time.sleep(0.005)
         raise ValueError("a consequence")
     cause = ValueError("the cause")
-    cause.failed_at = time.time()  # as reliability/health.py::FailureTime notes it
+    cause.failed_at = time.time()  # as reliability/health.py::failure_time notes it
     failing.write_text("")
     time.sleep(0.5)  # saving
     raise cause

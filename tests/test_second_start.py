@@ -10,14 +10,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 import train
 from checkpoint import lease, place
@@ -25,7 +22,8 @@ from configs.schema import InputError
 from reliability.position import Position
 from reliability.record import Start
 from tests import fork_server, ranks
-from tests.ranks import run_ranks
+from tests.checkpoints import saved_state
+from tests.ranks import run_ranks, wait_until
 from tests.runs import ROOT, environment, printed, series, tiny_run
 from tools import check
 
@@ -50,18 +48,11 @@ def waiting(folder: Path, options: list[str], until: Path) -> tuple[int, str]:
         calls.append(1)
         if len(calls) == 7:
             until.with_suffix(f".ready-{os.getpid()}").touch()
-            wait_for(until.exists, 240)
+            wait_until(until.exists, 240)
         return real(*args)
 
     train.train_step = step
     return main(folder, options)
-
-
-def wait_for(happened: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds * ranks.WORKERS
-    while not happened():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.02)
 
 
 def elsewhere(folder: Path, options: list[str]) -> tuple[int, str]:
@@ -97,15 +88,6 @@ def contents(folder: Path, but: tuple[str, ...] = (".lease", ".position")) -> di
     return found
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of the newest checkpoint, and the optimizer's state."""
-    found = {}
-    for path in max(folder.glob("checkpoints/step-*")).glob("*.safetensors"):
-        for name, tensor in load_file(path).items():
-            found[f"{path.name}/{name}"] = tensor
-    return found
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """Do a run on two ranks that no other start disturbs; return its folder and its options."""
@@ -125,8 +107,8 @@ def test_a_second_start_leaves_the_first_as_it_is_alone(alone, tmp_path):
     with ThreadPoolExecutor(1) as first:
         ends = first.submit(run_ranks, 2, waiting, folder, options, until)
         try:
-            wait_for(lambda: len(list(tmp_path.glob("*.ready-*"))) == 2)
-            wait_for((folder / "checkpoints" / "step-00000005").exists)
+            wait_until(lambda: len(list(tmp_path.glob("*.ready-*"))) == 2)
+            wait_until((folder / "checkpoints" / "step-00000005").exists)
             before = contents(folder)
             for start in main, elsewhere:
                 first_rank, second_rank = run_ranks(2, start, folder, [*options, *OTHER])
@@ -140,7 +122,7 @@ def test_a_second_start_leaves_the_first_as_it_is_alone(alone, tmp_path):
             until.touch()
         assert ends.result() == [(0, "")] * 2
     assert series(folder) == series(oracle)
-    ours, theirs = weights(folder), weights(oracle)
+    ours, theirs = saved_state(folder), saved_state(oracle)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -174,7 +156,7 @@ def test_a_position_that_another_process_opens_stays_mapped(other, code, tmp_pat
     path, until = tmp_path / "rank-00000.position", tmp_path / "go"
     process = fork_server.start(moving, path, until)
     try:
-        wait_for(until.with_suffix(".ready").exists)
+        wait_until(until.with_suffix(".ready").exists)
         fork_server.call(other, path)
         until.touch()
         process.join(30 * ranks.WORKERS)
@@ -316,9 +298,8 @@ def test_a_part_that_is_removed_is_written_again_and_said(alone, tmp_path):
     assert (folder / "config.toml").exists() and (folder / "tokenizer.json").exists()
     saved = sorted(path.name for path in folder.glob("checkpoints/*"))
     assert saved == [".lease", "step-00000015", "step-00000016"]
-    assert all(
-        torch.equal(weights(folder)[name], weights(oracle)[name]) for name in weights(oracle)
-    )
+    ours, found = saved_state(oracle), saved_state(folder)
+    assert all(torch.equal(found[name], ours[name]) for name in ours)
 
 
 def test_metrics_that_cannot_be_written_are_refused_on_all_ranks(alone, tmp_path):

@@ -246,11 +246,17 @@ def test_the_first_ctrl_c_says_what_it_does_and_its_echo_nothing():
     assert first == f"SIGINT: stopping after this step and saving; {again}" and heard.empty()
 
 
-def test_another_signal_during_a_stop_is_no_repeat(monkeypatch):
-    """Slurm sends SIGUSR1, and SIGTERM later: the save is waited for. The same one again ends it."""
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue:
+    """Return the codes and reasons with which this process would have ended."""
     monkeypatch.setattr(stop, "ECHO", 0.2)
-    left = queue.SimpleQueue()
-    monkeypatch.setattr(stop.Stop, "_leave", lambda _, code, reason: left.put(code))
+    found = queue.SimpleQueue()
+    monkeypatch.setattr(stop.Stop, "_leave", lambda _, code, reason: found.put((code, reason)))
+    return found
+
+
+def test_another_signal_during_a_stop_is_no_repeat(left):
+    """Slurm sends SIGUSR1, and SIGTERM later: the save is waited for. The same one again ends it."""
     with stop.Stop(time.monotonic(), 0, print) as asked:
         asked.at_once = False
         for number in (signal.SIGUSR1, signal.SIGTERM):
@@ -258,14 +264,12 @@ def test_another_signal_during_a_stop_is_no_repeat(monkeypatch):
             time.sleep(0.5)
         assert left.empty()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert left.get(timeout=10) == 128 + signal.SIGUSR1 and left.empty()
+        assert left.get(timeout=10)[0] == 128 + signal.SIGUSR1 and left.empty()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_before_the_first_step_a_run_ends_at_once(number, monkeypatch):
+def test_before_the_first_step_a_run_ends_at_once(number, left):
     """A person does not want it back, a scheduler does."""
-    left = queue.SimpleQueue()
-    monkeypatch.setattr(stop.Stop, "_leave", lambda _, code, reason: left.put((code, reason)))
     with stop.Stop(time.monotonic(), 0, print):
         os.kill(os.getpid(), number)
         code, reason = left.get(timeout=10)
@@ -273,11 +277,8 @@ def test_before_the_first_step_a_run_ends_at_once(number, monkeypatch):
     assert reason == f"stopped by {number.name} before the first step was done: nothing to save"
 
 
-def test_a_signal_after_the_last_save_says_what_is_saved(monkeypatch):
+def test_a_signal_after_the_last_save_says_what_is_saved(left):
     """What is left asks whether it is to end; the same signal again ends the process."""
-    monkeypatch.setattr(stop, "ECHO", 0.2)
-    left = queue.SimpleQueue()
-    monkeypatch.setattr(stop.Stop, "_leave", lambda _, code, reason: left.put((code, reason)))
     with stop.Stop(time.monotonic(), 0, print) as asked:
         asked.saved = 20
         os.kill(os.getpid(), signal.SIGINT)

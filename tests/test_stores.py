@@ -32,15 +32,18 @@ from reliability.objects import Key, Unreachable, Version, location
 from tests import checkpoints as helpers
 from tests import fork_server, ranks
 from tests.checkpoints import (
+    begun,
     build,
     fill,
     heard,
+    killed_run,
     load_pattern,
     open_manager,
     opened,
     resume,
     save_all,
     save_filled,
+    save_for_ever,
     save_pattern,
     values_on_disk,
 )
@@ -185,26 +188,6 @@ def _peak() -> int:
 # Kills
 
 
-def save_for_ever(place: Path, folder: Path) -> None:
-    """Steps that are nothing but saves, from the newest on. Notes the steps that are published."""
-    job, checkpoints = opened(folder, keep_last=2)
-    progress = checkpoints.load(job.model, job.optimizer) or {"step": 0}
-    for step in count(progress["step"] + 1):
-        save_filled(job, checkpoints, step)
-        checkpoints.wait_for_copy()
-        with open(place / f"begun-{job.mesh.rank}", "a") as begun:
-            begun.write(f"{step}\n")
-        checkpoints.poll()
-
-
-def begun(place: Path) -> list[int]:
-    """Return the saves that either rank has begun: all but the newest are published."""
-    steps = []
-    for path in place.glob("begun-*"):
-        steps += map(int, path.read_text().split())
-    return sorted(steps)
-
-
 @pytest.mark.slow
 def test_a_rank_killed_while_saving_loses_at_most_that_save(store, tmp_path):
     """Its remains are removed by the next start. Another run's files next to it stay."""
@@ -216,8 +199,10 @@ def test_a_rank_killed_while_saving_loses_at_most_that_save(store, tmp_path):
     least = 0
     for death in range(2):
         place = tmp_path / f"{death}"
-        place.mkdir()
-        least = max(least, killed(place, 1, 3, 0.07 * (2 + death)))
+        when = (3, 0.07 * (2 + death))
+        saving = partial(there, save_for_ever)
+        killed_run(place, 1, when, saving, tmp_path, 0, {"keep_last": 2})
+        least = max(begun(place))
     store.rules()
     words = run_ranks(2, there, resume, tmp_path)[0]
     assert words[0] >= least - 1 > 0 and words[1] == [words[0]]
@@ -229,26 +214,6 @@ def test_a_rank_killed_while_saving_loses_at_most_that_save(store, tmp_path):
     drafts = {key.rpartition("/")[0] for key in store.keys(AT) if "safetensors" in key}
     assert len(drafts) == len(named)  # no parts that no manifest names
     assert other in store.keys()
-
-
-def killed(place: Path, victim: int, saves: int, seconds: float) -> int:
-    """Two ranks that save for ever, of which one is killed. The newest save that was begun."""
-    processes = [
-        fork_server.start(ranks.child, place, rank, 2, there, (save_for_ever, place, place))
-        for rank in range(2)
-    ]
-    try:
-        deadline = time.monotonic() + 60 * ranks.WORKERS
-        while len(set(begun(place))) < saves:
-            assert time.monotonic() < deadline, "the ranks do not save"
-            time.sleep(0.01)
-        time.sleep(seconds)
-        processes[victim].kill()
-        processes[1 - victim].join(30)
-    finally:
-        for process in processes:
-            fork_server.end(process)
-    return begun(place)[-1]
 
 
 def published_too_early(folder: Path) -> None:
@@ -362,10 +327,7 @@ def test_a_killed_process_whose_parent_has_not_asked_yet_is_dead():
         owner["started"] = lease._started(process.pid)
         assert lease._is_alive(owner)
         process.kill()
-        deadline = time.monotonic() + 30 * ranks.WORKERS
-        while lease._is_alive(owner):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        ranks.wait_until(lambda: not lease._is_alive(owner), 30)
         os.kill(process.pid, 0)  # it can still be asked for
 
 
@@ -411,13 +373,9 @@ def test_a_lease_that_was_taken_over_publishes_nothing(store, tmp_path, monkeypa
 def test_a_beat_whose_answer_is_lost_is_not_the_last(store):
     mine = lease.StoreLease(location(URL) / ".lease")
     store.rules({"kind": "lost", "key": ".lease", "methods": ["PUT"], "count": 3})
-    while store.status()["counts"].get("lost", 0) < 3:
-        time.sleep(0.02)
+    ranks.wait_until(lambda: store.status()["counts"].get("lost", 0) >= 3)
     before = store.object(AT + ".lease")
-    deadline = time.monotonic() + 20 * lease.BEAT * ranks.WORKERS
-    while store.object(AT + ".lease") == before:
-        assert time.monotonic() < deadline, "the lease looks dead"
-        time.sleep(0.02)
+    ranks.wait_until(lambda: store.object(AT + ".lease") != before, 20 * lease.BEAT)
     mine.check()
     mine.release()
     assert lease._read(location(URL) / ".lease")[0]["id"] == ""
@@ -425,8 +383,7 @@ def test_a_beat_whose_answer_is_lost_is_not_the_last(store):
 
 def test_a_dead_process_of_this_machine_is_not_watched(store, tmp_path):
     process = fork_server.start(_take_and_wait)
-    while AT + ".lease" not in store.keys():
-        time.sleep(0.05)
+    ranks.wait_until(lambda: AT + ".lease" in store.keys())
     fork_server.end(process)
     began = time.monotonic()
     lease.StoreLease(location(URL) / ".lease").release()
@@ -471,7 +428,7 @@ def _publishes_too_late(folder: Path) -> str:
     save_filled(job, checkpoints, 1)
     checkpoints.wait_for_copy()
     checkpoints._finish()
-    real = checkpoints.lease.check
+    real = checkpoints.place.lease.check
 
     def check() -> None:
         real()
@@ -483,7 +440,7 @@ def _publishes_too_late(folder: Path) -> str:
                 pass
             (location(URL) / "step-00000002").remove_below()
 
-    checkpoints.lease.check = check
+    checkpoints.place.lease.check = check
     checkpoints.save(2, job.model, job.optimizer, {"step": 2})
     with pytest.raises(InputError) as refusal:
         checkpoints.close()
@@ -624,25 +581,15 @@ def test_an_upload_whose_last_answer_is_lost_is_sent_again(store, monkeypatch):
     key = location(URL + "/x")
     key.upload(lambda: [memoryview(content)], len(content))
     assert store.status()["counts"]["lost"] == 1
-    assert key.read() == content
+    assert key.read_bytes() == content
 
 
-def test_a_conflict_is_no_answer(store, tmp_path):
-    """409 is S3's word for two requests that meet: nothing was written, so the put is sent again.
-    One that never ends is reported as such, and publishes no checkpoint."""
-    # an object's put has TRIES tries: so many conflicts in a row that the last one succeeds
-    conflicts = objects.TRIES - 1
-    store.rules({"kind": "conflict", "key": MANIFEST, "count": conflicts})
-    (words,) = run_ranks(1, there, _saves_all_it_can, tmp_path, [1, 2, 3])
-    assert words == []
-    assert store.status()["counts"]["conflict"] == conflicts > 2
-    store.rules()
-    assert run_ranks(1, there, resume, tmp_path)[0][:2] == (3, [3.0])
-    assert verify.main([URL, "--all"]) == 0
-
-
-def test_a_conflict_that_stays_is_said_and_what_is_there_decides(store):
+def test_a_conflict_is_no_answer_and_one_that_stays_is_said(store):
+    """409 is S3's word for two requests that meet: nothing was written, so the put is sent again."""
     key = location(f"{URL}/x")
+    store.rules({"kind": "conflict", "count": objects.TRIES - 1})
+    assert key.create(b"zero") and store.status()["counts"]["conflict"] == objects.TRIES - 1
+    key.remove()
     store.rules({"kind": "conflict"})
     with pytest.raises(Unreachable, match="HTTP 409 ConditionalRequestConflict"):
         key.create(b"one")
@@ -796,7 +743,7 @@ def test_without_the_package_a_url_is_refused(monkeypatch):
     monkeypatch.setattr(objects.importlib.util, "find_spec", lambda name: None)
     objects._open.cache_clear()
     with pytest.raises(InputError, match="pip install obstore"):
-        (location(URL) / ".lease").read()
+        (location(URL) / ".lease").read_bytes()
     cfg = load_config([f"--checkpoint.store={URL}"])
     assert any("pip install obstore" in problem for problem in check.problems(cfg, 1))
 
@@ -808,7 +755,7 @@ def test_a_file_url_is_a_folder(tmp_path):
 
 
 OPERATIONS: dict[str, Callable[[Key], object]] = {
-    "read": Key.read,
+    "read": Key.read_bytes,
     "range": lambda key: key.read_range(0, 1),
     "list": Key.below,
     "folders": Key.folders,
@@ -841,13 +788,13 @@ def test_a_store_that_is_busy_is_asked_again(store):
     key = location(f"{URL}/x")
     store.rules({"kind": "busy", "count": 3})
     key.upload(lambda: [memoryview(b"x")], 1)
-    assert store.status()["counts"] == {"busy": 3} and key.read() == b"x"
+    assert store.status()["counts"] == {"busy": 3} and key.read_bytes() == b"x"
 
 
 def test_what_a_silent_store_is_waited_for_is_said_once(store, monkeypatch):
     """Until it has answered. Negative control: then a slow answer is no news."""
     monkeypatch.setattr(answers, "SILENT", 0.05)
-    monkeypatch.setattr(answers, "_heard", set())
+    monkeypatch.setattr(answers, "HEARD", set())
     answers._say_awaited.cache_clear()
     key = location(f"{URL}/x")
     slow = {"kind": "stall", "seconds": 0.5}
@@ -855,12 +802,12 @@ def test_what_a_silent_store_is_waited_for_is_said_once(store, monkeypatch):
         for rules in ({"kind": "gone"}, slow, slow):
             store.rules(rules)
             with suppress(Unreachable, FileNotFoundError):
-                key.read()
+                key.read_bytes()
     where = f"http://127.0.0.1:{store.port} (AWS_ENDPOINT_URL)"
     assert words == [f"s3://bucket has not answered yet; the endpoint is {where}"]
     answers._say_awaited.cache_clear()
     with heard() as words, suppress(FileNotFoundError):
-        key.read()
+        key.read_bytes()
     assert words == []
 
 
@@ -882,7 +829,7 @@ def test_an_endpoint_is_named_without_a_password(settings, said, monkeypatch):
 def test_an_endpoint_without_tls_must_be_allowed(store, monkeypatch):
     monkeypatch.delenv("AWS_ALLOW_HTTP")
     with pytest.raises(Unreachable, match="needs AWS_ALLOW_HTTP=true"):
-        (location(URL) / ".lease").read()
+        (location(URL) / ".lease").read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ forks its ranks, so it takes about a second; its seed is in its name and in its 
 """
 
 import errno
-import faulthandler
 import json
 import os
 import random
@@ -21,7 +20,6 @@ from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import count, product
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,18 +33,20 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.verify import Damaged
 from configs.schema import InputError
 from reliability import disk
-from tests import fork_server, ranks
 from tests.checkpoints import (
+    begun,
     build,
     copy_of,
     fill,
     flip,
     full_disk,
     heard,
+    killed_run,
     open_manager,
     opened,
     resume,
     save_all,
+    save_for_ever,
     saved,  # noqa: F401  a fixture
     values,
     values_on_disk,
@@ -68,86 +68,6 @@ def short_and_long(name: str, short: list, long: list, longest: list = ()) -> Ca
 
 
 # Killed ranks
-
-
-def killed_run(
-    place: Path, victim: int, when: tuple[int, float] | None, fn: Callable, *args: object
-) -> None:
-    """Two ranks of fn(place, *args). When both have touched ready-N, and then begun so many saves,
-    and then after so many seconds, kill -9 one (None: it dies by itself). The other must end by
-    itself within 5 seconds of that."""
-    place.mkdir()
-    processes = []
-    try:
-        for rank in range(2):
-            processes.append(fork_server.start(_with_stacks, place, rank, fn, args))
-        if when is not None:
-            saves, seconds = when
-            wait_until(lambda: len(list(place.glob("ready-*"))) == 2, 30, "the ranks did not start")
-            wait_until(lambda: len(begun(place)) >= saves, 30, "the ranks do not save")
-            time.sleep(seconds)
-            processes[victim].kill()
-        wait_until(lambda: ended(processes[victim]), 20, "the victim lives")
-        try:
-            wait_until(lambda: ended(processes[1 - victim]), 5, "the survivor hangs")
-        except AssertionError:
-            os.kill(processes[1 - victim].pid, signal.SIGUSR1)
-            time.sleep(0.5)
-            stacks = (place / f"stacks-{1 - victim}").read_text()
-            # a disk that others keep busy is not a hang
-            if "fsync" not in stacks and "disk.py" not in stacks:
-                pytest.fail("the survivor hangs\n" + stacks)
-            wait_until(
-                lambda: ended(processes[1 - victim]), 60, "the survivor hangs after its fsync"
-            )
-        assert processes[victim].exitcode == -signal.SIGKILL
-    finally:
-        for process in processes:
-            fork_server.end(process)
-
-
-def _with_stacks(place: Path, rank: int, fn: Callable, args: tuple) -> None:
-    faulthandler.register(signal.SIGUSR1, open(place / f"stacks-{rank}", "w"))
-    ranks.child(place, rank, 2, fn, (place, *args))
-
-
-def ended(process: ForkServerProcess) -> bool:
-    return process.exitcode is not None
-
-
-def wait_until(true: Callable[[], bool], seconds: float, complaint: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, complaint
-        time.sleep(0.002)
-
-
-def save_for_ever(place: Path, folder: Path, offset: int, options: dict) -> None:
-    """Steps that are nothing but saves; the state of step s is filled with s + offset. Writes down
-    the saves begun."""
-    job, checkpoints = opened(folder, **options)
-    start = checkpoints.load(job.model, job.optimizer)["step"]
-    try:
-        with open(place / f"begun-{job.mesh.rank}", "w", buffering=1) as begun:
-            (place / f"ready-{job.mesh.rank}").touch()
-            for step in count(start + 1):
-                fill(job, step + offset)
-                checkpoints.save(step, job.model, job.optimizer, {"step": step})
-                checkpoints.wait_for_copy()
-                begun.write(f"{step}\n")
-                checkpoints.poll()
-    finally:
-        checkpoints.thread.shutdown()  # as the end of a process waits for it
-
-
-def begun(place: Path) -> set[int]:
-    """Return the saves that either rank has begun, as `save` has returned. One is in flight at a
-    time, so all but the last are published."""
-    return {
-        int(line)
-        for rank in range(2)
-        for line in (place / f"begun-{rank}").read_text().split("\n")[:-1]
-    }
 
 
 def check_whole(folder: Path, expected: Callable[[int, int], float]) -> tuple[int, int]:
@@ -306,10 +226,8 @@ def test_a_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(
 def save_in_place(place: Path, folder: Path) -> None:
     """The bug: step 2 is written again where it is."""
 
-    def careless(
-        self: CheckpointManager, name: str, parts: storage.Staged, error: None, head: dict
-    ) -> None:
-        target = self.folder / name
+    def careless(self: CheckpointManager, saved: manager.Snapshot) -> None:
+        target = self.folder / saved.name
 
         def publish(temporary: Path, name: str, head: dict, files: list) -> None:
             (target / verify.MANIFEST).unlink()
@@ -317,7 +235,7 @@ def save_in_place(place: Path, folder: Path) -> None:
 
         storage.open = lambda path, mode: open(path, mode.replace("x", "w"))
         self._publish = publish
-        self._save(target, name, parts, error, head)
+        self._save(target, saved)
 
     CheckpointManager._write_kept = careless
     job, checkpoints = opened(folder)
@@ -701,44 +619,25 @@ def test_truncated_files_and_zeroed_pages_are_detected(saved, tmp_path):
 # One run per folder, any mesh
 
 
-def contend(folder: Path, delay: float, hold: float = 20.0) -> str:
-    """Start after `delay`; whether this run got the folder, which it keeps until the other has been
-    refused, however late that comes, at most for `hold` seconds."""
-    time.sleep(delay)
+def contend(folder: Path, seed: int, hold: float = 20.0) -> str:
+    """Start 0 to 50 ms after the other; whether this run got the folder, which it keeps until the
+    other has been refused, however late that comes, at most for `hold` seconds."""
+    time.sleep(dist.get_rank() * random.Random(seed).uniform(0, 0.05))
     try:
         mine = lease.Lease(folder / ".lease")
     except InputError as error:
-        (folder / "refused").touch()
+        (folder / f"refused-{seed}").touch()
         return str(error)
     deadline = time.monotonic() + hold
-    while time.monotonic() < deadline and not (folder / "refused").exists():
+    while time.monotonic() < deadline and not (folder / f"refused-{seed}").exists():
         time.sleep(0.01)
     mine.release()
     return "mine"
 
 
-def two_runs(folder: Path, rng: random.Random) -> list[str]:
-    """Do two runs that start 0 to 50 ms apart."""
-    (folder / "refused").unlink(missing_ok=True)
-    pids, ends = [], []
-    for delay in (0.0, rng.uniform(0, 0.05)):
-        read, write = os.pipe()
-        if (pid := os.fork()) == 0:  # it does not compute
-            os.write(write, contend(folder, delay).encode())
-            os._exit(0)
-        os.close(write)
-        pids.append(pid)
-        ends.append(read)
-    answers = [os.read(end, 1000).decode() for end in ends]
-    for pid, end in zip(pids, ends, strict=True):
-        os.waitpid(pid, 0)
-        os.close(end)
-    return answers
-
-
 @short_and_long("trials", [2], [], [20])
 def test_of_two_runs_one_gets_the_folder(trials, tmp_path):
     for seed in range(trials):
-        answers = two_runs(tmp_path, random.Random(100 + seed))
+        answers = run_ranks(2, contend, tmp_path, seed)
         assert answers.count("mine") == 1, answers
         assert any("is being written by another run" in a for a in answers), answers

@@ -10,7 +10,6 @@ slowed down and put back, and a host dies. What is shared is what a cluster shar
 import re
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from tests.hosts import (
     hosts,  # noqa: F401  a fixture
 )
 from tests.launched import Launcher
-from tests.ranks import WORKERS
+from tests.ranks import WORKERS, wait_until
 from tests.runs import losses_of_four, series, tiny_run
 
 # Seconds; the grace is for a machine with other things to do: it takes a few. With other tests a
@@ -49,15 +48,6 @@ def unbroken(options: list[str], tmp_path_factory: pytest.TempPathFactory) -> di
     return losses_of_four(tmp_path_factory.mktemp("one") / "run", options)
 
 
-def until(true: Callable[[], bool], seconds: float, complaint: Callable[[], str]) -> float:
-    """Wait, longer if other tests run. Returns the seconds that it took."""
-    began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < seconds * WORKERS, complaint()
-        time.sleep(0.05)
-    return time.monotonic() - began
-
-
 def words(said: Path) -> str:
     return "\n".join(
         f"--- node {node}\n" + Path(f"{said}-{node}").read_text(errors="replace")
@@ -67,7 +57,7 @@ def words(said: Path) -> str:
 
 def ended(running: list, seconds: float, said: Path) -> list[int]:
     """Return the exit codes."""
-    until(
+    wait_until(
         lambda: all(p.poll() is not None for p in running),
         seconds,
         lambda: "not ended in time\n" + words(said),
@@ -109,7 +99,7 @@ def test_two_hosts_train_as_one_through_cuts_and_the_death_of_either(
         def held_or_ended() -> bool:
             return held.exists() or any(p.poll() is not None for p in running)
 
-        until(held_or_ended, 120, lambda: words(said))
+        wait_until(held_or_ended, 120, lambda: words(said))
         assert held.exists(), words(said)
 
     said = tmp_path / "cuts"
@@ -133,7 +123,7 @@ def test_two_hosts_train_as_one_through_cuts_and_the_death_of_either(
     hosts.cable("down")
     held.unlink()
     try:
-        until(
+        wait_until(
             lambda: words(said).count("launch: restart 1 of 1") == 2,
             STEP_TIMEOUT + GRACE,
             lambda: words(said),

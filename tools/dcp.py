@@ -10,12 +10,13 @@ The archives are read with torch's `weights_only`. One tensor is in memory at a 
 """
 
 import io
+import itertools
 import math
 import os
 import pickle
 import pickletools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -271,21 +272,6 @@ def check_chunks(name: str, shape: list[int], chunks: list[Chunk]) -> None:
         raise ValueError(f"the chunks of {name} do not have the elements of its shape {shape}")
 
 
-def check(path: Path, found: Mapping[str, StoredTensor], wanted: Mapping[str, list[int]]) -> None:
-    """Raise InputError, naming some of the differences, unless these tensors have the shapes wanted,
-    and there are no others."""
-    lines = []
-    for name, shape in wanted.items():
-        if name not in found:
-            lines.append(f"{name} is missing")
-        elif found[name].shape != shape:
-            lines.append(f"{name} has shape {found[name].shape}, not {shape}")
-    lines += [f"{name} has no place in this model" for name in found if name not in wanted]
-    if lines:
-        more = f"; and {len(lines) - 4} more" if len(lines) > 4 else ""
-        raise InputError(f"{path} does not hold this model: {'; '.join(lines[:4])}{more}")
-
-
 # --------------------------------------------------------------------------------------------------
 # writing
 
@@ -296,7 +282,7 @@ def write(folder: Path, tensors: Iterable[tuple[Key, Tensor]], values: Mapping[K
     places: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, Key] = {}
     with open(folder / FILE, "xb") as stream:
-        for key, item in _each(tensors, values):
+        for key, item in itertools.chain(tensors, values.items()):
             name = ".".join(key)
             paths[name] = key
             index = MetadataIndex(name)
@@ -321,10 +307,3 @@ def write(folder: Path, tensors: Iterable[tuple[Key, Tensor]], values: Mapping[K
         pickle.dump(metadata, stream)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _each(
-    tensors: Iterable[tuple[Key, Tensor]], values: Mapping[Key, Any]
-) -> Iterator[tuple[Key, Any]]:
-    yield from tensors
-    yield from values.items()

@@ -138,7 +138,7 @@ def _fetched(url: str) -> tempfile.TemporaryDirectory:
     assert isinstance(prefix, Key)
     for name in OF_RUN:
         try:
-            content = (prefix / name).read()
+            content = (prefix / name).read_bytes()
         except FileNotFoundError:
             continue
         Path(folder.name, name).write_bytes(content)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import hf, state, verify
-from checkpoint.storage import CODES
+from checkpoint.storage import CODES, DTYPES
 from checkpoint.verify import nbytes
 from configs import dropped, stages
 from configs.check import architecture, derive
@@ -123,15 +124,11 @@ def in_our_names(path: Path, manifest: dict) -> Written:
         if kind == "optimizer":
             parameter, _, last = rest.rpartition(".")
             key = (kind, parameter, last)
-        items.append(FolderTensor([key], [name], _only_one))
+        items.append(FolderTensor([key], [name], itemgetter(0)))
     record = {key: manifest[key] for key in RECORDED}
     shapes = {item.parts[0]: manifest["tensors"][item.parts[0]]["shape"] for item in items}
     record["tensors"] = shapes
     return Written(items, {("step",): manifest["step"], (OURS,): json.dumps(record)})
-
-
-def _only_one(parts: list[Tensor]) -> Tensor:
-    return parts[0]
 
 
 def in_torchtitans_names(path: Path, manifest: dict, fused: bool) -> Written:
@@ -290,9 +287,9 @@ def from_ours(folder: dcp.Folder) -> Arriving:
         wanted = {name: list(shape) for name, shape in record["tensors"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{folder.path}: {OURS} is not as `to-dcp` writes it: {error!r}") from None
-    dcp.check(folder.path, folder.tensors, wanted)
+    check(folder.path, folder.tensors, wanted, tuple(DTYPES))
     of_model = {f"model.{name}": s for name, s in new_checkpoint.shapes(family.name, args).items()}
-    dcp.check(folder.path, state.select(folder.tensors, "model", ()), of_model)
+    check(folder.path, state.select(folder.tensors, "model", ()), of_model, tuple(DTYPES))
     live = {}
     for name, shape in wanted.items():
         live[name] = torch.empty(shape, dtype=folder.tensors[name].dtype, device="meta")
@@ -351,10 +348,9 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
         is_table = re.fullmatch(torchtitan.TABLES, key)
         if not key.startswith(LEFT_OUT) and not is_table:
             found[key] = stored
-    dcp.check(folder.path, found, wanted)
-    check_further(folder, copies, biases)
     dtype = master_dtype(cfg.training)
-    check_types(folder, wanted, dtype)
+    check(folder.path, found, wanted, (*hf.WIDENED, CODES[dtype]))
+    check_further(folder, copies, biases)
     of_averages = dtype
     if cfg.optimizer.moment_dtype == "bfloat16":
         of_averages = torch.bfloat16
@@ -383,6 +379,18 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
         "optimizer": "AdamW" if has_moments else "none",
     }
     return Arriving(live, read, head)
+
+
+def check(
+    path: Path,
+    found: dict[str, dcp.StoredTensor],
+    wanted: dict[str, list[int]],
+    types: tuple[str, ...],
+) -> None:
+    """Raise InputError unless a folder has the tensors wanted and no others, in some of these
+    types."""
+    there = {key: (CODES[stored.dtype], stored.shape) for key, stored in found.items()}
+    hf.check_tensors(path, there, wanted, dict.fromkeys(wanted, types))
 
 
 def empty(
@@ -437,12 +445,3 @@ def check_averages(folder: dcp.Folder, keys: Iterable[str]) -> None:
                 f"{folder.path}: {key} has type {code}, which optimizer.moment_dtype = "
                 '"bfloat16" would round: leave that out of --config'
             )
-
-
-def check_types(folder: dcp.Folder, keys: Iterable[str], dtype: torch.dtype) -> None:
-    """Raise InputError for a tensor that this type does not hold exactly."""
-    widened = [*hf.WIDENED, CODES[dtype]]
-    for key in keys:
-        code = CODES[folder.tensors[key].dtype]
-        if code not in widened:
-            raise InputError(f"{folder.path}: {key} has type {code}, which is none of {widened}")

@@ -11,6 +11,7 @@ yet. Before that request there is no checkpoint, after it there is one. Removal 
 first the manifest, then the files. Files that no manifest names are what a killed run left, and the
 next start removes them."""
 
+import contextlib
 import logging
 import os
 from typing import Any
@@ -105,10 +106,8 @@ class Bucket:
         names = set(present(self.path, [self.lease.newest]))
         if names:
             newest = self.path / max(names, key=verify.parse_name)
-            try:
+            with contextlib.suppress(Damaged, InputError):  # the resume says so
                 names |= set(present(self.path, verify.read_manifest(newest)["ancestors"]))
-            except (Damaged, InputError):
-                pass  # the resume says so
         return sorted(names, key=verify.parse_name, reverse=True)
 
     def check_room(self, size: int, count: int) -> None:

@@ -9,6 +9,7 @@ publishes anything.
 The lease also names the newest checkpoint: a listing may lag behind, a read of one object does not.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import xxhash
 
-from checkpoint.lease import Lost
+from checkpoint.lease import named, refused, taken_over
 from configs.schema import InputError
 from reliability.objects import Key, Unreachable, Version
 
@@ -60,7 +61,7 @@ class StoreLease:
         text = self._text(self.id)
         taken = key.replace(text, version) if version else key.create(text)
         if taken is None:
-            raise self._refused("which took it at this moment")
+            raise refused(key.parent, "which took it at this moment", option)
         self.version: Version = taken
         self._check_store(text)
         self.released = threading.Event()
@@ -75,7 +76,7 @@ class StoreLease:
         while owner.get("id") and not (self.start and owner.get("start") == self.start):
             alive = _is_alive(owner)
             if alive:
-                raise self._refused(_named(owner))
+                raise refused(self.key.parent, named(owner), self.option)
             silence = time.monotonic() - beaten
             if alive is False or silence > PATIENCE:
                 break
@@ -83,19 +84,16 @@ class StoreLease:
             if beaten > began:
                 state = f"waiting for up to {handover:.0f} s for its end"
             if state != told:
-                logger.warning(f"{self.key.parent} is held by {_named(owner)}: {state}")
+                logger.warning(f"{self.key.parent} is held by {named(owner)}: {state}")
                 told = state
             time.sleep(min(0.5, PATIENCE / 4))
             owner, seen = _read(self.key)
             if seen != version and owner.get("id"):
                 version, beaten = seen, time.monotonic()
                 if beaten >= began + handover:
-                    raise self._refused(_named(owner))
+                    raise refused(self.key.parent, named(owner), self.option)
             version = seen
         return owner, version
-
-    def _refused(self, holder: str) -> InputError:
-        return refused(self.key.parent, holder, self.option)
 
     def _check_store(self, content: bytes) -> None:
         """Raise InputError if the store lacks conditional puts, which a lease and a publication need: the
@@ -151,10 +149,9 @@ class StoreLease:
 
     def _keep_beating(self) -> None:
         while not self.released.wait(BEAT):
-            try:
+            # a missed beat makes the owner look dead; `check` covers it
+            with contextlib.suppress(Unreachable):
                 self._replace(self.id, tries=1)
-            except Unreachable:
-                pass  # a missed beat makes the owner look dead; `check` covers it
 
     def publish(self, name: str) -> None:
         """Name this checkpoint in the lease as the newest. Raises Lost if another run has it by
@@ -176,10 +173,7 @@ class StoreLease:
         """Raise Lost if the lease is not held. Called before anything below the prefix changes
         visibly."""
         if not self.held():
-            raise Lost(
-                f"{self.key.parent} was taken over by another run: nothing more is published by "
-                "this one"
-            )
+            raise taken_over(self.key.parent)
 
     def release(self) -> None:
         """Release the prefix, once."""
@@ -229,23 +223,12 @@ def _hash(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def _named(owner: dict) -> str:
-    return f"process {owner['pid']} on {owner['host']}"
-
-
-def refused(place: Key, holder: str, option: str) -> InputError:
-    """Return the refusal of a start where another run writes."""
-    return InputError(
-        f"{place} is being written by another run ({holder}): stop it, or set another {option}"
-    )
-
-
 def check_free(place: Key) -> None:
     """Raise InputError if a living process of this machine holds the lease of this prefix. Takes
     nothing, and waits for no other machine."""
     owner, _ = _read(place / ".lease")
     if owner.get("id") and _is_alive(owner):
-        raise refused(place, _named(owner), "checkpoint.store")
+        raise refused(place, named(owner), "checkpoint.store")
 
 
 def _where() -> str:

@@ -213,7 +213,7 @@ def read_manifest(url: str) -> dict:
     problem = "is damaged"
     for _ in range(key.tries):
         try:
-            manifest = json.loads(key.read())
+            manifest = json.loads(key.read_bytes())
         except FileNotFoundError:
             raise InputError(
                 f"{key} is missing: the upload of this corpus did not end; {AGAIN.format(url)}"

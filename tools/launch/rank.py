@@ -91,7 +91,7 @@ def _file_of(module: str) -> str:
 def _leave(traceback_text: str, failed_at: float) -> None:
     """Write the exception's record in the file and format of torchrun's engine, which reads whole
     seconds only; `time` is our addition. failed_at: when the exception was raised
-    (reliability/health.py::FailureTime), in seconds since 1970."""
+    (reliability/health.py::failure_time), in seconds since 1970."""
     file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
     extra = {"timestamp": int(failed_at), "py_callstack": traceback_text}
     report = {"message": traceback_text, "time": failed_at, "extraInfo": extra}
