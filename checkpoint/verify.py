@@ -623,7 +623,8 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append((path.name, number_of(len(manifest["tensors"]), "tensor"), mib, note))
             except (Damaged, InputError) as error:
                 damaged += 1
-                rows.append((path.name, "", mib, f"DAMAGED {error}"))
+                what = "DAMAGED" if isinstance(error, Damaged) else "NOT READ"
+                rows.append((path.name, "", mib, f"{what} {error}"))
     print("\n".join(aligned(rows)))
     return 1 if damaged else 0
 

@@ -528,11 +528,14 @@ def test_what_is_not_a_checkpoint_is_ignored(saved, tmp_path):
 @pytest.mark.parametrize(
     ("number", "what_to_do"), [(99, "update it"), (1, verify.LAST_READER_OF_1)]
 )
-def test_another_format_is_refused_by_name(number, what_to_do, saved, tmp_path):
+def test_another_format_is_refused_by_name(number, what_to_do, saved, tmp_path, capsys):
     folder = copy_of(saved, tmp_path)
     rewrite(folder / "step-00000030", format=number)
     step, _, words = run_ranks(1, resume, folder)[0]
     assert step == -1 and f"format {number}," in words[-1] and what_to_do in words[-1]
+    assert verify.main([str(folder)]) == 1
+    said = capsys.readouterr().out
+    assert "NOT READ" in said and what_to_do in said, "it is not damaged"
 
 
 # Hostile folders
