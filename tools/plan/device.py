@@ -68,7 +68,7 @@ class Device(BaseModel):
     @property
     def peak(self) -> float:
         """Peak FLOP/s, dense bfloat16."""
-        return known_peak(self.name, self.peak_tflops) or 0.0
+        return self.peak_tflops * 1e12 or known_peak(self.name) or 0.0
 
 
 known_peak = cache(peak_flops)  # a plan asks for each of its operators
