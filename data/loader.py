@@ -79,8 +79,7 @@ class Corpora:
         return next(iter(self.sources.values())).tokenizer
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InputError if the tokenizer has ids that a model of `vocab_size` tokens does not
-        know."""
+        """Raise InputError if the tokenizer has ids that a model of so many rows lacks."""
         inputs.check_vocabulary(self.tokenizer, self.cfg, vocab_size)
 
     def order(self, progress: dict) -> Order:
@@ -105,8 +104,7 @@ class Corpora:
         return order
 
     def record(self, order: Order) -> dict:
-        """Return JSON for data.json, from which data/audit.py computes which text a run has
-        seen."""
+        """Return JSON for data.json, from which data/audit.py computes what a run has seen."""
         folders = {source.fingerprint: source.folder for source in self.sources.values()}
         run = {"steps": self.cfg.training.steps, "folders": folders}
         more = too_long.record(self.sources, self.cfg) | loss_weights.record(self.cfg)
@@ -120,8 +118,7 @@ class Corpora:
     def batches(
         self, order: Order, steps: range, ranks: Ranks, vocab_size: int, pin_memory: bool = False
     ) -> PreparedBatches:
-        """Iterate over this rank's batches of these steps. All ranks take the next batch at the
-        same time."""
+        """Iterate over this rank's batches of these steps, in lockstep with all ranks."""
         read = loader(
             self.training_batches(order, ranks, vocab_size),
             steps.start,
@@ -155,8 +152,7 @@ class Corpora:
         return held_out
 
     def audit_hint(self, step: int, windows: list[list[int]]) -> str:
-        """Name the command that shows the text of a step. windows: the `window` of each rank's
-        batch."""
+        """Name the command that shows the text of a step. windows: of each rank's batch."""
         return f"`python -m data.audit {self.cfg.run.folder} --steps={step}` shows its documents"
 
 
@@ -250,8 +246,7 @@ class Batches:
         return uneven.pad(batch, self.share, self.seq_len, IGNORE)
 
     def reads(self, start: np.ndarray, stop: np.ndarray) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (row, column, [first, last) in its source) of the tokens that this rank reads of
-        windows [start, stop)."""
+        """Yield (row, column, [first, last) in its source) of the tokens that this rank reads."""
         for row in range(self.row_count):
             for part in self.token_ranges:
                 first = int(start[row]) + part.start
@@ -301,28 +296,23 @@ def loader(
     batches: Batches, start_step: int, steps: int, cfg: Data, pin_memory: bool = False
 ) -> Generator[Batch, None, None]:
     """Yield the batches of steps `start_step` .. `steps - 1`: read here, or ahead of time by
-    `cfg.workers` processes, which pays if the file system is slow and cannot change a batch, or by
-    a thread if they are in a store. There is no state to save. Raises LoaderError if a batch cannot
+    `cfg.workers` processes, which pays if the file system is slow and cannot change a batch. There
+    is no state to save. Raises LoaderError if a batch cannot
     be read, or if its worker died or sent nothing for `cfg.timeout_seconds`."""
     wanted = range(start_step, steps)
-    if cfg.workers and wanted:
-        source = read_by_workers(batches, wanted, cfg)
-    elif batches.is_stored:
-        source = ahead.read_ahead(batches, wanted, cfg)
-    else:
-        source = read_here(batches, wanted)
-    with closing(source):
+    read = read_by_workers if cfg.workers and wanted else read_here
+    with closing(read(batches, wanted, cfg)) as source:
         for batch in source:
             yield pinned(batch) if pin_memory else batch
 
 
-def read_here(batches: Batches, steps: range) -> Generator[Batch, None, None]:
-    for step in steps:
-        try:
-            batch = batches[step]
-        except Exception as error:
-            raise LoaderError(cannot_read(batches, step, error)) from error
-        yield batch
+def read_here(batches: Batches, steps: range, cfg: Data) -> Generator[Batch, None, None]:
+    step = steps.start
+    try:
+        for step in ahead.asked(batches, steps) if batches.is_stored else steps:
+            yield batches[step]
+    except Exception as error:
+        raise LoaderError(cannot_read(batches, step, error)) from error
 
 
 def pinned(batch: Batch) -> Batch:

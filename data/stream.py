@@ -21,9 +21,7 @@ between documents, units or epochs.
 
 One thread reads and tokenises, some batches ahead. It reaches some two million tokens
 per second and rank, and tiktoken releases the GIL meanwhile. Worker processes are not used, because
-threads of the libraries for Hugging Face and Parquet would not survive a fork. The state of
-torchdata's StatefulDataLoader is not used either: it is that of its workers, so it is lost when the
-number of workers or of ranks changes.
+threads of the libraries for Hugging Face and Parquet would not survive a fork.
 """
 
 from __future__ import annotations
@@ -37,6 +35,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -44,14 +43,14 @@ import numpy as np
 from configs.check import tokens_ahead
 from configs.schema import Data, InputError
 from configs.words import number_of
-from data import fim, further, sources
+from data import fim, further, sources, splice
 from data.loader import IGNORE, Batch, Corpora, Ranks, as_batch, pinned
 from data.open_tokenizer import open_named
 from data.prepare import is_tokenised
 from data.prepare.encoding import check_tokens, encode
 from data.shuffle import permute
 from data.tokenizer import Tokenizer
-from data.workers import AHEAD, LoaderError, put, take
+from data.workers import AHEAD, LoaderError
 from reliability.objects import Unreachable
 
 # bytes of a unit, about: it is cheap to open, and takes seconds to read again
@@ -185,8 +184,7 @@ class StreamOrder:
         self.groups = math.gcd(self.global_batch_size, len(places))
 
     def row(self, step: int, row: int) -> tuple[int, int]:
-        """Return the stream of a row in the global batch of `step`, and the number of the row's
-        window in that stream."""
+        """Return the stream of a row of `step`, and the number of the row's window there."""
         per_step = self.global_batch_size // self.groups
         per_group = len(self.places) // self.groups
         group, index = divmod(row, per_step)
@@ -207,16 +205,13 @@ def begin(description: dict) -> StreamOrder:
     return StreamOrder(description, [Place()] * description["streams"])
 
 
-def resume(
-    progress: dict, description: dict, allow_splice: bool = False
-) -> tuple[StreamOrder, list[str]]:
-    """Continue the order of a run from a checkpoint's progress; returns it and an empty list of
-    changes (as data/splice.py::resume). Raises InputError for any change, since a stream cannot go
-    on with different data."""
+def resume(progress: dict, description: dict) -> StreamOrder:
+    """Continue the order of a run from a checkpoint's progress. Raises InputError for any change,
+    since a stream cannot go on with different data."""
     step = progress["step"]
     saved = progress.get("data")
     if not step and saved is None:
-        return begin(description), []
+        return begin(description)
     instead = (
         "restore it, or start from the weights in another run.folder, with checkpoint.load_path"
     )
@@ -229,9 +224,7 @@ def resume(
         "fingerprint": "the files of data.source, or how they are read,",
         "tokenizer": "data.tokenizer",
         "streams": "data.streams",
-        "seed": "run.seed",
-        "seq_len": "training.seq_len",
-        "global_batch_size": "training.global_batch_size",
+        **splice.OPTIONS,
     }
     before = saved["description"]
     if before["streams"] != description["streams"]:
@@ -246,7 +239,7 @@ def resume(
             f"the data would change at step {step}, which a stream cannot: {'; '.join(lines)}: "
             f"{instead}"
         )
-    return StreamOrder(description, [Place(**place) for place in saved["streams"]]), []
+    return StreamOrder(description, [Place(**place) for place in saved["streams"]])
 
 
 def state(order: StreamOrder, description: dict) -> dict:
@@ -302,8 +295,7 @@ class Stream:
         return tokens, begins
 
     def _documents(self, place: Place) -> Iterator[tuple[Place, np.ndarray]]:
-        """Yield (place, tokens) of each document to train on, from `place` on. Documents without a
-        token are skipped."""
+        """Yield (place, tokens) of each document to train on, from `place` on."""
         units = self.source.units
         cfg = self.cfg
         allowed = math.inf if cfg.source in sources.INSTALLED else cfg.skip_failed
@@ -460,8 +452,7 @@ class StreamedBatches:
         self.places_before = self.places  # before that batch
         self.ready: queue.Queue[tuple[Batch, list[Place]] | Exception] = queue.Queue(AHEAD)
         self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._work, name="data stream", daemon=True)
-        self.thread.start()
+        threading.Thread(target=self._work, name="data stream", daemon=True).start()
 
     def __iter__(self) -> StreamedBatches:
         return self
@@ -520,18 +511,20 @@ class StreamedBatches:
             self.ready.get_nowait()
 
     def _take(self) -> tuple[Batch, list[Place]] | Exception:
-        item = take(self.ready, self.cfg.timeout_seconds, self._has_died)
-        if item is not None:
-            return item
-        if self._has_died():
-            return LoaderError("the data thread died without an error message")
-        return LoaderError(
-            f"data streams {self.mine.start} to {self.mine.stop - 1} gave nothing for "
-            f"{self.cfg.timeout_seconds} s (data.timeout_seconds): reading hangs"
-        )
+        seconds = self.cfg.timeout_seconds
+        try:
+            return self.ready.get(timeout=seconds)
+        except queue.Empty:
+            return LoaderError(
+                f"data streams {self.mine.start} to {self.mine.stop - 1} gave nothing for "
+                f"{seconds} s (data.timeout_seconds): reading hangs"
+            )
 
-    def _has_died(self) -> bool:
-        return not self.thread.is_alive() and self.ready.empty()
+    def _put(self, item: tuple[Batch, list[Place]] | Exception) -> None:
+        """Put an item into `ready` as soon as it has room, unless the run stops before."""
+        while not self.stop.is_set():
+            with suppress(queue.Full):
+                return self.ready.put(item, timeout=0.5)
 
     def _work(self) -> None:
         """Run in the thread: put batches, or the reason why there are no more, into `ready`."""
@@ -541,16 +534,15 @@ class StreamedBatches:
             }
             for step in self.steps:
                 batch = self._batch(step, streams)
-                places = [stream.place for stream in streams.values()]
-                if not put(self.ready, (batch, places), self.stop):
+                self._put((batch, [stream.place for stream in streams.values()]))
+                if self.stop.is_set():
                     return
         except (InputError, LoaderError) as error:
-            put(self.ready, error.with_traceback(None), self.stop)
+            self._put(error.with_traceback(None))
         except BaseException as error:
             if not self.stop.is_set():
                 logger.exception("the data thread failed")
-            failure = LoaderError(f"the data thread failed: {type(error).__name__}: {error}")
-            put(self.ready, failure, self.stop)
+            self._put(LoaderError(f"the data thread failed: {type(error).__name__}: {error}"))
 
     def _batch(self, step: int, streams: dict[int, Stream]) -> Batch:
         tokens = np.empty((len(self.rows), self.order.seq_len + 1), np.int64)
@@ -586,8 +578,7 @@ class StreamedCorpora(Corpora):
     def order(self, progress: dict) -> StreamOrder:
         if not progress:
             return begin(self.description)
-        order, _ = resume(progress, self.description, self.cfg.data.allow_splice)
-        return order
+        return resume(progress, self.description)
 
     def state(self, order: StreamOrder) -> dict:
         return state(order, self.description)

@@ -356,6 +356,13 @@ def test_a_failed_read_ahead_is_retried_when_it_is_needed(uploaded, store, tmp_p
     assert tokens.read(0, 500).tolist() == wanted.tolist()
 
 
+def test_a_store_that_does_not_answer_ends_the_run(uploaded, tmp_path, monkeypatch):
+    cfg = config(URL, tmp_path / "cache", "--data.timeout_seconds=1")
+    monkeypatch.setattr(blocks.Blocks, "_load", lambda *_: time.sleep(5))
+    with pytest.raises(LoaderError, match=r"did not come within 1 s \(data.timeout_seconds\)"):
+        read(cfg, 0, 1)
+
+
 MANY = [
     {"kind": "500", "rate": 0.1},
     {"kind": "slow", "rate": 0.1},
@@ -536,7 +543,7 @@ def streamed(source: str, first: int, steps: int, dp: int = 1, saved: dict | Non
     description = stream.describe(opened, 3, T, G)
     order = stream.begin(description)
     if saved:
-        order, _ = stream.resume({"step": first, "data": saved}, description)
+        order = stream.resume({"step": first, "data": saved}, description)
     shares = []
     everywhere = []
     for rank in range(dp):
@@ -694,12 +701,8 @@ def test_reading_ahead_goes_on_however_many_blocks_were_read(monkeypatch):
         asked.append(step)
         return ahead.BLOCKS_AHEAD // 4
 
-    class Steps:
-        def __getitem__(self, step: int) -> int:
-            ahead_of.append(len(asked) - step)
-            return step
-
     monkeypatch.setattr(ahead, "ask", ask)
     steps = range(40)
-    assert list(ahead.read_ahead(Steps(), steps, Data())) == list(steps)
+    for step in ahead.asked(None, steps):
+        ahead_of.append(len(asked) - step)
     assert ahead_of == [min(4, len(steps) - step) for step in steps]

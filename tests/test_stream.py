@@ -198,7 +198,7 @@ def schedules(corpus, seed: int) -> bool:
     rng, order, step, got = random.Random(seed), stream.begin(description), 0, []
     for dp in 1, 2, 4, 1, 12, 3:
         saved = json.loads(json.dumps({"step": step, "data": stream.state(order, description)}))
-        order, _ = stream.resume(saved, description)
+        order = stream.resume(saved, description)
         steps = rng.randint(1, 6)
         take(source, order, step, rng.randint(1, 3), dp)  # what a kill loses
         parts, order = take(source, order, step, steps, dp)
@@ -302,7 +302,7 @@ def test_the_last_attempt_is_an_error_that_names_the_place(corpus, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_read_that_hangs_and_a_thread_that_dies_are_errors(corpus, monkeypatch):
+def test_a_read_that_hangs_is_an_error(corpus, monkeypatch):
     source, description = opened(options(corpus[0], timeout_seconds=1))
     release = threading.Event()
     failing(monkeypatch, lambda piece, number: release.wait(30) and None)
@@ -312,9 +312,6 @@ def test_a_read_that_hangs_and_a_thread_that_dies_are_errors(corpus, monkeypatch
     ):
         take(source, stream.begin(description), 0, 2)
     release.set()
-    monkeypatch.setattr(StreamedBatches, "_work", lambda self: None)
-    with pytest.raises(LoaderError, match="died without an error message"):
-        take(source, stream.begin(description), 0, 2)
 
 
 def test_documents_that_cannot_be_read_count_for_their_stream(tmp_path, caplog):
@@ -363,7 +360,7 @@ def test_a_changed_text_or_option_is_refused(corpus):
             changed = text.replace(b"a", b"b")
             file.write_bytes(gzip.compress(changed) if file.suffix == ".gz" else changed)
     with pytest.raises(InputError, match="is not what data stream"):
-        take(source, stream.resume(saved, description)[0], 9, 9)
+        take(source, stream.resume(saved, description), 9, 9)
 
 
 def test_what_cannot_be_streamed_is_refused(corpus, tmp_path):

@@ -17,12 +17,12 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 import numpy as np
 import xxhash
 
-from configs.schema import InputError
+from configs.schema import Data, InputError
 from data.stores.fetchers import fetchers
 from reliability.objects import Key
 
@@ -36,12 +36,13 @@ class Blocks:
     """Reader of the shards of one corpus in a store, for one process."""
 
     def __init__(
-        self, key: Key, sizes: dict[str, int], hashes: np.ndarray, path: str, limit: int
+        self, key: Key, sizes: dict[str, int], hashes: np.ndarray, path: str, cfg: Data
     ) -> None:
         """key: the corpus; sizes: of its shards, in bytes, in the order in which the blocks are
-        numbered; hashes: uint64 [blocks]; path: of the local copy, which takes at most `limit`
-        bytes."""
+        numbered; hashes: uint64 [blocks]; path: of the local copy, which takes at most
+        data.cache_gb."""
         self.key = key
+        self.seconds = cfg.timeout_seconds
         self.sizes = sizes
         self.hashes = hashes
         counts = [-(-size // BLOCK) for size in sizes.values()]
@@ -52,25 +53,28 @@ class Blocks:
         self.names = list(sizes)
         self.begins = np.array(ends[:-1])  # [shards]
         self.path = path
-        self.slots = max(1, min(limit // BLOCK, len(hashes)))
+        self.slots = max(1, min(int(cfg.cache_gb * 1e9) // BLOCK, len(hashes)))
         self.lock = threading.Lock()
         self.recent: OrderedDict[int, Future] = OrderedDict()
         self.file: int | None = None  # descriptor of the local copy
         self.keeps = True  # whether it can be written
 
     def ask(self, shard: str, start: int, stop: int) -> int:
-        """Begin to fetch what holds the bytes [start, stop) of a shard. Returns how many blocks
-        that is."""
+        """Begin to fetch bytes [start, stop) of a shard. Returns how many blocks that is."""
         numbers = self._numbers(shard, start, stop)
         for number in numbers:
             self._future(number)
         return len(numbers)
 
     def read(self, shard: str, start: int, stop: int) -> bytes:
-        """Read bytes [start, stop) of a shard. Raises InputError if they cannot be had
-        undamaged."""
+        """Read bytes [start, stop) of a shard. Raises InputError if they are damaged."""
         numbers = self._numbers(shard, start, stop)
         futures = [self._future(number) for number in numbers]
+        if wait(futures, self.seconds).not_done:
+            raise InputError(
+                f"{self.key / shard}: bytes {start} to {stop} did not come within {self.seconds} s "
+                "(data.timeout_seconds): reading hangs"
+            )
         parts = [future.result() for future in futures]
         begin = start - start % BLOCK
         return b"".join(parts)[start - begin : stop - begin]
@@ -92,8 +96,7 @@ class Blocks:
         return range(first + start // BLOCK, first + -(-stop // BLOCK))
 
     def _future(self, number: int) -> Future:
-        """Return the future of a block's content. A request that failed is repeated: the store may
-        be back."""
+        """Return the future of a block. A request that failed is repeated."""
         with self.lock:
             future = self.recent.get(number)
             if future is None or (future.done() and future.exception()):
@@ -152,8 +155,7 @@ class Blocks:
             return b""
 
     def _keep(self, number: int, content: bytes) -> None:
-        """Write the block to its slot. A disk that is full or broken does not end a run: the store
-        has the text."""
+        """Write the block to its slot. A disk that is full does not end a run."""
         if not self.keeps:
             return
         try:

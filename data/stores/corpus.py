@@ -61,8 +61,7 @@ class StoredCorpus:
         return StoredCorpus, (self.url, self.manifest, self.cfg)
 
     def check(self) -> None:
-        """Compare the sizes of all objects with the manifest, and fetch the hashes. Raises
-        InputError."""
+        """Compare the sizes of all objects with the manifest. Raises InputError."""
         there = self.key.below()
         for name, file in self.files.items():
             size = there.get(name)
@@ -82,8 +81,7 @@ class StoredCorpus:
             return 0
 
     def path(self, name: str) -> str:
-        """Return the path of a file of the corpus on this host, fetching it first if it is not
-        there."""
+        """Return the path of a file of the corpus on this host, fetching it if need be."""
         path = os.path.join(self.folder, name)
         if name in self.files and not self._is_here(path):
             with self._lock():
@@ -131,7 +129,7 @@ class StoredCorpus:
     def blocks(self) -> Blocks:
         hashes = map_file(self.path(HASHES), np.dtype("<u8"))
         local = os.path.join(self.folder, "blocks")
-        return Blocks(self.key, shards(self.files), hashes, local, int(self.cfg.cache_gb * 1e9))
+        return Blocks(self.key, shards(self.files), hashes, local, self.cfg)
 
     def tokens(self, kind: type[Tokens], split: str, dtype: np.dtype, tail: str) -> Tokens:
         """Open a split. kind: Tokens, or PackedTokens for conversations."""
@@ -155,20 +153,14 @@ class StoredTokens(Tokens):
         return shards(self.corpus.files)
 
     def ask(self, start: int, stop: int) -> int:
-        asked = 0
-        for shard, first, last in self._extents(start, stop):
-            asked += self.corpus.blocks.ask(shard, first, last)
-        return asked
+        return sum(self.corpus.blocks.ask(*extent) for extent in self._extents(start, stop))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        parts = [self._read(*extent) for extent in self._extents(start, stop)]
-        return np.concatenate(parts) if parts else np.zeros(0, self.dtype)
+        parts = [self.corpus.blocks.read(*extent) for extent in self._extents(start, stop)]
+        return np.frombuffer(b"".join(parts), self.dtype)
 
     def map(self, shard: int) -> np.ndarray:
         return np.frombuffer(self.corpus.blocks.whole(self.shards[shard]), self.dtype)
-
-    def _read(self, shard: str, first: int, last: int) -> np.ndarray:
-        return np.frombuffer(self.corpus.blocks.read(shard, first, last), self.dtype)
 
     def _extents(self, start: int, stop: int) -> Iterator[tuple[str, int, int]]:
         """Return the bytes (shard, [first, last)) of tokens [start, stop)."""
@@ -176,9 +168,8 @@ class StoredTokens(Tokens):
         stop = min(stop, len(self))
         shard = int(self.ends.searchsorted(start, "right"))
         while start < stop:
-            end = int(self.ends[shard])
             begin = int(self.ends[shard - 1]) if shard else 0
-            last = min(stop, end)
+            last = min(stop, int(self.ends[shard]))
             yield self.shards[shard], (start - begin) * width, (last - begin) * width
             start = last
             shard += 1
@@ -207,8 +198,7 @@ def _sum(manifest: dict) -> str:
 
 
 def read_manifest(url: str) -> dict:
-    """Read the manifest. Raises InputError if it cannot be read undamaged, or lacks what a store
-    needs."""
+    """Read the manifest. Raises InputError if it is damaged, or not of a store."""
     key: Key = key_of(url) / MANIFEST
     problem = "is damaged"
     for _ in range(key.tries):
