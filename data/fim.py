@@ -91,31 +91,22 @@ def pieces(cfg: Data, tok: Tokenizer, text: str) -> Pieces | None:
     return [before_prefix, prefix, before_suffix, suffix, before_middle, middle]
 
 
-def encode(tok: Tokenizer, parts: Pieces) -> np.ndarray:
-    """Encode the pieces of a document as ids [n]. Raises what the tokenizer raises."""
-    ids = [
-        np.array([part], tok.dtype) if isinstance(part, int) else tok.encode(part) for part in parts
-    ]
-    return np.concatenate(ids)
-
-
-def encode_with_bytes(tok: Tokenizer, parts: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Encode the pieces as ids [n], with the bytes of text of each, int64 [n]."""
+def encode(tok: Tokenizer, parts: Pieces) -> tuple[np.ndarray, np.ndarray]:
+    """Encode the pieces of a document: ids [n], and their bytes of text, int64 [n]."""
     ids, sizes = [], []
     for part in parts:
         if isinstance(part, int):
             ids.append(np.array([part], tok.dtype))
             sizes.append(np.zeros(1, np.int64))
-            continue
-        found = tok.encode_with_bytes(part)
-        ids.append(found[0])
-        sizes.append(found[1])
+        else:
+            found = tok.encode_with_bytes(part)
+            ids.append(found[0])
+            sizes.append(found[1])
     return np.concatenate(ids), np.concatenate(sizes)
 
 
 def options(cfg: Data, tok: Tokenizer) -> list:
-    """Return what decides how documents are rearranged, as JSON; [] where none is. Raises what
-    `tokens` raises."""
+    """Return what decides how documents are rearranged, as JSON. Raises what `tokens` raises."""
     return [cfg.fim_rate, SPM_RATE, *tokens(cfg, tok)] if cfg.fim_rate else []
 
 

@@ -102,8 +102,7 @@ def is_tokenised(source: str) -> bool:
 
 
 def kept_in(cfg: Data) -> str:
-    """Return the folder that `prepare(cfg)` would open. Nothing is made. InputError as in
-    `prepare`."""
+    """Return the folder that `prepare(cfg)` would open, making nothing. InputError as there."""
     if is_prepared(cfg.source):
         return os.path.abspath(os.path.expanduser(cfg.source))
     return os.path.abspath(os.path.expanduser(_cached(cfg, _key(cfg, formats.find(cfg)))))
@@ -119,8 +118,7 @@ def _is_there(folder: str) -> bool:
 
 
 def _open_source(cfg: Data) -> Prepared:
-    """Open a source that is a prepared folder. InputError: data.tokenizer or data.format names
-    something that did not make its tokens."""
+    """Open a prepared folder. InputError: options name what did not make its tokens."""
     is_stored = places.is_url(cfg.source)
     folder = cfg.source if is_stored else os.path.abspath(os.path.expanduser(cfg.source))
     prepared = open_prepared(folder, cfg)

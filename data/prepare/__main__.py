@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import get_args
+from typing import Any, get_args
 
 from configs import dropped, program
 from configs.schema import Data
@@ -30,6 +30,8 @@ OPTIONS = (
     "max_document_bytes",
     "skip_failed",
     "cache",
+    "add_bos",
+    "add_eos",
 )
 
 
@@ -54,7 +56,7 @@ def add_names(parser: argparse.ArgumentParser) -> None:
 
 @program.refuses
 def main() -> int:
-    if sys.argv[1:2] == ["--work"]:  # started by workers.in_processes
+    if sys.argv[1:2] == ["--work"]:  # started by workers.Processes
         # the parent answers Ctrl-C (configs/program.py); without one the pipe ends this process
         return work(PrepareJob.load(sys.argv[2]), int(sys.argv[3]))
     parser = argparse.ArgumentParser(
@@ -62,20 +64,15 @@ def main() -> int:
     )
     for name in OPTIONS:
         field = Data.model_fields[name]
+        names = get_args(field.annotation) or None
+        kind: dict[str, Any] = {"type": type(field.default), "choices": names}
+        if isinstance(field.default, bool):
+            kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             default=field.default,
-            type=type(field.default),
-            choices=get_args(field.annotation) or None,
             help=f"{field.description.replace('%', '%%')} [{field.default}]",
-        )
-    for name in ("add_bos", "add_eos"):
-        field = Data.model_fields[name]
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            default=field.default,
-            help=field.description,
-            action=argparse.BooleanOptionalAction,
+            **kind,
         )
     add_names(parser)
     parser.add_argument(

@@ -38,13 +38,10 @@ def encode(
         return len(data), 0.0, sources.TOO_LONG
     score = _score(data)
     split = _side(cfg, score, change)
+    texts = [(split, text)]
     if change.get("cut"):
         ids = None
-    texts = (
-        [(split, text)]
-        if not change.get("cut")
-        else list(zip(SPLITS, _cut(text, cfg.validation_fraction)))
-    )
+        texts = list(zip(SPLITS, _cut(text, cfg.validation_fraction)))
     try:
         rows = [_row(cfg, tok, split, text, ids) for split, text in texts]
     except tokenizer.CannotEncode as error:
@@ -76,17 +73,15 @@ def _row(
 ) -> tuple:
     """Build one row of `encode`. ids: of the text, if they are known and nothing is cut."""
     sizes = None
+    sized = is_sized(cfg, tok, split)
     rearranged = fim.pieces(cfg, tok, text) if split == "train" else None
-    if rearranged and is_sized(cfg, tok, split):
-        ids, sizes = fim.encode_with_bytes(tok, rearranged)
-    elif rearranged:
-        ids = fim.encode(tok, rearranged)
-    elif is_sized(cfg, tok, split):
+    if rearranged:
+        ids, sizes = fim.encode(tok, rearranged)
+    elif sized:
         ids, sizes = tok.encode_with_bytes(text)
     elif ids is None:
         ids = tok.encode(text)
-    if sizes is not None:
-        sizes = np.pad(sizes, (int(cfg.add_bos), int(cfg.add_eos)))
+    sizes = np.pad(sizes, (int(cfg.add_bos), int(cfg.add_eos))) if sized else None
     begin = np.array([tok.bos_id] if cfg.add_bos else [], tok.dtype)
     end = np.array([tok.eot_id] if cfg.add_eos else [], tok.dtype)
     return split, np.concatenate([begin, ids, end]), None, sizes
@@ -172,8 +167,7 @@ def encode_all(
 
 
 def _ids_of_batch(cfg: Data, tok: tokenizer.Tokenizer, batch: list) -> Sequence[np.ndarray | None]:
-    """Encode the documents of a batch at once by the library; None for those that are encoded one
-    by one."""
+    """Encode a batch at once by the library; None for what is encoded one by one."""
     none = [None] * len(batch)
     if tok.engine == "tiktoken" or is_sized(cfg, tok, "train"):
         return none

@@ -14,7 +14,7 @@ import numpy as np
 
 from data import formats, sources
 from data.prepare.encoding import encode_all
-from data.prepared import OF_BYTES, SPLITS, tables
+from data.prepared import OF_BYTES, SPLITS
 from reliability.disk import sync
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ class PartMaker:
         self.failures: list[list] = []  # [piece, number of the document in it, problem]
         self.lines: list[int] = []  # how many lines each piece has; 0 unless it is JSON lines
         self.lowest, self.highest = 2.0, -1.0  # scores of the documents that are kept
-        columns = tables(job.format, job.tokenizer)
-        self.writers = {split: SplitWriter(job.folder, split, part, columns) for split in SPLITS}
+        self.writers = {split: SplitWriter(job.folder, split, part, job.tables) for split in SPLITS}
 
     def make(self, threads: int) -> dict:
         """Write the part's files. Raises InputError if more documents than allowed cannot be read."""
@@ -46,11 +45,8 @@ class PartMaker:
                 job.cfg, job.tokenizer, self._documents(), self.change, threads, form
             ):
                 if isinstance(rows, str):
-                    self._leave_out(
-                        next(piece for piece in self.pieces if piece[0] == file),
-                        document.number,
-                        rows,
-                    )
+                    piece = next(piece for piece in self.pieces if piece[0] == file)
+                    self._leave_out(piece, document.number, rows)
                     continue
                 self.counts["kept"] += 1
                 self.lowest, self.highest = min(self.lowest, score), max(self.highest, score)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import pickle
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -42,148 +41,109 @@ class Processes:
         add: Callable[[int, dict], None],
     ) -> None:
         """Make the parts `todo`. `progress` receives bytes of the source, as they are read, and
-        `add` each part and its record."""
-        if min(self.most, len(todo)) > 1:
-            in_processes(job.folder, todo, change, self.most, self.lock, progress, add)
+        `add` each part and its record.
+
+        Each process takes the next part when it is free. They inherit the lock, so no other process
+        begins while one of them still writes after its parent has died. Threads in one process would
+        not do, as reading JSON and Parquet holds the GIL."""
+        count = min(self.most, len(todo))
+        if count <= 1:
+            for part in todo:
+                add(part, job.make(part, change, self.most, progress))
             return
-        for part in todo:
-            add(part, job.make(part, change, self.most, progress))
+        parts = iter(todo)
+        guard = threading.Lock()
 
-
-def in_processes(
-    folder: str,
-    todo: list[int],
-    change: dict,
-    workers: int,
-    lock: int,
-    progress: Callable[[int], object],
-    add: Callable[[int, dict], None],
-) -> None:
-    """Make the parts `todo` with at most `workers` processes, each of which takes the next part
-    when it is free. They inherit the lock, so no other process begins while one of them still
-    writes after its parent has died. Threads in one process would not do, as reading JSON and
-    Parquet holds the GIL. `add` receives each part and its record."""
-    waiting = deque(todo)
-    count = min(workers, len(todo))
-    command = [
-        sys.executable,
-        "-m",
-        "data.prepare",
-        "--work",
-        folder,
-        str(max(1, workers // count)),
-    ]
-    running: list[subprocess.Popen] = []
-    guard = threading.Lock()
-
-    def serve(process: subprocess.Popen) -> None:
-        """Give one process its parts, until none are left."""
-        while (part := _next(waiting)) is not None:
-            record = _ask(process, [part, change], progress, guard)
-            if record is None:
-                raise RuntimeError(
-                    f"the process that tokenised part {part} of {folder} died (exit code "
-                    f"{process.wait()})"
-                )
+        def report(size: int) -> None:
             with guard:
-                add(part, record)
+                progress(size)
 
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "encoding": "ascii"}
-    try:
-        for _ in range(count):
-            running.append(subprocess.Popen(command, cwd=ROOT, pass_fds=(lock,), **pipes))
-        with ThreadPoolExecutor(count) as pool:
-            try:
-                served = [pool.submit(serve, process) for process in running]
-                wait(served, return_when=FIRST_EXCEPTION)
-            finally:
-                waiting.clear()
-                if not all(future.done() and not future.exception() for future in served):
-                    for process in running:
-                        process.kill()
-        _raise_cause([error for future in served if (error := future.exception())])
-    finally:
-        for process in running:
-            process.kill()
-            with suppress(BrokenPipeError):
-                process.stdin.close()
-            process.stdout.close()
-            process.wait()
+        def serve(process: subprocess.Popen) -> None:
+            """Give one process its parts, until none are left."""
+            for part in parts:
+                record = _ask(process, part, change, report)
+                with guard:
+                    add(part, record)
+
+        threads = max(1, self.most // count)
+        command = [sys.executable, "-m", "data.prepare", "--work", job.folder, str(threads)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        running: list[subprocess.Popen] = []
+        try:
+            for _ in range(count):
+                running.append(subprocess.Popen(command, cwd=ROOT, pass_fds=(self.lock,), **pipes))
+            with ThreadPoolExecutor(count) as pool:
+                try:
+                    served = [pool.submit(serve, process) for process in running]
+                    wait(served, return_when=FIRST_EXCEPTION)
+                finally:
+                    if not all(future.done() and not future.exception() for future in served):
+                        for process in running:
+                            process.kill()
+        finally:
+            for process in running:
+                process.kill()
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+                process.stdout.close()
+                process.wait()
+        errors = [error for future in served if (error := future.exception())]
+        errors.sort(key=lambda error: isinstance(error, Died))  # of the error of another
+        if errors:
+            raise errors[0]
 
 
-def _raise_cause(errors: list[BaseException]) -> None:
-    """Raise the error that caused the others, if there is any."""
-    for kind in (InputError, OSError, BaseException):
-        for error in errors:
-            if isinstance(error, kind):
-                raise error
-
-
-def _next(waiting: deque[int]) -> int | None:
-    with suppress(IndexError):
-        return waiting.popleft()
+class Died(RuntimeError):
+    """A process has died."""
 
 
 def _ask(
-    process: subprocess.Popen, part: list, progress: Callable[[int], object], guard: threading.Lock
-) -> dict | None:
-    """Have a process make a part ([number, change]). Returns the record, or None if the process
-    died. Raises the process's error."""
-    line = ""
-    with suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(part) + "\n")
+    process: subprocess.Popen, part: int, change: dict, progress: Callable[[int], object]
+) -> dict:
+    """Have a process make a part, and return its record. Raises the process's error, or Died."""
+    try:
+        pickle.dump((part, change), process.stdin)
         process.stdin.flush()
-        while (line := process.stdout.readline()) and "bytes" in (message := json.loads(line)):
-            with guard:
-                progress(message["bytes"])
-    if not line:
-        return None
-    raise_error(message)
+        while isinstance(message := pickle.load(process.stdout), int):
+            progress(message)
+    except (BrokenPipeError, EOFError, pickle.UnpicklingError):
+        code = process.wait()
+        raise Died(f"the process that tokenised part {part} died (exit code {code})") from None
+    if isinstance(message, Exception):
+        raise message
     return message
 
 
-def answer(
-    job: PrepareJob, part: int, change: dict, threads: int, progress: Callable[[int], object]
-) -> dict:
-    """Make a part and return its record; or the error, as a message to another process."""
-    try:
-        return job.make(part, change, threads, progress)
-    except InputError as error:
-        return {"input_error": str(error)}
-    except BrokenPipeError:  # of `progress`: the reader is gone
-        raise
-    except OSError as error:
-        return {"os_error": [error.errno, error.strerror]}
-
-
-def raise_error(message: dict) -> None:
-    """Raise the error in what `answer` returned, if there is one."""
-    if "input_error" in message:
-        raise InputError(message["input_error"])
-    if "os_error" in message:
-        raise OSError(*message["os_error"])
-
-
 def work(job: PrepareJob, threads: int) -> int:
-    """Run as a process of `in_processes`: read numbers of parts line by line, and write progress
-    and records."""
-    reported, done = time.monotonic(), 0
+    """Run as one of the processes: read parts, and write progress (bytes) and records or errors."""
+    reported = time.monotonic()
+    done = 0
+
+    def send(message: int | dict | Exception) -> None:
+        pickle.dump(message, sys.stdout.buffer)
+        sys.stdout.flush()
 
     def progress(size: int) -> None:
         nonlocal reported, done
         done += size
         if time.monotonic() - reported > REPORT_SECONDS:
-            print(json.dumps({"bytes": done}), flush=True)
+            send(done)
             reported, done = time.monotonic(), 0
 
-    for line in sys.stdin:
-        part, change = json.loads(line)
-        try:
-            record = answer(job, part, change, threads, progress)
-        except BrokenPipeError:
-            return 1
-        print(json.dumps({"bytes": done}), json.dumps(record), sep="\n", flush=True)
-        done = 0
+    with suppress(EOFError, BrokenPipeError):  # the parent has no more parts, or is gone
+        while True:
+            part, change = pickle.load(sys.stdin.buffer)
+            try:
+                record = job.make(part, change, threads, progress)
+            except InputError as error:
+                record = InputError(str(error))
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                record = OSError(error.errno, error.strerror)
+            send(done)
+            send(record)
+            done = 0
     return 0
 
 
