@@ -59,8 +59,7 @@ def begin_and_end(folder: Path, added: dict[int, str], end: str = "") -> tuple[s
 
 
 def check_end(end: str, names: object) -> str:
-    """Check that data.end_token names an added token, and return it. Raises InputError if it does
-    not."""
+    """Return data.end_token. Raises InputError if it names no added token."""
     names = list(names)
     if end not in names:
         raise InputError(
@@ -73,7 +72,7 @@ def files_that_decide(folder: Path) -> list[Path]:
     """List the files on which the result of `begin_and_end` depends."""
     config = _read(folder / CONFIG)
     names = [CONFIG, MODEL]
-    if not _name(config.get("eos_token")) or "bos_token" not in config:
+    if not name_of(config.get("eos_token")) or "bos_token" not in config:
         names += [SPECIAL, GENERATION]
     return [folder / name for name in names if (folder / name).is_file()]
 
@@ -83,7 +82,7 @@ def added_tokens(folder: Path) -> dict[int, str]:
     rows = _read(folder / CONFIG).get("added_tokens_decoder")
     if not isinstance(rows, dict):
         return {}
-    named = {int(id): _name(row) for id, row in rows.items() if id.isdecimal()}
+    named = {int(id): name_of(row) for id, row in rows.items() if id.isdecimal()}
     return {id: name for id, name in named.items() if name}
 
 
@@ -92,7 +91,7 @@ def _begin(folder: Path, added: dict[int, str]) -> str | None:
     for file in (CONFIG, SPECIAL):
         said = _read(folder / file)
         if "bos_token" in said:
-            begin = _name(said["bos_token"])
+            begin = name_of(said["bos_token"])
             return begin if begin in added.values() else None
     if (folder / CONFIG).is_file():
         return None
@@ -101,7 +100,7 @@ def _begin(folder: Path, added: dict[int, str]) -> str | None:
 
 def _end(folder: Path, added: dict[int, str]) -> str:
     for file in (CONFIG, SPECIAL):
-        end = _name(_read(folder / file).get("eos_token"))
+        end = name_of(_read(folder / file).get("eos_token"))
         if end in added.values():
             return end
         if end:
@@ -131,9 +130,8 @@ def _ids(said: object) -> Iterator[int]:
             yield id
 
 
-def _name(token: object) -> str:
-    """Return the name of a token that is given as a string or as an object with its properties; ""
-    if there is none."""
+def name_of(token: object) -> str:
+    """Return the name of a token: a string, or an object with its properties; "": none."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else ""

@@ -61,8 +61,7 @@ CUTS_DEEPSEEK = (
 
 
 def _with_gaps(pattern: str) -> str:
-    """Extend a pattern so that the text between its matches matches too: a Split keeps that as a
-    piece."""
+    """Let a pattern match the text between its matches too, which a Split keeps as a piece."""
     return rf"{pattern}|(?:(?!{pattern})[\s\S])+"
 
 
@@ -148,8 +147,7 @@ def _meet(left: bytes, right: bytes, rank_of: dict[bytes, int], made: dict) -> b
 
 
 def _last_pair(token: bytes, rank_of: dict[bytes, int]) -> tuple[bytes, bytes] | None:
-    """Return the two parts that merging the bytes of a token ends with; None if it ends with
-    more."""
+    """Return the two parts that merging the bytes of a token ends with; None: more."""
     none = len(rank_of)
     parts = [token[i : i + 1] for i in range(len(token))]
     # of each part with the next
@@ -203,12 +201,7 @@ def files(tokenizer: Tokenizer, longest: int) -> dict[str, dict]:
             "normalizer": None,
             "pre_tokenizer": _pre_tokenizer(tokenizer.split),
             "post_processor": None,
-            "decoder": {
-                "type": "ByteLevel",
-                "add_prefix_space": True,
-                "trim_offsets": True,
-                "use_regex": True,
-            },
+            "decoder": _byte_level(True),
             "model": {
                 "type": "BPE",
                 "dropout": None,
@@ -244,21 +237,20 @@ def _settings(begin: str, end: str, ids: dict[str, int], longest: int) -> dict[s
 
 
 def _own_files(tokenizer: library.LibraryTokenizer, longest: int) -> dict[str, Any]:
-    """Return the document as it was read and its companion files. Those that are needed and were
-    missing are made."""
+    """Return the document as it was read, and its companion files, made where needed."""
     ids = dict(zip(tokenizer.special_tokens, tokenizer.special_ids, strict=True))
     end = tokenizer.end_of_text
     made = _settings(tokenizer.begin_of_text or end, end, ids, longest)
     return {"tokenizer.json": tokenizer.document} | made | dict(tokenizer.companions)
 
 
+def _byte_level(flag: bool) -> dict:
+    flags = {"add_prefix_space": flag, "trim_offsets": True, "use_regex": flag}
+    return {"type": "ByteLevel"} | flags
+
+
 def _pre_tokenizer(split: str) -> dict:
-    to_bytes = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
+    to_bytes = _byte_level(False)
     if split == NO_SPLIT:
         return to_bytes
     cut = {"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False}
@@ -336,15 +328,15 @@ def opened(
             "set it to null in the file"
         )
     _check_prefix(model)
+    made = library.build(document)
+    added = library.added_by(made)
     try:
-        added = _added(document)
         proof = prove(document, added)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         reason = f"{error} is unknown" if isinstance(error, KeyError) else str(error)
-        added = library.added_by(library.build(document))
         return library.LibraryTokenizer(document, added, ends, companions, None, reason)
     tok = library.LibraryTokenizer(document, added, ends, companions, proof)
-    if tok.has_other_ids():
+    if tok.has_other_ids(made):
         return tok.by_library("a text of many scripts has other ids in `tokenizers`")
     return tok
 
@@ -362,20 +354,6 @@ def _check_prefix(model: dict) -> None:
                 f"its model has continuing_subword_prefix = {prefix!r}, and the merge {pair!r} "
                 "is without it"
             )
-
-
-def _added(document: dict) -> list[Added]:
-    """Return the added tokens, in the order of their ids."""
-    return [
-        Added(
-            row["content"],
-            row["id"],
-            row["special"],
-            bool(row["lstrip"] or row["rstrip"] or row["single_word"]),
-            row["normalized"],
-        )
-        for row in sorted(document["added_tokens"], key=lambda row: row["id"])
-    ]
 
 
 def prove(document: dict, added: list[Added]) -> Proof:
@@ -412,11 +390,11 @@ def prove(document: dict, added: list[Added]) -> Proof:
     if max(ids) > 2 * len(ids) + 1000:
         raise ValueError(f"its ids have gaps: {len(ids)} tokens, the highest id is {max(ids)}")
     lacking = {bytes([byte]) for byte in range(256)} - vocabulary.keys()
-    following = len(model["vocab"])
-    for name, id in special.items():  # tokenizers numbers them so and ignores the ids of the file
-        if model["vocab"].get(name, following) != id:
-            raise ValueError(f"its added token {name!r} has the id {id}, which tokenizers changes")
-        following += name not in model["vocab"]
+    for row in document["added_tokens"]:  # tokenizers may give them other ids than the file
+        if special.get(row["content"]) != row["id"]:
+            raise ValueError(
+                f"its added token {row['content']!r} has an id that tokenizers changes"
+            )
     pairs = [
         tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]
     ]

@@ -11,8 +11,8 @@ import importlib.util
 from collections.abc import Iterator
 
 from configs.schema import Config, Data, InputError, is_prepared
-from data import fim, formats, saved_tokenizer, sources, tasks
-from data.open_tokenizer import open_named
+from data import fim, formats, sources, tasks
+from data.open_tokenizer import load_saved, open_named
 from data.packing import PackedTokens
 from data.prepare import prepare
 from data.stores import places
@@ -27,8 +27,7 @@ def sources_of(cfg: Config) -> tuple[dict[str, str], dict[str, str]]:
 
 
 def check_bpe(cfg: Config) -> None:
-    """Raise InputError if a BPE would have to be trained on several sources: each would get another
-    one."""
+    """Raise InputError if several sources would each get a BPE trained on it."""
     rows, further = sources_of(cfg)
     # a store is read when the run opens it
     here = [source for source in (rows | further).values() if not places.is_url(source)]
@@ -50,8 +49,7 @@ def check_vocabulary(tokenizer: Tokenizer, cfg: Config, vocab_size: int) -> None
 
 
 def tokens_without_row(tokenizer: Tokenizer, data: Data, vocab_size: int) -> str:
-    """Return which tokens a model of `vocab_size` rows lacks, as a clause; "" if it has all that are
-    used."""
+    """Return which used tokens a model of `vocab_size` rows lacks, as a clause; "": none."""
     if tokenizer.n_rows > vocab_size:
         return (
             f"the tokenizer {data.tokenizer!r} has {tokenizer.n_rows} tokens that texts "
@@ -74,7 +72,7 @@ def beyond(folder: str, token: int, vocab_size: int) -> str:
     """Return what is wrong with a prepared corpus that has a token without a row in the model."""
     has = f"{folder} has token {token}, the model's vocabulary {vocab_size}"
     try:
-        name = saved_tokenizer.load(f"{folder}/tokenizer.json").named_only().get(token)
+        name = load_saved(f"{folder}/tokenizer.json").named_only().get(token)
     except InputError:
         name = None
     if name is None:
@@ -86,8 +84,7 @@ def beyond(folder: str, token: int, vocab_size: int) -> str:
 
 
 def check_masking(corpus: object, cfg: Config) -> None:
-    """Raise InputError if attention would go from one conversation of a prepared corpus to the
-    next."""
+    """Raise InputError if attention would go from one conversation to the next."""
     if isinstance(getattr(corpus, "train", None), PackedTokens) and not cfg.data.mask_documents:
         raise InputError(
             f"{corpus.folder} has conversations, of which a window holds several: set "

@@ -12,7 +12,6 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +21,7 @@ import tokenizers
 
 from configs.schema import CACHE
 from data import library
+from reliability.disk import write_whole
 
 LEAST = 2_000_000  # bytes; a smaller tokenizer.json is proved in a tenth of a second
 CODE = ("hf_tokenizer.py", "library.py", "proved.py", "tokenizer.py")  # decides what is kept
@@ -61,10 +61,6 @@ def opened(
 
 
 def _write(path: Path, tok: library.LibraryTokenizer) -> None:
-    """Make the file, whole. Other ranks may make it at the same time."""
     body = json.dumps(tok.found() | {"fingerprint": tok.fingerprint}).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.tmp-") as folder:
-        temporary = Path(folder, path.name)
-        temporary.write_bytes(hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
-        temporary.replace(path)
+    write_whole(str(path), hashlib.sha256(body).hexdigest().encode() + b"\n" + body)

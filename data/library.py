@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any
 
@@ -129,10 +130,9 @@ class LibraryTokenizer(Tokenizer):
         """Encode a text by the library, proof or not. Raises CannotEncode."""
         return np.array(self._ask(self.in_text, text).ids, self.dtype)
 
-    def has_other_ids(self) -> bool:
+    def has_other_ids(self, made: tokenizers.Tokenizer) -> bool:
         """Return whether tiktoken gives other ids for MANY_KINDS than the library, against the
-        proof."""
-        made = build(self.document)
+        proof. made: the library's tokenizer of the document."""
         made.encode_special_tokens = True
         try:
             return self.encode(MANY_KINDS).tolist() != self._ask(made, MANY_KINDS).ids
@@ -164,8 +164,7 @@ class LibraryTokenizer(Tokenizer):
         return self.proved.ids[made[0]].astype(self.dtype)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Encode each text by the library, which shares the work among its own threads. Raises as
-        `encode` does."""
+        """Encode each text by the library, on its own threads. Raises as `encode` does."""
         for text in texts:
             text.encode()
         try:
@@ -250,19 +249,17 @@ class LibraryTokenizer(Tokenizer):
         """Decode ids by the library. Ids that it does not know become U+FFFD, as in `Tokenizer`."""
         if self.is_byte_level:
             return super().decode(ids)
-        library = self.__dict__.get("in_rendered") or self.in_text
-        parts: list[str] = []
-        known: list[int] = []
-        for id in [*np.asarray(ids).tolist(), None]:
-            if id is not None and library.id_to_token(id) is not None:
-                known.append(id)
-                continue
-            if known:
-                parts.append(library.decode(known, skip_special_tokens=False))
-                known = []
-            if id is not None:
-                parts.append("\ufffd")
-        return "".join(parts)
+        library = self.in_text
+
+        def is_known(id: int) -> bool:
+            return library.id_to_token(id) is not None
+
+        text = ""
+        for known, group in groupby(np.asarray(ids).tolist(), is_known):
+            run = list(group)
+            replaced = "\ufffd" * len(run)
+            text += library.decode(run, skip_special_tokens=False) if known else replaced
+        return text
 
     # ----------------------------------------------------------------------------------------------
     # the saved file
@@ -270,26 +267,25 @@ class LibraryTokenizer(Tokenizer):
     def found(self) -> dict:
         """Describe as JSON what was found when the document was opened."""
         proof = self.proved.proof if self.proved else None
+        ranks = [base64.b64encode(token).decode() for token in proof.ranks] if proof else []
         return {
-            "split": proof.split if proof else None,  # first, as data/saved_tokenizer.py looks
+            "split": proof.split if proof else None,  # first, as data/open_tokenizer.py looks
             "end_of_text": self.end_of_text,
             "begin_of_text": self.begin_of_text,
             "reason": self.reason,
-            "proof": proof and proof._replace(ranks=_as_base64(proof.ranks))._asdict(),
+            "proof": proof and proof._asdict() | {"ranks": ranks},
             "added": self.added,
         }
 
     def save(self, path: str) -> None:
-        """Save the document, its companion files and the proof to one file, for
-        `Tokenizer.save`."""
+        """Save the document, its companion files and the proof, for `Tokenizer.save`."""
         saved = self.found() | {"beside": dict(self.companions), "document": self.document}
         with open(path, "w", encoding="ascii") as file:
             file.write(json.dumps(saved))
 
 
 def restored(saved: dict) -> LibraryTokenizer:
-    """Restore the tokenizer that `save` wrote, or data/kept_proofs.py. Raises KeyError, TypeError
-    or ValueError for something else."""
+    """Restore what `save` or kept_proofs.py wrote. Raises KeyError, TypeError or ValueError."""
     proof = None
     if saved["proof"]:
         proof = Proof(**saved["proof"])
@@ -298,10 +294,6 @@ def restored(saved: dict) -> LibraryTokenizer:
     ends = (saved["begin_of_text"], saved["end_of_text"])
     why = (proof, saved["reason"], saved.get("fingerprint", ""))
     return LibraryTokenizer(saved["document"], added, ends, saved["beside"], *why)
-
-
-def _as_base64(ranks: list[bytes]) -> list[str]:
-    return [base64.b64encode(token).decode() for token in ranks]
 
 
 def build(document: dict, more: Mapping[str, Any] = MappingProxyType({})) -> tokenizers.Tokenizer:
@@ -332,8 +324,7 @@ def added_by(library: tokenizers.Tokenizer) -> list[Added]:
 
 
 def byte_offsets(text: str, offsets: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the begin and the end of each token in the UTF-8 of a text, int64 [n] each. offsets:
-    in characters."""
+    """Turn offsets in characters into those in the text's UTF-8: int64 [n] each."""
     places = np.array(offsets, np.int64).reshape(-1, 2)
     if text.isascii():
         return places[:, 0], places[:, 1]
@@ -354,16 +345,12 @@ def shares(stops: np.ndarray, total: int) -> np.ndarray:
 
 
 def is_byte_level(document: dict) -> bool:
-    """Return whether tokens are bytes, each written as a letter
-    (data/tokenizer.py::letters_of_bytes)."""
+    """Return whether tokens are bytes as letters (data/tokenizer.py::letters_of_bytes)."""
     decoder = document.get("decoder") or {}
     is_bpe = document["model"].get("type", "BPE") == "BPE"
     steps = steps_of(document.get("pre_tokenizer"), "pretokenizers")
-    return is_bpe and decoder.get("type") == "ByteLevel" and any(map(_is_to_bytes, steps))
-
-
-def _is_to_bytes(step: dict) -> bool:
-    return step.get("type") == "ByteLevel"
+    kinds = [step.get("type") for step in steps]
+    return is_bpe and decoder.get("type") == "ByteLevel" and "ByteLevel" in kinds
 
 
 def loses_text(document: dict, added: list[Added], is_proved: bool) -> bool:

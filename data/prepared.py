@@ -29,7 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import formats, saved_tokenizer, tokenizer
+from data import formats, tokenizer
+from data.open_tokenizer import load_saved
 from data.packing import PackedTokens
 from data.stores import corpus, places
 from data.tokens import Tokens
@@ -64,8 +65,7 @@ def tables(described: dict, tok: tokenizer.Tokenizer) -> dict[str, np.dtype]:
 
 
 class CorpusFolder:
-    """A prepared folder on this machine, as data/stores/corpus.py::StoredCorpus is one in a
-    store."""
+    """A prepared folder on this machine; data/stores/corpus.py::StoredCorpus: in a store."""
 
     def __init__(self, folder: str, manifest: dict) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ def open_prepared(folder: str, cfg: Data | None = None) -> Prepared:
     manifest = read_manifest(folder)
     place = _place(folder, manifest, cfg)
     place.check()
-    saved = saved_tokenizer.load(place.path("tokenizer.json"))
+    saved = load_saved(place.path("tokenizer.json"))
     if saved.fingerprint != manifest["tokenizer_fingerprint"]:
         raise InputError(
             f"{folder}: its tokenizer ({saved.fingerprint}) is not the one that made its tokens "
@@ -159,8 +159,7 @@ def verify(folder: str, cfg: Data | None = None) -> Prepared:
 
 
 def read_manifest(folder: str) -> dict:
-    """Read the manifest. InputError: it is missing, damaged, or of a format that this code does not
-    read."""
+    """Read the manifest. InputError: it is missing, damaged, or of a format unknown here."""
     path = os.path.join(folder, "manifest.json")
     try:
         if places.is_url(folder):

@@ -150,8 +150,7 @@ DIGESTS = {
 
 
 def read_rank_file(path: str) -> bytes:
-    """Read the file without parsing it: enough to tell whether this file made the tokens in a
-    cache."""
+    """Read the file, without parsing it. InputError: it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()

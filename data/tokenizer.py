@@ -182,8 +182,7 @@ class Tokenizer:
 
     @cached_property
     def n_rows(self) -> int:
-        """The rows that a model needs for ordinary text: `n_vocab` without those of `named_only` that
-        are the last."""
+        """The rows that a model needs for ordinary text, without the last of `named_only`."""
         count = self.n_vocab
         named_only = self.named_only()
         while count - 1 in named_only:
@@ -209,22 +208,15 @@ class Tokenizer:
     def encode_rendered(self, text: str) -> Encoded:
         """Encode a text in which the name of a special token is that token, as a chat template
         renders it. `encode` takes such names as ordinary text. Raises as `encode` does."""
-        pieces = []
-        lengths = []
-        sizes = []
+        pieces, lengths, sizes = [], [], []
         id_of = dict(zip(self.special_tokens, self.special_ids, strict=True))
         for i, piece in enumerate(self.names_in_text.split(text)):
-            if i % 2:
-                pieces.append(np.array([id_of[piece]], self.dtype))
-                lengths.append(np.array([len(piece.encode())], np.int64))
-                sizes.append(np.zeros(1, np.int64))
-            elif piece:
-                pieces.append(self.encode(piece))
-                lengths.append(self._lengths[pieces[-1]])
-                sizes.append(lengths[-1])
-        if not pieces:
-            none = np.zeros(0, np.int64)
-            return Encoded(none.astype(self.dtype), none, none, none)
+            is_name = i % 2 == 1
+            ids = np.array([id_of[piece]], self.dtype) if is_name else self.encode(piece)
+            length = np.array([len(piece.encode())]) if is_name else self._lengths[ids]
+            pieces.append(ids)
+            lengths.append(length)
+            sizes.append(np.zeros(1, np.int64) if is_name else length)
         counts = np.concatenate(lengths)
         stops = np.cumsum(counts)
         return Encoded(np.concatenate(pieces), stops - counts, stops, np.concatenate(sizes))
@@ -253,8 +245,7 @@ class Tokenizer:
         return b"".join(tokens).decode("utf-8", errors="replace")
 
     def save(self, path: str) -> None:
-        """Write one JSON file, from which data/saved_tokenizer.py makes the same tokenizer, with
-        the same fingerprint."""
+        """Write one JSON file, from which data/open_tokenizer.py makes the same tokenizer."""
         with open(path, "w", encoding="ascii") as file:
             json.dump(
                 {
@@ -271,15 +262,13 @@ class Tokenizer:
 
 
 def names_pattern(names: Iterable[str]) -> re.Pattern:
-    """Match one of these names, as a group. Of two that begin at the same place the longer one
-    wins."""
+    """Match one of these names, as a group, the longest where several begin."""
     longest_first = sorted(names, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Build the tokenizer of 256 bytes and the end of text: 257 ids, nothing to train, and the
-    longest sequences."""
+    """Build the tokenizer of 256 bytes and the end of text: 257 ids."""
     return Tokenizer([bytes([i]) for i in range(256)], NO_SPLIT, [END_OF_TEXT], END_OF_TEXT)
 
 
@@ -323,8 +312,7 @@ def has_long_whitespace(text: str) -> bool:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut the text inside runs of more than LONGEST_WHITESPACE whitespace characters and nowhere
-    else."""
+    """Cut the text inside runs of more than LONGEST_WHITESPACE whitespace characters alone."""
     start = 0
     if len(text) > LONGEST_WHITESPACE:
         for run in _LONG_WHITESPACE.finditer(text):

@@ -39,8 +39,8 @@ from checkpoint.manager import CheckpointManager
 from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from data import hf_tokenizer
+from data.open_tokenizer import load_saved
 from data.rank_files import LLAMA3_SPECIAL_TOKENS
-from data.saved_tokenizer import load as load_saved
 from data.tokenizer import END_OF_TEXT, SPLIT, Tokenizer, byte_tokenizer, train_bpe
 from models import FORMATS, MODELS, llama
 from models.formats import llama as llama_formats

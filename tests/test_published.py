@@ -14,9 +14,9 @@ import pytest
 import tiktoken
 import tokenizers
 
-from data import hf_tokenizer, rank_files, saved_tokenizer, tokenizer
+from data import hf_tokenizer, rank_files, tokenizer
 from data.hf_tokenizer import read_file
-from data.open_tokenizer import open_tokenizer
+from data.open_tokenizer import load_saved, open_tokenizer
 from tests.library import same_as_library
 from tests.published import published
 
@@ -148,7 +148,7 @@ def test_a_saved_file_is_the_same_tokenizer(tmp_path: Path) -> None:
     path = published("smollm2") / "tokenizer.json"
     tok = read_file(path)
     tok.save(str(tmp_path / "tokenizer.json"))
-    again = saved_tokenizer.load(str(tmp_path / "tokenizer.json"))
+    again = load_saved(str(tmp_path / "tokenizer.json"))
     same = (again.fingerprint, again.engine, again.eot_id, again.bos_id, again.dtype)
     assert same == (tok.fingerprint, tok.engine, tok.eot_id, tok.bos_id, tok.dtype)
     assert again.encode(TEXTS[1]).tolist() == tok.encode(TEXTS[1]).tolist()

@@ -21,8 +21,7 @@ from checkpoint.storage import CODES, DTYPES
 from configs.schema import InputError
 from configs.words import number_of
 from data import turns
-from data.open_tokenizer import open_tokenizer
-from data.saved_tokenizer import load as load_saved
+from data.open_tokenizer import load_saved, open_tokenizer
 from data.tokenizer import Tokenizer
 from models import FORMATS
 from reliability.objects import Key, location

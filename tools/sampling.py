@@ -15,8 +15,7 @@ from configs.words import number_of
 from data import turns
 from data.answers import InvalidExample
 from data.chat import Chat
-from data.open_tokenizer import open_tokenizer
-from data.saved_tokenizer import load as load_saved
+from data.open_tokenizer import load_saved, open_tokenizer
 from data.tokenizer import Tokenizer
 from models import FORMATS, MODELS
 from reliability.objects import Key, location

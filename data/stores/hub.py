@@ -16,6 +16,7 @@ from typing import NamedTuple
 from configs.schema import HUB_NAME, InputError
 
 PREFIX = "hf:"
+LOG_IN = "log in with   hf auth login   (or set HF_TOKEN)"
 
 
 class Named(NamedTuple):
@@ -72,8 +73,7 @@ def _fetch(asked: Named, files: tuple[str, ...], companions: tuple[str, ...]) ->
 
 
 def _file(asked: Named, name: str) -> str:
-    """Return the path of a file in the cache, fetching it if it is not there yet; "": there is no
-    such file."""
+    """Return the path of a file in the cache, fetching it if need be; "": there is none."""
     import huggingface_hub as hub  # here, because it takes half a second to import
     from huggingface_hub import constants, errors
 
@@ -90,13 +90,12 @@ def _file(asked: Named, name: str) -> str:
     except errors.GatedRepoError:
         raise InputError(
             f"data.tokenizer: {asked} is given to those who accept its licence: accept it on "
-            f"https://huggingface.co/{asked.repo}, then log in with   hf auth login   (or set "
-            "HF_TOKEN)"
+            f"https://huggingface.co/{asked.repo}, then {LOG_IN}"
         ) from None
     except errors.RepositoryNotFoundError:
         raise InputError(
             f"data.tokenizer: the Hugging Face Hub has no model {asked.repo} that you may read: "
-            "correct the name, or, if it is private, log in with   hf auth login   (or set HF_TOKEN)"
+            f"correct the name, or, if it is private, {LOG_IN}"
         ) from None
     except errors.RevisionNotFoundError:
         raise InputError(

@@ -12,13 +12,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 
 from configs.schema import CACHE, InputError
 from data.stores import hub
 from data.stores.places import is_url, key_of, not_writable
-from reliability.objects import Key, Stat
+from reliability.disk import new_folder
 
 # In the folder of a published model, its tokenizer: Hugging Face's, Mistral's, Meta's,
 # data/train_tokenizer.py's, Moonshot's, Qwen's.
@@ -42,8 +41,7 @@ COMPANIONS = (
 
 
 def tokenizer(name: str, cache: str) -> str:
-    """Return the path of the file of the tokenizer that an option names. One on the hub or in a
-    store is fetched, if it is not here yet. Raises InputError."""
+    """Return the file of the tokenizer that an option names, fetching it. Raises InputError."""
     if name.startswith(hub.PREFIX):
         return hub.fetched(name, FILES, COMPANIONS)
     if is_url(name):
@@ -81,23 +79,13 @@ def _fetched(url: str, cache: str) -> str:
     folder = Path(os.path.abspath(os.path.expanduser(cache or CACHE)), name)
     try:
         if not folder.is_dir():
-            _fetch(found, folder)
+            with new_folder(folder) as made:
+                for each, stat in found.items():
+                    if each.download(made / each.name, stat) != stat:
+                        raise InputError(
+                            f"data.tokenizer: {each} was replaced meanwhile: start again"
+                        )
     except OSError as error:
-        raise not_writable(folder, error) from error
+        if not folder.is_dir():  # else another rank was faster
+            raise not_writable(folder, error) from error
     return str(folder / key.name)
-
-
-def _fetch(found: dict[Key, Stat], folder: Path) -> None:
-    """Make the folder, whole. Other ranks may make it at the same time."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.tmp-") as place:
-        temporary = Path(place, folder.name)
-        temporary.mkdir()
-        for key, stat in found.items():
-            if key.download(temporary / key.name, stat) != stat:
-                raise InputError(f"data.tokenizer: {key} was replaced meanwhile: start again")
-        try:
-            temporary.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another rank was faster
-                raise
