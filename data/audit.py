@@ -86,9 +86,7 @@ def open_run(folder: str) -> Audited:
             "has started"
         ) from error
     corpora = {}
-    for source in {
-        source.fingerprint: source for segment in order.segments for source in segment.sources
-    }.values():
+    for source in sources_of(order):
         prepared_folder = folders.get(source.fingerprint)
         if prepared_folder is None:  # a source that an earlier splice has ended
             continue
@@ -112,6 +110,12 @@ def open_run(folder: str) -> Audited:
         tuple(record.get("left_out", ())),
         record.get("loss_weights", {}),
     )
+
+
+def sources_of(order: Order) -> list[Source]:
+    """List the sources of all segments, each text once."""
+    every = [source for segment in order.segments for source in segment.sources]
+    return list({source.fingerprint: source for source in every}.values())
 
 
 def saved_steps(run: Path | Key) -> list[int]:
@@ -139,14 +143,14 @@ def seen(run: Audited, first: int, last: int) -> Iterator[dict]:
             zip(*run.order.rows(step, 0, segment.global_batch_size), strict=True)
         ):
             source = segment.sources[s]
-            entry = {
+            yield {
                 "step": step + 1,
                 "row": row,
                 "source": source.name,
                 "epoch": int(epoch),
                 "window": int(window),
+                "documents": documents(run, segment, source, int(window)),
             }
-            yield entry | {"documents": documents(run, segment, source, int(window))}
 
 
 def documents(run: Audited, segment: Segment, source: Source, window: int) -> list[dict]:
@@ -157,14 +161,8 @@ def documents(run: Audited, segment: Segment, source: Source, window: int) -> li
     pieces = []
     for number in split.between(begin, end).tolist():
         start, stop = split.extent(number)
-        pieces.append(
-            {
-                "number": number,
-                "name": split.name(number),
-                "start": max(begin, start) - start,
-                "stop": min(end, stop) - start,
-            }
-        )
+        inside = {"start": max(begin, start) - start, "stop": min(end, stop) - start}
+        pieces.append({"number": number, "name": split.name(number)} | inside)
     return pieces
 
 
@@ -184,13 +182,12 @@ def prove(order: Order, steps: int) -> list[str]:
     for segment in order.segments:
         for s in segment.sources:
             passes[s.key, segment.seq_len] = _Pass(np.zeros(s.windows, bool))
-    for segment, end in zip(
-        order.segments, [*(segment.step for segment in order.segments[1:]), steps], strict=True
-    ):
+    for segment in order.segments:
         G = segment.global_batch_size
+        end = min(order.end(segment), steps)
         hop, owners = max(1, CHUNK // G), np.zeros(0, np.int64)
-        for step in range(segment.step, min(end, steps), hop):
-            count = min(hop, min(end, steps) - step)
+        for step in range(segment.step, end, hop):
+            count = min(hop, end - step)
             source, window, epoch = order.rows(step, 0, G, count)
             stretch = f"steps {step + 1} to {step + count}"
             for i, s in enumerate(segment.sources):
@@ -218,8 +215,7 @@ class _Pass:
 
 
 def _mark(source: Source, window: np.ndarray, epoch: np.ndarray, seen: _Pass) -> Iterator[str]:
-    """Mark the next samples of a source, which come in order, in `seen`; yields a sentence for each
-    problem."""
+    """Mark the next samples of a source, in order, in `seen`; yields a sentence per problem."""
     bits = seen.bits
     for part in np.split(np.arange(len(epoch)), np.flatnonzero(np.diff(epoch)) + 1):
         if not len(part):
@@ -247,24 +243,17 @@ def _mark(source: Source, window: np.ndarray, epoch: np.ndarray, seen: _Pass) ->
 
 def find(run: Audited, wanted: str) -> list[tuple[Source, int]]:
     """Find the documents that `wanted` means, a number, a name or a text: [(source, number)]."""
-    sources = {
-        s.fingerprint: s
-        for segment in run.order.segments
-        for s in segment.sources
-        if s.fingerprint in run.corpora
-    }
+    sources = [source for source in sources_of(run.order) if source.fingerprint in run.corpora]
     name, _, number = wanted.rpartition(":")
     documents = []
-    for source in sources.values():
+    for source in sources:
         split = DocumentIndex(run.train_of(source))
         if number.isdecimal() and name == source.name:
             if int(number) >= len(split):
                 raise InputError(f"{wanted}: the source has {len(split):,} documents, from 0")
             return [(source, int(number))]
         documents += [(source, i) for i in range(len(split)) if split.name(i) == wanted]
-    return documents or [
-        (source, i) for source in sources.values() for i in _with_text(run, source, wanted)
-    ]
+    return documents or [(source, i) for source in sources for i in _with_text(run, source, wanted)]
 
 
 def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
@@ -279,13 +268,12 @@ def _with_text(run: Audited, source: Source, text: str) -> Iterator[int]:
 
 
 def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
-    """Yield the steps (counted from 1) and rows whose windows have a token of this document, up to
-    the end of the run, in order."""
+    """List the steps (from 1) and rows of the run whose windows have a token of this document."""
     tokens = run.train_of(source)
     start, stop = DocumentIndex(tokens).extent(number)
-    rows, order = [], run.order
-    ends = [segment.step for segment in order.segments[1:]] + [max(run.steps, order.last.step)]
-    for segment, end in zip(order.segments, ends, strict=True):
+    rows = []
+    for segment in run.order.segments:
+        end = min(run.order.end(segment), max(run.steps, segment.step))
         for i, s in enumerate(segment.sources):
             if s.fingerprint != source.fingerprint:
                 continue
@@ -304,8 +292,7 @@ def occurrences(run: Audited, source: Source, number: int) -> list[dict]:
 
 
 def position(segment: Segment, source: int, sample: int) -> int:
-    """Return the number, in this segment, of the sample that is number `sample` (from 0) of those
-    it takes from `source`."""
+    """Return the number in this segment of sample `sample` (from 0) of those of `source`."""
     if len(segment.sources) == 1:
         return sample
     block, rank = divmod(sample, segment.sources[source].share)
@@ -319,10 +306,10 @@ def _id(source: str, number: int) -> str:
 
 
 def _steps(text: str, run: Audited) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+):(\d+)|(\d+)", text)
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     if not match:
         raise InputError(f"--steps {text}: write FIRST:LAST, both included, as in --steps 1:10")
-    first, last = (int(match[1]), int(match[2])) if match[1] else (int(match[3]), int(match[3]))
+    first, last = int(match[1]), int(match[2] or match[1])
     if not 1 <= first <= last <= run.steps:
         raise InputError(f"--steps {text}: the run has steps 1 to {run.steps}")
     return first, last
@@ -368,25 +355,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_steps(run: Audited, first: int, last: int, as_json: bool) -> None:
-    if not as_json:
-        print(
-            f"{'step':>8} {'row':>6} {'source':<16} {'epoch':>5} {'window':>10}  document [tokens "
-            "of it]"
-        )
-    for entry in seen(run, first, last):
-        if as_json:
+    if as_json:
+        for entry in seen(run, first, last):
             print(json.dumps(entry))
-            continue
+        return
+    columns = "{:>8} {:>6} {:<16} {:>5} {:>10}  "
+    print(columns.format("step", "row", "source", "epoch", "window") + "document [tokens of it]")
+    for entry in seen(run, first, last):
         source = entry["source"] or "data.source"
-        head = (
-            f"{entry['step']:>8} {entry['row']:>6} {source:<16} {entry['epoch']:>5} "
-            f"{entry['window']:>10}"
-        )
+        place = (entry["step"], entry["row"], source, entry["epoch"], entry["window"])
+        head = columns.format(*place)
         for piece in entry["documents"]:
-            print(
-                f"{head}  {_id(entry['source'], piece['number'])} "
-                f"[{piece['start']}:{piece['stop']}] {piece['name']}"
-            )
+            document = _id(entry["source"], piece["number"])
+            print(f"{head}{document} [{piece['start']}:{piece['stop']}] {piece['name']}")
             head = " " * len(head)
 
 
@@ -409,8 +390,7 @@ def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
     documents = find(run, wanted)
     if not documents and not as_json:
         print(
-            f"no training document is called or contains {wanted!r} (what is held out is in no "
-            "training sample)"
+            f"no training document is called or contains {wanted!r} (held-out text is in no step)"
         )
     for source, number in documents:
         name = DocumentIndex(run.train_of(source)).name(number)
@@ -430,12 +410,11 @@ def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
 
 def _print_proof(run: Audited) -> int:
     problems = prove(run.order, run.done)
-    print(
-        "\n".join(problems)
-        if problems
-        else f"steps 1 to {run.done}, {number_of(run.order.samples(run.done), 'sample')}: none is "
+    proved = (
+        f"steps 1 to {run.done}, {number_of(run.order.samples(run.done), 'sample')}: none is "
         "repeated or skipped within an epoch of its source, and every block has its exact shares"
     )
+    print("\n".join(problems) or proved)
     for line in run.dropped:
         print(f"in no window: {line}")
     segment = run.order.segment(run.done)

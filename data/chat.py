@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import rendering, whole
+from data import ends, rendering, whole
 from data.answers import Example, InvalidExample
 from data.conversation import GIVEN, Conversation, advice, read
 from data.rendering import BEGIN, END
@@ -115,18 +115,15 @@ class Chat:
         return Example(plain, int(sizes.sum()), ids, answers, sizes)
 
     def conversation(self, record: dict) -> Conversation:
-        """Read the conversation of a line. Raises InvalidExample for what its template cannot
-        get."""
+        """Read the conversation of a line. Raises InvalidExample."""
         return read(record, self.reads, self.template.tokens, self.template.may_drop)
 
     def plain(self, conversation: Conversation) -> str:
         """Write the conversation as JSON. Raises InvalidExample if something in it would be taken
         for a part of the template."""
-        said = (
-            [conversation.messages, conversation.given]
-            if conversation.given
-            else conversation.messages
-        )
+        said: list = conversation.messages
+        if conversation.given:
+            said = [conversation.messages, conversation.given]
         plain = json.dumps(said, ensure_ascii=False)
         for name in self.template.control:
             if name in plain:
@@ -199,8 +196,7 @@ class Chat:
         )
 
     def tokens(self, text: str) -> np.ndarray:
-        """Encode a rendered text in which the name of a special token is that token: ids [n].
-        Raises InvalidExample."""
+        """Encode a rendered text, special tokens by name: ids [n]. Raises InvalidExample."""
         return self.encode_rendered(text).ids
 
     def encode_rendered(self, text: str) -> Encoded:
@@ -279,8 +275,7 @@ def _advice_on_null(conversation: Conversation) -> str:
 
 
 def _extents(marked: str | rendering.Unrendered) -> tuple[str, list[tuple[int, int]]]:
-    """Remove BEGIN and END from a text, and return it with the extents that they mark in it. Raises
-    InvalidExample."""
+    """Cut BEGIN and END out of a text, and return where they were. Raises InvalidExample."""
     if isinstance(marked, rendering.Unrendered):
         raise CannotRender(f"cannot be rendered by its template: {marked}")
     text = ""
@@ -308,8 +303,7 @@ def _text_or_nothing(found: str | rendering.Unrendered) -> str:
 
 
 def find_template(cfg: Data, tok: Tokenizer) -> Template:
-    """Return the template that `data.chat_template` names, or the tokenizer's own. Raises
-    InputError if there is none, or if it cannot be used."""
+    """Return the template of `data.chat_template`, or the tokenizer's own. Raises InputError."""
     path = Path(kept.tokenizer(cfg.tokenizer, cfg.cache))
     tokens, control, own = _of_hugging_face(path) if _is_hugging_face(path) else ({}, [], "")
     if not tokens:
@@ -351,25 +345,18 @@ def _is_hugging_face(path: Path) -> bool:
 
 
 def has_template(path: Path) -> bool:
-    """Return whether a folder holds the files of a Hugging Face tokenizer with a chat template.
-    path: of its tokenizer.json. Raises InputError."""
+    """Tell whether the folder of a tokenizer.json has a chat template. Raises InputError."""
     return _is_hugging_face(path) and bool(_of_hugging_face(path)[2])
 
 
 def _of_hugging_face(path: Path) -> tuple[dict[str, str], list[str], str]:
-    """Return (named special tokens, all special tokens, chat template or "") of a tokenizer.json
-    and the files of its folder. Raises InputError for a file that cannot be read."""
+    """Return (named special tokens, all of them, template or "") of a folder. Raises InputError."""
     folder = path.parent
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         added = json.loads(path.read_text(encoding="utf-8"))["added_tokens"]
-        tokens = {}
-        for name in NAMES:
-            token = config.get(name)
-            if isinstance(token, dict):
-                token = token["content"]
-            if token is not None:
-                tokens[name] = token
+        named = {name: config[name] for name in NAMES if config.get(name) is not None}
+        tokens = {name: ends.name_of(token) for name, token in named.items()}
         source = config.get("chat_template") or ""
         template = folder / "chat_template.jinja"
         if template.is_file():

@@ -47,6 +47,7 @@ def _text_of(value: object, field: str) -> tuple[str, str]:
 def _values(column: pyarrow.Array | pyarrow.ChunkedArray, longest: int) -> Iterator[object]:
     """Give each value of a column: bytes of text, TOO_LONG, or a value of another type."""
     import pyarrow
+    from pyarrow import types
 
     if isinstance(column, pyarrow.ChunkedArray):
         for chunk in column.chunks:
@@ -54,33 +55,23 @@ def _values(column: pyarrow.Array | pyarrow.ChunkedArray, longest: int) -> Itera
         return
     if isinstance(column, pyarrow.ExtensionArray):  # JSON, say: strings under another name
         column = column.storage
-    if pyarrow.types.is_dictionary(column.type):
+    if types.is_dictionary(column.type):
         known = list(_values(column.dictionary, longest))
         for index in column.indices.to_pylist():
             yield None if index is None else known[index]
         return
-    if pyarrow.types.is_string(column.type):
+    is_view = types.is_string_view(column.type) or types.is_binary_view(column.type)
+    if types.is_string(column.type):
         column = column.cast(pyarrow.binary())
-    elif pyarrow.types.is_large_string(column.type) or _is_view(column.type):
+    elif types.is_large_string(column.type) or is_view:
         column = column.cast(pyarrow.large_binary())
-    if not longest or not _is_binary(column.type) or column.nbytes <= longest:
+    is_bytes = types.is_binary(column.type) or types.is_large_binary(column.type)
+    if not longest or not is_bytes or column.nbytes <= longest:
         yield from column.to_pylist()
         return
     for value in column:
         is_too_long = value.is_valid and value.as_buffer().size > longest
         yield TOO_LONG if is_too_long else value.as_py()
-
-
-def _is_binary(kind: pyarrow.DataType) -> bool:
-    from pyarrow import types
-
-    return types.is_binary(kind) or types.is_large_binary(kind)
-
-
-def _is_view(kind: pyarrow.DataType) -> bool:
-    from pyarrow import types
-
-    return types.is_string_view(kind) or types.is_binary_view(kind)
 
 
 def path_to(schema: pyarrow.Schema, field: str) -> list[str]:
@@ -125,8 +116,7 @@ def row_groups(content: Any) -> int:
 
 
 def parquet_batches(content: Any, piece: Piece, field: str) -> Batches:
-    """Read the row groups of a piece from an opened file. Raises OSError if it is damaged, and
-    BadFile if it has no such column."""
+    """Read the row groups of a piece. Raises OSError for damage, BadFile without the column."""
     from pyarrow import ArrowException, parquet
 
     try:

@@ -113,8 +113,7 @@ def messages_of(record: dict, may_drop: Collection[str] = ()) -> list[dict]:
 
 
 def _rows(record: dict) -> list:
-    """Return the list of messages. Raises InvalidExample, with the keys that are there, if there is
-    none."""
+    """Return the list of messages. Raises InvalidExample if there is none."""
     rows = record.get(MESSAGES, record.get(SHARE_GPT))
     if isinstance(rows, list) and rows:
         return rows
@@ -137,8 +136,7 @@ def _named_messages(rows: list, may_drop: Collection[str]) -> list[dict]:
 
 
 def _named(row: dict, number: int) -> dict:
-    """Rename the keys of a message to `role` and `content`, where it has ShareGPT's `from` and
-    `value`."""
+    """Rename ShareGPT's `from` and `value` to `role` and `content`."""
     if "role" in row or not ("from" in row and "value" in row):
         return row
     speaker = row["from"]

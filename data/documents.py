@@ -42,29 +42,19 @@ class DocumentIndex:
     def name(self, number: int) -> str:
         """Return the name of a document: its file, and its line or row if the file has several
         documents."""
-        file = int(self._files[number])
-        start = self._name_starts[file]
-        stop = self._name_starts[file + 1]
-        file_name = self._names[start:stop].tobytes().decode("utf-8", errors="surrogateescape")
-        return sources.name(file_name, int(self._numbers[number])) + self.tokens.tail
+        files, numbers, names, begins = self._tables
+        file = int(files[number])
+        name = names[begins[file] : begins[file + 1]].tobytes()
+        file_name = name.decode("utf-8", errors="surrogateescape")
+        return sources.name(file_name, int(numbers[number])) + self.tokens.tail
 
     @cached_property
-    def _files(self) -> np.ndarray:
-        return self._table("files")
-
-    @cached_property
-    def _numbers(self) -> np.ndarray:
-        return self._table("numbers")
-
-    def _table(self, name: str) -> np.ndarray:
-        return map_file(self.tokens.path(f"{self.tokens.split}.{name}"), TABLES[name])
-
-    @cached_property
-    def _names(self) -> np.ndarray:
-        """uint8, the names one after another."""
-        return map_file(self.tokens.path("names"), np.dtype(np.uint8))
-
-    @cached_property
-    def _name_starts(self) -> np.ndarray:
-        """int64 [files + 1]: where each name begins."""
-        return map_file(self.tokens.path("names.starts"), np.dtype("<i8"))
+    def _tables(self) -> list[np.ndarray]:
+        """Map the files and numbers of the documents, the files' names, and where each begins."""
+        wanted = {
+            f"{self.tokens.split}.files": TABLES["files"],
+            f"{self.tokens.split}.numbers": TABLES["numbers"],
+            "names": np.dtype(np.uint8),
+            "names.starts": np.dtype("<i8"),
+        }
+        return [map_file(self.tokens.path(name), dtype) for name, dtype in wanted.items()]

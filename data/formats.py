@@ -54,15 +54,13 @@ def build(described: dict, tok: Tokenizer) -> Format | None:
 
 
 def always_written(cfg: Data, tok: Tokenizer) -> list[int]:
-    """Return the ids that any conversation becomes by the template of `cfg`; [] for other
-    formats."""
+    """Return the ids that any conversation becomes by the template of `cfg`."""
     form: Any = build(describe(cfg, tok), tok)
     return form.probe_ids() if hasattr(form, "probe_ids") else []
 
 
 def warning(folder: str, tok: Tokenizer) -> str:
-    """Return a warning about conversations in a prepared folder that do not teach a model to stop,
-    or ""."""
+    """Warn of conversations in a prepared folder that do not teach a model to stop; "": none."""
     form: Any = build(load(folder), tok)
     return form.warning() if hasattr(form, "warning") else ""
 

@@ -50,8 +50,7 @@ def add(
 def mask_non_answers(
     batch: Batch, ignore: int, token_ranges: Sequence[range], *windows: Any
 ) -> None:
-    """Mask the labels further on, where there are any, as data/packing.py::mask_non_answers masks the
-    others. windows: its further arguments."""
+    """Mask the labels further on as data/packing.py::mask_non_answers masks the others."""
     if "labels_ahead" not in batch:
         return
     labels = batch["labels_ahead"].flatten(0, 1).numpy()  # [A*b, depth, t]

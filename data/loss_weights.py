@@ -11,8 +11,7 @@ from configs.schema import Config
 
 
 def of_sources(cfg: Config) -> torch.Tensor | None:
-    """Return the weight of each source, float64 [sources] in the order of data.mixture; None where
-    all are 1."""
+    """Return the weight of each source, float64 [sources]; None where all are 1."""
     weights = [row.loss_weight for row in cfg.data.mixture]
     if all(weight == 1 for weight in weights):
         return None
@@ -20,8 +19,7 @@ def of_sources(cfg: Config) -> torch.Tensor | None:
 
 
 def record(cfg: Config) -> dict:
-    """Return the part of data.json about weights, of the last start: {name of a source: weight}, of
-    those whose weight is not 1."""
+    """Return the part of data.json about weights: {source: weight} where that is not 1."""
     weights = {row.name: row.loss_weight for row in cfg.data.mixture if row.loss_weight != 1}
     return {"loss_weights": weights} if weights else {}
 

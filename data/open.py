@@ -79,8 +79,7 @@ def _prepare(cfg: Config, source: str, validation_fraction: float, log: Log) -> 
 
 
 def _check_fit(cfg: Config, sources: dict, sets: dict[str, Tokens], log: Log) -> None:
-    """Say how full windows of whole conversations are. Raises InputError if more than
-    data.skip_failed conversations of a split are longer than a window."""
+    """Say how full windows of conversations are. Raises InputError if too many are longer."""
     splits = [(name or "data.source", corpus.train) for name, corpus in sources.items()]
     if cfg.validation.interval:
         splits += [(name or "held_out", tokens) for name, tokens in sets.items()]
@@ -109,8 +108,7 @@ def _check_tokenizers(opened: list) -> None:
 
 
 def _sets(sources: dict, further: dict[str, Prepared]) -> dict[str, Tokens]:
-    """Collect the validation sets: the held-out text of each source that has some, and of each
-    further set its held-out text or else all of its text."""
+    """Collect the validation sets: held-out text of sources, and text of further sets."""
     sets = {}
     for name, corpus in sources.items():
         if len(corpus.validation):

@@ -50,8 +50,7 @@ def names() -> list[str]:
 
 
 def find() -> list[tuple[str, str]]:
-    """Return (name, path) of each document, sorted by name. InputError: a package is not installed,
-    or has no list of its files."""
+    """Return (name, path) of each document, sorted. InputError: a package is not installed."""
     found: dict[str, str] = {}
     for package in names():
         for name, path in _sources(package):

@@ -19,15 +19,11 @@ from data.tokens import Tokens, map_file
 
 
 class PackedTokens(Tokens):
-    """One split of a corpus whose windows hold whole documents, and in which only answers are
-    labels."""
+    """One split of a corpus whose windows hold whole documents, and whose labels are answers."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
         self.packed: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by T
-
-    def __reduce__(self) -> tuple:
-        return PackedTokens, (self.folder, self.split, self.dtype, self.tail)
 
     @cached_property
     def answers(self) -> np.ndarray:

@@ -239,8 +239,7 @@ def _is_object(row: bytes) -> bool:
 
 
 def _look_at(file: IO[bytes]) -> tuple[bytes, IO[bytes]]:
-    """Read the first HEAD bytes. Returns them, and the file as if it were not read, both without a
-    BOM."""
+    """Read the first HEAD bytes. Returns them, and the file as if unread, both without a BOM."""
     head = b""
     try:
         while len(head) < HEAD and (more := file.read1(HEAD - len(head))):
@@ -343,8 +342,7 @@ class _Text:
                 return b""
 
     def find_record(self) -> bool:
-        """Go to where the next record begins; False at the end. Raises BadFile if something else
-        is there."""
+        """Go to where the next record begins; False at the end. Raises BadFile."""
         while mark := self.next_mark():
             if self.in_array and self.after_record:
                 self._end_element(mark)

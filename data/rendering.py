@@ -54,8 +54,7 @@ class Renderer:
         self.child: subprocess.Popen | None = None
 
     def ask(self, source: str, requests: list[dict | None]) -> list[dict]:
-        """Send requests and return one reply for each: see `reply`. Threads may ask at the same
-        time."""
+        """Send requests, from any thread, and return one `reply` for each."""
         with self.lock:
             child = self._started()
             replies = []
@@ -99,8 +98,7 @@ class Renderer:
 
 @functools.lru_cache(maxsize=1)
 def _renderer(process: int) -> Renderer:
-    """Return the renderer of this process: a process that is forked gets another, as pipes cannot
-    be shared."""
+    """Return the renderer of this process: a fork gets another, as pipes cannot be shared."""
     return Renderer()
 
 

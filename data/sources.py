@@ -1,22 +1,7 @@
 """Reads text: `documents(source)` yields (name, text) in an order that depends on names only.
 
-| source                        | documents                                                                      | name      |
-|-------------------------------|--------------------------------------------------------------------------------|-----------|
-| `stdlib`                      | every .py file of this Python's standard library but its tests and its tables  | file      |
-|                               | of characters (about 9 MB)                                                     |           |
-| `packages`                    | the Python sources of the packages that requirements.txt pins (packages.py)    | file      |
-| a file                        | one document, with any suffix, unless it is one of those below                 | file      |
-| `.jsonl`, `.ndjson`           | one per line that is not blank: the string under `data.text_field`             | file:line |
-| `.json`                       | one per line, if each line is an object; otherwise one per element of an array, | file:line, |
-|                               | or per object. With `data.json_files = "text"` it is one document              | file:record |
-| `.parquet`                    | one per row: the string in the column `data.text_field`                        | file:row  |
-| any of these + `.gz`, `.zst`  | the same, decompressed as it is read (a compressed Parquet file is not read)   | the same  |
-| a folder                      | every file under it with a suffix of SUFFIXES, hidden files and folders left out |         |
-| a glob (`**` recursive)       | every file that matches, of mixed kinds                                        |           |
-| `hf:PATH[@SPLIT]`             | one per row of what `datasets` saved there (save_to_disk), or of a folder that | path:row  |
-|                               | `datasets` can load                                                            |           |
-| `hf:NAME[/CONFIG][@SPLIT]`    | one per row of a dataset of the Hugging Face Hub, streamed shard by shard      | path:row  |
-| `s3://`, `gs://`, `az://`     | an object, all below a prefix, or a glob of them: as files of the same names   | the same  |
+docs/data.md has the table of sources. A document is called by its file, relative to the source, and,
+if that has several, by its line (JSON lines), record (other .json files) or row.
 
 Lines and records count from 1, rows from 0. Text is UTF-8, taken byte for byte (no newline
 translation, a BOM stays). If something cannot be read (bytes that are not UTF-8, a line that is not
@@ -64,13 +49,11 @@ from data.stores.fetchers import THREADS
 from data.stores.text import open_object
 from data.unpack import unpack
 
-TEXT = tuple(
-    (
-        ".txt .md .rst .tex .html .xml .csv .tsv .json .yaml .yml .toml .ini .py .pyi .ipynb "
-        ".c .h .cc .cpp .hpp .cu .cuh .java .kt .scala .js .ts .go .rs .rb .php .pl .lua .jl "
-        ".r .hs .ml .swift .sh .sql .css"
-    ).split()
-)
+TEXT = (
+    ".txt .md .rst .tex .html .xml .csv .tsv .json .yaml .yml .toml .ini .py .pyi .ipynb "
+    ".c .h .cc .cpp .hpp .cu .cuh .java .kt .scala .js .ts .go .rs .rb .php .pl .lua .jl "
+    ".r .hs .ml .swift .sh .sql .css"
+).split()
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = ".json"
 RECORDS, AS_TEXT = "records", "text"  # data.json_files
@@ -81,6 +64,7 @@ SUFFIXES = (
     ".parquet",
     *(kind + packed for kind in (*TEXT, *JSON_LINES) for packed in COMPRESSED),
 )
+NO_TEXT = f"no {{}} with a text suffix ({' '.join(SUFFIXES[:4])} ...)"
 # Left out: tests (odd on purpose, and larger than all the rest), packages installed later, and
 # tables that a program has made. A model that is trained for two minutes learns tables first, since
 # they repeat themselves, and writes them.
@@ -102,8 +86,7 @@ MOST_LOOKED_AT = 20  # text files of a source, in search of JSON lines
 def documents(
     source: str, field: str = "text", json_files: str = RECORDS
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of every document. json_files: as data.json_files. Raises InputError as
-    described above."""
+    """Yield (name, text) of every document. Raises InputError as described above."""
     for file in find(source):
         for piece in pieces(file):
             for document in read(piece, field, 0, json_files):
@@ -118,8 +101,7 @@ def name(file: str, number: int) -> str:
 
 
 def failure(piece: Piece, document: Document) -> InputError:
-    """Build the error for a document that cannot be read. It counts the lines before the piece, to
-    name the right line."""
+    """Build the error for a document that cannot be read. Counts the lines before the piece."""
     return InputError(
         f"data.source: {piece.file.path}{_place(piece, document)} {document.problem}"
         f"{_json_advice(piece.file, document.problem)}"
@@ -129,11 +111,9 @@ def failure(piece: Piece, document: Document) -> InputError:
 def _json_advice(file: File, problem: str) -> str:
     """Say what to do with a .json file that has no records, such as the settings of a program."""
     packed = [JSON + suffix for suffix in COMPRESSED]
-    if records.NOTHING in problem and _is(file, (JSON, *packed)):
-        return (
-            '; if such files are text, set data.json_files = "text", or leave them out with a glob'
-        )
-    return ""
+    if records.NOTHING not in problem or not _is(file, (JSON, *packed)):
+        return ""
+    return '; if such files are text, set data.json_files = "text", or leave them out with a glob'
 
 
 def _place(piece: Piece, document: Document) -> str:
@@ -148,19 +128,18 @@ def _place(piece: Piece, document: Document) -> str:
 
 
 def lines_before(piece: Piece) -> int:
-    """Count the lines of the file before the piece, whose documents are numbered from there. Reads
-    up to the piece."""
+    """Count the lines of the file before the piece, by reading them."""
     if not piece.start or not _is(piece.file, JSON_LINES):
         return 0
     with open_file(piece.file) as file:
-        bytes_left, lines, last_byte = piece.start, 0, b""
-        while block := file.read(min(bytes_left, BUFFER)):
-            lines, bytes_left, last_byte = (
-                lines + block.count(b"\n"),
-                bytes_left - len(block),
-                block[-1:],
-            )
-    return lines + (last_byte != b"\n")
+        left = piece.start
+        lines = 0
+        ends = False
+        while block := file.read(min(left, BUFFER)):
+            left -= len(block)
+            lines += block.count(b"\n")
+            ends = block.endswith(b"\n")
+    return lines + (not ends)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -168,8 +147,7 @@ def lines_before(piece: Piece) -> int:
 
 
 def find(source: str) -> list[File]:
-    """Find the files of a source, sorted by name. Raises InputError if there are none, or if it
-    cannot be read."""
+    """Find the files of a source, sorted by name. Raises InputError if there are none."""
     if source.startswith(HUGGING_FACE):
         return [hub.find(source)]
     if places.is_url(source):
@@ -180,11 +158,8 @@ def find(source: str) -> list[File]:
     if source == "stdlib":
         root = sysconfig.get_path("stdlib")
         tables = tuple(os.path.join(root, *table.split("/")) for table in STDLIB_TABLES)
-        paths = [
-            p
-            for p in _walk(root, STDLIB_LEFT_OUT)
-            if p.endswith(".py") and p not in tables and not _is_build_record(p)
-        ]
+        code = [p for p in _walk(root, STDLIB_LEFT_OUT) if p.endswith(".py") and p not in tables]
+        paths = [path for path in code if not _is_build_record(path)]
     elif os.path.isdir(path):
         root = path
         paths = [p for p in _walk(root, set()) if p.lower().endswith(SUFFIXES)]
@@ -196,11 +171,7 @@ def find(source: str) -> list[File]:
         root, paths = os.path.dirname(path) or ".", [path]
     files = sorted(_file(path, root) for path in paths)
     if not files:
-        nothing = (
-            f"no file with a text suffix ({' '.join(SUFFIXES[:4])} ...)"
-            if os.path.isdir(path)
-            else "no file"
-        )
+        nothing = NO_TEXT.format("file") if os.path.isdir(path) else "no file"
         raise InputError(
             f'data.source = "{source}": {nothing} found there; name a file, a folder or a glob'
         )
@@ -211,8 +182,8 @@ def _stored_files(source: str) -> list[File]:
     found = places.find(source, SUFFIXES)
     if not found:
         raise InputError(
-            f'data.source = "{source}": no object with a text suffix ({" ".join(SUFFIXES[:4])} ...) '
-            "found there; name an object, a prefix or a glob"
+            f'data.source = "{source}": {NO_TEXT.format("object")} found there; name an object, a '
+            "prefix or a glob"
         )
     return sorted(File(name, url, stat.size, stat.mtime_ns) for name, url, stat in found)
 
@@ -239,8 +210,7 @@ def _file(path: str, root: str) -> File:
     except OSError as error:
         raise InputError(
             f"data.source: {path} cannot be read: {error.strerror}; name a file, a folder, a glob "
-            "or "
-            '"stdlib"'
+            'or "stdlib"'
         ) from error
     # a pipe would block forever, and be empty the second time
     if not stat.S_ISREG(status.st_mode):
@@ -252,8 +222,7 @@ def _file(path: str, root: str) -> File:
 
 
 def _walk(root: str, excluded: set[str]) -> Iterator[str]:
-    """Yield every file under `root` but hidden files and what is in hidden folders. Links to
-    folders are not followed."""
+    """Yield every file under `root` that is not hidden, without following links to folders."""
     for folder, _, names in _folders(root, excluded):
         yield from (os.path.join(folder, name) for name in names)
 
@@ -274,8 +243,7 @@ def _folders(root: str, excluded: set[str]) -> Iterator[tuple[str, list[str], li
 
 
 def _is_in_circle(path: str) -> bool:
-    """Tell whether a path leads through a link to a folder above that link: `**` would find the same
-    files again and again."""
+    """Tell whether a path leads through a link to a folder above it: `**` would not end."""
     folder = os.path.dirname(path)
     if os.path.realpath(folder) == os.path.abspath(folder):
         return False
@@ -325,8 +293,7 @@ def warn_of_others(source: str, log: Callable[[str], object]) -> None:
 
 
 def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
-    """Say which text files look like JSON lines, which are a document each only under a name of
-    JSON_LINES or JSON."""
+    """Say which text files look like JSON lines, and are one document each by their names."""
     kinds = (*JSON_LINES, JSON, ".parquet", *COMPRESSED)
     plain = [f for f in files if not _is(f, kinds) and not f.path.startswith(HUGGING_FACE)]
     lines = [file for file in plain[:MOST_LOOKED_AT] if _has_json_lines(file)]
@@ -339,8 +306,7 @@ def warn_of_lines(files: list[File], log: Callable[[str], object]) -> None:
 
 
 def _has_json_lines(file: File) -> bool:
-    """Return whether a file begins with lines that are a JSON object each. A file that cannot be
-    read is reported later."""
+    """Tell whether a file begins with a JSON object a line; one that fails is reported later."""
     try:
         with open_file(file) as content:
             return records.begins_with_lines(content.read(records.HEAD))
@@ -349,8 +315,7 @@ def _has_json_lines(file: File) -> bool:
 
 
 def has_records(file: File, json_files: str = RECORDS) -> bool:
-    """Return whether a file is JSON records by its name, compressed or not. json_files: as
-    data.json_files."""
+    """Return whether a file is JSON records by its name. json_files: as data.json_files."""
     kinds = JSON_LINES if json_files == AS_TEXT else (*JSON_LINES, JSON)
     return _is(file, (*kinds, *(kind + packed for kind in kinds for packed in COMPRESSED)))
 
@@ -358,10 +323,8 @@ def has_records(file: File, json_files: str = RECORDS) -> bool:
 def json_reading(cfg: Data, files: list[File]) -> list[str]:
     """Return the part of a fingerprint that tells how .json files are read, where that is not as
     once: as text if uncompressed, else as JSON lines. So folders prepared then keep their name."""
-    changed = JSON if cfg.json_files == RECORDS else tuple(JSON + packed for packed in COMPRESSED)
-    return (
-        [f"json {cfg.json_files}"] if any(f.path.lower().endswith(changed) for f in files) else []
-    )
+    changed = (JSON,) if cfg.json_files == RECORDS else tuple(JSON + end for end in COMPRESSED)
+    return [f"json {cfg.json_files}"] if any(_is(file, changed) for file in files) else []
 
 
 def _is(file: File, suffixes: tuple[str, ...]) -> bool:
@@ -391,8 +354,7 @@ def pieces(file: File, size: int = 1 << 62) -> list[Piece]:
 
 
 def cut(files: list[File], size: int) -> list[list[Piece]]:
-    """Cut each file into pieces. The footer of a Parquet file has the number of its row groups, so
-    those of a store are read at the same time."""
+    """Cut each file into pieces. The footers of Parquet files in a store are read concurrently."""
     if not any(places.is_url(file.path) for file in files):
         return [pieces(file, size) for file in files]
     with ThreadPoolExecutor(THREADS) as pool:
@@ -416,7 +378,8 @@ def read(
                 batches = columns.parquet_batches(content, piece, field)
                 yield from columns.documents(piece, field, longest, batches)
         elif packed in COMPRESSED:
-            with _unpacked(piece.file, packed) as raw:
+            file = piece.file
+            with unpack(packed, file.size, lambda: open_file(file), file.path) as raw:
                 content = io.BufferedReader(raw, BUFFER)
                 reader = _reader(inner, json_files)
                 return (yield from reader(content, piece, field, longest, raw.packed_bytes))
@@ -429,10 +392,6 @@ def read(
     except OSError as error:  # those of pyarrow have no strerror
         yield Document(WHOLE, "", f"{UNREADABLE}{error.strerror or error}", piece.size)
     return 0
-
-
-def _unpacked(file: File, suffix: str) -> Any:
-    return unpack(suffix, file.size, lambda: open_file(file), file.path)
 
 
 def _reader(path: str, json_files: str) -> Callable[..., Generator[Document, None, int]]:

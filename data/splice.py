@@ -38,19 +38,17 @@ def describe(
     lengths: (step, seq_len, global_batch_size) that hold from a step on.
     Raises InputError if a source has less than one window, or is there twice."""
     described = []
-    names_of_text: dict[str, list[str]] = {}
     for name, fingerprint, tokens, weights in sources:
         windows = _windows(name, tokens, seq_len)
         described.append(
             {"name": name, "fingerprint": fingerprint, "windows": windows, "weights": weights}
         )
-        names_of_text.setdefault(fingerprint, []).append(name)
-    for names in names_of_text.values():
-        if len(names) > 1:
-            raise InputError(
-                f"data.mixture: {' and '.join(names)} are the same text; leave one and add their "
-                "weights"
-            )
+    texts = [fingerprint for _, fingerprint, *_ in sources]
+    same = [name for name, text, *_ in sources if texts.count(text) > 1]
+    if same:
+        raise InputError(
+            f"data.mixture: {' and '.join(same)} are the same text; leave one and add their weights"
+        )
     description = {
         "seed": seed,
         "seq_len": seq_len,
@@ -107,8 +105,7 @@ def check_run(order: Order, cfg: Config) -> None:
 
 
 def check_epochs(order: Order, steps: int, max_epochs: dict[str, float]) -> None:
-    """Raise InputError if `steps` steps would read a source more often than `max_epochs` allows (by
-    name; 0: any number of times)."""
+    """Raise InputError if a source would be read more often than `max_epochs` allows (0: any)."""
     for source in order.segment(steps).sources:
         epochs = _epochs(order, steps, source.fingerprint)
         limit = max_epochs.get(source.name, 0)
@@ -265,8 +262,7 @@ def _starts(description: dict, step: int) -> list[int]:
 
 
 def _segment(past: list[Segment], description: dict, start: int) -> Segment:
-    """Return the segment of the description that begins at step `start`, after the segments
-    `past`."""
+    """Return the segment of the description from step `start` on, after the segments `past`."""
     described = description["sources"]
     seq_len, global_batch_size, windows = _sizes(description, start)
     names = [source["name"] for source in described]
@@ -297,8 +293,7 @@ def _segment(past: list[Segment], description: dict, start: int) -> Segment:
 
 
 def _sizes(description: dict, step: int) -> tuple[int, int, list[int]]:
-    """Return the sequence length, the batch size, and the windows of each source, that hold at
-    `step`."""
+    """Return the sequence length, batch size, and windows of each source at `step`."""
     windows = [source["windows"] for source in description["sources"]]
     held = description["seq_len"], description["global_batch_size"], windows
     for stage in description.get("stages", []):
@@ -337,8 +332,7 @@ def _so_far(
 
 
 def _shares(names: list[str], weights: list[float], step: int) -> list[int]:
-    """Divide a block of samples among the sources in proportion to the weights by largest remainder
-    (Hamilton, 1792)."""
+    """Divide a block among the sources by largest remainder (Hamilton, 1792)."""
     total = sum(weights)
     if not total > 0:
         raise InputError(f"data.mixture: all weights are 0 from step {step} on; raise one")

@@ -102,8 +102,7 @@ UNITS = {"multiple_choice": "questions", "perplexity": "texts"}
 
 
 def read(task: EvaluationTask) -> list:
-    """Read the rows of a task's file. Raises InputError, with file and line, for the first that is
-    wrong."""
+    """Read the rows of a task's file. Raises InputError, with file and line."""
     path = os.path.expanduser(task.file)
     parse = PARSERS[task.kind]
     rows = []

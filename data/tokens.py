@@ -47,7 +47,7 @@ class Tokens:
 
     def __reduce__(self) -> tuple:
         """Pickle without the tokens: a process that receives this object maps the files again."""
-        return Tokens, (self.folder, self.split, self.dtype, self.tail)
+        return type(self), (self.folder, self.split, self.dtype, self.tail)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -87,8 +87,7 @@ class Tokens:
 
 
 def map_file(path: str, dtype: np.dtype) -> np.ndarray:
-    """Map a whole file into memory. The result is a plain array, as slices of a memmap object are
-    slow."""
+    """Map a whole file as a plain array: slices of a memmap object are slow."""
     if os.path.getsize(path) < dtype.itemsize:  # an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.asarray(np.memmap(path, dtype, mode="r"))

@@ -15,8 +15,7 @@ NAMED = 20  # conversations that a message names
 
 
 def dropped(tokens: Tokens, seq_len: int) -> list[str]:
-    """Write a sentence about each document of a split that is in no window because it is too
-    long."""
+    """Write a sentence about each document that is too long for any window."""
     if not isinstance(tokens, PackedTokens):
         return []
     documents = DocumentIndex(tokens)

@@ -23,8 +23,7 @@ TEMPLATE = "chat_template.jinja"  # transformers prefers it to the one in tokeni
 
 
 def of_run(run: Path, tok: Tokenizer) -> Chat | None:
-    """Return the format of a run's conversations, of its first source that has any; None for a run
-    without. Raises InputError if data.json cannot be read."""
+    """Return the format of a run's conversations; None without. Raises InputError."""
     path = run / "data.json"
     try:
         described = json.loads(path.read_text(encoding="utf-8")).get("chat", {})
@@ -61,8 +60,7 @@ def find(folder: Path, tok: Tokenizer, template: str) -> Chat:
 
 
 def files(run: Path, tok: Tokenizer, longest: int) -> dict[str, Any]:
-    """Return the files of data/hf_tokenizer.py::files, with the chat template of the run, if it has
-    one. Raises InputError."""
+    """Return data/hf_tokenizer.py::files, with the run's chat template. Raises InputError."""
     return with_template(hf_tokenizer.files(tok, longest), of_run(run, tok))
 
 

@@ -25,8 +25,7 @@ class RowsOfRank(NamedTuple):
 
 
 def share(order: Order, rank: int, ranks: int, local: int) -> RowsOfRank:
-    """Share the rows of a batch of the last segment of `order`, so that each rank has whole
-    microbatches of `local` rows, and as many as every other."""
+    """Share the rows of a batch so that each rank has as many whole microbatches as every other."""
     rows = order.last.global_batch_size
     first = rank * rows // ranks
     count = (rank + 1) * rows // ranks - first

@@ -224,8 +224,7 @@ class _Sparing:
 
 
 def unpack(suffix: str, size: int, open_file: Callable[[], IO[bytes]], path: str) -> Gzip | Zstd:
-    """Open a compressed file, by its suffix. size: its bytes; open_file: opens it. Raises BadFile if
-    it is not what its suffix says."""
+    """Open a compressed file, by its suffix. Raises BadFile if it is not what that says."""
     if not size:
         raise BadFile(f"is empty, which no {suffix} file is: make it again")
     packed_file = open_file()

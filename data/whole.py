@@ -143,8 +143,7 @@ def missing(parts: list[SaidText], text: str, marked: str) -> list[SaidText]:
 
 
 def _stop(text: str, part: SaidText, start: int, with_marks: bool) -> int:
-    """Find the end of a part in a text, verbatim or as JSON, from `start` on; -1 if it is not
-    there."""
+    """Find the end of a part in a text from `start` on, verbatim or as JSON; -1: not there."""
     before, after = (part.mark, LAST) if with_marks and part.mark else ("", "")
     quoted = json.dumps(part.text, ensure_ascii=False)[1:-1]
     forms = (part.text, quoted, json.dumps(part.text)[1:-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import glob
 import os
 import re
@@ -30,8 +31,7 @@ def key_of(url: str, soon: bool = True) -> Key:
 
 
 def read(place: Path | Key) -> bytes:
-    """Read a whole file or object. Raises OSError, or InputError for a store that cannot be
-    read."""
+    """Read a whole file or object. Raises OSError, or InputError for a store."""
     if isinstance(place, Key):
         size = place.size()
         return bytes(place.read_agreed(0, size)) if size else b""
@@ -77,10 +77,9 @@ def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
     if glob.has_magic(key.path):
         # the folders before the first that has a wildcard
         root = os.path.dirname(re.split(r"[*\[]", key.path, maxsplit=1)[0])
-        matches = re.compile(_pattern(key.path)).fullmatch
         for rest, stat in Key(key.scheme, key.bucket, root).stats_below().items():
             path = f"{root}/{rest}" if root else rest
-            if matches(path):
+            if _matches(path.split("/"), key.path.split("/")):
                 found.append((rest, f"{key.scheme}://{key.bucket}/{path}", stat))
         return found
     if key.path:
@@ -95,28 +94,13 @@ def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
     return found
 
 
-def _pattern(path: str) -> str:
-    """Translate a glob to a regular expression: `*` and `[...]` within a name, `**` any folders; a
-    leading dot is matched by a dot alone."""
-    expressions = []
-    *folders, name = path.split("/")
-    for folder in folders:
-        expressions.append(r"(?:[^/.][^/]*/)*" if folder == "**" else f"{_segment(folder)}/")
-    if name == "**":
-        name = "*"
-        expressions.append(r"(?:[^/.][^/]*/)*")
-    expressions.append(_segment(name))
-    return "".join(expressions)
-
-
-def _segment(name: str) -> str:
-    expression = r"(?!\.)" if name[:1] in ("*", "[") else ""
-    for part in re.split(r"(\*+|\[!?\]?[^\]]*\])", name):
-        if part.startswith("*"):
-            expression += "[^/]*"
-        elif part.startswith("[") and part.endswith("]"):
-            inside = part[1:-1].replace("\\", r"\\")
-            expression += f"[^{inside[1:]}]" if inside.startswith("!") else f"[{inside}]"
-        else:
-            expression += re.escape(part)
-    return expression
+def _matches(names: list[str], patterns: list[str]) -> bool:
+    """Match a path with a glob: `*` and `[...]` within a name, `**` any folders; a leading dot is
+    matched by a dot alone."""
+    if not names or not patterns:
+        return not names and not patterns
+    (name, *others), (pattern, *rest) = names, patterns
+    seen = not name.startswith(".") or pattern.startswith(".")
+    if pattern == "**":
+        return _matches(names, rest or ["*"]) or (seen and _matches(others, patterns))
+    return seen and fnmatch.fnmatchcase(name, pattern) and _matches(others, rest)
