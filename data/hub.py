@@ -24,29 +24,20 @@ def find(source: str) -> File:
     """Open a dataset as a `File`. On this disk it has the size and time of its files; on the Hub the
     hash of its builder takes the place of the time. Raises InputError."""
     path, split = _name_of(source)
+    name = f"{os.path.basename(path)}@{split}"
     if _is_saved(path):
         _check_saved_split(source, path, split)
         _check_rows(source, path, split)
         stats = [os.stat(file) for file in _arrow_files(path)]
         size, time = sum(s.st_size for s in stats), max((s.st_mtime_ns for s in stats), default=0)
-        return File(
-            f"{os.path.basename(path)}@{split}",
-            f"{HUGGING_FACE}{os.path.abspath(path)}@{split}",
-            size,
-            time,
-        )
+        return File(name, f"{HUGGING_FACE}{os.path.abspath(path)}@{split}", size, time)
     datasets = _datasets()
     builder = _opened(source, lambda: datasets.load_dataset_builder(*_hub_name(path)))
     splits = [*map(str, builder.info.splits or ()), *map(str, builder.config.data_files or ())]
     if splits and split not in splits:
         raise _no_split(source, path, split, splits)
     size = builder.info.download_size or builder.info.dataset_size or 0
-    return File(
-        f"{os.path.basename(path)}@{split}",
-        f"{HUGGING_FACE}{path}@{split}",
-        size,
-        int(builder.hash[:15], 16),
-    )
+    return File(name, f"{HUGGING_FACE}{path}@{split}", size, int(builder.hash[:15], 16))
 
 
 def _name_of(source: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from functools import partial
 
 from configs.schema import Config, Data, InputError, is_prepared
 from data import fim, formats, sources, tasks
@@ -100,14 +101,12 @@ def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
     option, which `configs/check.py` compares with the model's.
     """
     rows, further = sources_of(cfg)
-    checks = [lambda: check_bpe(cfg)]
+    checks = [partial(check_bpe, cfg)]
     if cfg.data.tokenizer != "bpe":
-        checks.append(lambda: _check_tokenizer(cfg, vocab_size))
-    checks += [
-        lambda source=source: _check_source(cfg, source, vocab_size)
-        for source in {**rows, **further}.values()
-    ]
-    checks += [lambda task=task: tasks.read(task) for task in cfg.evaluation.tasks]
+        checks.append(partial(_check_tokenizer, cfg, vocab_size))
+    for source in (rows | further).values():
+        checks.append(partial(_check_source, cfg, source, vocab_size))
+    checks += [partial(tasks.read, task) for task in cfg.evaluation.tasks]
     for check in checks:
         try:
             check()

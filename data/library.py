@@ -307,16 +307,11 @@ def build(document: dict, more: Mapping[str, Any] = MappingProxyType({})) -> tok
 
 def added_by(library: tokenizers.Tokenizer) -> list[Added]:
     """Return the added tokens, in the order of the ids that the library gives them."""
-    return [
-        Added(
-            row.content,
-            id,
-            row.special,
-            row.lstrip or row.rstrip or row.single_word,
-            row.normalized,
-        )
-        for id, row in sorted(library.get_added_tokens_decoder().items())
-    ]
+    added = []
+    for id, row in sorted(library.get_added_tokens_decoder().items()):
+        greedy = row.lstrip or row.rstrip or row.single_word
+        added.append(Added(row.content, id, row.special, greedy, row.normalized))
+    return added
 
 
 # --------------------------------------------------------------------------------------------------

@@ -119,13 +119,8 @@ class Corpora:
         self, order: Order, steps: range, ranks: Ranks, vocab_size: int, pin_memory: bool = False
     ) -> PreparedBatches:
         """Iterate over this rank's batches of these steps, in lockstep with all ranks."""
-        read = loader(
-            self.training_batches(order, ranks, vocab_size),
-            steps.start,
-            steps.stop,
-            self.cfg.data,
-            pin_memory,
-        )
+        batches = self.training_batches(order, ranks, vocab_size)
+        read = loader(batches, steps.start, steps.stop, self.cfg.data, pin_memory)
         return PreparedBatches(read, self.state(order))
 
     def training_batches(self, order: Order, ranks: Ranks, vocab_size: int) -> Batches:

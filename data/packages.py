@@ -51,10 +51,7 @@ def names() -> list[str]:
 
 def find() -> list[tuple[str, str]]:
     """Return (name, path) of each document, sorted. InputError: a package is not installed."""
-    found: dict[str, str] = {}
-    for package in names():
-        for name, path in _sources(package):
-            found[name] = path
+    found = {name: path for package in names() for name, path in _sources(package)}
     return without_copies(sorted(found.items()))
 
 

@@ -591,15 +591,9 @@ class StreamedCorpora(Corpora):
         vocab_size: int,
         pin_memory: bool = False,
     ) -> StreamedBatches:
-        batches = StreamedBatches(
-            self.sources[""],
-            order,
-            steps,
-            self.cfg.training.local_batch_size,
-            ranks,
-            vocab_size,
-            pin_memory,
-        )
+        source = self.sources[""]
+        local = self.cfg.training.local_batch_size
+        batches = StreamedBatches(source, order, steps, local, ranks, vocab_size, pin_memory)
         batches.depth = tokens_ahead(self.cfg.model)
         return batches
 
