@@ -66,6 +66,7 @@ ALLOWED = {  # package -> what of ours it may import (besides itself); x.*: its 
     },
     "reliability": {
         "configs.*",
+        "parallelisms.boxes",  # this rank's shard of a weight
         "parallelisms.cp",
         "parallelisms.mesh",
         "parallelisms.p2p_warmup",
@@ -77,8 +78,8 @@ ALLOWED = {  # package -> what of ours it may import (besides itself); x.*: its 
         "parallelisms.mesh",
         "reliability.*",
         "training.init",  # the global index of an element, and a hash of it
+        "training.optim",  # the learning rate, before and after a change of options
         "training.optimizers",  # what each optimizer keeps
-        "training.stages",  # the learning rate, before and after a change of options
     },
 }
 
