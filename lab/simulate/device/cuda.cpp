@@ -287,10 +287,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 
 /* No time passes on a simulated GPU that would say anything about a real one. */
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) {
-  *milliseconds = 1.0f;
-  return cudaSuccess;
-}
+cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t, cudaEvent_t) { return give(milliseconds, 1.0f); }
 
 // ------------------------------------------------------------------------------------------------------ kernels
 
@@ -321,14 +318,8 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* blocks, 
 
 // ------------------------------------------------------------------------------------------------------- device
 
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = devices();
-  return cudaSuccess;
-}
-cudaError_t cudaGetDevice(int* number) {
-  *number = device;
-  return cudaSuccess;
-}
+cudaError_t cudaGetDeviceCount(int* count) { return give(count, devices()); }
+cudaError_t cudaGetDevice(int* number) { return give(number, device); }
 cudaError_t cudaSetDevice(int number) {
   if (number < 0 || number >= devices()) return failed(cudaErrorInvalidDevice);
   device = number;
@@ -352,14 +343,8 @@ const char* cudaGetErrorString(cudaError_t error) {
   return "an error of the simulated GPU";
 }
 
-cudaError_t cudaDriverGetVersion(int* version) {
-  *version = VERSION;
-  return cudaSuccess;
-}
-cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = VERSION;
-  return cudaSuccess;
-}
+cudaError_t cudaDriverGetVersion(int* version) { return give(version, VERSION); }
+cudaError_t cudaRuntimeGetVersion(int* version) { return give(version, VERSION); }
 
 /* Those of an H100 SXM, as NVIDIA publishes them. PyTorch picks its kernels by them. */
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int number) {
@@ -409,20 +394,14 @@ cudaError_t cudaDeviceGetPCIBusId(char* text, int length, int number) {
   snprintf(text, length, "0000:%02x:00.0", number + 1);
   return cudaSuccess;
 }
-cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) {
-  *can = 1;
-  return cudaSuccess;
-}
+cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { return give(can, 1); }
 cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0;
   *greatest = -5;
   return cudaSuccess;
 }
-cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) {
-  *pool = reinterpret_cast<cudaMemPool_t>(1);
-  return cudaSuccess;
-}
+cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int) { return give(pool, reinterpret_cast<cudaMemPool_t>(1)); }
 cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
   *static_cast<uint64_t*>(value) = 0;
   return cudaSuccess;
@@ -430,10 +409,7 @@ cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value)
 cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return cudaSuccess; }
 cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return cudaSuccess; }
 cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return cudaSuccess; }
-cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) {
-  *address = const_cast<void*>(symbol);
-  return cudaSuccess;
-}
+cudaError_t cudaGetSymbolAddress(void** address, const void* symbol) { return give(address, const_cast<void*>(symbol)); }
 cudaError_t cudaMemcpyToSymbol(const void*, const void*, size_t, size_t, cudaMemcpyKind) { return cudaSuccess; }
 cudaError_t cudaProfilerStart(void) { return cudaSuccess; }
 cudaError_t cudaProfilerStop(void) { return cudaSuccess; }
@@ -441,22 +417,10 @@ cudaError_t cudaProfilerStop(void) { return cudaSuccess; }
 // ------------------------------------------------------------------------------------------------------- driver
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
-CUresult cuDriverGetVersion(int* version) {
-  *version = VERSION;
-  return CUDA_SUCCESS;
-}
-CUresult cuDeviceGetCount(int* count) {
-  *count = devices();
-  return CUDA_SUCCESS;
-}
-CUresult cuDeviceGet(CUdevice* handle, int number) {
-  *handle = number;
-  return CUDA_SUCCESS;
-}
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 0;
-  return CUDA_SUCCESS;
-}
+CUresult cuDriverGetVersion(int* version) { return give(version, VERSION); }
+CUresult cuDeviceGetCount(int* count) { return give(count, devices()); }
+CUresult cuDeviceGet(CUdevice* handle, int number) { return give(handle, number); }
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) { return give(value, 0); }
 /* Autograd asks whether a device has a context before it starts that device's thread. */
 CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
   if (flags) *flags = 0;
@@ -467,19 +431,10 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
   *context = reinterpret_cast<CUcontext>(1);
   return CUDA_SUCCESS;
 }
-CUresult cuCtxGetCurrent(CUcontext* context) {
-  *context = reinterpret_cast<CUcontext>(1);
-  return CUDA_SUCCESS;
-}
+CUresult cuCtxGetCurrent(CUcontext* context) { return give(context, reinterpret_cast<CUcontext>(1)); }
 CUresult cuCtxSetCurrent(CUcontext) { return CUDA_SUCCESS; }
-CUresult cuGetErrorString(CUresult, const char** text) {
-  *text = "an error of the simulated driver";
-  return CUDA_SUCCESS;
-}
-CUresult cuGetErrorName(CUresult, const char** text) {
-  *text = "simulated";
-  return CUDA_SUCCESS;
-}
+CUresult cuGetErrorString(CUresult, const char** text) { return give(text, "an error of the simulated driver"); }
+CUresult cuGetErrorName(CUresult, const char** text) { return give(text, "simulated"); }
 
 static CUresult not_there() { return CUDA_ERROR_NOT_SUPPORTED; }
 

@@ -454,10 +454,7 @@ static Request request(Kind kind, const void* from, size_t sent, void* to, size_
 
 extern "C" {
 
-ncclResult_t ncclGetVersion(int* version) {
-  *version = NCCL_VERSION_CODE;
-  return ncclSuccess;
-}
+ncclResult_t ncclGetVersion(int* version) { return give(version, NCCL_VERSION_CODE); }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::string name = setting("PLUMBLINE_SIMULATED_SHARED", "/tmp") + "/group-XXXXXX";
@@ -520,23 +517,11 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
   return ncclSuccess;
 }
 
-ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) {
-  *error = ncclSuccess;
-  return ncclSuccess;
-}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* error) { return give(error, ncclSuccess); }
 
-ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) {
-  *count = comm->ranks;
-  return ncclSuccess;
-}
-ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) {
-  *rank = comm->rank;
-  return ncclSuccess;
-}
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) {
-  *device = comm->device;
-  return ncclSuccess;
-}
+ncclResult_t ncclCommCount(const ncclComm_t comm, int* count) { return give(count, comm->ranks); }
+ncclResult_t ncclCommUserRank(const ncclComm_t comm, int* rank) { return give(rank, comm->rank); }
+ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int* device) { return give(device, comm->device); }
 
 const char* ncclGetErrorString(ncclResult_t) { return "an error of the simulated NCCL"; }
 const char* ncclGetLastError(ncclComm_t) { return ""; }

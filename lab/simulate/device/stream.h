@@ -57,6 +57,17 @@ struct Copy {
   std::string where;        // file:line of the program
 };
 
+/* 0, of CUDA's runtime and driver and of NCCL. */
+struct Success {
+  template <class Result> operator Result() const { return Result(0); }
+};
+
+/* Answer a question of the program. */
+template <class T, class Value> Success give(T* answer, Value value) {
+  *answer = T(value);
+  return {};
+}
+
 /* What a person should know: written to findings-<rank> in PLUMBLINE_SIMULATED_FOLDER, each once, and to stderr. */
 void finding(const std::string& sentence);
 /* A finding after which this rank cannot go on: it is written to stuck-<rank> as well. */
