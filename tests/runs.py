@@ -3,6 +3,7 @@ a run's folder."""
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -10,15 +11,18 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from models import NUMBERS
 from tests import fork_server, ranks
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -125,6 +129,12 @@ def tiny_run(place: Path) -> list[str]:
     return [*TINY, f"--data.source={corpus}", f"--data.cache={place / 'cache'}"]
 
 
+def of_family(family: str, options: Sequence[str]) -> list[str]:
+    """Return the options without those of a model that the family does not have."""
+    known = {f"--model.{name}" for name in NUMBERS[family].options}
+    return [o for o in options if not o.startswith("--model.") or o.partition("=")[0] in known]
+
+
 def as_typed(options: Sequence[str]) -> list[str]:
     """Keep the last of each option: a command line may give each only once."""
     return list({option.partition("=")[0]: option for option in options}.values())
@@ -166,15 +176,18 @@ def printed(options: list[str], folder: Path) -> tuple[int, str]:
     return code, said.getvalue()
 
 
+def lines_of(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
 def series(folder: Path, key: str = "loss") -> dict[int, float]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines if key in line}
+    return {line["step"]: line[key] for line in lines_of(folder) if key in line}
 
 
 def logged(folder: Path, step: int) -> bool:
     """Return True if a run that logs every step has logged that one."""
-    metrics = folder / "metrics.jsonl"
-    return metrics.exists() and metrics.read_text().count("\n") >= step
+    path = folder / "metrics.jsonl"
+    return path.exists() and path.read_text().count("\n") >= step
 
 
 def in_mid_run(folder: Path, step: int) -> bool:
@@ -219,28 +232,25 @@ def stopped_at(step: int, options: list[str], folder: Path, signalled_rank: int 
 
 def signal_at(step: int, signalled_rank: int = 0) -> None:
     """Let one rank get SIGTERM during `step` of the run that follows."""
-    real, steps = train.train_step, []
+    at_step(step, partial(os.kill, os.getpid(), signal.SIGTERM), signalled_rank)
 
-    def with_signal(job, batch, *options):
-        steps.append(1)
-        if len(steps) == step and job.mesh.rank == signalled_rank:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(job, batch, *options)
 
-    train.train_step = with_signal
+def at_step(step: int, act: Callable[[], Any], rank: int = 0) -> None:
+    """Call `act` on one rank as its step of this number begins, in the runs that follow. rank: -1 is
+    the last."""
+    real, steps = train.train_step, itertools.count(1)
+
+    def acting(job, batch, *rest):
+        if next(steps) == step and job.mesh.rank == rank % job.mesh.size:
+            act()
+        return real(job, batch, *rest)
+
+    train.train_step = acting
 
 
 def killed(options: list[str], folder: Path, calls: int) -> tuple[int, str]:
     """Run with a last rank that dies of kill -9 as its step number `calls` begins."""
-    real, steps = train.train_step, []
-
-    def with_kill(job, batch, *rest):
-        steps.append(1)
-        if len(steps) == calls and job.mesh.rank == job.mesh.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(job, batch, *rest)
-
-    train.train_step = with_kill
+    at_step(calls, partial(os.kill, os.getpid(), signal.SIGKILL), -1)
     return run(options, folder)
 
 

@@ -2,7 +2,6 @@
 name."""
 
 import os
-import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -20,6 +19,7 @@ from models.layers import AttentionCore, Documents
 from parallelisms.progress import record_flights
 from reliability.position import Position
 from tests import parity
+from tests.runs import at_step, signal_at
 from training.sample import sample
 
 PATIENCE = timedelta(seconds=60)
@@ -56,29 +56,17 @@ def runs(each: list[list[str]]) -> list[dict]:
 
 def stopped(argv: list[str], step: int) -> dict:
     """Run with a rank 0 that gets SIGTERM as a step begins."""
-    real, steps = train.train_step, []
-
-    def with_signal(*args, **kwargs):
-        steps.append(1)
-        if len(steps) == step and os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real(*args, **kwargs)
-
-    train.train_step = with_signal
+    signal_at(step)
     return train_here(argv)
+
+
+def fail() -> None:
+    raise ValueError("a mistake of this rank alone")
 
 
 def raising(argv: list[str]) -> None:
     """Run with a last rank that raises in its second step."""
-    real, steps = train.train_step, []
-
-    def with_error(*args, **kwargs):
-        steps.append(1)
-        if len(steps) == 2 and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-            raise ValueError("a mistake of this rank alone")
-        return real(*args, **kwargs)
-
-    train.train_step = with_error
+    at_step(2, fail, rank=-1)
     os._exit(train.main(argv))
 
 

@@ -7,20 +7,21 @@ import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 import train
+from checkpoint import verify
 from configs.load import load_config
 from configs.schema import EvaluationTask, InputError
 from data import tasks
 from data.tokenizer import SPLIT, Tokenizer, byte_tokenizer
-from models import NUMBERS
 from parallelisms import mesh as meshes
+from tests.conversations import write
 from tests.ranks import run_ranks
 from tests.runs import (
     CONTEXT_MESHES,
@@ -29,8 +30,11 @@ from tests.runs import (
     SMALL_MODEL,
     TINY,
     ULYSSES,
+    lines_of,
+    of_family,
     run,
     said,
+    series,
     tiny_run,
 )
 from tools import check, sampling
@@ -43,12 +47,6 @@ from training.scores import scores
 ROOT = Path(__file__).resolve().parent.parent
 WINDOW = 16
 WORDS = "the red fox and a blue café sat on mats of straw while seven others ran".split()
-
-
-def write(path: Path, rows: list) -> Path:
-    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
 
 
 def questions(count: int) -> list[dict]:
@@ -85,9 +83,9 @@ def merging(*tokens: bytes) -> Tokenizer:
     return Tokenizer(ranks, SPLIT, ["<|endoftext|>"], "<|endoftext|>")
 
 
-def opened(files: dict[str, Path], window: int = WINDOW) -> list[tasks.EncodedTask]:
+def opened(files: dict[str, Path]) -> list[tasks.EncodedTask]:
     return [
-        tasks.open_task(row(file, kind), byte_tokenizer(), window) for kind, file in files.items()
+        tasks.open_task(row(file, kind), byte_tokenizer(), WINDOW) for kind, file in files.items()
     ]
 
 
@@ -281,9 +279,27 @@ def test_the_task_that_ships_has_its_answers():
 
 
 BATCH = ["--training.global_batch_size=24", "--training.local_batch_size=2"]
+LLAMA: list[str] = []
+EXPERTS = [
+    "--model.family=qwen3",
+    "--model.n_experts=8",
+    "--model.experts_per_token=3",
+    "--model.expert_dim=12",
+]
+ALL_MESHES = MESHES | CONTEXT_MESHES | EXPERT_MESHES
+ALL_MESHES["cp2, heads swapped for tokens"] = (2, [*CONTEXT_MESHES["cp2"][1], ULYSSES], 1)
 
 
-def restless(options: list[str]) -> Any:
+class Answers(NamedTuple):
+    """What one process finds, one request after another."""
+
+    family: list[str]
+    likelihoods: list[list[float]]  # of both tasks
+    requests: list[tasks.ScoreRequest]  # to be continued
+    mistakes: list[int]  # tokens of each that are not the likeliest
+
+
+def restless(options: list[str]) -> train.Job:
     """Return a job whose logits differ by more than rounding."""
     world = meshes.world()
     job = train.build(load_config([*SMALL_MODEL, *BATCH, *options], world.size, world.local_size))
@@ -293,8 +309,56 @@ def restless(options: list[str]) -> Any:
     return job
 
 
-def counted(options: list[str], files: dict[str, Path], bug: str = "") -> list[list[float]]:
-    """Return the log-likelihoods of both tasks on this rank. bug: what a negative control
+@torch.no_grad()
+def one_by_one(files: dict[str, Path], family: list[str]) -> Answers:
+    """Find them from whole logits, without padding."""
+    model = restless(family).model
+    found = []
+    for task in opened(files):
+        found.append([])
+        for request in task.requests:
+            ids = torch.tensor([request.tokens])
+            logits = model(ids[:, :-1], torch.arange(ids.shape[1] - 1))
+            by_token = logits.log_softmax(-1).gather(2, ids[:, 1:, None])
+            found[-1].append(float(by_token[0, -request.scored :].sum()))
+    return Answers(family, found, *continuations(model))
+
+
+def continuations(model: nn.Module) -> tuple[list[tasks.ScoreRequest], list[int]]:
+    """Return contexts, each with what the model itself writes after it, in which some tokens have
+    been replaced; and how many of each."""
+    generator = np.random.default_rng(3)
+    requests = []
+    wrong = []
+    for i in range(16):
+        tokens = generator.integers(0, 257, 1 + i % 9).tolist()
+        scored = 1 + i % 4
+        wrong.append(0)
+        for place in range(scored):
+            logits = model(torch.tensor([tokens]), torch.arange(len(tokens)))[0, -1]
+            best = logits.topk(2)
+            assert best.values[0] - best.values[1] > 1e-3
+            takes_another = i % 3 == 1 and place in (0, 2)
+            wrong[-1] += takes_another
+            tokens.append(int(best.indices[int(takes_another)]))
+        requests.append(tasks.ScoreRequest(tokens, scored))
+    assert 0 in wrong and max(wrong) > 1
+    return requests, wrong
+
+
+def all_answers(files: dict[str, Path]) -> dict[str, Answers]:
+    return {name: one_by_one(files, of) for name, of in (("llama", LLAMA), ("experts", EXPERTS))}
+
+
+@pytest.fixture(scope="module")
+def answers(files) -> dict[str, Answers]:
+    return run_ranks(1, all_answers, files)[0]
+
+
+def found_on_mesh(
+    options: list[str], files: dict[str, Path], requests: list, bug: str = ""
+) -> tuple[list[list[float]], list[float]]:
+    """Return the log-likelihoods and the mistakes on this rank. bug: what a negative control
     breaks."""
     job = restless(options)
     real = evaluate.batch_of
@@ -302,141 +366,61 @@ def counted(options: list[str], files: dict[str, Path], bug: str = "") -> list[l
         evaluate.batch_of = lambda requests, share, mesh: real(
             requests, share._replace(requests=[]), mesh
         )
-    size = job.cfg.training.local_batch_size * job.cfg.training.seq_len
-    try:
-        return [
-            evaluate.score_requests(job.model, job.mesh, task.requests, size, 40)[0].tolist()
-            for task in opened(files)
-        ]
-    finally:
-        evaluate.batch_of = real
-
-
-def one_by_one(files: dict[str, Path], family: list[str]) -> list[list[float]]:
-    """Return the same from whole logits, one request after another, without padding."""
-    job = restless(family)
-    found = []
-    with torch.no_grad():
-        for task in opened(files):
-            found.append([])
-            for request in task.requests:
-                ids = torch.tensor([request.tokens])
-                logits = job.model(ids[:, :-1], torch.arange(ids.shape[1] - 1))
-                by_token = logits.log_softmax(-1).gather(2, ids[:, 1:, None])
-                found[-1].append(float(by_token[0, -request.scored :].sum()))
-    return found
-
-
-LLAMA: list[str] = []
-EXPERTS = [
-    "--model.family=qwen3",
-    "--model.n_experts=8",
-    "--model.experts_per_token=3",
-    "--model.expert_dim=12",
-]
-ALL_MESHES = MESHES | CONTEXT_MESHES | EXPERT_MESHES
-
-
-@pytest.fixture(scope="module")
-def oracles(files) -> dict[str, list[list[float]]]:
-    return {
-        "llama": run_ranks(1, one_by_one, files, LLAMA)[0],
-        "experts": run_ranks(1, one_by_one, files, EXPERTS)[0],
-    }
-
-
-def assert_same(ranks: list, want: list[list[float]]) -> None:
-    for found in ranks:
-        assert found == ranks[0]  # bitwise
-    for got, wanted in zip(ranks[0], want, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("pp2xcp2", marks=pytest.mark.slow)])
-def test_every_mesh_finds_the_log_likelihoods_of_one_process(mesh, files, oracles):
-    count, options, _ = ALL_MESHES[mesh]
-    assert_same(run_ranks(count, counted, options, files), oracles["llama"])
-
-
-@pytest.mark.slow
-def test_heads_swapped_for_tokens_and_experts_on_several_ranks(files, oracles):
-    options = [*CONTEXT_MESHES["cp2"][1], ULYSSES]
-    assert_same(run_ranks(2, counted, options, files), oracles["llama"])
-    count, options, _ = EXPERT_MESHES["ep2"]
-    assert_same(run_ranks(count, counted, [*EXPERTS, *options], files), oracles["experts"])
-
-
-def test_negative_control(files, oracles):
-    bug = "a rank drops its requests"
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        assert_same(run_ranks(2, counted, [], files, bug), oracles["llama"])
-
-
-# greedy continuations
-
-
-def written_by(options: list[str]) -> tuple[list, list[int], float]:
-    """Return contexts, each with what the model itself writes after it, in which some tokens have
-    been replaced; how many tokens of each are not the likeliest; and the least lead of a likeliest
-    token."""
-    model = restless(options).model
-    generator = np.random.default_rng(3)
-    requests = []
-    wrong = []
-    leads = []
-    for i in range(16):
-        tokens = generator.integers(0, 257, 1 + i % 9).tolist()
-        mistakes = 0
-        scored = 1 + i % 4
-        for place in range(scored):
-            positions = torch.arange(len(tokens))
-            with torch.no_grad():
-                logits = model(torch.tensor([tokens]), positions)[0, -1]
-            best = logits.topk(2)
-            leads.append(float(best.values[0] - best.values[1]))
-            takes_another = i % 3 == 1 and place in (0, 2)
-            mistakes += takes_another
-            tokens.append(int(best.indices[int(takes_another)]))
-        requests.append(tasks.ScoreRequest(tokens, scored))
-        wrong.append(mistakes)
-    return requests, wrong, min(leads)
-
-
-def mistakes_of(options: list[str], requests: list, bug: str = "") -> list[float]:
-    """Count mistakes on this rank. bug: the fault that a negative control introduces."""
-    job = restless(options)
     if bug == "rows of a rank":
         greedy.dist = SimpleNamespace(all_reduce=lambda *_: None, ReduceOp=greedy.dist.ReduceOp)
     if bug == "the microbatch":
         place = torch.Tensor.as_strided
         torch.Tensor.as_strided = lambda x, shape, stride, _: place(x, shape, stride, 0)
-    return evaluate.score_requests(job.model, job.mesh, requests, 32, 3).mistakes.tolist()
+    size = job.cfg.training.local_batch_size * job.cfg.training.seq_len
+    likelihoods = [
+        evaluate.score_requests(job.model, job.mesh, task.requests, size, 40)[0].tolist()
+        for task in opened(files)
+    ]
+    found = evaluate.score_requests(job.model, job.mesh, requests, 32, 3)
+    return likelihoods, found.mistakes.tolist()
 
 
-@pytest.fixture(scope="module")
-def written() -> dict[str, tuple[list, list[int]]]:
-    found = {}
-    for name, family in {"llama": LLAMA, "experts": EXPERTS}.items():
-        requests, wrong, lead = run_ranks(1, written_by, family)[0]
-        assert lead > 1e-3 and 0 in wrong and max(wrong) > 1
-        found[name] = requests, wrong
-    return found
-
-
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("ep2", marks=pytest.mark.slow)])
-def test_every_mesh_finds_the_tokens_that_one_process_would_not_write(mesh, written):
+def on_mesh(mesh: str, files: dict[str, Path], of: Answers, bug: str = "") -> list:
     count, options, _ = ALL_MESHES[mesh]
-    family = EXPERTS if mesh == "ep2" else LLAMA
-    requests, wrong = written["experts" if family else "llama"]
-    assert run_ranks(count, mistakes_of, [*family, *options], requests) == [wrong] * count
+    return run_ranks(count, found_on_mesh, [*of.family, *options], files, of.requests, bug)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bug, mesh", [("rows of a rank", "tp2"), ("the microbatch", "pp2")])
-def test_negative_control_mistakes_are_miscounted(bug, mesh, written):
-    count, options, _ = ALL_MESHES[mesh]
-    requests, wrong = written["llama"]
-    assert run_ranks(count, mistakes_of, options, requests, bug)[0] != wrong
+def are_near(found: list[list[float]], wanted: list[list[float]]) -> bool:
+    return all(np.allclose(*pair, rtol=1e-5, atol=1e-5) for pair in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "tp2",
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in ("pp2xcp2", "cp2, heads swapped for tokens", "ep2")
+        ),
+    ],
+)
+def test_every_mesh_finds_what_one_process_finds(mesh, files, answers):
+    """The log-likelihoods, and which tokens the model would not write."""
+    of = answers["experts" if mesh == "ep2" else "llama"]
+    first, *others = on_mesh(mesh, files, of)
+    assert are_near(first[0], of.likelihoods) and first[1] == of.mistakes
+    assert all(other == first for other in others), "bitwise"
+
+
+@pytest.mark.parametrize(
+    "bug, mesh",
+    [
+        ("a rank drops its requests", "fsdp2"),
+        pytest.param("rows of a rank", "tp2", marks=pytest.mark.slow),
+        pytest.param("the microbatch", "pp2", marks=pytest.mark.slow),
+    ],
+)
+def test_negative_control_the_mistake_is_seen(bug, mesh, files, answers):
+    likelihoods, mistakes = on_mesh(mesh, files, answers["llama"], bug)[0]
+    if bug == "a rank drops its requests":
+        assert not are_near(likelihoods, answers["llama"].likelihoods)
+    else:
+        assert mistakes != answers["llama"].mistakes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -451,15 +435,6 @@ BALANCED = [
 ]
 
 
-def of_family(family: str, options: list[str]) -> list[str]:
-    """Return the options without those that the family does not have."""
-    foreign = {f"--model.{name}" for name in MODEL_OPTIONS - NUMBERS[family].options.keys()}
-    return [option for option in options if option.partition("=")[0] not in foreign]
-
-
-MODEL_OPTIONS = {name for numbers in NUMBERS.values() for name in numbers.options}
-
-
 @pytest.fixture(scope="module")
 def options(tmp_path_factory) -> list[str]:
     return [*tiny_run(tmp_path_factory.mktemp("run")), "--training.steps=6"]
@@ -470,46 +445,20 @@ def with_tasks(files: dict[str, Path], interval: int) -> list[str]:
     return [f"--evaluation.tasks=[{','.join(rows)}]", f"--evaluation.interval={interval}"]
 
 
-def lines_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def state_after(options: list[str], folder: Path) -> dict:
-    """Do a whole run, and return what it leaves: its weights and optimizer states, and torch's
-    generator."""
-    kept = {}
-    real = train.finish
-
-    def keeping(session, *rest):
-        job = session.job
-        kept["rng"] = torch.get_rng_state().tolist()
-        kept["weights"] = {
-            name: part(weight).detach().tolist() for name, weight in job.model.named_parameters()
-        }
-        kept["moments"] = [
-            [part(value).tolist() for value in state.values() if torch.is_tensor(value)]
-            for state in job.optimizer.state.values()
-        ]
-        return real(session, *rest)
-
-    train.finish = keeping
-    assert run(options, folder) == (0, "")
-    return kept
-
-
-def part(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x
+def last_state(folder: Path) -> bytes:
+    """Return the tensors of a run's last checkpoint: weights, moments, biases of experts and torch's
+    random numbers."""
+    return (folder / "checkpoints" / "step-00000006" / verify.file_name(0)).read_bytes()
 
 
 def test_evaluation_leaves_no_trace_in_training(options, files, tmp_path):
-    """Losses, norms, weights, moments, biases of experts and torch's random numbers, bitwise."""
+    """Losses, norms and the state, bitwise."""
     dense = of_family("deepseek_v3", options)
     left = []
     for name, more in {"without": [], "with": with_tasks(files, 2)}.items():
-        (tmp_path / name).mkdir()
-        states = run_ranks(1, state_after, [*dense, *BALANCED, *more], tmp_path / name)
-        trained = [line for line in lines_of(tmp_path / name) if "loss" in line]
-        left.append((states, [(line["step"], line["loss"], line["grad_norm"]) for line in trained]))
+        assert run_ranks(1, run, [*dense, *BALANCED, *more], tmp_path / name) == [(0, "")]
+        norms = series(tmp_path / name), series(tmp_path / name, "grad_norm")
+        left.append((*norms, last_state(tmp_path / name)))
     assert left[0] == left[1]
     evaluated = [
         line
@@ -657,8 +606,7 @@ def harness_folder(tmp_path_factory) -> Path:
     for kind, rows in rows_of(31).items():
         if kind == "last_word":
             rows = [its_own(place / "run", row) if i % 2 else row for i, row in enumerate(rows)]
-        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
-        (place / f"{kind}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        write(place / f"{kind}.jsonl", rows)
     return place
 
 
@@ -682,39 +630,25 @@ def of_harness(folder: Path) -> dict[str, dict]:
 
     [exported] = (folder / "run" / "hf").iterdir()
     model = HFLM(str(exported), device="cpu", dtype="float32", max_length=WINDOW, batch_size=4)
-    common = {"dataset_path": "json", "test_split": "test"}
+    of_kinds = {  # output type, what its text and target are, and metrics
+        "multiple_choice": ("multiple_choice", "context", "answer", METRICS["multiple_choice"]),
+        "perplexity": ("loglikelihood_rolling", "", "text", METRICS["perplexity"]),
+        "last_word": ("loglikelihood", "context", "{{' ' + text}}", ("perplexity", "acc")),
+    }
     rows = [
-        common
-        | {
-            "task": "multiple_choice",
-            "dataset_kwargs": {"data_files": {"test": f"{folder}/multiple_choice.jsonl"}},
-            "output_type": "multiple_choice",
-            "doc_to_text": "context",
-            "doc_to_choice": "choices",
-            "doc_to_target": "answer",
-            "metric_list": [{"metric": name} for name in METRICS["multiple_choice"]],
-        },
-        common
-        | {
-            "task": "perplexity",
-            "dataset_kwargs": {"data_files": {"test": f"{folder}/perplexity.jsonl"}},
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "text",
-            "metric_list": [{"metric": name} for name in METRICS["perplexity"]],
-        },
-    ]
-    rows.append(
-        common
-        | {
-            "task": "last_word",
-            "dataset_kwargs": {"data_files": {"test": f"{folder}/last_word.jsonl"}},
-            "output_type": "loglikelihood",
-            "doc_to_text": "context",
-            "doc_to_target": "{{' ' + text}}",
-            "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
+        {
+            "dataset_path": "json",
+            "test_split": "test",
+            "task": kind,
+            "dataset_kwargs": {"data_files": {"test": f"{folder}/{kind}.jsonl"}},
+            "output_type": output,
+            "doc_to_text": text,
+            "doc_to_target": target,
+            "metric_list": [{"metric": name} for name in metrics],
         }
-    )
+        for kind, (output, text, target, metrics) in of_kinds.items()
+    ]
+    rows[0]["doc_to_choice"] = "choices"
     found = simple_evaluate(model, tasks=rows, bootstrap_iters=100, log_samples=True)
     results = {}
     for kind, metrics in found["results"].items():
