@@ -53,6 +53,11 @@ def outline(step: Step) -> list:
     return found
 
 
+def shown_in(path: Path) -> list[dict]:
+    """Return the events of a trace in Chrome's format."""
+    return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+
+
 def apart(fn, *args):
     """Run fn(*args) in a separate process: PyTorch keeps meshes of a fake group in caches that a
     real one would find."""

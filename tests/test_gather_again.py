@@ -17,7 +17,7 @@ from tests.runs import COMPILED
 from tests.steps import apart
 from tools.plan import trace
 from tools.plan.device import load_device
-from tools.plan.estimate import estimate
+from tools.plan.estimate import Machine, estimate
 from tools.plan.stack import OURS
 from tools.plan.trace import trace_step
 
@@ -107,7 +107,7 @@ def exposed(of_float8: list[float]) -> list[float]:
     seconds = []
     for float8 in of_float8:
         stack = OURS.model_copy(update={"hidden_tensor": 1.0, "float8": float8})
-        time = estimate(step, load_device("h100"), 2, True, stack=stack)
+        time = estimate(step, Machine(load_device("h100"), 2, True, stack=stack))
         seconds.append(time.lines["tp", "reduce-scatter"].exposed)
     return seconds
 

@@ -149,9 +149,7 @@ def test_memory_and_collectives_by_host_are_those_of_a_real_step():
     cfg = load_config(options, 4, 2)
     outcomes = run_ranks(4, real_step_by_host, options, timeout=200)
     assert_same_step(apart(traced_by_host, cfg, sizes_by_host(cfg)), outcomes)
-    flat = cfg.model_copy(
-        update={"parallelism": cfg.parallelism.model_copy(update={"expert_exchange": "flat"})}
-    )
+    flat = trace.changed(cfg, parallelism={"expert_exchange": "flat"})
     with pytest.raises(AssertionError):
         assert_same_step(apart(traced, flat, 4, 2, False, routing("uneven", cfg)), outcomes)
 
@@ -222,6 +220,10 @@ def test_a_step_put_together_from_few_layers_is_the_whole_step(options, layers):
     assert traces == [layers]  # of what the first was made from
 
 
+TWO_STAGES = [EP2, "--model.n_layers=6", "--model.n_dense_layers=3"]
+TWO_STAGES += ["--parallelism.pipeline_parallel=2", "--training.local_batch_size=1"]
+
+
 def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
     plan = make_plan(config(options, ranks), PlanInputs(ranks, ranks, H100))
     return *plan.flops(), plan.parameters
@@ -234,19 +236,7 @@ def counted(options: list[str], ranks: int) -> tuple[float, float, float, int]:
         ([*DEEPSEEK, FULL], 1, (0.1, 0.4)),
         # of KDA what chunks add, and the narrow vectors that both ranks compute
         ([*KIMI, NONE, "--parallelism.tensor_parallel=2"], 2, (0.05, 0.6)),
-        (
-            [
-                *DEEPSEEK,
-                NONE,
-                "--model.n_layers=6",
-                "--model.n_dense_layers=3",
-                EP2,
-                "--parallelism.pipeline_parallel=2",
-                "--training.local_batch_size=1",
-            ],
-            4,
-            (0.0, 0.1),
-        ),
+        ([*DEEPSEEK, NONE, *TWO_STAGES], 4, (0.0, 0.1)),
     ],
 )
 def test_counted_flops_are_those_of_active_parameters(options, ranks, recomputed):
@@ -290,11 +280,8 @@ def test_routings(tmp_path):
     (tmp_path / "experts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     # the fullest rank has 1 and 0.75 of the rows
     assert load_routing(str(tmp_path)).shares(2) == [0.875, 0.125]
-    for text, words in {
-        "0.5": "1 or more",
-        "nan": "1 or more",
-        str(tmp_path / "no"): "the folder of a run",
-    }.items():
+    nowhere = str(tmp_path / "no")
+    for text, words in ("0.5", "1 or more"), ("nan", "1 or more"), (nowhere, "the folder of a run"):
         with pytest.raises(InputError, match=words):
             load_routing(text)
     with pytest.raises(InputError, match="loads of 4 experts"):
@@ -335,11 +322,9 @@ def test_a_search_shares_experts():
         cfg = load_config([*BASE, "--training.local_batch_size=1", *options])
         return {base.expert_parallel for base in bases(cfg, inputs)}
 
-    assert degrees("--model.family=qwen3", "--model.flavor=debug_moe") == {1, 4, 8}
-    assert degrees("--model.family=qwen3", "--model.flavor=debug_moe", "--model.n_experts=12") == {
-        1,
-        4,
-    }
+    experts = ["--model.family=qwen3", "--model.flavor=debug_moe"]
+    assert degrees(*experts) == {1, 4, 8}
+    assert degrees(*experts, "--model.n_experts=12") == {1, 4}
     assert degrees("--model.family=qwen3") == {1}
 
 
@@ -347,15 +332,11 @@ def test_the_report_names_the_routing(capsys):
     options = [*DEEPSEEK, EP2, "--training.local_batch_size=1", "--gpus", "8", "--routing", "1.5"]
     assert main(options) == 0
     said = capsys.readouterr().out
-    assert (
-        "expert parallel: 2 ranks on one host have 8 experts each; routing: the fullest rank gets "
-        "1.5 times the mean"
-    ) in said
-    assert (
-        "6N of the active ones + 6LH(W+V)T" in said
-        and re.search(r"ep all-to-all +\d+ ", said)
-        and re.search(r"edp all-gather +\d+ ", said)
-    )
+    routing = "routing: the fullest rank gets 1.5 times the mean"
+    assert f"expert parallel: 2 ranks on one host have 8 experts each; {routing}" in said
+    assert "6N of the active ones + 6LH(W+V)T" in said
+    for stream in "ep all-to-all", "edp all-gather":
+        assert re.search(rf"{stream} +\d+ ", said)
     assert main([*options[:-1], "nowhere"]) == 2
     assert "the folder of a run" in capsys.readouterr().err
 

@@ -122,20 +122,3 @@ def test_the_plan_shows_the_comparison(capsys):
     assert "50.0% of failures" in said
     rows = [line for line in said.splitlines() if "storage alone" in line]
     assert [row.split()[0] for row in rows] == ["1,024", "4,096", "16,384", "65,536"]
-
-
-@pytest.mark.parametrize(
-    "mistake, words",
-    [
-        (["--peers=0"], "at least 1"),
-        (["--peers=128"], "lower it"),
-        (["--peers=1", "--lost-together=2"], "from 0 to 1"),
-        (["--lost-together=0.1"], "add --peers"),
-        (["--rebuild-seconds=1"], "add --peers"),
-        (["--peers=1", "--replace-minutes=-1"], "at least 0"),
-        (["--peers=1", "--replace-minutes=nan"], "at least 0"),
-    ],
-)
-def test_a_mistake_in_the_call(mistake, words, capsys):
-    assert main(mistake) == 2
-    assert words in capsys.readouterr().err

@@ -4,7 +4,6 @@ the report and the search."""
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch.distributed as dist
@@ -14,11 +13,12 @@ from configs.load import load_config
 from configs.schema import SCHEDULES
 from parallelisms.schedules import BACKWARD, FORWARD, Action
 from tests.ranks import run_ranks
+from tests.steps import shown_in
 from tools.plan import pipeline, trace
 from tools.plan.__main__ import main
 from tools.plan.device import load_device
+from tools.plan.drawing import drawing
 from tools.plan.drawing import main as draw
-from tools.plan.drawn import drawing
 from tools.plan.estimate import Estimate, Ring
 from tools.plan.pipeline import Part, Stages
 from tools.plan.plan import Plan, PlanInputs, make_plan
@@ -106,11 +106,11 @@ def test_memory_of_every_rank_is_that_of_a_real_step(name, monkeypatch):
             assert counted == pytest.approx(derived, rel=2e-3)
 
     peak = planned(ranks, *cases[0], stages=stages).live
-    monkeypatch.setattr(
-        pipeline,
-        "Part",
-        lambda time, tail, flops, change, *rest: Part(time, tail, flops, {}, *rest),
-    )
+
+    def forgetful(time, tail, flops, change, *rest) -> Part:
+        return Part(time, tail, flops, {}, *rest)
+
+    monkeypatch.setattr(pipeline, "Part", forgetful)
     assert planned(ranks, *cases[0], stages=stages).live < 0.95 * peak
 
 
@@ -127,28 +127,24 @@ DEBUG = [
 ]
 
 
-def test_the_report_and_the_page_show_every_rank(tmp_path, capsys):
-    out = tmp_path / "plan.html"
-    assert (
-        main([*DEBUG, "--parallelism.pipeline_schedule=zbv", "--html", str(out), "--stages"]) == 0
-    )
+def test_the_report_and_the_trace_show_every_rank(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    schedule = "--parallelism.pipeline_schedule=zbv"
+    assert main([*DEBUG, schedule, "--trace", str(out), "--stages"]) == 0
     said = capsys.readouterr().out
-    assert "Pipeline zbv, 4 ranks of 2 stages" in said and all(
-        f"rank {rank}: layers " in said for rank in range(4)
-    )
-    assert re.search(r"rank 1: layers 1, 6 +[\d.]+M ", said), (
-        "in the order of the stages, with the numbers of the weights' names"
-    )
-    assert re.search(
-        r"in (first half of |second half of )?\w+ of stage [0-7], microbatch \d of 8", said
-    )
-    assert re.search(r"bubble \d+\.\d% of the ranks' time", said) and re.search(
-        r"pp send +\d+ ", said
-    )
-    text = out.read_text(encoding="utf-8")
-    assert "Who works when" in text and "backward_weight of stage 7, microbatch 7" in text
-    for image in re.findall(r"<svg.*?</svg>", text, re.S):
-        ElementTree.fromstring(image)
+    assert "Pipeline zbv, 4 ranks of 2 stages" in said
+    assert all(f"rank {rank}: layers " in said for rank in range(4))
+    # in the order of the stages, with the numbers of the weights' names
+    assert re.search(r"rank 1: layers 1, 6 +[\d.]+M ", said)
+    half = r"(first half of |second half of )?"
+    assert re.search(rf"in {half}\w+ of stage [0-7], microbatch \d of 8", said)
+    assert re.search(r"bubble \d+\.\d% of the ranks' time", said)
+    assert re.search(r"pp send +\d+ ", said)
+    bars = [event for event in shown_in(out) if event["ph"] == "X"]
+    assert {event["tid"] for event in bars} == set(range(4))
+    names = [event["name"] for event in bars]
+    assert len(set(names)) == len(names) == 8 * (3 * 8 - 1)  # the first stage has no two halves
+    assert "backward_weight of stage 7, microbatch 7" in names
 
 
 @pytest.mark.slow
@@ -172,10 +168,8 @@ def test_a_tied_weight_travels_twice_a_step_and_the_slowest_rank_is_timed():
     of_ranks = [rank.total().computing for rank in plain.pipeline.ranks]
     assert plain.time.computing == of_ranks[1] != of_ranks[0]
     said = report(plain)
-    assert (
-        "(rank 1, the slowest): matmuls" in said
-        and "Memory of rank 0, which needs the most" in said
-    )
+    assert "(rank 1, the slowest): matmuls" in said
+    assert "Memory of rank 0, which needs the most" in said
 
 
 @pytest.mark.parametrize(
@@ -193,12 +187,11 @@ def test_documented_drawings_are_those_that_are_drawn():
 
 
 def test_what_cannot_be_drawn_is_a_sentence(capsys):
-    draw(["--ranks", "2", "--microbatches", "1"])
-    assert capsys.readouterr().out.endswith("dualpipe_v: needs at least 4 microbatches\n")
+    assert drawing("dualpipe_v", 2, 1) == "dualpipe_v: needs at least 4 microbatches"
     for wrong in (["--ranks", "0"], ["--microbatches", "10"]):
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit):
             draw(wrong)
-        assert ended.value.code == 2 and "--microbatches 1 to 9" in capsys.readouterr().err
+        assert "--microbatches 1 to 9" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -232,8 +225,7 @@ def test_first_forwards_begin_when_their_weights_come():
         costs={first: part, second: part},
         layers_of={0: range(4), 2: range(8, 12)},
     )
-    gathers = pipeline.Gathers([rank])
-    assert [gathers.ready(action) for action in rank.actions] == [1.25, 3.25, 0.0, 0.0]
+    assert pipeline.first_forwards([rank]) == {first: 1.25, second: 3.25}
 
 
 def test_gathering_ahead_is_planned_between_gathers_on_demand_and_none():
@@ -246,7 +238,6 @@ def test_gathering_ahead_is_planned_between_gathers_on_demand_and_none():
         ("free", {}, True),
     ):
         inputs = PlanInputs(4, 4, slow, stack=OURS.model_copy(update={"early_gathers": early}))
-        parallelism = cfg.parallelism.model_copy(update=p)
-        again = cfg.model_copy(update={"parallelism": parallelism})
+        again = trace.changed(cfg, parallelism=p)
         seconds[name] = make_plan(again, inputs, stages).time.seconds
     assert seconds["free"] < 0.99 * seconds["ahead"] < 0.98 * seconds["on demand"], seconds

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -38,42 +39,32 @@ Plain = dict[Choice, tuple[Candidate, Profile | None]]
 
 
 def traced_alone(
-    choice: Choice, cfg: Config, machines: list[PlanInputs]
-) -> list[tuple[Candidate, Profile | None]]:
-    """Return the choice's plan on every machine. It shares traces with no other choice."""
-    stages = Stages(parallel=False)
-    found = []
-    for inputs in machines:
-        plan = make_plan(choice.applied_to(cfg), inputs, stages)
-        alone = choice.pipeline_parallel == choice.local_batch_size == 1
-        found.append((candidate(choice, plan), profile(plan) if alone else None))
-    return found
-
-
-def nothing(*_: object) -> str:
-    return ""
+    choice: Choice, cfg: Config, inputs: PlanInputs
+) -> tuple[Candidate, Profile | None]:
+    """Return the choice's plan. It shares traces with no other choice."""
+    plan = make_plan(choice.applied_to(cfg), inputs, Stages(parallel=False))
+    alone = choice.pipeline_parallel == choice.local_batch_size == 1
+    return candidate(choice, plan), profile(plan) if alone else None
 
 
 class Space:
     """Everything that can be chosen, traced choice by choice, on machines with different memory."""
 
-    def __init__(
-        self,
-        options: list[str],
-        inputs: PlanInputs,
-    ) -> None:
+    def __init__(self, options: list[str], inputs: PlanInputs) -> None:
         self.cfg = load_config(options)
         self.choices = every_choice(self.cfg, inputs)
         of_replicas = [choice for choice in self.choices if choice.pipeline_parallel == 1]
-        self.hybrids = []
-        for choice in of_replicas:
-            self.hybrids += replicated([choice], self.cfg, inputs)
-        everything = self.choices + self.hybrids
-        calls = [(choice, self.cfg, [inputs]) for choice in everything]
-        found = in_processes(traced_alone, calls)
-        self.plain: Plain = {choice: one for choice, (one,) in zip(everything, found)}
+        hybrids = [replicated([choice], self.cfg, inputs) for choice in of_replicas]
+        whole = [*self.choices, *chain.from_iterable(hybrids)]
+        everything = whole + [
+            choice.sharded for choice in whole if self.accumulates(choice, inputs)
+        ]
+        found = in_processes(traced_alone, [(choice, self.cfg, inputs) for choice in everything])
+        self.plain: Plain = dict(zip(everything, found))
         self.inputs = inputs
-        self.asked = 0  # choices that a search has traced
+
+    def accumulates(self, choice: Choice, inputs: PlanInputs) -> bool:
+        return Bounds(self.cfg, inputs).microbatches(choice) > 1
 
     def of_memory(self, gib: float) -> PlanInputs:
         device = self.inputs.device.model_copy(update={"memory_gib": gib})
@@ -81,35 +72,31 @@ class Space:
 
     def row(self, choice: Choice, inputs: PlanInputs) -> Candidate:
         """Return the traced row on a device with another memory: only whether it fits depends on
-        that."""
+        that, and whether gradients are sharded."""
         row, _ = self.plain[choice]
-        return replace(row, fits=row.needed <= inputs.device.memory_gib * GIB)
+        row = replace(row, fits=row.needed <= inputs.device.memory_gib * GIB)
+        if row.fits or choice.sharded not in self.plain or choice == choice.sharded:
+            return row
+        return self.row(choice.sharded, inputs)
 
     def ranking(self, inputs: PlanInputs, shown: int) -> list[Candidate]:
         """Return the answer of a search without bounds: everything, sorted."""
-        rows = {choice: self.row(choice, inputs) for choice in self.choices}
-        fitting = []
-        for choice, row in rows.items():
-            superfluous = choice.accumulate == "sharded" and rows[choice.whole].fits
-            if row.fits and not superfluous:
-                fitting.append(row)
-        best = sorted(fitting, key=by_speed)[:shown]
-        for choice in replicated([row.choice for row in best], self.cfg, inputs):
-            row = self.row(choice, inputs)
-            if row.fits:
-                best.append(row)
+        rows = [self.row(choice, inputs) for choice in self.choices]
+        best = sorted((row for row in rows if row.fits), key=by_speed)[:shown]
+        hybrids = replicated([row.choice for row in best], self.cfg, inputs)
+        best += [row for choice in hybrids if (row := self.row(choice, inputs)).fits]
         return sorted(best, key=by_speed)[:shown]
 
     def planned(
         self, choices: list[Choice], cfg: Config, inputs: PlanInputs
     ) -> tuple[list[Candidate], Profile | None]:
         """In the place of search.planned: what was traced before."""
-        self.asked += len(choices)
-        _, known = self.plain[choices[-1]]
+        sharded = choices[0].sharded
+        _, known = self.plain[sharded if sharded in self.plain else choices[0]]
         return [self.row(choice, inputs) for choice in choices], known
 
     @contextmanager
-    def workers(self, fresh: bool) -> Iterator["Space"]:
+    def workers(self) -> Iterator["Space"]:
         """In the place of search.workers. Nothing is traced, so no process is needed."""
         yield self
 
@@ -121,18 +108,13 @@ class Space:
         return done
 
     def searched(self, inputs: PlanInputs, shown: int) -> list[Candidate]:
-        found = self.found(inputs, shown)
-        return found.ranking if found else []
-
-    def found(self, inputs: PlanInputs, shown: int) -> search.Found | None:
-        self.asked = 0
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(search, "workers", self.workers)
-            patch.setattr(search, "what_would_do", nothing)
+            patch.setattr(search, "what_would_do", lambda *_: "")
             try:
-                return search.search(self.cfg, inputs, shown)
+                return search.search(self.cfg, inputs, shown).ranking
             except InputError:  # nothing fits
-                return None
+                return []
 
     def memories(self) -> list[float]:
         """GiB with which more and more of the choices fit."""
@@ -158,7 +140,7 @@ def differences(space: Space) -> list[tuple[float, int]]:
 
 @pytest.mark.slow
 def test_the_search_finds_what_tracing_everything_finds(small):
-    assert len(small.choices) == 15 and len(small.memories()) > 8
+    assert len(small.choices) == 9 and len(small.memories()) > 8
     assert not differences(small)
 
 
@@ -179,13 +161,12 @@ def broken_bounds(space: Space) -> list[str]:
     """Return the choices whose plan is faster or smaller than their bounds."""
     profiles = {}
     for choice, (_, known) in space.plain.items():
-        if known is not None and choice.replicas == 1:
+        if known is not None and choice.data_parallel_replicate == 1:
             profiles[search.of_profile(choice)] = known  # of sharded gradients, if there are any
     bounds = Bounds(space.cfg, space.inputs)
     broken = []
-    for choice in space.choices:
+    for choice, (row, _) in space.plain.items():
         known = profiles[search.of_profile(choice)]
-        row, _ = space.plain[choice]
         if bounds.seconds(choice, known) > row.seconds or bounds.needed(choice, known) > row.needed:
             broken.append(str(choice))
     return broken
@@ -199,16 +180,16 @@ def test_no_plan_is_below_its_bounds(small):
 @pytest.mark.slow
 def test_where_backward_is_split_full_recomputation_needs_more():
     """Full recomputation that does not fit says nothing of the other modes."""
-    halves = Choice(1, 1, "none", 1, "sharded", 2, "zero_bubble", 2)
+    halves = Choice(1, 1, "none", 1, "whole", 2, "zero_bubble", 2)
     cfg = load_config([*SMALL, "--model.n_layers=8", "--compile.enabled=false"])
     inputs = PlanInputs(2, 1, SLOW)
     choices = [halves, halves._replace(mode="full")]
     (((none, full), _),) = in_processes(planned, [(choices, cfg, inputs)])
     assert full.needed > none.needed
-    state = search.Search(cfg, inputs, 1, Bounds(cfg, inputs))
+    state = search.Search(cfg, inputs, 1)
     assert halves in state.legal
     assert not state.leaner(halves)
-    assert state.leaner(halves._replace(schedule="interleaved_1f1b"))
+    assert state.leaner(halves._replace(pipeline_schedule="interleaved_1f1b"))
 
 
 @pytest.mark.slow

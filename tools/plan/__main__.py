@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     configuration(flags, rest)
     from tools.plan.command import planned  # here, because it imports torch
 
-    return planned(flags, rest, fresh=argv is None)
+    return planned(flags, rest)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m tools.plan configs/llama_70b.toml --gpus 256 --device h100 [--table.key=value ...]
     python -m tools.plan configs/llama_405b.toml --gpus 1024 --search --write best.toml
-    python -m tools.plan configs/llama_8b.toml --gpus 64 --html runs/plan.html
+    python -m tools.plan configs/llama_8b.toml --gpus 64 --trace runs/plan.json
     python -m tools.plan configs/llama_8b.toml --tokens 1e12 --days 30    # how many GPUs
     python -m tools.plan configs/llama_405b.toml --gpus 512 --peers 1     # what interruptions cost
 
@@ -51,21 +51,42 @@ ONE_PROCESS = (
 )
 
 
+SHARES = ("gemm_efficiency", "attention_efficiency")
+RATES = ("network_gb_per_s", "mtbf_gpu_hours", "restart_minutes", "storage_gb_per_s")
+AMOUNTS = ("days", "usd", "at_step", "replace_minutes", "rebuild_seconds")
+LIMITS = (
+    (("gpus", "gpus_per_node", "peers"), "at least 1", lambda value: value >= 1),
+    (AMOUNTS, "a number, at least 0", lambda value: 0 <= value < math.inf),
+    (RATES, "more than 0", lambda value: value > 0),
+    (SHARES, "more than 0 and at most 1", lambda value: 0 < value <= 1),
+    (("lost_together",), "from 0 to 1", lambda value: 0 <= value <= 1),
+)
+
+
+def option_of(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_limits(flags: argparse.Namespace) -> None:
+    """Raise InputError for a number that LIMITS does not allow."""
+    for names, words, is_allowed in LIMITS:
+        for name in names:
+            value = getattr(flags, name)
+            if value is not None and not is_allowed(value):
+                raise InputError(f"{option_of(name)}={value:g} must be {words}")
+
+
 def check_question(flags: argparse.Namespace) -> None:
     """Raise InputError where --days or --usd ask how many GPUs, and something else contradicts."""
     if flags.ladder and flags.tokens:
         raise InputError(
             "--ladder forecasts the run as it is configured: leave --tokens out, or set training.steps"
         )
-    if flags.at_step < 0:
-        raise InputError("--at-step is a number of steps, at least 0")
-    if flags.days < 0 or flags.usd < 0:
-        raise InputError("--days and --usd are limits, more than 0")
     if flags.usd and flags.usd_per_gpu_hour <= 0:
         raise InputError("--usd needs --usd-per-gpu-hour, the price of a GPU")
     if not asks_how_many(flags):
         return
-    for name in ("gpus", "search", "stages", "write", "html", "ladder", "peers"):
+    for name in ("gpus", "search", "stages", "write", "trace", "ladder", "peers"):
         if getattr(flags, name):
             raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
     if flags.tokens <= 0:
@@ -78,10 +99,13 @@ def asks_how_many(flags: argparse.Namespace) -> bool:
     return bool(flags.days or (flags.usd and not flags.ladder))
 
 
-OVERRIDES = {  # option -> what it gives in the place of the device's number
-    "gemm-efficiency": "share of the peak that wide matmuls reach, as 0.56",
-    "attention-efficiency": "share of the peak that attention reaches, as 0.55",
-    "network-gb-per-s": "GB/s of each GPU between hosts, one direction",
+OVERRIDES = {  # option -> the field of the device that it replaces, and what that is
+    "gemm-efficiency": ("matmul_efficiency", "share of the peak that wide matmuls reach, as 0.56"),
+    "attention-efficiency": (
+        "attention_efficiency",
+        "share of the peak that attention reaches, as 0.55",
+    ),
+    "network-gb-per-s": ("fabric_gb_per_s", "GB/s of each GPU between hosts, one direction"),
 }
 
 
@@ -93,40 +117,31 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     add_run(parser)
     add_outputs(parser)
     flags, rest = parser.parse_known_args(argv)
-    if min(flags.gpus_per_node, 1 if flags.gpus is None else flags.gpus) < 1:
-        raise InputError("--gpus and --gpus-per-node are numbers of GPUs, at least 1")
+    check_limits(flags)
     check_question(flags)
     flags.gpus = flags.gpus or 8
-    for name in ("write", "html"):
+    for name in ("write", "trace"):
         path = getattr(flags, name)
         if path:
             outbound.check_file(f"--{name}", Path(path))
-    for name in ("mtbf_gpu_hours", "restart_minutes", "storage_gb_per_s"):
-        if getattr(flags, name) <= 0:
-            raise InputError(f"--{name.replace('_', '-')} must be more than 0")
     check_peers(flags)
-    check_hardware(flags)
+    rows.stack_row(flags.stack)
+    rows.check_device(flags.device or "h100")
+    rows.check_routing(flags.routing)
     return flags, rest
 
 
 def check_peers(flags: argparse.Namespace) -> None:
     """Raise InputError where the copies in other hosts' memory are none that can be compared."""
-    if flags.peers is not None and flags.peers < 1:
-        raise InputError("--peers is a number of other hosts, at least 1")
     if flags.peers and flags.peers >= SIZES[0] / flags.gpus_per_node:
         raise InputError(
             f"--peers={flags.peers} is as many hosts as {SIZES[0]:,} GPUs have, {flags.gpus_per_node} on "
             "each: the comparison begins there, so lower it"
         )
     for name in ("lost_together", "replace_minutes", "rebuild_seconds"):
-        value = getattr(flags, name)
-        option = f"--{name.replace('_', '-')}"
-        if value is not None and flags.peers is None:
+        if getattr(flags, name) is not None and flags.peers is None:
+            option = option_of(name)
             raise InputError(f"{option} is of the comparison of interruptions: add --peers")
-        if value is not None and not 0 <= value < math.inf:
-            raise InputError(f"{option}={value:g} must be a number, at least 0")
-    if flags.lost_together is not None and flags.lost_together > 1:
-        raise InputError("--lost-together is a share of the interruptions, from 0 to 1")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -143,7 +158,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     add("--device", help=text)
     text = "a row of tools/plan/stacks.toml: plan as that software would run it (plumbline)"
     add("--stack", default="plumbline", help=text)
-    for name, about in OVERRIDES.items():
+    for name, (_, about) in OVERRIDES.items():
         add(f"--{name}", type=float, help=f"{about} (the device's)")
     text = f"what the allocator adds to live bytes ({MARGIN})"
     add("--margin", type=float, default=MARGIN, help=text)
@@ -192,29 +207,16 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     add("--stages", action="store_true", help="of a pipeline show every rank")
     text = "the configuration planned, or with --search the best found"
     add("--write", metavar="OUT.toml", help=text)
-    text = "one page with the memory curve, the time line and the mesh"
-    add("--html", metavar="OUT.html", help=text)
+    text = "the time line and the memory of the step in Chrome's trace format, for ui.perfetto.dev"
+    add("--trace", metavar="OUT.json", help=text)
+    dropped.flag(
+        parser, "--html", "--trace OUT.json writes the time line and the memory for Perfetto"
+    )
     dropped.flag(
         parser, "--compare", "plan each, and compare the two reports; --search ranks meshes"
     )
     text = "forecast the loss from this ladder (tools.ladder), and write it into the run's folder"
     add("--ladder", type=Path, metavar="DIR", help=text)
-
-
-def check_hardware(flags: argparse.Namespace) -> None:
-    """Raise InputError where the device, its numbers or the software are none that can be planned."""
-    rows.stack_row(flags.stack)
-    rows.check_device(flags.device or "h100")
-    for name in ("gemm_efficiency", "attention_efficiency"):
-        value = getattr(flags, name)
-        if value is not None and not 0 < value <= 1:
-            raise InputError(
-                f"--{name.replace('_', '-')} {value:g}: give a share of the device's peak, more "
-                "than 0 and at most 1"
-            )
-    if flags.network_gb_per_s is not None and flags.network_gb_per_s <= 0:
-        raise InputError("--network-gb-per-s must be more than 0")
-    rows.check_routing(flags.routing)
 
 
 def configuration(flags: argparse.Namespace, rest: list[str]) -> Config:

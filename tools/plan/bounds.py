@@ -6,13 +6,15 @@ expert parallelism bounds the speed of all choices that share these. Bounds leav
 not know: they are never above the plan (`tests/test_plan_search.py`).
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import NamedTuple
 
 import train
 from configs import check
-from configs.schema import Config
+from configs.schema import SCHEDULES, Config
 from parallelisms import pp, schedules
 from parallelisms.dp import DTYPES
 from parallelisms.fsdp_details import gathers_once
@@ -50,7 +52,7 @@ class Layer(NamedTuple):
     reduction: float  # seconds of backward that only a microbatch has whose gradients are reduced
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Profile:
     """Profile from the trace of one choice, valid for all with the same mode and the same tensor,
     context and expert parallelism."""
@@ -77,15 +79,14 @@ def profile(plan: Plan) -> Profile:
         if 0 <= block < step.layers:
             of_weights = OF_WEIGHTS[phase] * step.parameters[block].gathered / bandwidth
             linear += max(0.0, seconds.moving - of_weights)
-    kept: dict[int, int] = {}
+    kept: Counter[int] = Counter()
     tokens = plan.cfg.training.seq_len // plan.cfg.parallelism.context_parallel
     tokens //= plan.cfg.parallelism.tensor_parallel
     for memory in step.memory.values():
         # what is smaller than a number for each token does not grow with them
         of_tokens = memory.kind == "activations" and memory.size >= 2 * tokens
         if of_tokens and memory.born.micro == 0:
-            block = memory.born.block
-            kept[block] = kept.get(block, 0) + memory.size
+            kept[memory.born.block] += memory.size
 
     has_experts = "n_experts" in check.architecture(plan.cfg.model)
 
@@ -107,7 +108,7 @@ def profile(plan: Plan) -> Profile:
         shards = SHARD_MOVES * part.local_bytes / bandwidth
         reduction = reduced - backward
         backward = max(0.0, backward - shards)
-        sizes = kept.get(block, 0), part.elements, part.gathered
+        sizes = kept[block], part.elements, part.gathered
         return Layer(forward, backward, *sizes, reduction)
 
     weights = sum(part.local_bytes for part in step.parameters.values())
@@ -134,7 +135,7 @@ def seconds_by_place(plan: Plan) -> dict[tuple[str, int, int], Seconds]:
     step = plan.step
     m = machine(plan.cfg, plan.inputs)
     device = m.device.model_copy(update={"overhead_us": 0.0, "policy_us": 0.0})
-    playback = Playback(step, device, m.per_host, m.compiled, m.selective, m.stack, m.chosen)
+    playback = Playback(step, replace(m, device=device))
     found: dict[tuple[str, int, int], Seconds] = {}
     for stretch in step.stretches:
         where = stretch.where
@@ -203,20 +204,17 @@ class Bounds:
     def __init__(self, cfg: Config, inputs: PlanInputs) -> None:
         self.cfg = cfg
         self.inputs = inputs
-        self.layouts: dict[tuple[str, int, int], tuple[list[int], list[range]]] = {}
         self.reduced = DTYPES[cfg.training.reduce_dtype].itemsize
         self.narrow = DTYPES.get(cfg.training.param_dtype, DTYPES["bfloat16"]).itemsize
 
+    @cache  # noqa: B019
     def layout(self, choice: Choice) -> tuple[list[int], list[range]]:
         """Return the rank of each stage, and its layers."""
-        key = choice.schedule, choice.pipeline_parallel, choice.stages_per_rank
+        key = choice.pipeline_schedule, choice.pipeline_parallel, choice.pipeline_stages_per_rank
         if choice.pipeline_parallel == 1:
             key = "1f1b", 1, 0
-        if key not in self.layouts:
-            cfg = choice.applied_to(self.cfg)
-            placement = schedules.placement(*key)
-            self.layouts[key] = placement, pp.layers_of_stages(cfg, *train.architecture(cfg))
-        return self.layouts[key]
+        cfg = choice.applied_to(self.cfg)
+        return schedules.placement(*key), pp.layers_of_stages(cfg, *train.architecture(cfg))
 
     def data_parallel(self, choice: Choice) -> int:
         shared = choice.tensor_parallel * choice.context_parallel * choice.pipeline_parallel
@@ -232,10 +230,11 @@ class Bounds:
         stages = [[known.layers[i] for i in of_stage] for of_stage in layers]
         stages[0].insert(0, known.before)
         stages[-1].append(known.after)
-        if choice.accumulate == "whole":
+        if choice.accumulate_gradients == "whole":
             return stages
         return [[with_reduction(layer) for layer in stage] for stage in stages]
 
+    @cache  # noqa: B019
     def seconds(self, choice: Choice, known: Profile) -> float:
         """Return the least seconds of a step."""
         microbatches = self.microbatches(choice)
@@ -261,7 +260,7 @@ class Bounds:
         for rank in range(choice.pipeline_parallel):
             own = [stage for stage, its_rank in enumerate(placement) if its_rank == rank]
             way = sum(layer.forward for stage in stages[: own[0]] for layer in stage)
-            if choice.schedule in ("1f1b", "interleaved_1f1b"):  # no backward in two halves
+            if not splits_backward(choice):
                 way += sum(layer.backward for stage in stages[: own[0]] for layer in stage)
             busy = microbatches * sum(work(stages[stage]) for stage in own)
             most = max(most, way + busy)
@@ -274,7 +273,7 @@ class Bounds:
         of_groups = groups(cfg, 0, self.data_parallel(choice), self.inputs.per_host)
         names = {fsdp_dimension(of_groups), "edp" if "edp" in of_groups else "dp_shard"}
         per_byte = min(self.seconds_per_byte(of_groups[name]) for name in names)
-        reductions = microbatches if choice.accumulate == "sharded" else 1
+        reductions = microbatches if choice.accumulate_gradients == "sharded" else 1
         gathers = 1
         resharded = p.reshard_after_backward and not p.keep_gathered
         if resharded and p.reshard_after_forward in ("default", True):
@@ -290,6 +289,7 @@ class Bounds:
         ring = Ring.of(ranks, self.inputs.per_host)
         return (len(ranks) - 1) / len(ranks) / ring.bandwidth(self.inputs.device)
 
+    @cache  # noqa: B019
     def needed(self, choice: Choice, known: Profile) -> float:
         """Return the least bytes of the fullest rank: `Plan.needed`, counting only tensors that are
         certainly live at one time."""
@@ -305,12 +305,12 @@ class Bounds:
         """own: the rank's stages."""
         microbatches = self.microbatches(choice)
         layers = [layer for stage in own for layer in stage]
-        shards = self.inputs.gpus // choice.pipeline_parallel // choice.replicas
+        shards = self.inputs.gpus // choice.pipeline_parallel // choice.data_parallel_replicate
         elements = sum(layer.elements for layer in layers)
         gathered = sum(layer.gathered for layer in layers)
         state = MASTER * (1 + known.moments) * elements / shards
         gradients = MASTER * elements / shards
-        if choice.accumulate == "whole" and microbatches > 1:
+        if choice.accumulate_gradients == "whole" and microbatches > 1:
             gradients = self.reduced * gathered
         if choice.pipeline_parallel == 1:
             kept = choice.local_batch_size * sum(layer.kept for layer in layers[1:-1])
@@ -321,7 +321,7 @@ class Bounds:
         if self.data_parallel(choice) > 1 and gathers_once(self.cfg.parallelism):
             state += self.narrow * gathered  # until backward
         kept = 0
-        if choice.schedule in ("1f1b", "interleaved_1f1b"):
+        if not splits_backward(choice):
             kept = held(choice, own, rank, microbatches)
         return state + max(gradients, kept)
 
@@ -329,6 +329,10 @@ class Bounds:
 def with_reduction(layer: Layer) -> Layer:
     """Return the cost where every microbatch reduces its gradients."""
     return layer._replace(backward=layer.backward + layer.reduction)
+
+
+def splits_backward(choice: Choice) -> bool:
+    return SCHEDULES[choice.pipeline_schedule].splits_backward
 
 
 def work(layers: list[Layer]) -> float:

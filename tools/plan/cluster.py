@@ -53,29 +53,19 @@ class Cluster:
         return (not days or self.days <= days) and (not usd or self.usd <= usd)
 
 
-def sizes(options: list[str], per_node: int) -> list[int]:
-    """Return the numbers of GPUs, in doublings, on which the configuration is legal."""
-    legal = []
-    gpus = 1
-    while gpus <= MOST:
-        try:
-            load_config(options, gpus, min(gpus, per_node))
-            legal.append(gpus)
-        except InputError:
-            pass
-        gpus *= 2
-    return legal
-
-
 def clusters(
     options: list[str], inputs: PlanInputs, per_node: int, devices: dict[str, Device]
 ) -> list[Cluster]:
-    """Yield every device with every number of GPUs on which the run fits."""
+    """Return every device with every number of GPUs, in doublings, on which the run is legal and
+    fits."""
     stages = Stages()
     found = []
-    for gpus in sizes([*options, "--training.param_dtype=bfloat16"], per_node):
+    for gpus in (2**i for i in range(MOST.bit_length())):
         per_host = min(gpus, per_node)
-        cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, per_host)
+        try:
+            cfg = load_config([*options, "--training.param_dtype=bfloat16"], gpus, per_host)
+        except InputError:
+            continue
         for name, device in devices.items():
             more = replace(inputs, gpus=gpus, per_host=per_host, device=device)
             plan = make_plan(cfg, more, stages)
@@ -86,14 +76,6 @@ def clusters(
 
 def known_devices() -> list[str]:
     return list(tomli.loads(DEVICES.read_text(encoding="utf-8")))
-
-
-def smallest(found: list[Cluster]) -> Cluster:
-    return min(found, key=lambda cluster: cluster.gpus)
-
-
-def cheapest(found: list[Cluster]) -> Cluster:
-    return min(found, key=lambda cluster: (cluster.hours, cluster.gpus))
 
 
 def answer(found: list[Cluster], days: float, usd: float) -> str:
@@ -109,9 +91,11 @@ def answer(found: list[Cluster], days: float, usd: float) -> str:
             nearest = min(of_device, key=lambda cluster: cluster.days if days else cluster.usd)
             rows.append(cells("none; nearest", nearest))
             continue
-        rows.append(cells("smallest", smallest(keeping)))
-        if cheapest(keeping).hours < smallest(keeping).hours * (1 - WORTH_A_ROW):
-            rows.append(cells("cheapest", cheapest(keeping)))
+        smallest = min(keeping, key=lambda cluster: cluster.gpus)
+        cheapest = min(keeping, key=lambda cluster: (cluster.hours, cluster.gpus))
+        rows.append(cells("smallest", smallest))
+        if cheapest.hours < smallest.hours * (1 - WORTH_A_ROW):
+            rows.append(cells("cheapest", cheapest))
     return "\n".join(aligned(rows))
 
 

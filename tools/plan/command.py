@@ -7,38 +7,32 @@ from pathlib import Path
 from configs import stages
 from configs.load import dump
 from configs.schema import Config, InputError
-from tools.plan.arguments import asks_how_many, configuration
+from tools.plan import timeline
+from tools.plan.arguments import OVERRIDES, asks_how_many, configuration
 from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
 from tools.plan.interruptions import section
-from tools.plan.page import page
 from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.report import report
 from tools.plan.routing import load_routing
 from tools.plan.search import search, table
 from tools.plan.stack import load_stack
+from tools.plan.trace import changed
 from training import forecast as registered
-
-OVERRIDDEN = {  # option -> field of the device
-    "gemm_efficiency": "matmul_efficiency",
-    "attention_efficiency": "attention_efficiency",
-    "network_gb_per_s": "fabric_gb_per_s",
-}
-
-
-def overridden(device: Device, flags: argparse.Namespace) -> Device:
-    """Return the device with the numbers of the command line."""
-    given = {field: getattr(flags, name) for name, field in OVERRIDDEN.items()}
-    changes = {field: value for field, value in given.items() if value is not None}
-    if "attention_efficiency" in changes:  # overrides the choice of training.attention
-        changes["fast_attention_efficiency"] = changes["attention_efficiency"]
-    return device.model_copy(update=changes)
 
 
 def chosen_device(name: str, flags: argparse.Namespace) -> Device:
     """Return the device as --stack uses it, with the overrides of the command line. Raises
     InputError."""
-    return overridden(load_stack(flags.stack).on(load_device(name), name.lower()), flags)
+    device = load_stack(flags.stack).on(load_device(name), name.lower())
+    changes = {}
+    for option, (field, _) in OVERRIDES.items():
+        value = getattr(flags, option.replace("-", "_"))
+        if value is not None:
+            changes[field] = value
+    if "attention_efficiency" in changes:  # overrides the choice of training.attention
+        changes["fast_attention_efficiency"] = changes["attention_efficiency"]
+    return device.model_copy(update=changes)
 
 
 def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, PlanInputs]:
@@ -53,12 +47,10 @@ def read_inputs(flags: argparse.Namespace, rest: list[str]) -> tuple[Config, Pla
     if on_gpu and dtype in ("float32", "float64"):
         raise InputError(
             f'training.param_dtype = "{dtype}": the device table has peaks for bfloat16 only; plan '
-            'with "bfloat16" '
-            'or "auto"'
+            'with "bfloat16" or "auto"'
         )
     if on_gpu:
-        training = cfg.training.model_copy(update={"param_dtype": "bfloat16"})
-        cfg = cfg.model_copy(update={"training": training})
+        cfg = changed(cfg, training={"param_dtype": "bfloat16"})
     inputs = PlanInputs(
         flags.gpus,
         per_host,
@@ -104,9 +96,8 @@ def to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
-    """Plan what the command line asks for, and return the exit code. fresh: this process has computed
-    nothing yet. Raises InputError."""
+def planned(flags: argparse.Namespace, rest: list[str]) -> int:
+    """Plan what the command line asks for, and return the exit code. Raises InputError."""
     if asks_how_many(flags):
         _, inputs = read_inputs(flags, rest)
         names = [flags.device] if flags.device else known_devices()
@@ -116,7 +107,7 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
         return 0 if any(one.keeps(flags.days, flags.usd) for one in found) else 1
     cfg, inputs = read_inputs(flags, rest)
     if flags.search:
-        found = search(cfg, inputs, log=to_stderr, fresh=fresh and inputs.on_gpu)
+        found = search(cfg, inputs, log=to_stderr)
         print(table(found) + "\n\nThe first of these:\n")
         cfg = found.ranking[0].choice.applied_to(cfg)
     if flags.write:
@@ -135,7 +126,7 @@ def planned(flags: argparse.Namespace, rest: list[str], fresh: bool) -> int:
     if flags.write:
         Path(flags.write).write_text(dump(plan.cfg), encoding="utf-8")
         print(f"\nwritten: {flags.write}")
-    if flags.html:
-        Path(flags.html).write_text(page(plan, text), encoding="utf-8")
-        print(f"\nwritten: {flags.html}")
+    if flags.trace:
+        Path(flags.trace).write_text(timeline.text(plan), encoding="utf-8")
+        print(f"\nwritten: {flags.trace}")
     return 0 if plan.fits else 1

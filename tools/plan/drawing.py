@@ -9,9 +9,41 @@ drawings, and a test compares them.
 """
 
 import argparse
+import string
 
 from configs import program
 from configs.schema import SCHEDULES
+
+MARKS = {  # kind of action -> a mark for each microbatch
+    "forward": string.digits[1:],
+    "backward": string.ascii_uppercase,
+    "backward_input": string.ascii_lowercase,
+    "backward_weight": "=" * 9,
+}
+
+
+def drawing(schedule: str, ranks: int, microbatches: int) -> str:
+    """Draw a title and a row for each rank. Microbatches have one digit each, so there are at most
+    9."""
+    from parallelisms import schedules  # here, because it imports torch
+
+    least = schedules.least_microbatches(schedule, ranks)
+    if microbatches < least:
+        return f"{schedule}: needs at least {least} microbatches"
+    played = schedules.timeline(
+        schedules.table(schedule, ranks, 0, microbatches),
+        schedules.placement(schedule, ranks),
+        lambda action: 2.0 if action.kind == schedules.BACKWARD else 1.0,
+    )
+    width = int(max(actions[-1][2] for actions in played))
+    rows = [f"{schedule}: bubble {schedules.bubble(played):.1%}"]
+    for rank, actions in enumerate(played):
+        row = ["."] * width
+        for action, start, stop in actions:
+            mark = MARKS[action.kind][action.microbatch]
+            row[int(start) : int(stop)] = mark * int(stop - start)
+        rows.append(f"  {rank} {''.join(row)}")
+    return "\n".join(rows)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -25,11 +57,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.ranks < 1 or not 1 <= args.microbatches <= 9:
         parser.error(
-            "--ranks must be at least 1, and --microbatches 1 to 9, because each is drawn as one "
-            "digit"
+            "--ranks must be at least 1, and --microbatches 1 to 9: each is drawn as one digit"
         )
-    from tools.plan.drawn import drawing  # here, because it imports torch
-
     print("\n\n".join(drawing(name, args.ranks, args.microbatches) for name in SCHEDULES))
 
 

@@ -101,6 +101,12 @@ class Line:
     seconds: float = 0.0
     exposed: float = 0.0  # seconds that do not overlap with computation
 
+    def add(self, other: "Line") -> None:
+        self.smallest = min(self.smallest or other.smallest, other.smallest)
+        self.largest = max(self.largest, other.largest)
+        for name in ("count", "sent", "seconds", "exposed"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
 
 @dataclass
 class Estimate:
@@ -116,6 +122,7 @@ class Estimate:
     lines: dict[tuple[str, str], Line] = field(default_factory=dict)
     # (stream, start, end, place) of what was traced
     bars: list[tuple[str, float, float, str]] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)  # of the stretches of the step
 
     @property
     def computing(self) -> float:
@@ -143,18 +150,32 @@ def attention_seconds(op: Op, device: Device) -> float:
     return op.attended_flops / (device.peak * efficiency)
 
 
+@dataclass(frozen=True)
+class Machine:
+    """Inputs of a step's time other than the step: device, hosts, compiler and stack."""
+
+    device: Device
+    per_host: int
+    compiled: bool = False  # memory-bound operators are fused
+    selective: bool = False  # selective checkpointing's policy has an overhead
+    stack: Software = OURS
+    chosen: Chosen = NO_EXPERTS
+    # whether a pipeline's stages gather their weights at the start of its step
+    # (parallelisms/fsdp_details.py::gather_ahead) and wait for them: the stack has no early_gathers
+    gathers_ahead: bool = False
+
+
 def op_seconds(
-    op: Op,
-    where: Where,
-    device: Device,
-    fused: bool,
-    stack: Software = OURS,
-    in_block: bool = False,
+    op: Op, where: Where, machine: Machine, in_block: bool = False
 ) -> tuple[float, float, float]:
     """Return the seconds of an operator: in matmuls, in attention, and bound by memory. `Op` counts
     attention without its causal mask, but causal kernels do half of that, and more inside a window.
     in_block: of a layer, where float8 applies."""
-    traffic = op.fused if (fused or stack.fused_kernels) and where.block >= 0 else op.traffic
+    device = machine.device
+    stack = machine.stack
+    traffic = (
+        op.fused if (machine.compiled or stack.fused_kernels) and where.block >= 0 else op.traffic
+    )
     if stack.leaves_out(op, where):
         traffic = 0
     bandwidth = device.memory_gb_per_s * 1e9 * MEMORY_EFFICIENCY
@@ -174,18 +195,9 @@ def op_seconds(
     return matmul, attention, moved
 
 
-def estimate(
-    step: Step,
-    device: Device,
-    per_host: int,
-    compiled: bool,
-    selective: bool = False,
-    stack: Software = OURS,
-    chosen: Chosen = NO_EXPERTS,
-) -> Estimate:
-    """Return the time of a step. compiled: memory-bound operators are fused. selective: the
-    overhead of selective checkpointing's policy is added."""
-    return Playback(step, device, per_host, compiled, selective, stack, chosen).play()
+def estimate(step: Step, machine: Machine) -> Estimate:
+    """Return the time of a step."""
+    return Playback(step, machine).play()
 
 
 class Playback:
@@ -204,26 +216,15 @@ class Playback:
       next operator needs their result.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        device: Device,
-        per_host: int,
-        compiled: bool,
-        selective: bool,
-        stack: Software = OURS,
-        chosen: Chosen = NO_EXPERTS,
-    ) -> None:
+    def __init__(self, step: Step, machine: Machine) -> None:
         self.step = step
-        self.device = device
-        self.compiled = compiled
-        self.selective = selective
-        self.stack = stack
-        self.chosen = chosen
+        self.machine = machine
+        self.device = machine.device
+        self.stack = machine.stack
         # whether all-gathers were done before the stretches that are played
         self.early_gathers = False
-        self.rings = {dim: Ring.of(ranks, per_host) for dim, ranks in step.groups.items()}
-        self.rings[STAGE] = Ring.of(ranks_of_stage(step.groups), per_host)
+        self.rings = {dim: Ring.of(ranks, machine.per_host) for dim, ranks in step.groups.items()}
+        self.rings[STAGE] = Ring.of(ranks_of_stage(step.groups), machine.per_host)
         self.result = Estimate()
         self.now = 0.0  # seconds: the compute stream's clock
         self.bar_start = 0.0  # start of the present stretch of uninterrupted compute
@@ -243,6 +244,7 @@ class Playback:
         for stretch in self.step.stretches:
             micro = stretch.where.micro
             began = self.now
+            self.result.starts.append(began)
             self.play_stretch(stretch)
             per_microbatch[micro] = per_microbatch.get(micro, 0.0) + self.now - began
         self.result.seconds = self.now + (self.step.repeats - 1) * per_microbatch.get(1, 0.0)
@@ -278,11 +280,7 @@ class Playback:
             ring = self.rings[op.dimension]
             seconds = ring.seconds(op.kind, op.message, self.device, self.sent(op))
         line = self.result.line(op.dimension, op.kind)
-        line.smallest = min(line.smallest or op.message, op.message)
-        line.largest = max(line.largest, op.message)
-        line.count += times
-        line.sent += times * op.message
-        line.seconds += times * seconds
+        line.add(Line(times, times * op.message, op.message, op.message, times * seconds))
         if op.kind in ("send", "receive"):
             # overlaps with the action; tools/plan/pipeline.py makes the receiver wait for it
             return
@@ -327,7 +325,7 @@ class Playback:
         if op.dimension != "ep":
             return EVERY_ROW
         ring = self.rings["ep"]
-        return self.stack.sent(ring.ranks, ring.hosts, self.chosen)
+        return self.stack.sent(ring.ranks, ring.hosts, self.machine.chosen)
 
     def hidden(self, op: Op) -> float:
         """Return the part of a collective that runs behind computation, though the next operator
@@ -357,10 +355,8 @@ class Playback:
                 self.now = self.bar_start = ready
             self.all_gather_from = self.now
         in_block = 0 <= where.block < self.step.layers
-        matmul, attention, moved = op_seconds(
-            op, where, self.device, self.compiled, self.stack, in_block
-        )
-        if self.selective and where.phase == "forward" and 0 <= where.block < self.step.layers:
+        matmul, attention, moved = op_seconds(op, where, self.machine, in_block)
+        if self.machine.selective and where.phase == "forward" and in_block:
             moved += self.device.policy_us * 1e-6
         result = self.result
         result.matmul += times * matmul
@@ -374,7 +370,7 @@ class Playback:
 
 
 def place(where: Where) -> str:
-    """Name the place in the step, as a bar of the page does."""
+    """Name the place in the step, as a bar of the time line does."""
     if where.phase in IN_BLOCKS:
         return f"{where.phase} {where.block}, {where.micro}"
     return where.phase

@@ -31,6 +31,9 @@ PEER_GB_PER_S = 1.0
 # that stand by (lab/bench/results/restart.txt; 4.30 without them). --restart-minutes is for large
 # runs, which take longer: 10 minutes on some 100,000 GPUs (arXiv:2602.00277, abstract).
 RESTARTED = 1.78
+# A row of the comparison: its name, the seconds of work between saves that most failures go back to,
+# those from such a failure to the next step, the goodput, the bytes of each host for the copies
+Outlook = tuple[str, float, float, float, float]
 # Storage is written at least daily: other things than failures need checkpoints, too.
 DAY = 86400.0
 
@@ -43,17 +46,6 @@ class SaveLevel:
     stall: float  # that a save holds training up
     write: float  # from there until it counts
     back: float  # from a failure to the next step
-
-
-@dataclass(frozen=True)
-class Outlook:
-    """One line of the comparison."""
-
-    name: str
-    interval: float  # seconds of work between saves that most failures go back to
-    back: float  # seconds from such a failure to the next step
-    goodput: float
-    memory: float  # bytes of each host for the copies
 
 
 def segment(mtbf: float, seconds: float, back: float, lost: float) -> tuple[float, float]:
@@ -107,57 +99,51 @@ def lost_with_copies(mtbf: float, hosts: int, peers: int, window: float, togethe
 
 
 class ScaledRun:
-    """The run of a plan on another number of GPUs."""
+    """The run of a plan on another number of GPUs. Seconds, bytes, bytes per second."""
 
     def __init__(
         self,
         plan: Plan,
         gpus: int,
         peers: int,
-        replicas: int | None = None,
+        together: float,
         built: float | None = None,
+        replicas: int = 0,
     ) -> None:
-        """replicas: in place of the plan's; built: seconds in which the model is built and compiled,
-        None for what is assumed."""
+        """peers, together: as in `lost_with_copies`; built: seconds in which the model is built and
+        compiled, None for what is assumed; replicas: in place of the plan's."""
         inputs = plan.inputs
         checkpoint = plan.cfg.checkpoint
         self.plan = plan
         self.gpus = gpus
-        self.peers = peers
         self.replicas = replicas or plan.cfg.parallelism.data_parallel_replicate
-        compiles = plan.cfg.compile.enabled
-        self.built = built if built is not None else REBUILD_SECONDS * compiles
+        self.built = REBUILD_SECONDS * plan.cfg.compile.enabled if built is None else built
         self.hosts = math.ceil(gpus / inputs.per_host)
         self.mtbf = inputs.mtbf_gpu_hours * 3600 / gpus
         self.step = plan.time.seconds * inputs.gpus / gpus
-        self.part = plan.checkpoint_bytes / gpus  # that a rank writes
-        self.per_host = self.part * inputs.per_host
-        self.held = self.part * self.replicas
-        self.copy = self.held / inputs.device.host_gb_per_s / 1e9
+        part = plan.checkpoint_bytes / gpus  # that a rank writes
+        self.held = part * self.replicas
+        self.copies = GENERATIONS * (1 + peers) * part * inputs.per_host  # on a host
         self.rate = checkpoint.peer_rate * 1e6 or PEER_GB_PER_S * 1e9
-        self.send = peers * self.part / self.rate
-        self.load = self.held / self.rate + self.copy  # of a host that is new
+        copy = self.held / inputs.device.host_gb_per_s / 1e9
+        sent = copy + peers * part / self.rate
         self.write = plan.checkpoint_bytes / inputs.storage_gb_per_s / 1e9
-        self.steps = self.sent_within()
-        if checkpoint.peers:
-            self.steps = max(self.steps, checkpoint.peer_interval)
         self.restart = inputs.restart_seconds
-        self.async_save = checkpoint.async_save
-
-    def sent_within(self) -> int:
-        """Return the least number of steps in which a copy is made and sent; if it holds training up,
-        at least as many as lose least."""
-        least = best_interval(self.mtbf, self.stall) if self.stall else 0.0
-        return max(1, math.ceil(max(self.copy + self.send, least) / self.step))
-
-    @property
-    def stall(self) -> float:
-        """Return the seconds that a copy to the host's memory holds training up."""
-        return max(0.0, self.copy - self.step)
-
-    @property
-    def save_stall(self) -> float:
-        return self.stall if self.async_save else self.copy + self.write
+        # Of a restart without reading storage: what --restart-minutes leaves, and at least what was
+        # measured on two cores, with groups of this size and the model built.
+        least = RESTARTED + survivors.groups(gpus) + self.built
+        self.processes = max(self.restart - self.write, least)
+        stall = max(0.0, copy - self.step)  # for which a copy holds training up
+        self.save_stall = stall if checkpoint.async_save else copy + self.write
+        # A copy is made and sent, and one that holds training up comes as often as loses least.
+        often = max(sent, best_interval(self.mtbf, stall) if stall else 0.0)
+        steps = max(1, math.ceil(often / self.step))
+        if checkpoint.peers:
+            steps = max(steps, checkpoint.peer_interval)
+        back = self.processes + self.held / self.rate + copy  # loaded by a host that is new
+        self.memory = SaveLevel(steps * self.step, stall, sent, back)
+        window = back + self.memory.interval + sent
+        self.lost = lost_with_copies(self.mtbf, self.hosts, peers, window, together)
 
     def storage(self, lost: float = 1.0) -> SaveLevel:
         """Return saves in storage at the best interval, where a share of the failures needs them: that
@@ -167,38 +153,23 @@ class ScaledRun:
         interval = max(min(best, DAY), self.write, self.step)
         return SaveLevel(interval, self.save_stall, self.write, self.restart)
 
-    def memory(self, processes: float) -> SaveLevel:
-        """Return copies in memory. processes: seconds from a failure until the state is loaded."""
-        write = self.copy + self.send
-        return SaveLevel(self.steps * self.step, self.stall, write, processes + self.load)
-
-    @property
-    def processes(self) -> float:
-        """Return the seconds of a restart without reading storage: what --restart-minutes leaves, and
-        at least what was measured on two cores, with groups of this size and the model built."""
-        least = RESTARTED + survivors.groups(self.gpus) + self.built
-        return max(self.restart - self.write, least)
-
     def alone(self) -> Outlook:
         level = self.storage()
         goodput = expected(self.mtbf, level.stall, level.back, level.interval, level.write)
-        return Outlook("storage alone", level.interval, level.back, goodput, 0.0)
+        return "storage alone", level.interval, level.back, goodput, 0.0
 
-    def with_copies(self, together: float) -> Outlook:
-        level = self.memory(self.processes)
-        lost = self.lost(level, together)
-        goodput = two_levels(self.mtbf, level, self.storage(lost), lost)
-        return Outlook("copies, restart", level.interval, level.back, goodput, self.copies)
+    def with_copies(self) -> Outlook:
+        level = self.memory
+        goodput = two_levels(self.mtbf, level, self.storage(self.lost), self.lost)
+        return "copies, restart", level.interval, level.back, goodput, self.copies
 
-    def lost(self, level: SaveLevel, together: float) -> float:
-        """Return the share of failures with which the newest copies are lost."""
-        window = level.back + level.interval + level.write
-        return lost_with_copies(self.mtbf, self.hosts, self.peers, window, together)
-
-    @property
-    def copies(self) -> float:
-        """Return the bytes of copies on a host."""
-        return GENERATIONS * (1 + self.peers) * self.per_host
+    def without_restart(self, left: Survivors) -> Outlook:
+        """Return what copies and survivors together do."""
+        host = 1 / self.hosts  # node 0's
+        end = lost_with_copies(self.mtbf, self.replicas, self.replicas - 1, left.back, host)
+        saved = two_levels(self.mtbf / end, self.memory, self.storage(self.lost * end), self.lost)
+        goodput = saved * left.kept()
+        return "copies, no restart", self.memory.interval, left.stop, goodput, self.copies
 
     def survivors(self, back: float | None) -> Survivors:
         """Return the replicas of this run. back: seconds until one that is lost can return; None: as
@@ -224,16 +195,6 @@ class ScaledRun:
             4 * plan.parameters * self.replicas / self.gpus,
         )
 
-    def without_restart(self, left: Survivors, together: float) -> Outlook:
-        """Return what copies and survivors together do."""
-        level = self.memory(self.processes)
-        host = 1 / self.hosts  # node 0's
-        end = lost_with_copies(self.mtbf, self.replicas, self.replicas - 1, left.back, host)
-        lost = self.lost(level, together)
-        saved = two_levels(self.mtbf / end, level, self.storage(lost * end), lost)
-        goodput = saved * left.kept()
-        return Outlook("copies, no restart", level.interval, left.stop, goodput, self.copies)
-
 
 def section(
     plan: Plan, peers: int, together: float | None, back: float | None, built: float | None
@@ -248,13 +209,14 @@ def section(
     size = plan.inputs.gpus // plan.cfg.parallelism.data_parallel_replicate  # of a replica
     rows = [COLUMNS]
     parts = []
-    for gpus in sizes(plan, peers):
-        run = ScaledRun(plan, gpus, peers, built=built)
-        outlooks = [run.alone(), run.with_copies(together)]
+    own = [plan.inputs.gpus] if plan.inputs.gpus > peers * plan.inputs.per_host else []
+    for gpus in sorted({*SIZES, *own}):
+        run = ScaledRun(plan, gpus, peers, together, built)
+        outlooks = [run.alone(), run.with_copies()]
         if gpus >= 2 * size:
-            replicated = ScaledRun(plan, gpus, peers, gpus // size, built)
+            replicated = ScaledRun(plan, gpus, peers, together, built, gpus // size)
             parts.append(replicated.survivors(back))
-            outlooks.append(replicated.without_restart(parts[-1], together))
+            outlooks.append(replicated.without_restart(parts[-1]))
         first = (f"{gpus:,}", time_text(run.mtbf))
         for outlook in outlooks:
             rows.append((*first, *cells(outlook, hours, price)))
@@ -265,33 +227,22 @@ def section(
     return "\n".join(["Interruptions", *lines])
 
 
-def sizes(plan: Plan, peers: int) -> list[int]:
-    """Return the numbers of GPUs that are compared: the plan's too, if it has hosts for the copies."""
-    own = [plan.inputs.gpus] if plan.inputs.gpus > peers * plan.inputs.per_host else []
-    return sorted({*SIZES, *own})
-
-
 def cells(row: Outlook, hours: float, price: float) -> tuple[str, ...]:
     """Format a row. hours: of all GPUs, without interruptions."""
+    name, interval, back, goodput, memory = row
     lost = "all"
-    if row.goodput:
-        more = hours * (1 / row.goodput - 1)
+    if goodput:
+        more = hours * (1 / goodput - 1)
         lost = f"${more * price:,.0f}" if price else f"{more:,.0f} GPU-h"
-    return (
-        row.name,
-        time_text(row.interval),
-        time_text(row.back),
-        f"{row.goodput:.2%}",
-        lost,
-        size_text(row.memory) if row.memory else "-",
-    )
+    size = size_text(memory) if memory else "-"
+    return name, time_text(interval), time_text(back), f"{goodput:.2%}", lost, size
 
 
 def assumptions(plan: Plan, peers: int, together: float) -> list[str]:
     """Say what the comparison assumes."""
     inputs = plan.inputs
     checkpoint = plan.cfg.checkpoint
-    run = ScaledRun(plan, inputs.gpus, peers)
+    run = ScaledRun(plan, inputs.gpus, peers, together)
     often = f"every {number_of(checkpoint.peer_interval, 'step')}"
     often = often if checkpoint.peers else "after each step, if they can be sent so often"
     rate = (

@@ -31,32 +31,15 @@ from parallelisms.schedules import (
     Table,
     Timeline,
 )
-from tools.plan.device import Device
-from tools.plan.estimate import Estimate, Line, Playback, Ring
+from tools.plan.estimate import Estimate, Machine, Playback, Ring
 from tools.plan.repeat import few_layers, traced, with_layers
-from tools.plan.routing import BALANCED, NO_EXPERTS, Chosen, Routing
-from tools.plan.stack import OURS, Software
-from tools.plan.step import IN_BLOCKS, Curve, Parameters, Step, Where
-from tools.plan.trace import trace_step, tracing
+from tools.plan.routing import BALANCED, Routing
+from tools.plan.step import IN_BLOCKS, OUTSIDE, Curve, Parameters, Step, Where
+from tools.plan.trace import changed, trace_step, tracing
 from tools.plan.workers import in_processes
 
 ALONE = 3  # stages of the pipeline in which one is traced: first, middle, last
 Sizes = dict[str, int]  # bytes by kind of memory
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Inputs of a step's time other than the step: device, hosts, compiler and stack."""
-
-    device: Device
-    per_host: int
-    compiled: bool
-    selective: bool
-    stack: Software = OURS
-    chosen: Chosen = NO_EXPERTS
-    # whether a pipeline's stages gather their weights at the start of its step
-    # (parallelisms/fsdp_details.py::gather_ahead) and wait for them: the stack has no early_gathers
-    gathers_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,7 +66,7 @@ class Stage:
         keys = dict.fromkeys(self.key(stretch.where) for stretch in step.stretches)
         for key in keys:
             stretches = [stretch for stretch in step.stretches if self.key(stretch.where) == key]
-            self.parts[key] = self.part(replace(step, stretches=stretches, repeats=1))
+            self.parts[key] = self.part(step.of(stretches))
 
     @staticmethod
     def key(where: Where) -> tuple[str, int]:
@@ -92,26 +75,17 @@ class Stage:
     def part(self, step: Step) -> Part:
         """step: the whole one with the stretches of this part alone."""
         m = self.machine
-        playback = Playback(step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.chosen)
+        playback = Playback(step, m)
         playback.early_gathers = m.stack.early_gathers or m.gathers_ahead
         time = playback.play()
         gathers = 0.0
         if m.gathers_ahead:
-            keys = [(op.dimension, op.kind) for _, _, op in step.ops() if op.background]
-            gathers = sum(time.lines[key].seconds for key in set(keys) if key[1] == "all-gather")
-        live: Sizes = {}
-        most: Sizes = {}
-        peak: Sizes = {}
-        total = highest = 0
-        for _, kind, change in step.curve():
-            live[kind] = live.get(kind, 0) + change
-            most[kind] = max(most.get(kind, 0), live[kind])
-            total += change
-            if total > highest:
-                highest = total
-                peak = dict(live)
+            keys = {(op.dimension, op.kind) for _, _, op in step.ops() if op.background}
+            gathers = sum(time.lines[key].seconds for key in keys if key[1] == "all-gather")
         tail = max(0.0, playback.link_free - playback.now)
-        return Part(time, tail, step.flops(), live, peak, most, gathers)
+        _, _, peak = step.peak({})
+        most = step.highest_by_kind({})
+        return Part(time, tail, step.flops(), step.change(), peak, most, gathers)
 
     def action(self, action: Action, microbatches: int) -> Part:
         traced = self.step.microbatches
@@ -207,11 +181,7 @@ class Rank(Curve):
 
     def place(self, where: Where) -> str:
         if where.phase not in IN_BLOCKS:
-            return {
-                "start": "before the first forward",
-                "clip": "clipping",
-                "optimizer": "the optimizer",
-            }[where.phase]
+            return OUTSIDE[where.phase]
         phase = {
             BACKWARD_INPUT: "first half of backward",
             BACKWARD_WEIGHT: "second half of backward",
@@ -225,13 +195,10 @@ class Rank(Curve):
         total = Estimate()
         for _, part in self.parts():
             t = part.time
-            total.matmul += t.matmul
-            total.attention += t.attention
-            total.attended_flops += t.attended_flops
-            total.memory_bound += t.memory_bound
-            total.recomputed += t.recomputed
+            for name in ("matmul", "attention", "attended_flops", "memory_bound", "recomputed"):
+                setattr(total, name, getattr(total, name) + getattr(t, name))
             for key, line in t.lines.items():
-                add(total.lines.setdefault(key, Line()), line)
+                total.line(*key).add(line)
         return total
 
     @cached_property
@@ -241,15 +208,6 @@ class Rank(Curve):
             for where, part in self.parts()
             if where.phase in ("clip", "optimizer")
         )
-
-
-def add(total: Line, line: Line) -> None:
-    total.smallest = min(total.smallest or line.smallest, line.smallest)
-    total.largest = max(total.largest, line.largest)
-    total.count += line.count
-    total.sent += line.sent
-    total.seconds += line.seconds
-    total.exposed += line.exposed
 
 
 @dataclass(frozen=True)
@@ -297,32 +255,28 @@ class Alone(NamedTuple):
     dense: int = 0  # leading layers without experts, of a model that has experts
     routing: Routing = BALANCED
 
-    def trace(self, cfg: Config, shallow: "dict[Alone, Step] | None" = None) -> Step:
-        """Return the step of this stage, repeated from a few layers where that is exact. shallow:
-        traces of the same configuration, which serve every depth."""
+    def trace(self, cfg: Config, known: "dict[Alone, Step]") -> Step:
+        """Return the step of this stage, repeated from a few layers where that is exact. known:
+        traces of the same configuration; those of few layers serve every depth."""
         few, edge, period = few_layers(cfg, self.layers, self.dense)
         sharded = self.data_parallel * cfg.parallelism.context_parallel > 1
+        shallow = self
         # In the second half of a split backward no hook tells to which block an operator belongs.
         if few < self.layers and sharded and not self.split:
-            step = self._replace(layers=few).trace_once(cfg, shallow)
-            if step := with_layers(step, self.layers, edge, period):
-                return step
-        return self.trace_once(cfg, shallow)
-
-    def trace_once(self, cfg: Config, known: "dict[Alone, Step] | None") -> Step:
-        known = {} if known is None else known
-        if self not in known:
-            known[self] = self.trace_whole(cfg)
-        return known[self]
+            shallow = self._replace(layers=few)
+        if shallow not in known:
+            known[shallow] = shallow.trace_whole(cfg)
+        if shallow == self:
+            return known[self]
+        return with_layers(known[shallow], self.layers, edge, period) or self.trace_whole(cfg)
 
     def trace_whole(self, cfg: Config) -> Step:
         torch.set_num_threads(1)
-        parallelism = cfg.parallelism.model_copy(update={"pipeline_layers": (self.layers,) * ALONE})
         numbers = {"n_layers": self.layers * ALONE}
         if "n_dense_layers" in check.architecture(cfg.model):  # of the flavor, if not given
             numbers["n_dense_layers"] = self.position * self.layers + self.dense
-        model = cfg.model.model_copy(update=numbers)
-        cfg = cfg.model_copy(update={"parallelism": parallelism, "model": model})
+        layers = (self.layers,) * ALONE
+        cfg = changed(cfg, parallelism={"pipeline_layers": layers}, model=numbers)
         p = cfg.parallelism
         ranks = self.data_parallel * p.context_parallel * p.tensor_parallel
         microbatches = min(3, cfg.training.microbatches(self.data_parallel))
@@ -344,9 +298,8 @@ class Stages:
 
     def __init__(self, parallel: bool = True) -> None:
         self.parallel = parallel
-        self.traced: dict[tuple[str, Alone], Step] = {}
+        self.traced: dict[str, dict[Alone, Step]] = {}  # by configuration
         self.wholes: dict[tuple, Step] = {}
-        self.shallow: dict[str, dict[Alone, Step]] = {}  # by configuration
 
     def whole(
         self, cfg: Config, gpus: int, per_host: int, on_gpu: bool, routing: Routing = BALANCED
@@ -358,26 +311,23 @@ class Stages:
         return self.wholes[key]
 
     def steps(self, cfg: Config, wanted: Iterable[Alone]) -> dict[Alone, Step]:
-        parallelism = cfg.parallelism.model_copy(
-            update={
-                "pipeline_parallel": ALONE,
-                "data_parallel_shard": -1,
-                "pipeline_schedule": "1f1b",
-                "pipeline_stages_per_rank": 0,
-                "pipeline_layers": (),
-            }
-        )
-        cfg = cfg.model_copy(update={"parallelism": parallelism})
-        name = name_of(cfg)
-        wanted = set(wanted)
-        missing = [alone for alone in wanted if (name, alone) not in self.traced]
+        alone = {
+            "pipeline_parallel": ALONE,
+            "data_parallel_shard": -1,
+            "pipeline_schedule": "1f1b",
+            "pipeline_stages_per_rank": 0,
+            "pipeline_layers": (),
+        }
+        cfg = changed(cfg, parallelism=alone)
+        known = self.traced.setdefault(name_of(cfg), {})
+        missing = [stage for stage in set(wanted) if stage not in known]
         if self.parallel:
-            steps = in_processes(Alone.trace, [(alone, cfg) for alone in missing])
+            steps = in_processes(Alone.trace, [(stage, cfg, {}) for stage in missing])
+            known |= zip(missing, steps)
         else:
-            shallow = self.shallow.setdefault(name, {})
-            steps = [alone.trace(cfg, shallow) for alone in missing]
-        self.traced |= {(name, alone): step for alone, step in zip(missing, steps)}
-        return {alone: self.traced[name, alone] for alone in wanted}
+            for stage in missing:
+                known[stage] = stage.trace(cfg, known)
+        return {stage: known[stage] for stage in wanted}
 
 
 def name_of(cfg: Config) -> str:
@@ -482,9 +432,13 @@ def played(
     def seconds(action: Action) -> float:
         return ranks[placement[action.stage]].seconds(action)
 
-    gathers = Gathers(ranks)
-    at_once = schedules.timeline(table, placement, seconds, ready=gathers.ready)
-    real = schedules.timeline(table, placement, seconds, travel, gathers.ready)
+    begins = first_forwards(ranks)
+
+    def ready(action: Action) -> float:
+        return begins.get(action, 0.0)
+
+    at_once = schedules.timeline(table, placement, seconds, ready=ready)
+    real = schedules.timeline(table, placement, seconds, travel, ready)
     ends = []  # of each rank's last action
     reduced = []  # of its last gradient reduction
     for rank, actions in zip(ranks, real):
@@ -502,27 +456,24 @@ def played(
     return Pipeline(ranks, real, schedules.bubble(real), p2p, reduction, step_seconds)
 
 
-class Gathers:
-    """All-gathers of a pipeline's weights that a rank begins at the start of the step, one after
-    another, in the order in which its stages come to their first forward."""
-
-    def __init__(self, ranks: list[Rank]) -> None:
-        self.begins: dict[Action, float] = {}  # first forward of a stage -> earliest begin
-        for rank in ranks:
-            gathered = 0.0
-            for action in rank.actions:
-                if action.kind != FORWARD or action.microbatch > 0:
-                    continue
-                part = rank.costs[action]
-                layers = max(1, len(rank.layers_of[action.stage]))
-                # Forward waits for its first layer, and has its last one left when that comes.
-                first_layer = gathered + part.gathers / layers
-                gathered += part.gathers
-                last_layer = gathered - part.time.seconds * (layers - 1) / layers
-                self.begins[action] = max(first_layer, last_layer)
-
-    def ready(self, action: Action) -> float:
-        return self.begins.get(action, 0.0)
+def first_forwards(ranks: list[Rank]) -> dict[Action, float]:
+    """Return the earliest begin of each stage's first forward, of a pipeline whose ranks begin the
+    all-gathers of all their weights at the start of the step, one after another, in the order in
+    which their stages come to their first forward."""
+    begins: dict[Action, float] = {}
+    for rank in ranks:
+        gathered = 0.0
+        for action in rank.actions:
+            if action.kind != FORWARD or action.microbatch > 0:
+                continue
+            part = rank.costs[action]
+            layers = max(1, len(rank.layers_of[action.stage]))
+            # Forward waits for its first layer, and has its last one left when that comes.
+            first_layer = gathered + part.gathers / layers
+            gathered += part.gathers
+            last_layer = gathered - part.time.seconds * (layers - 1) / layers
+            begins[action] = max(first_layer, last_layer)
+    return begins
 
 
 def largest_sent(part: Part) -> int:

@@ -15,8 +15,8 @@ from parallelisms.fsdp_details import gathers_once
 from tools.goodput import best_interval, expected
 from tools.plan.arguments import MARGIN, MTBF_GPU_HOURS
 from tools.plan.device import Device
-from tools.plan.estimate import Estimate, estimate
-from tools.plan.pipeline import Machine, Pipeline, Rank, Stages, make_pipeline
+from tools.plan.estimate import Estimate, Machine, estimate
+from tools.plan.pipeline import Pipeline, Rank, Stages, make_pipeline
 from tools.plan.routing import BALANCED, Chosen, Routing
 from tools.plan.stack import OURS, Software
 from tools.plan.step import GIB, Step, Where, fsdp_dimension
@@ -317,5 +317,4 @@ def make_plan(cfg: Config, inputs: PlanInputs, stages: Stages | None = None) -> 
         pipeline = make_pipeline(cfg, inputs.gpus, inputs.on_gpu, m, stages, inputs.routing)
         return Plan(cfg, inputs, pipeline.worst, pipeline.time(pipeline.slowest), pipeline)
     step = stages.whole(cfg, inputs.gpus, inputs.per_host, inputs.on_gpu, inputs.routing)
-    time = estimate(step, m.device, m.per_host, m.compiled, m.selective, m.stack, m.chosen)
-    return Plan(cfg, inputs, step, time)
+    return Plan(cfg, inputs, step, estimate(step, m))

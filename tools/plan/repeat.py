@@ -79,7 +79,7 @@ def period_of_attention(cfg: Config, first: int) -> int:
 
 def with_layers(step: Step, layers: int, edge: int, period: int) -> Step | None:
     """Return the step of the same model with `layers` blocks, from one with fewer: blocks `edge`
-    ... `edge + period - 1` repeated. `edge + period - 1` repeated.
+    ... `edge + period - 1` repeated.
 
     None where that would not be exact: those blocks and the next `period` ones differ in some
     event, or the optimizer does more than update each element by itself, which `_scale` would not
@@ -222,19 +222,18 @@ class Repetition:
             for copy in range(self.copies + 1):
                 place = self.moved(Where(-1, "build", block), copy)
                 parameters[place.block] = totals
-        t = self.traced
-        moe_layers = t.moe_layers + self.copies * self.period if t.moe_layers else 0
-        whole = Step(
-            stretches,
-            memory,
-            self.layers,
-            t.microbatches,
-            t.groups,
-            parameters,
-            t.repeats,
-            moe_layers,
+        moe_layers = self.traced.moe_layers
+        if moe_layers:
+            moe_layers += self.copies * self.period
+        whole = replace(
+            self.traced,
+            stretches=stretches,
+            memory=memory,
+            layers=self.layers,
+            parameters=parameters,
+            moe_layers=moe_layers,
         )
-        _scale(whole, t)
+        _scale(whole, self.traced)
         return whole
 
 
@@ -246,12 +245,12 @@ def _scale(step: Step, traced: Step) -> None:
     before = sum(p.local_bytes for p in traced.parameters.values())
     after = sum(p.local_bytes for p in step.parameters.values())
     for stretch in step.stretches:
+        in_optimizer = stretch.where.phase in ("clip", "optimizer")
         for i, row in enumerate(stretch.rows):
-            if isinstance(row, Op) and row.bytes_per_moe_layer:
+            if not isinstance(row, Op):
+                continue
+            if row.bytes_per_moe_layer:
                 stretch.rows[i] = replace(row, message=row.bytes_per_moe_layer * step.moe_layers)
-        if stretch.where.phase not in ("clip", "optimizer"):
-            continue
-        for i, row in enumerate(stretch.rows):
-            if isinstance(row, Op) and row.traffic:
+            elif row.traffic and in_optimizer:
                 traffic = row.traffic * after // before
                 stretch.rows[i] = replace(row, traffic=traffic, fused=traffic)

@@ -34,27 +34,20 @@ WORTH_A_LINE = 0.05  # of a step's time
 
 def size_text(count: float) -> str:
     """Format bytes with a unit."""
-    for unit, length, least in (
-        ("GiB", GIB, GIB / 10),
-        ("MiB", 2**20, 2**20),
-        ("KiB", 2**10, 10 * 2**10),
-    ):
-        if count >= least:
-            return f"{count / length:,.{1 if unit == 'KiB' else 2}f} {unit}"
+    if count >= GIB / 10:
+        return f"{count / GIB:,.2f} GiB"
+    if count >= 2**20:
+        return f"{count / 2**20:,.2f} MiB"
+    if count >= 10 * 2**10:
+        return f"{count / 2**10:,.1f} KiB"
     return f"{count:.0f} B"
 
 
 def time_text(seconds: float) -> str:
-    for unit, length, least in (
-        ("days", 86400, 2),
-        ("h", 3600, 2),
-        ("min", 60, 2),
-        ("s", 1, 1),
-        ("ms", 1e-3, 0),
-    ):
-        if seconds >= least * length:
+    for unit, length in ("days", 86400), ("h", 3600), ("min", 60):
+        if seconds >= 2 * length:
             return f"{seconds / length:,.1f} {unit}"
-    raise AssertionError
+    return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
 def parameters_text(count: float) -> str:
@@ -62,10 +55,10 @@ def parameters_text(count: float) -> str:
 
 
 def token_text(count: float) -> str:
-    for unit, length in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("", 1)):
-        if count >= length or not unit:
+    for unit, length in ("T", 1e12), ("B", 1e9), ("M", 1e6):
+        if count >= length:
             return f"{count / length:,.4g}{unit} tokens"
-    raise AssertionError
+    return f"{count:,.4g} tokens"
 
 
 def report(plan: Plan, all_stages: bool = False) -> str:
@@ -85,12 +78,12 @@ def report(plan: Plan, all_stages: bool = False) -> str:
         *scaling(plan),
         *run(plan),
     ]
-    lines += unmodelled(plan)
+    if ignored := not_modelled(plan.cfg, plan.inputs.device):
+        lines += ["Not modelled", *(f"  {line}" for line in ignored)]
     if recomputes_often(plan.cfg):
         lines.append(
             "  A split backward recomputes a checkpointed block for each of its weights: without "
-            "checkpointing, or with the "
-            "schedule 1f1b or interleaved_1f1b, steps are faster."
+            "checkpointing, or with the schedule 1f1b or interleaved_1f1b, steps are faster."
         )
     if not plan.fits:
         lines += ["", f"It does not fit: {advice(plan)}"]
@@ -106,12 +99,6 @@ def model_name(cfg: Config) -> str:
     name = f"{given.pop('family')} {given.pop('flavor')}"
     changed = ", ".join(f"{key} = {value}" for key, value in given.items())
     return f"{name} with {changed}" if changed else name
-
-
-def unmodelled(plan: Plan) -> list[str]:
-    """List the options that the plan does not model, if there are any."""
-    lines = not_modelled(plan.cfg, plan.inputs.device)
-    return ["Not modelled", *(f"  {line}" for line in lines)] if lines else []
 
 
 def recomputes_often(cfg: Config) -> bool:
@@ -141,15 +128,11 @@ def heading(plan: Plan) -> list[str]:
         kept = f", gradients kept {cfg.parallelism.accumulate_gradients} in between"
     return [
         f"{model_name(cfg)}, {parameters_text(plan.parameters + plan.frozen)} parameters, on "
-        f"{inputs.gpus:,} x "
-        f"{inputs.device.name} "
-        f"({hosts(inputs)})",
+        f"{inputs.gpus:,} x {inputs.device.name} ({hosts(inputs)})",
         f"mesh {mesh}; sequences {cfg.training.global_batch_size:,} x "
-        f"{cfg.training.seq_len:,} tokens = {microbatches} "
-        f"microbatch{'es' * (microbatches > 1)} of "
-        f"{cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing "
-        f"{cfg.activation_checkpoint.mode}; "
-        f"compile {'on' if cfg.compile.enabled else 'off'}",
+        f"{cfg.training.seq_len:,} tokens = {number_of(microbatches, 'microbatch', 'microbatches')} "
+        f"of {cfg.training.local_batch_size} per data-parallel rank{kept}; checkpointing "
+        f"{cfg.activation_checkpoint.mode}; compile {'on' if cfg.compile.enabled else 'off'}",
         *adapters(plan),
         *mixers(plan),
         *attention(plan),
@@ -164,8 +147,8 @@ def adapters(plan: Plan) -> list[str]:
     if not lora.rank and not plan.frozen:
         return []
     if not lora.rank:
-        counts = map(parameters_text, (plan.parameters, plan.frozen))
-        return ["{} parameters trained, {} frozen".format(*counts)]
+        frozen = parameters_text(plan.frozen)
+        return [f"{parameters_text(plan.parameters)} parameters trained, {frozen} frozen"]
     return [
         f"adapters of rank {lora.rank} of {', '.join(lora.targets)}: "
         f"{parameters_text(plan.parameters)} trained, {parameters_text(plan.frozen)} frozen in "
@@ -212,13 +195,17 @@ def context(plan: Plan) -> list[str]:
     seq_len = plan.cfg.training.seq_len
     if p.context_parallel == 1:
         return []
-    hosts = len({rank // plan.inputs.per_host for rank in plan.step.groups["cp"]})
-    where = "on one host" if hosts == 1 else f"on {hosts} hosts"
     return [
-        f"context parallel, {p.context_parallel_method}: {p.context_parallel} ranks {where} share "
-        "a sequence, "
-        f"{seq_len // p.context_parallel:,} tokens each; FSDP's dimension is dp_shard_cp"
+        f"context parallel, {p.context_parallel_method}: {p.context_parallel} ranks on "
+        f"{hosts_of(plan, 'cp')} share a sequence, {seq_len // p.context_parallel:,} tokens each; "
+        "FSDP's dimension is dp_shard_cp"
     ]
+
+
+def hosts_of(plan: Plan, dimension: str) -> str:
+    """Say on how many hosts a group of the mesh is."""
+    hosts = len({rank // plan.inputs.per_host for rank in plan.step.groups[dimension]})
+    return "one host" if hosts == 1 else f"{hosts} hosts"
 
 
 def experts(plan: Plan) -> list[str]:
@@ -233,8 +220,7 @@ def experts(plan: Plan) -> list[str]:
         f"{active_parameters(args) / 1e9:,.2f}B active parameters"
     ]
     if ep > 1:
-        hosts = len({rank // plan.inputs.per_host for rank in plan.step.groups["ep"]})
-        where = "one host" if hosts == 1 else f"{hosts} hosts"
+        where = hosts_of(plan, "ep")
         routing = str(plan.inputs.routing)
         if plan.inputs.routing != BALANCED:
             routing += " (this plan is of that rank)"
@@ -242,7 +228,7 @@ def experts(plan: Plan) -> list[str]:
             f"expert parallel: {ep} ranks on {where} have {number_of(args.n_experts // ep, 'expert')} each; "
             f"routing: {routing}"
         )
-        if hosts > 1:
+        if where != "one host":
             lines.append(
                 f"{plan.cfg.parallelism.expert_exchange} exchange: dispatch and combine of a step "
                 f"send {size_text(sent_between_hosts(plan))} from each rank to other hosts"
@@ -276,12 +262,10 @@ def stages(plan: Plan, all_stages: bool) -> list[str]:
     ranks = pipeline.ranks
     shown = ranks
     if not all_stages and len(ranks) > 4:
-        numbers = sorted({0, plan.step.number, len(ranks) - 1})
-        shown = [ranks[i] for i in numbers]
-    per_rank = len(ranks[0].stages)
+        shown = [ranks[i] for i in sorted({0, plan.step.number, len(ranks) - 1})]
+    stages_of_one = number_of(len(ranks[0].stages), "stage")
     title = (
-        f"Pipeline {plan.cfg.parallelism.pipeline_schedule}, {len(ranks)} ranks of {per_rank} "
-        f"{plural(per_rank, 'stage')}"
+        f"Pipeline {plan.cfg.parallelism.pipeline_schedule}, {len(ranks)} ranks of {stages_of_one}"
     )
     lines = [f"{title:48}{'parameters':>14}{'live at the peak':>20}{'works for':>14}"]
     for rank in shown:
@@ -310,10 +294,10 @@ def memory(plan: Plan) -> list[str]:
     step = plan.step
     live, place, at_peak = plan.peak
     at_most = step.highest_by_kind()
-    which = "rank 0, which has the largest shards"
+    title = "Memory of rank 0, which has the largest shards"
     if plan.pipeline:
-        which = f"rank {step.number}, which needs the most"
-    lines = [f"{f'Memory of {which}':48}{'at the peak':>14}{'at most':>14}"]
+        title = f"Memory of rank {step.number}, which needs the most"
+    lines = [f"{title:48}{'at the peak':>14}{'at most':>14}"]
     for kind, name in KINDS.items():
         if at_most.get(kind):
             then = size_text(at_peak.get(kind, 0))
@@ -343,9 +327,8 @@ def memory(plan: Plan) -> list[str]:
         ]
     if (blocks := plan.room_for_gathered) > gathered:
         lines += [
-            f"  Room for the gathered weights of the last {blocks} blocks: "
-            "parallelism.keep_gathered = "
-            f"{blocks} would save as many all-gathers with each microbatch (now {gathered}).",
+            f"  Room for the gathered weights of the last {blocks} blocks: parallelism.keep_gathered "
+            f"= {blocks} would save as many all-gathers with each microbatch (now {gathered}).",
             "",
         ]
     if plan.cfg.compile.enabled:
@@ -426,18 +409,14 @@ def speed(plan: Plan) -> list[str]:
         f"FLOPs per token  {derived:.4g} derived ({formula}), {counted:.4g} counted "
         f"({counted / derived - 1:+.2%}{fullest}); "
         f"recomputed{' or padded' * latent}{' or repeated' * bool(plan.repeated)} on top of those "
-        f"{recomputed:.3g} "
-        f"({recomputed / derived:.1%})",
-        f"Time of a step   {time_text(t.seconds)}{whose}: matmuls {time_text(t.matmul)} "
-        f"at {d.matmul_efficiency:.0%} of "
-        f"{d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, "
+        f"{recomputed:.3g} ({recomputed / derived:.1%})",
+        f"Time of a step   {time_text(t.seconds)}{whose}: matmuls {time_text(t.matmul)} at "
+        f"{d.matmul_efficiency:.0%} of {d.peak / 1e12:,.{0 if d.peak > 1e13 else 2}f} TFLOP/s, "
         f"attention {time_text(t.attention)} at {attended:.0%} (causal: half), "
-        f"memory-bound {time_text(t.memory_bound)}, "
-        f"of which recomputed {time_text(t.recomputed)}; communication exposed "
-        f"{time_text(t.exposed)}{waits}",
+        f"memory-bound {time_text(t.memory_bound)}, of which recomputed "
+        f"{time_text(t.recomputed)}; communication exposed {time_text(t.exposed)}{waits}",
         f"Speed            {plan.tokens_per_second:,.0f} tokens/s, "
-        f"{plan.tokens_per_second / plan.inputs.gpus:,.0f} per GPU; "
-        f"MFU {plan.mfu:.1%}",
+        f"{plan.tokens_per_second / plan.inputs.gpus:,.0f} per GPU; MFU {plan.mfu:.1%}",
     ]
 
 
@@ -483,16 +462,15 @@ def run(plan: Plan) -> list[str]:
     )
     lines = [
         f"The run          {steps}: {time_text(seconds)} of training, "
-        f"{time_text(seconds / goodput) if goodput else 'never'} with what "
-        f"interruptions cost; {hours:,.0f} GPU-hours{dollars}",
+        f"{time_text(seconds / goodput) if goodput else 'never'} with what interruptions cost; "
+        f"{hours:,.0f} GPU-hours{dollars}",
         f"Checkpoints      {size_text(plan.checkpoint_bytes)} each; copy to the host "
-        f"{time_text(copy)}, training waits "
-        f"{time_text(stall)}; written in {time_text(write)} at {inputs.storage_gb_per_s:g} GB/s",
+        f"{time_text(copy)}, training waits {time_text(stall)}; written in {time_text(write)} at "
+        f"{inputs.storage_gb_per_s:g} GB/s",
         f"Interruptions    {hours / inputs.mtbf_gpu_hours:,.1f} expected, one in "
-        f"{time_text(plan.mtbf)} "
-        f"({inputs.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every {time_text(interval)} as "
-        f"configured: {goodput:.1%} goodput; "
-        f"best: every {number_of(max(1, round(best / step_seconds)), 'step')} ({time_text(best)}), "
+        f"{time_text(plan.mtbf)} ({inputs.mtbf_gpu_hours:,.0f} GPU-hours each); checkpoint every "
+        f"{time_text(interval)} as configured: {goodput:.1%} goodput; best: every "
+        f"{number_of(max(1, round(best / step_seconds)), 'step')} ({time_text(best)}), "
         f"{plan.goodput(best):.1%}",
     ]
     if plan.staging or plan.cfg.checkpoint.peers:
@@ -540,8 +518,7 @@ def advice(plan: Plan) -> str:
     if at_peak.get("activations", 0) > plan.live / 4:
         hints.append(
             'activations fill it: activation_checkpoint.mode = "full", a smaller '
-            "training.local_batch_size, "
-            "more tensor_parallel or context_parallel"
+            "training.local_batch_size, more tensor_parallel or context_parallel"
         )
     states = sum(at_peak.get(kind, 0) for kind in STATES)
     if states > plan.live / 4:

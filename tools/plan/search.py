@@ -8,12 +8,13 @@ does not fit. So the ranking is that of `every_choice`, traced and sorted.
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from math import inf
 
 from configs.schema import SCHEDULES, Config, InputError
-from configs.words import number_of
+from configs.words import aligned, number_of
 from tools.plan.bounds import Bounds, Profile, profile
 from tools.plan.choices import (
     MODES,
@@ -21,6 +22,7 @@ from tools.plan.choices import (
     Choice,
     every_choice,
     legal,
+    microbatches_of,
     replicated,
     with_batch,
 )
@@ -29,22 +31,8 @@ from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.step import GIB
 from tools.plan.workers import workers
 
-COLUMNS = {  # of the table -> width
-    "tp": 4,
-    "ep": 4,
-    "context": 12,
-    "replicas": 10,
-    "pipeline": 24,
-    "checkpointing": 15,
-    "microbatch": 13,
-    "accumulation": 14,
-    "memory GiB": 12,
-    "s/step": 9,
-    "exposed": 9,
-    "bubble": 8,
-    "tokens/s": 14,
-    "MFU": 7,
-}
+COLUMNS = ("tp", "ep", "context", "replicas", "pipeline", "checkpointing", "microbatch")
+COLUMNS += ("accumulation", "memory GiB", "s/step", "exposed", "bubble", "tokens/s", "MFU")
 SHOWN = 10  # rows of the table
 EVERY = 5.0  # seconds between two lines of progress
 
@@ -66,16 +54,20 @@ def candidate(choice: Choice, plan: Plan) -> Candidate:
 def planned(
     choices: list[Choice], cfg: Config, inputs: PlanInputs
 ) -> tuple[list[Candidate], Profile | None]:
-    """Plans of choices that share traces; and of the first what it says about others, if it is one
-    of `profiled`. Called in a worker."""
+    """Plan choices that share traces, with sharded gradients where whole ones do not fit. Returns also
+    what the first says about others, if a profile can be had of it. Called in a worker."""
     stages = Stages(parallel=False)
     found = []
     known = None
     for choice in choices:
         plan = make_plan(choice.applied_to(cfg), inputs, stages)
+        sharded = choice.sharded if plan.microbatches > 1 else choice
+        if choice.sharded == of_profile(choice).sharded:
+            known = profile(make_plan(sharded.applied_to(cfg), inputs, stages))
+        if not plan.fits:
+            choice = sharded
+            plan = make_plan(choice.applied_to(cfg), inputs, stages)
         found.append(candidate(choice, plan))
-        if choice.pipeline_parallel == choice.local_batch_size == 1 and choice.replicas == 1:
-            known = profile(plan)
     return found, known
 
 
@@ -92,13 +84,21 @@ def stand_in(
 
 
 def of_profile(choice: Choice) -> Choice:
-    """Return the choice whose trace gives the profile for this one, up to its accumulation."""
-    return choice.base._replace(mode=choice.mode)
+    """Return the choice whose trace gives the profile for this one: of no accumulation, replicas or
+    pipeline."""
+    return Choice(
+        choice.tensor_parallel,
+        mode=choice.mode,
+        context_parallel=choice.context_parallel,
+        context_parallel_method=choice.context_parallel_method,
+        expert_parallel=choice.expert_parallel,
+        expert_exchange=choice.expert_exchange,
+    )
 
 
 def together(choice: Choice) -> Choice:
     """Equal for choices whose plans share traces: the pipelines with the same stages."""
-    return choice._replace(schedule="1f1b", stages_per_rank=0)
+    return choice._replace(pipeline_schedule="1f1b", pipeline_stages_per_rank=0)
 
 
 @dataclass
@@ -114,35 +114,25 @@ def by_speed(row: Candidate) -> tuple:
     return -row.tokens_per_second, row.choice
 
 
-@dataclass
 class Search:
     """State of a search: which choices are open, and which figures are known."""
 
-    cfg: Config
-    inputs: PlanInputs
-    shown: int
-    bounds: Bounds
-    open: dict[Choice, None] = field(default_factory=dict)
-    too_large: int = 0  # choices that were left out since they cannot fit
-    too_slow: int = 0  # since they cannot be among those that are shown
-    known: dict[Choice, Candidate] = field(default_factory=dict)
-    # None: that cannot be traced, so there are no bounds
-    profiles: dict[Choice, Profile | None] = field(default_factory=dict)
-    running: dict[Future, list[Choice]] = field(default_factory=dict)
-    # choice -> profile that the bounds come from, seconds, bytes
-    cached: dict[Choice, tuple[Profile, float, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.choices = every_choice(self.cfg, self.inputs)
+    def __init__(self, cfg: Config, inputs: PlanInputs, shown: int) -> None:
+        self.cfg = cfg
+        self.inputs = inputs
+        self.shown = shown
+        self.bounds = Bounds(cfg, inputs)
+        self.choices = every_choice(cfg, inputs)
         self.legal = set(self.choices)
         self.open = dict.fromkeys(self.choices)
-        self.leaners: dict[Choice, list[Choice]] = {}
-        self.capacity = self.inputs.device.memory_gib * GIB
-        self.tokens = self.cfg.training.global_batch_size * self.cfg.training.seq_len
-        self.profiled: dict[Choice, Choice] = {}  # what `of_profile` gives -> whom to trace for it
-        for choice in self.choices:
-            if choice.pipeline_parallel == choice.local_batch_size == 1:
-                self.profiled[of_profile(choice)] = choice
+        self.too_large = 0  # choices that were left out since they cannot fit
+        self.too_slow = 0  # since they cannot be among those that are shown
+        self.known: dict[Choice, Candidate] = {}
+        # None: that cannot be traced, so there are no bounds
+        self.profiles: dict[Choice, Profile | None] = {}
+        self.running: dict[Future, list[Choice]] = {}
+        self.capacity = inputs.device.memory_gib * GIB
+        self.tokens = cfg.training.global_batch_size * cfg.training.seq_len
 
     def bound(self, choice: Choice) -> tuple[float, float]:
         """Return the least seconds and bytes of a choice. A mode that keeps more computes less, so
@@ -152,13 +142,16 @@ class Search:
             known = self.profiles.get(own._replace(mode=mode))
             if known is None:
                 continue
-            cached = self.cached.get(choice)
-            if cached is None or cached[0] is not known:
-                seconds = self.bounds.seconds(choice, known)
-                needed = self.bounds.needed(choice, known) if mode == choice.mode else 0.0
-                cached = self.cached[choice] = known, seconds, needed
-            return cached[1:]
+            needed = self.bounds.needed(choice.sharded, known) if mode == choice.mode else 0.0
+            return self.bounds.seconds(self.variant(choice), known), needed
         return 0.0, 0.0
+
+    def variant(self, choice: Choice) -> Choice:
+        """Return the choice with sharded gradients where whole ones cannot fit."""
+        known = self.profiles.get(of_profile(choice))
+        if known is None or self.bounds.microbatches(choice) == 1:
+            return choice
+        return choice.sharded if self.bounds.needed(choice, known) > self.capacity else choice
 
     def at_most(self, choice: Choice) -> float:
         """Return the tokens per second that the choice cannot exceed."""
@@ -173,54 +166,25 @@ class Search:
         known = [self.known[one] for one in self.leaner(choice) if one in self.known]
         return not all(row.fits for row in known)
 
+    @cache  # noqa: B019
     def leaner(self, choice: Choice) -> list[Choice]:
-        """Other choices that need no more memory: of a mode that keeps no more, with sharded
-        gradients; without a pipeline also with a smaller microbatch. The largest microbatch has no
-        accumulation, so of the smaller ones only sharded gradients need no more. Where backward is
-        in two halves, what the first recomputes is kept until the second."""
-        if choice not in self.leaners:
-            modes = MODES[: MODES.index(choice.mode) + 1]
-            if SCHEDULES[choice.schedule].splits_backward:
-                modes = (choice.mode,)
-            sizes = [choice.local_batch_size]
-            if choice.pipeline_parallel == 1:
-                every = self.sizes(choice)
-                sizes = every[: every.index(choice.local_batch_size) + 1]
-            found = []
-            for mode, size in product(modes, sizes):
-                one = choice._replace(mode=mode, local_batch_size=size)
-                found.append(one._replace(accumulate="sharded"))
-                if self.accumulates(one) == self.accumulates(choice):
-                    found.append(one)
-            legal_ones = [one for one in found if one in self.legal and one != choice]
-            self.leaners[choice] = legal_ones
-        return self.leaners[choice]
-
-    def accumulates(self, choice: Choice) -> bool:
-        return self.bounds.microbatches(choice) > 1
-
-    def sizes(self, choice: Choice) -> list[int]:
-        """Return the microbatches to try with a mesh, the smallest first."""
-        ranks = choice.tensor_parallel * choice.context_parallel
-        largest = self.cfg.training.global_batch_size * ranks // self.inputs.gpus
-        return [*(2**i for i in range(12) if 2**i < largest), largest]
+        """Return the other choices that need no more memory: of a mode that keeps no more; without a
+        pipeline also with a smaller microbatch. Where backward is in two halves, what the first
+        recomputes is kept until the second."""
+        modes = MODES[: MODES.index(choice.mode) + 1]
+        if SCHEDULES[choice.pipeline_schedule].splits_backward:
+            modes = (choice.mode,)
+        sizes = [choice.local_batch_size]
+        if choice.pipeline_parallel == 1:
+            every = microbatches_of(choice, self.cfg, self.inputs)
+            sizes = every[: every.index(choice.local_batch_size) + 1]
+        every = product(modes, sizes)
+        found = [choice._replace(mode=mode, local_batch_size=size) for mode, size in every]
+        return [one for one in found if one in self.legal and one != choice]
 
     def best(self) -> list[Candidate]:
-        """Return the fastest choice that fits; with sharded accumulation only where whole does not
-        fit."""
-        rows = [row for row in self.known.values() if row.fits and self.counts(row.choice)]
-        return sorted(rows, key=by_speed)[: self.shown]
-
-    def counts(self, choice: Choice) -> bool:
-        if choice.accumulate == "whole" or choice.whole in self.known:
-            return self.may_count(choice)
-        return self.is_too_large(choice.whole)
-
-    def may_count(self, choice: Choice) -> bool:
-        """Return True as long as whole gradients are not known to fit too."""
-        if choice.accumulate == "whole" or choice.whole not in self.known:
-            return True
-        return not self.known[choice.whole].fits
+        """Return the fastest that fit."""
+        return sorted((row for row in self.known.values() if row.fits), key=by_speed)[: self.shown]
 
     def leave_out(self) -> None:
         """Close what cannot fit, and what cannot be among the best."""
@@ -229,7 +193,7 @@ class Search:
         for choice in list(self.open):
             if self.is_too_large(choice):
                 self.too_large += 1
-            elif self.at_most(choice) < slowest or not self.may_count(choice):
+            elif self.at_most(choice) < slowest:
                 self.too_slow += 1
             else:
                 continue
@@ -240,20 +204,13 @@ class Search:
         traces; or first the one that bounds it. Empty: wait for the traces that run now."""
         self.leave_out()
         order = sorted(self.open, key=self.promise)
-        in_flight = {choice for choices in self.running.values() for choice in choices}
-        profiles_in_flight = {of_profile(choice) for choice in in_flight}
+        in_flight = {of_profile(choice) for choices in self.running.values() for choice in choices}
         for choice in order:
             own = of_profile(choice)
-            if own not in self.profiles:
-                if own in profiles_in_flight:
-                    continue
-                return [self.profiled.get(own, own._replace(accumulate="sharded"))]
-            whole = choice.whole
-            if whole != choice and whole in in_flight:
-                continue  # whether that fits decides whether this one counts
-            if whole in self.open:
-                choice = whole
-            return [one for one in order if together(one) == together(choice)]
+            if own in self.profiles:
+                return [one for one in order if together(one) == together(choice)]
+            if own not in in_flight:
+                return [own]
         return []
 
     def promise(self, choice: Choice) -> tuple:
@@ -276,16 +233,16 @@ class Search:
         return [choice for needed, choice in sorted(rows)[:1] if needed < nearest]
 
     def learn(self, choices: list[Choice], found: list[Candidate], known: Profile | None) -> None:
-        for row in found:
-            self.known[row.choice] = row
-        if choices[0].pipeline_parallel == choices[0].local_batch_size == 1:
+        self.known |= zip(choices, found)
+        if choices[0] == of_profile(choices[0]):
             self.profiles.setdefault(of_profile(choices[0]), known)
 
     def start(self, pool: ProcessPoolExecutor, choices: list[Choice]) -> None:
         for choice in choices:
             self.open.pop(choice, None)
         if choices[0] in self.legal:
-            future = pool.submit(planned, choices, self.cfg, self.inputs)
+            variants = [self.variant(choice) for choice in choices]
+            future = pool.submit(planned, variants, self.cfg, self.inputs)
         else:
             future = pool.submit(stand_in, choices[0], self.cfg, self.inputs)
         self.running[future] = choices
@@ -311,10 +268,8 @@ class Search:
                 log(self.progress())
 
     def progress(self) -> str:
-        best = self.best()
         line = f"searching: {len(self.known)} of {len(self.choices):,} choices traced"
-        if best:
-            first = best[0]
+        for first in self.best()[:1]:
             line += f"; best so far {first.tokens_per_second:,.0f} tokens/s: {first.choice}"
         return line
 
@@ -328,25 +283,18 @@ class Search:
 
 
 def search(
-    cfg: Config,
-    inputs: PlanInputs,
-    shown: int = SHOWN,
-    log: Callable | None = None,
-    fresh: bool = False,
+    cfg: Config, inputs: PlanInputs, shown: int = SHOWN, log: Callable | None = None
 ) -> Found:
     """Return the choices that fit, the fastest `shown` of them. log: called now and then with a
-    line about the progress. fresh: as for `workers`. Raises InputError, naming the nearest, where
-    nothing fits."""
-    state = Search(cfg, inputs, shown, Bounds(cfg, inputs))
+    line about the progress. Raises InputError, naming the nearest, where nothing fits."""
+    state = Search(cfg, inputs, shown)
     if not state.choices:
         raise InputError(
             f"no mesh of {inputs.gpus} GPUs is legal, training.global_batch_size = "
-            f"{cfg.training.global_batch_size}: "
-            f"it must be a multiple of the data-parallel ranks, {inputs.gpus} / tensor_parallel / "
-            "context_parallel / "
-            "pipeline_parallel"
+            f"{cfg.training.global_batch_size}: it must be a multiple of the data-parallel ranks, "
+            f"{inputs.gpus} / tensor_parallel / context_parallel / pipeline_parallel"
         )
-    with workers(fresh=fresh) as pool:
+    with workers() as pool:
         state.run(pool, state.next, log)
         best = state.best()
         hybrid_rows = []
@@ -359,61 +307,51 @@ def search(
             if row.fits:
                 hybrid_rows.append(row)
     if not best:
-        nearest = min(state.known.values(), key=by_memory)
+        nearest = min(state.known.values(), key=lambda row: (row.needed, row.choice))
         raise InputError(
-            f"nothing fits {inputs.device.memory_gib:.1f} GiB on {number_of(inputs.gpus, 'GPU')}; the nearest is "
-            f"{nearest.choice}, which needs "
-            f"{nearest.needed / GIB:.1f} GiB: {what_would_do(cfg, inputs, nearest)}"
+            f"nothing fits {inputs.device.memory_gib:.1f} GiB on {number_of(inputs.gpus, 'GPU')}; "
+            f"the nearest is {nearest.choice}, which needs {nearest.needed / GIB:.1f} GiB: "
+            f"{what_would_do(cfg, inputs, nearest)}"
         )
     ranking = sorted(best + hybrid_rows, key=by_speed)[:shown]
     return Found(ranking, state.left_out())
 
 
-def by_memory(row: Candidate) -> tuple:
-    return row.needed, row.choice
-
-
 def what_would_do(cfg: Config, inputs: PlanInputs, nearest: Candidate) -> str:
     """Return the fewest GPUs, in doublings, on which the nearest choice fits; and the memory that a
     device would need."""
-    gpus = inputs.gpus
-    remedies = []
-    for _ in range(6):
-        gpus *= 2
+    would_do = ""
+    for gpus in (inputs.gpus * 2**i for i in range(1, 7)):
         more = replace(inputs, gpus=gpus)
-        depth = nearest.choice.pipeline_parallel
         shared = nearest.choice.tensor_parallel * nearest.choice.context_parallel
         sizes = {1}
-        if depth == 1:
+        if nearest.choice.pipeline_parallel == 1:
             sizes = {1, cfg.training.global_batch_size * shared // gpus} - {0}
         choices = [nearest.choice._replace(mode="full", local_batch_size=size) for size in sizes]
         possible = [c for c in choices if legal(c.applied_to(cfg), more)]
         fitting = [c for c in possible if make_plan(c.applied_to(cfg), more).fits]
         if fitting:
-            remedies.append(f"{gpus} GPUs would do ({fitting[0]})")
+            would_do = f"{gpus} GPUs would do ({fitting[0]}), "
             break
-    remedies.append(f"or a device with {nearest.needed / GIB:.0f} GiB")
-    return ", ".join(remedies)
+    return f"{would_do}or a device with {nearest.needed / GIB:.0f} GiB"
 
 
 def cells_of(c: Candidate) -> list[str]:
     """Return the row of a candidate in the table, by COLUMNS."""
     choice = c.choice
-    context = "-"
+    context = pipeline = "-"
     if choice.context_parallel > 1:
-        context = f"{choice.context_parallel} {choice.method}"
-    pipeline = "-"
+        context = f"{choice.context_parallel} {choice.context_parallel_method}"
     if choice.pipeline_parallel > 1:
-        stages = f" x {choice.stages_per_rank}" if choice.stages_per_rank > 1 else ""
-        pipeline = f"{choice.pipeline_parallel}{stages} {choice.schedule}"
-    accumulation = "1"
-    if c.microbatches > 1:
-        accumulation = f"{c.microbatches} {choice.accumulate}"
+        stages = choice.pipeline_stages_per_rank
+        several = f" x {stages}" if stages > 1 else ""
+        pipeline = f"{choice.pipeline_parallel}{several} {choice.pipeline_schedule}"
+    accumulation = f"{c.microbatches} {choice.accumulate_gradients}" if c.microbatches > 1 else "1"
     return [
         str(choice.tensor_parallel),
         str(choice.expert_parallel),
         context,
-        str(choice.replicas),
+        str(choice.data_parallel_replicate),
         pipeline,
         choice.mode,
         str(choice.local_batch_size),
@@ -428,8 +366,5 @@ def cells_of(c: Candidate) -> list[str]:
 
 
 def table(found: Found) -> str:
-    rows = ["".join(f"{title:>{width}}" for title, width in COLUMNS.items())]
-    for c in found.ranking:
-        cells = zip(cells_of(c), COLUMNS.values(), strict=True)
-        rows.append("".join(f"{cell:>{width}}" for cell, width in cells))
-    return "\n".join([*rows, found.said])
+    rows = [COLUMNS, *map(cells_of, found.ranking)]
+    return "\n".join([*aligned(rows, right=range(len(COLUMNS))), found.said])

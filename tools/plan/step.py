@@ -7,13 +7,19 @@ collectives, block by block.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 GIB = 2**30
 
 # Phases that belong to blocks. A pipeline may split the backward (parallelisms/schedules.py).
 IN_BLOCKS = ("forward", "backward", "backward_input", "backward_weight")
+
+OUTSIDE = {  # the other phases -> their printed name
+    "start": "before the first forward",
+    "clip": "clipping",
+    "optimizer": "the optimizer",
+}
 
 KINDS = {  # of memory, in the order in which a report lists them -> their printed name
     "parameters": "parameters (float32 shards)",
@@ -136,10 +142,10 @@ class Curve:
     """Memory over a step, for classes that know `before`, the bytes by kind before the step, and
     `curve`: (place, kind, bytes more or less) in order."""
 
-    def peak(self) -> tuple[int, Where, dict[str, int]]:
+    def peak(self, before: dict[str, int] | None = None) -> tuple[int, Where, dict[str, int]]:
         """Return the most bytes that live at one time, where in the step that is, and those bytes
-        by kind."""
-        live = self.before()
+        by kind. before: in the place of what lives before the step."""
+        live = self.before() if before is None else dict(before)
         total = highest = sum(live.values())
         place = Where(-1, "start", -1)
         at_peak = dict(live)
@@ -152,10 +158,10 @@ class Curve:
                 at_peak = dict(live)
         return highest, place, {kind: size for kind, size in at_peak.items() if size}
 
-    def highest_by_kind(self) -> dict[str, int]:
+    def highest_by_kind(self, before: dict[str, int] | None = None) -> dict[str, int]:
         """Return the most bytes of each kind that live at one time. The times may differ between
         kinds."""
-        live = self.before()
+        live = self.before() if before is None else dict(before)
         highest = dict(live)
         for _, kind, change in self.curve():
             live[kind] = live.get(kind, 0) + change
@@ -208,6 +214,17 @@ class Step(Curve):
                     change = memory.size if event == "+" else -memory.size
                     yield stretch.where, memory.kind, change
 
+    def of(self, stretches: list[Stretch]) -> "Step":
+        """Return a part of the step by itself."""
+        return replace(self, stretches=stretches, repeats=1)
+
+    def change(self) -> dict[str, int]:
+        """Return the bytes by kind that live more or less after the step than before."""
+        total: dict[str, int] = {}
+        for _, kind, size in self.curve():
+            total[kind] = total.get(kind, 0) + size
+        return total
+
     def flops(self) -> tuple[int, int]:
         """FLOPs of the rank: the needed ones, and those of recomputation."""
         counted = recomputed = 0
@@ -219,11 +236,7 @@ class Step(Curve):
     def place(self, where: Where) -> str:
         """Name the place in the step for the report."""
         if where.phase not in IN_BLOCKS:
-            return {
-                "start": "before the first forward",
-                "clip": "clipping",
-                "optimizer": "the optimizer",
-            }[where.phase]
+            return OUTSIDE[where.phase]
         block = f"block {where.block + 1} of {self.layers}"
         if not 0 <= where.block < self.layers:
             block = "the embedding" if where.block < 0 else "the output and loss"

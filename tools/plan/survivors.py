@@ -38,16 +38,6 @@ CALLS_PER_SECOND = 10_000  # that a TCPStore answers (checkpoint/rounds.py::look
 GROUPS = 265 / 96_000
 COLUMNS = ("GPUs", "replicas", "noticed", "agreed", "groups", "state", "built", "half a step")
 COLUMNS += ("stop", "at return", "missing for", "speed meanwhile", "state of a GPU")
-PUBLISHED = (
-    "torchft: a silent replica is noticed after 5 s, and one that is late holds the others up for at "
-    "most 60 s (defaults of src/lighthouse.rs, 7eb7087); its survivors took 1.17 s to the next step "
-    "where ours took 0.39, and 2.9 s until all trained, ours 2.4 (lab/bench/results/restart.txt)",
-    "NVRx, in-process: 0.5 s for the groups' end, 1 s for faults of others, 0.5 s for new ranks, 0.5 s "
-    "for a barrier of 16,384; a hang 61 s; without new groups, compilation and loading "
-    "(docs/source/inprocess/usage_guide.rst and wrap.py, d8686d9)",
-    "FT-HSDP: stops of 3 min in place of 10, and 80% in place of 44%, on some 100,000 GPUs "
-    "(arXiv:2602.00277, abstract)",
-)
 
 
 def groups(ranks: int) -> float:
@@ -138,7 +128,7 @@ class Survivors:
 
 
 def lines(rows: list[Survivors], size: int, batch: int, asked: bool) -> list[str]:
-    """Describe the parts of what survivors lose, with what is published. size: GPUs of a replica;
+    """Describe the parts of what survivors lose. size: GPUs of a replica;
     batch: its sequences are shared; asked: whether --replace-minutes says when one returns."""
     of = number_of(size, "GPU")
     if not rows:
@@ -158,5 +148,4 @@ def lines(rows: list[Survivors], size: int, batch: int, asked: bool) -> list[str
         "are shared by one replica less, some ranks with padding",
         "  all restart when node 0's host is lost, or no replica is left; a rank that hangs is noticed "
         "as before a restart",
-        *(f"  published: {line}" for line in PUBLISHED),
     ]

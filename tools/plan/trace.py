@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import count
+from typing import Any
 from unittest import mock
 
 import torch
@@ -77,24 +78,19 @@ c10d = torch.ops.c10d
 functional = torch.ops._c10d_functional
 DEVICE_OF = torch.ops.prim.device.default  # looks up the device of a fake tensor
 
-# Operator -> kind of collective, and where its message is: the larger side, which NCCL's tests call
-# a collective's size.
 COLLECTIVES = {
-    c10d._allgather_base_.default: ("all-gather", lambda args, out: args[0]),
-    c10d._reduce_scatter_base_.default: ("reduce-scatter", lambda args, out: args[1]),
-    c10d.allreduce_.default: ("all-reduce", lambda args, out: args[0][0]),
-    c10d.alltoall_base_.default: ("all-to-all", lambda args, out: max(*args[:2], key=nbytes)),
-    c10d.send.default: ("send", lambda args, out: args[0][0]),
-    c10d.recv_.default: ("receive", lambda args, out: args[0][0]),
-    functional.all_gather_into_tensor.default: ("all-gather", lambda args, out: out),
-    functional.all_gather_into_tensor_out.default: ("all-gather", lambda args, out: out),
-    functional.reduce_scatter_tensor.default: ("reduce-scatter", lambda args, out: args[0]),
-    functional.all_reduce.default: ("all-reduce", lambda args, out: args[0]),
-    functional.all_reduce_.default: ("all-reduce", lambda args, out: args[0]),
-    functional.all_to_all_single.default: (
-        "all-to-all",
-        lambda args, out: max(args[0], out, key=nbytes),
-    ),
+    c10d._allgather_base_.default: "all-gather",
+    c10d._reduce_scatter_base_.default: "reduce-scatter",
+    c10d.allreduce_.default: "all-reduce",
+    c10d.alltoall_base_.default: "all-to-all",
+    c10d.send.default: "send",
+    c10d.recv_.default: "receive",
+    functional.all_gather_into_tensor.default: "all-gather",
+    functional.all_gather_into_tensor_out.default: "all-gather",
+    functional.reduce_scatter_tensor.default: "reduce-scatter",
+    functional.all_reduce.default: "all-reduce",
+    functional.all_reduce_.default: "all-reduce",
+    functional.all_to_all_single.default: "all-to-all",
 }
 # an unknown operator of these that moves data is an error
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional")
@@ -102,54 +98,47 @@ EXCHANGES = ("ep", ep_hosts.PEERS, ep_hosts.HOST)  # dimensions of dispatch and 
 MOVES_NOTHING = {"wait_tensor", "_wrap_tensor_autograd", "barrier", "monitored_barrier_"}
 
 
-# operator -> position of the left operand
+# their last two arguments are the operands
 MATMULS = {
-    aten.mm.default: 0,
-    aten.mm.out: 0,
-    aten.bmm.default: 0,
-    aten.addmm.default: 1,
-    aten.baddbmm.default: 1,
+    aten.mm.default,
+    aten.mm.out,
+    aten.bmm.default,
+    aten.addmm.default,
+    aten.baddbmm.default,
 }
 # operators whose result is a sum, or is one in another order
 SUMS = {aten.add.Tensor, aten.add_.Tensor, aten.cat.default, aten.clone.default}
 
 
 def has_no_vector(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Return True if both operands are proper matrices. A matrix-vector product, such as that of an
-    expert's output with its routing weight, is memory-bound and involves no weight of the model, so
-    its FLOPs do not count."""
+    """A matrix-vector product, such as that of an expert's output with its routing weight, is
+    memory-bound and involves no weight of the model, so its FLOPs do not count."""
     return min(*left.shape[-2:], right.shape[-1]) > 1
 
 
-def attention_matmul_flops(q: torch.Tensor, k: torch.Tensor, causal: bool) -> int:
+def whole_flops(q: torch.Tensor, k: torch.Tensor, causal: bool = True) -> tuple[int, int]:
     """Count the FLOPs of one of attention's matmuls, of q [b, H, T, E] with k [b, K, M, E]. PaLM's
     convention counts a causal matmul whole, although half of its results are masked. A matmul
-    without a mask is therefore counted twice."""
+    without a mask is therefore counted twice. The second number is as `ruled_flops` has it."""
     b, h, t, e = q.shape
-    return 2 * b * h * t * k.shape[-2] * e * (1 if causal else 2)
+    return 2 * b * h * t * k.shape[-2] * e * (1 if causal else 2), 0
 
 
-def piece_matmul_flops(q: torch.Tensor, starts: torch.Tensor, key_starts: torch.Tensor) -> int:
-    """Count the same for q [n, H, E] of models/kernels/document_attention.py::piece_attention. The
-    t queries of a piece are the last of its m tokens, so a causal mask leaves t (m - t / 2) results
-    of each head, and twice as many are counted."""
-    with unset_fake_temporarily():  # these tables are real
-        queries = starts.diff().double()
-        keys = key_starts.diff().double()
-        results = int((queries * (2 * keys - queries)).sum())
-        return 2 * q.shape[1] * q.shape[2] * results
-
-
-def ruled_matmul_flops(
+def ruled_flops(
     q: torch.Tensor,
     starts: torch.Tensor | None,
     key_starts: torch.Tensor | None,
-    longest: int,
-    window: int,
+    longest: int = 0,
+    longest_keys: int = 0,
+    window: int = 0,
+    *_,
 ) -> tuple[int, int]:
-    """Count the same for q [n, H, E] of models/kernels/ruled_attention.py::attend. With a window,
-    every query counts as many keys as that has. The second number is what kernels do beyond half of
-    the first: a query sees its whole window, unless it is among the first of a sequence."""
+    """Count the same for the pieces of models/kernels/document_attention.py::piece_attention and
+    models/kernels/ruled_attention.py::attend, whose arguments these are; q [n, H, E]. The t queries
+    of a piece are the last of its m tokens, so a causal mask leaves t (m - t / 2) results of each
+    head, and twice as many are counted. With a window, every query counts as many keys as that has.
+    The second number is what kernels do beyond half of the first: a query sees its whole window,
+    unless it is among the first of a sequence."""
     n, heads, width = q.shape
     of_one = 2 * heads * width
     with unset_fake_temporarily():  # tables are real
@@ -171,64 +160,29 @@ def ruled_matmul_flops(
         return counted, done - counted // 2
 
 
-# Attention operator -> position of q among its arguments, FLOPs of one of its matmuls, matmuls that
-# are needed, matmuls that are recomputation. Backward makes five matmuls. The first repeats the
-# scores, which flash attention does not keep.
+# Attention operator -> its arguments to the FLOPs of one of its matmuls, and what kernels do beyond
+# half of these. A backward has the gradient before q.
 ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: (
-        0,
-        lambda q, k, v, dropout=0.0, causal=False, *_: attention_matmul_flops(q, k, causal),
-        2,
-        0,
+        lambda q, k, v, dropout=0.0, causal=False, *_: whole_flops(q, k, causal)
     ),
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (
-        1,
-        lambda grad, q, k, v, out, lse, dropout, causal: attention_matmul_flops(q, k, causal),
-        4,
-        1,
+        lambda grad, q, k, v, out, lse, dropout, causal: whole_flops(q, k, causal)
     ),
-    torch.ops.plumbline.causal_attention_backward.default: (  # models/kernels/cpu/causal_attention.py
-        1,
-        lambda grad, q, k, *_: attention_matmul_flops(q, k, True),
-        4,
-        1,
-    ),
-    aten._flash_attention_forward.default: (
-        0,
-        lambda q, k, v, *starts: piece_matmul_flops(q, *starts[:2]),
-        2,
-        0,
-    ),
+    # models/kernels/cpu/causal_attention.py
+    torch.ops.plumbline.causal_attention_backward.default: lambda grad, q, k, *_: whole_flops(q, k),
+    aten._flash_attention_forward.default: lambda q, k, v, *starts: ruled_flops(q, *starts[:2]),
     aten._flash_attention_backward.default: (
-        1,
-        lambda grad, q, k, v, out, lse, *starts: piece_matmul_flops(q, *starts[:2]),
-        4,
-        1,
+        lambda grad, q, k, v, out, lse, *starts: ruled_flops(q, *starts[:2])
     ),
-    # models/kernels/ruled_attention.py: after the sinks, its tables and numbers
-    torch.ops.plumbline.ruled_attention.default: (
-        0,
-        lambda q, k, v, sinks, *rest: of_rule(q, *rest)[0],
-        2,
-        0,
+    # models/kernels/ruled_attention.py
+    torch.ops.plumbline.ruled_attention.default: lambda q, k, v, sinks, *rule: ruled_flops(
+        q, *rule
     ),
     torch.ops.plumbline.ruled_attention_backward.default: (
-        1,
-        lambda grad, q, k, v, out, lse, sinks, *rest: of_rule(q, *rest)[0],
-        4,
-        1,
+        lambda grad, q, k, v, out, lse, sinks, *rule: ruled_flops(q, *rule)
     ),
 }
-# Operator -> position of the sinks.
-RULED = {
-    torch.ops.plumbline.ruled_attention.default: 3,
-    torch.ops.plumbline.ruled_attention_backward.default: 6,
-}
-
-
-def of_rule(q: torch.Tensor, *rest) -> tuple[int, int]:
-    starts, key_starts, longest, _, window, *_ = rest
-    return ruled_matmul_flops(q, starts, key_starts, longest, window)
 
 
 # Grouped GEMMs (models/kernels/grouped_product.py). The arguments of each are the rows and the
@@ -268,6 +222,12 @@ def tensors_in(tree: object) -> list[torch.Tensor]:
 
 def nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def patch(stack: ExitStack, *rows: tuple[object, str, object]) -> None:
+    """Replace attributes, (owner, name, value), until the stack is closed."""
+    for owner, name, value in rows:
+        stack.enter_context(mock.patch.object(owner, name, value))
 
 
 class Trace(TorchDispatchMode):
@@ -316,14 +276,19 @@ class Trace(TorchDispatchMode):
             self.stretches.append(Stretch(self.where, []))
         return self.stretches[-1].rows
 
+    def add(self, storage: torch.UntypedStorage) -> int:
+        """Return a new number for a storage, whose end is then reported."""
+        address = storage._cdata
+        number = self.numbers[address] = next(self.counter)
+        self.alive[number] = weakref.ref(storage, lambda _: self.add_death(address, number))
+        return number
+
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of a tensor's storage. A storage that was not seen before is born now."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address in self.numbers:
-            return self.numbers[address]
-        number = self.numbers[address] = next(self.counter)
-        self.alive[number] = weakref.ref(storage, lambda _: self.add_death(address, number))
+        if storage._cdata in self.numbers:
+            return self.numbers[storage._cdata]
+        number = self.add(storage)
         self.add_birth(number, storage.nbytes())
         self.memory[number].shape = tuple(tensor.shape)
         return number
@@ -338,10 +303,8 @@ class Trace(TorchDispatchMode):
     def add_from_before(self, tensor: torch.Tensor) -> None:
         """Count memory that existed before the step and that no operator of the step has made."""
         storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self.numbers:
-            number = self.numbers[address] = next(self.counter)
-            self.alive[number] = weakref.ref(storage, lambda _: self.add_death(address, number))
+        if storage._cdata not in self.numbers:
+            number = self.add(storage)
             self.memory[number] = Memory(storage.nbytes(), Where(-1, "build", -1), "batch")
 
     def add_death(self, address: int, number: int) -> None:
@@ -354,15 +317,12 @@ class Trace(TorchDispatchMode):
     def resized(self, storage: torch.UntypedStorage, size: int) -> None:
         """FSDP frees and reallocates the memory of unsharded weights by resizing their storage: it
         dies and is born again."""
-        address = storage._cdata
-        number = next(self.counter)
-        if address in self.numbers:
-            previous = self.numbers[address]
+        previous = self.numbers.get(storage._cdata)
+        if previous is not None:
             if self.memory[previous].size == size:
                 return
-            self.add_death(address, previous)
-        self.numbers[address] = number
-        self.alive[number] = weakref.ref(storage, lambda _: self.add_death(address, number))
+            self.add_death(storage._cdata, previous)
+        number = self.add(storage)
         self.add_birth(number, size)
         self.memory[number].kind = "working weights"
 
@@ -447,7 +407,7 @@ class Trace(TorchDispatchMode):
         known = {self.number(t) for t in inputs}
         made = [t for t in tensors_in(out) if self.number(t) not in known]
         if func in COLLECTIVES:
-            op = self.collective(func, args, out)
+            op = self.collective(func, args, [*inputs, *made])
             op.inputs = known
             terms = self.terms_of(known)
             if op.kind == "reduce-scatter" and len(terms) > 1:
@@ -472,7 +432,7 @@ class Trace(TorchDispatchMode):
             # In backward, only recomputation records a graph, or runs the forward of attention or
             # of a grouped GEMM.
             forward = func in (GROUPED_FORWARD, DELTA_RULE_FORWARD)
-            forward = forward or (func in ATTENTION and not ATTENTION[func][3])
+            forward = forward or (func in ATTENTION and "backward" not in op.name)
             if in_backward and (torch.is_grad_enabled() or forward):
                 op.recomputed = op.matmul_flops + op.attention_flops
             if op.matmul_flops or op.attention_flops or "empty" not in op.name:
@@ -484,7 +444,7 @@ class Trace(TorchDispatchMode):
     def note_terms(self, func, args: tuple, known: set[int], out: object) -> None:
         """Remember what a sum of GEMMs is made of."""
         if func in MATMULS:
-            terms = [nbytes(args[MATMULS[func] + 1])]
+            terms = [nbytes(args[-1])]
         elif func in SUMS:
             terms = self.terms_of(known)
         else:
@@ -492,9 +452,12 @@ class Trace(TorchDispatchMode):
         for tensor in tensors_in(out):
             self.terms[self.number(tensor)] = terms
 
-    def collective(self, func, args: tuple, out: object) -> Op:
-        kind, message = COLLECTIVES[func]
-        op = Op(str(func), kind=kind, message=nbytes(message(args, out)))
+    def collective(self, func, args: tuple, tensors: list[torch.Tensor]) -> Op:
+        """tensors: the arguments and the result. The larger side is what NCCL's tests call a
+        collective's size."""
+        kind = COLLECTIVES[func]
+        message = max(tensors, key=nbytes)
+        op = Op(str(func), kind=kind, message=nbytes(message))
         group = group_of(args).group_name
         in_blocks = self.where.phase in IN_BLOCKS and "loss" not in self.labels
         op.dimension = self.dimension(group)
@@ -510,9 +473,10 @@ class Trace(TorchDispatchMode):
         op.background = func.namespace == "c10d" and in_blocks and op.message > 8
         if kind == "all-to-all" and self.where.phase == "optimizer":
             op.dimension = STAGE  # parallelisms/gather_matrices.py
-        shape = message(args, out).shape
-        if len(shape) > 1 and shape[0] == self.moe_layers and self.outside_blocks():
-            op.bytes_per_moe_layer = op.message // self.moe_layers
+        shape = message.shape
+        if len(shape) > 1 and shape[0] == self.moe_layers:
+            if not 0 <= self.where.block < len(self.job.model.layers):
+                op.bytes_per_moe_layer = op.message // self.moe_layers
         return op
 
     def end_flight(self, rows: torch.Tensor) -> None:
@@ -522,30 +486,29 @@ class Trace(TorchDispatchMode):
         if flight := self.flights.pop(number, 0):
             self.rows().append(Op("wait", flight=flight))
 
-    def outside_blocks(self) -> bool:
-        return not 0 <= self.where.block < len(self.job.model.layers)
-
     def computation(
         self, func, args: tuple, kwargs: dict, inputs: list[torch.Tensor], made: list[torch.Tensor]
     ) -> Op:
         op = Op(str(func))
         op.wait = func.namespace == "fsdp" and "split_with_sizes_copy" in op.name
         if func in ATTENTION:
-            q, flops_of_one, needed, recomputed = ATTENTION[func]
-            one = flops_of_one(*args)
-            width = args[q].shape[-1]
+            # Backward makes five matmuls. The first repeats the scores, which flash attention does
+            # not keep.
+            is_backward = "backward" in op.name
+            needed, recomputed = (4, 1) if is_backward else (2, 0)
+            one, unmasked = ATTENTION[func](*args)
+            q = args[1 if is_backward else 0]
+            width = q.shape[-1]
             padded = width - (self.value_width or width)
             # half of the matmuls involve the values
             padding = needed * (one // width) * padded // 2
             op.attention_flops = (needed + recomputed) * one
             op.recomputed = recomputed * one + padding
             op.head_width = width
-            op.attention_rows = (needed + recomputed) * math.prod(args[q].shape[:-1])
-            if func in RULED:
-                _, unmasked = of_rule(args[q], *args[RULED[func] + 1 :])
-                op.attention_unmasked = (needed + recomputed) * unmasked
-        elif func in MATMULS and has_no_vector(*args[MATMULS[func] :][:2]):
-            left, right = args[MATMULS[func] :][:2]
+            op.attention_rows = (needed + recomputed) * math.prod(q.shape[:-1])
+            op.attention_unmasked = (needed + recomputed) * unmasked
+        elif func in MATMULS and has_no_vector(*args[-2:]):
+            left, right = args[-2:]
             op.matmul_flops = 2 * math.prod(left.shape) * right.shape[-1]
             op.operands = sum(map(nbytes, [left, right, *made]))
         elif func in GROUPED:
@@ -638,12 +601,12 @@ class Trace(TorchDispatchMode):
             finally:
                 trace.propagating -= 1
 
-        for owner, name, function in (
+        patch(
+            self.patches,
             (torch.UntypedStorage, "resize_", watched_resize),
             (FSDPParam, "init_all_gather_outputs", watched_room),
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", unwatched_propagation),
-        ):
-            self.patches.enter_context(mock.patch.object(owner, name, function))
+        )
         return super().__enter__()
 
     def __exit__(self, *error) -> None:
@@ -901,6 +864,14 @@ def rms_norm_on_gpu(*args) -> torch.Tensor:
     return aten._fused_rms_norm(*args)[0]
 
 
+ON_GPU = (
+    (F, "rms_norm", rms_norm_on_gpu),
+    (causal_attention, "causal_attention", attention_on_gpu),
+    (ruled_attention, "piece_attention", pieces_on_gpu),
+    (ruled_attention, "piece_attention_backward", pieces_backward_on_gpu),
+)
+
+
 @contextmanager
 def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
     """Make this process a rank of a simulated world: PyTorch's fake process group, and torchrun's
@@ -933,21 +904,24 @@ def pretend(world_size: int, per_host: int, rank: int = 0) -> Iterator[None]:
             _clear_sharding_prop_cache()
 
 
+def changed(cfg: Config, **tables: dict[str, Any]) -> Config:
+    """Return the configuration with other values of some options."""
+    new = {name: getattr(cfg, name).model_copy(update=table) for name, table in tables.items()}
+    return cfg.model_copy(update=new)
+
+
 def tracing(cfg: Config) -> Config:
     """Return the configuration as it is traced: on CPU tensors, uncompiled and unrecorded, every
     sequence one document, matmuls in the weights' dtype."""
-    changes = {
-        "run": {"device": "cpu", "deterministic": False},
-        "compile": {"enabled": False, "cuda_graphs": False},
-        "data": {"mask_documents": False},
-        "training": {"float8": "none", "attention": "auto", "delta_rule": "auto"},
-        "parallelism": {"async_tensor_parallel": False},
-        "metrics": {"noise_scale_interval": 0},
-    }
-    tables = {}
-    for table, options in changes.items():
-        tables[table] = getattr(cfg, table).model_copy(update=options)
-    return cfg.model_copy(update=tables)
+    return changed(
+        cfg,
+        run={"device": "cpu", "deterministic": False},
+        compile={"enabled": False, "cuda_graphs": False},
+        data={"mask_documents": False},
+        training={"float8": "none", "attention": "auto", "delta_rule": "auto"},
+        parallelism={"async_tensor_parallel": False},
+        metrics={"noise_scale_interval": 0},
+    )
 
 
 def batch_of(job: train.Job, microbatches: int) -> dict[str, torch.Tensor]:
@@ -990,26 +964,28 @@ def fake_job(
             with fake:
                 return to_empty(module, **how)
 
-        stack.enter_context(mock.patch.object(nn.Module, "to_empty", fake_to_empty))
-        stack.enter_context(mock.patch.object(init, "fill", lambda *_: None))
-        stack.enter_context(mock.patch.object(_fsdp_param, "_chunk_with_empty", quick.Shards))
-        stack.enter_context(mock.patch.object(document_attention, "slices", slices_of_real))
-        # the fake group has none
-        stack.enter_context(mock.patch.object(Mesh, "timeout", lambda _: timedelta(0)))
-        # a stage that is traced alone has its gathers where they are needed
-        # (tools/plan/pipeline.py::Gathers)
-        stack.enter_context(mock.patch.object(fsdp_details, "gather_ahead", lambda _: None))
+        patch(
+            stack,
+            (nn.Module, "to_empty", fake_to_empty),
+            (init, "fill", lambda *_: None),
+            (_fsdp_param, "_chunk_with_empty", quick.Shards),
+            (document_attention, "slices", slices_of_real),
+            (Mesh, "timeout", lambda _: timedelta(0)),  # the fake group has none
+            # a stage that is traced alone has its gathers where they are needed
+            # (tools/plan/pipeline.py::first_forwards)
+            (fsdp_details, "gather_ahead", lambda _: None),
+        )
         job = train.build(cfg)
         if job.mesh.ep > 1:
             tokens = cfg.training.local_batch_size * cfg.training.seq_len
             tokens //= job.mesh.cp * job.mesh.tp * cfg.parallelism.expert_chunks
             rows = tokens * job.args.experts_per_token
             sizes = routing.all_to_all_splits(rows, job.mesh.ep)
-            stack.enter_context(mock.patch.object(ep_dispatch, "rows_per_rank", lambda *_: sizes))
+            patch(stack, (ep_dispatch, "rows_per_rank", lambda *_: sizes))
         if ep_hosts.PEERS in job.mesh.more_groups:
             hosts = job.mesh.ep // per_host
             by_host = routing.hosts_and_ranks(tokens, job.args, hosts, per_host)
-            stack.enter_context(mock.patch.object(ep_hosts, "on_the_host", lambda *_: by_host))
+            patch(stack, (ep_hosts, "on_the_host", lambda *_: by_host))
         yield job, fake
 
 
@@ -1032,18 +1008,7 @@ def trace_step(
         trace = Trace(fake, drops_unread)
         stack.enter_context(fake)
         if on_gpu:
-            stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm_on_gpu))
-            stack.enter_context(
-                mock.patch.object(causal_attention, "causal_attention", attention_on_gpu)
-            )
-            stack.enter_context(
-                mock.patch.object(ruled_attention, "piece_attention", pieces_on_gpu)
-            )
-            stack.enter_context(
-                mock.patch.object(
-                    ruled_attention, "piece_attention_backward", pieces_backward_on_gpu
-                )
-            )
+            patch(stack, *ON_GPU)
         stack.enter_context(trace)
         prepare(job)
         microbatches = cfg.training.microbatches(job.mesh.dp_size)

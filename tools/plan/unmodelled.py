@@ -1,84 +1,45 @@
 """List the options of a configuration that a plan does not model, so that a report can name them."""
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 from configs.schema import Config
 from tools.plan.device import Device
 
-
-class Unmodelled(NamedTuple):
-    option: str
-    is_set: Callable[[Config, Device], bool]
-    consequence: str
-
-
-def kernel_without_number(cfg: Config, device: Device) -> bool:
-    """Return True if the chosen kernel of attention has no number in the device's row."""
-    chosen = cfg.training.attention in ("cudnn", "flash3")
-    return chosen and not device.fast_attention_efficiency
-
-
-def other_backend(cfg: Config, device: Device) -> bool:
-    return cfg.compile.enabled and cfg.compile.backend != "inductor"
-
-
-ROWS = (
-    Unmodelled(
-        "data.mask_documents",
-        lambda cfg, _: cfg.data.mask_documents,
-        "computes less attention than this: the time is an upper bound",
-    ),
-    Unmodelled(
-        "training.attention",
-        kernel_without_number,
+ROWS = {  # option -> the values that are not modelled (None: all that are set), and the consequence
+    "data.mask_documents": (None, "computes less attention than this: the time is an upper bound"),
+    "training.attention": (
+        ("cudnn", "flash3"),
         "this device has no fast_attention_efficiency: planned as the other kernels",
     ),
-    Unmodelled(
-        "training.delta_rule",
-        lambda cfg, _: cfg.training.delta_rule == "flash",
-        "planned as plain PyTorch, which is slower",
-    ),
-    Unmodelled(
-        "training.float8",
-        lambda cfg, _: cfg.training.float8 != "none",
+    "training.delta_rule": (("flash",), "planned as plain PyTorch, which is slower"),
+    "training.float8": (
+        ("tensorwise", "rowwise"),
         "its time is assumed (tools/plan/stack.py::FLOAT8), its memory is that of bfloat16",
     ),
-    Unmodelled("compile.backend", other_backend, "planned as inductor"),
-    Unmodelled(
-        "compile.cuda_graphs",
-        lambda cfg, _: cfg.compile.cuda_graphs,
-        "the host's time is counted as without them",
-    ),
-    Unmodelled(
-        "parallelism.cpu_offload",
-        lambda cfg, _: cfg.parallelism.cpu_offload,
+    "compile.backend": (None, "planned as inductor"),
+    "compile.cuda_graphs": (None, "the host's time is counted as without them"),
+    "parallelism.cpu_offload": (
+        None,
         "weights and optimizer state are counted as the GPU's, and copies to the host cost nothing",
     ),
-    Unmodelled(
-        "run.deterministic",
-        lambda cfg, _: cfg.run.deterministic,
-        "deterministic kernels are slower",
-    ),
-    Unmodelled(
-        "validation.interval",
-        lambda cfg, _: cfg.validation.interval > 0,
-        "the time of validation",
-    ),
-    Unmodelled(
-        "evaluation.tasks",
-        lambda cfg, _: bool(cfg.evaluation.tasks),
-        "the time of evaluation",
-    ),
-    Unmodelled(
-        "data.stream",
-        lambda cfg, _: cfg.data.stream,
-        "the time of tokenising, if it is slower than training",
-    ),
-)
+    "run.deterministic": (None, "deterministic kernels are slower"),
+    "validation.interval": (None, "the time of validation"),
+    "evaluation.tasks": (None, "the time of evaluation"),
+    "data.stream": (None, "the time of tokenising, if it is slower than training"),
+}
 
 
 def not_modelled(cfg: Config, device: Device) -> list[str]:
     """Return a line for each option of `cfg` that the plan does not model, with the consequence for
     its figures."""
-    return [f"{row.option}: {row.consequence}" for row in ROWS if row.is_set(cfg, device)]
+    modelled = set()
+    if device.fast_attention_efficiency:
+        modelled.add("training.attention")
+    if not cfg.compile.enabled or cfg.compile.backend == "inductor":
+        modelled.add("compile.backend")
+    lines = []
+    for option, (values, consequence) in ROWS.items():
+        table, name = option.split(".")
+        value = getattr(getattr(cfg, table), name)
+        is_set = value if values is None else value in values
+        if is_set and option not in modelled:
+            lines.append(f"{option}: {consequence}")
+    return lines

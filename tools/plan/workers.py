@@ -26,14 +26,12 @@ def ready() -> None:
     gc.freeze()
 
 
-def workers(calls: int = MOST, fresh: bool = False) -> ProcessPoolExecutor:
-    """Start as many workers as there are cores, and no more than there are calls. fresh: this
-    process has run no backward, so they are forked from it and nothing is imported again."""
-    context = multiprocessing.get_context("fork" if fresh else "forkserver")
-    if not fresh:
-        context.set_forkserver_preload(["tools.plan.search"])
-        with deaf_children():
-            ensure_running()
+def workers(calls: int = MOST) -> ProcessPoolExecutor:
+    """Start as many workers as there are cores, and no more than there are calls."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tools.plan.search"])
+    with deaf_children():
+        ensure_running()
     count = min(calls, os.cpu_count() or 1, MOST)
     return ProcessPoolExecutor(count, mp_context=context, initializer=ready)
 
