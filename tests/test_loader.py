@@ -556,6 +556,38 @@ def test_a_worker_that_dies_stops_hangs_or_fails_ends_the_run(how: str) -> None:
     assert all_children() == before
 
 
+def test_a_worker_that_dies_does_not_interrupt_the_trainer() -> None:
+    """In the main thread the loader's handler of SIGCHLD would raise wherever the trainer is. Here
+    the next batch that does not come raises, and those that were received before are still
+    given."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    stream = loader(Batches(MIXED, splice.begin(mixture()), 8, 0, 1), 0, 50, Data(workers=2))
+    next(stream)
+    assert signal.getsignal(signal.SIGCHLD) is handler
+    for pid in children():
+        os.kill(int(pid), signal.SIGKILL)
+    computed = 0
+    for i in range(300_000):  # what the handler would interrupt
+        computed += i
+    with pytest.raises(
+        LoaderError, match=r"data worker \d+ died \(SIGKILL\), while .*step \d+ \(of sources "
+    ):
+        list(stream)
+
+
+def test_a_trainer_that_is_slower_than_its_workers_gets_every_batch(monkeypatch) -> None:
+    """The thread that receives them has to wait more than once for room."""
+    batches = Batches(MIXED, splice.begin(mixture()), 8, 0, 1)
+    monkeypatch.setattr(workers_of, "AHEAD", 1)
+    stream = loader(batches, 0, 12, Data(workers=1))
+    seen = [next(stream)]
+    time.sleep(1.3)
+    seen += stream
+    assert [batch["window"].tolist() for batch in seen] == [
+        batches[step]["window"].tolist() for step in range(12)
+    ]
+
+
 def test_what_cannot_be_read_in_process_is_named_too() -> None:
     batches = Failing(MIXED, splice.begin(mixture()), 8, 0, 1)
     batches.how = "raises"
