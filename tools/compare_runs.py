@@ -20,7 +20,9 @@ import json
 import math
 import signal
 import statistics
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
@@ -49,8 +51,6 @@ ROUNDING = LIMITS["float32"].values
 FIRST_ROUNDING = 3e-6
 GROWTH = 100
 
-Metrics = dict[str, dict[int, float]]  # metric -> step -> value
-
 
 @dataclass(frozen=True)
 class MetricRow:
@@ -75,73 +75,79 @@ class Comparison:
     checkpoint: str
     config: dict[str, list]  # option -> [A's, B's]
     environment: dict[str, list]
+    apart: dict[str, dict[int, float]]  # metric -> step -> relative difference
 
 
 def compare(a: Path | Key, b: Path | Key, tolerance: float | None = None) -> Comparison:
     """Compare two runs. Raises InputError where a place is no run's, or the two have no step in
     common."""
-    files_a = files_of(a)
-    files_b = files_of(b)
-    metrics_a = series(files_a)
-    metrics_b = series(files_b)
-    steps_a = set().union(*metrics_a.values())
-    steps_b = set().union(*metrics_b.values())
-    common = sorted(steps_a & steps_b)
+    files_a, files_b = files_of(a), files_of(b)
+    metrics_a, metrics_b = series(files_a), series(files_b)
+    common = sorted({*chain(*metrics_a.values())} & {*chain(*metrics_b.values())})
     if not common:
         raise InputError(f"{a} and {b} have no logged step in common")
     limit = ROUNDING if tolerance is None else tolerance
+    apart: dict[str, dict[int, float]] = {}
     rows = []
     for metric in dict.fromkeys([*metrics_a, *metrics_b]):
-        of_a = metrics_a.get(metric, {})
-        of_b = metrics_b.get(metric, {})
+        of_a, of_b = metrics_a.get(metric, {}), metrics_b.get(metric, {})
         both = sorted(of_a.keys() & of_b.keys())
-        rows.append(_row(metric, both, of_a, of_b, limit))
+        apart[metric] = {step: relative(of_a[step], of_b[step]) for step in both}
+        change = {step: of_b[step] - of_a[step] for step in both}
+        rows.append(_row(metric, apart[metric], change, limit))
     weights, same_weights = checkpoints(a, b)
-    unequal = [row for row in rows if row.first_difference is not None]
-    differs = sorted(unequal, key=attrgetter("first_difference"))
-    beyond = [row for row in rows if row.first_beyond is not None]
-    if not differs and same_weights is not False:
-        verdict = "bitwise equal"
-        code = 0
-    elif not differs:
-        verdict = "metrics bitwise equal, checkpoints not"
-        code = 1
-    elif not beyond:
-        worst = max(row.largest for row in rows)
-        verdict = (
-            f"equal to {limit:g}: not bitwise from step {differs[0].first_difference} on, "
-            f"by {worst:.1e} (relative) at most"
-        )
-        code = 1 if tolerance is None else 0
-    else:
-        row = differs[0]
-        first = min(beyond, key=attrgetter("first_beyond"))
-        size = f"{row.metric} by {row.first_size:.1e}, relative"
-        verdict = f"they part at step {row.first_difference} ({size})"
-        # the smaller at first, the more it is like rounding
-        if first.first_beyond > row.first_difference:
-            verdict += (
-                f", and by more than {limit:g} from step {first.first_beyond} on ({first.metric})"
-            )
-        if like_rounding(metrics_a, metrics_b, differs):
-            verdict += ": like rounding, which began small and grew step by step"
-        code = 1
+    differs = same_weights is False
+    if any(row.first_difference is not None for row in rows):
+        differs = tolerance is None or any(row.first_beyond is not None for row in rows)
     steps = [common[0], common[-1]]
     where = f"steps {steps[0]} to {steps[1]}"
     for name, metrics in ("A", metrics_a), ("B", metrics_b):
-        if _last(metrics) > steps[1]:
-            where += f", {name} goes on to {_last(metrics)}"
-    return Comparison(
-        f"{verdict} ({where})", code, steps, rows, weights, *explanations(files_a, files_b)
-    )
+        last = max(chain(*metrics.values()))
+        if last > steps[1]:
+            where += f", {name} goes on to {last}"
+    explained = explanations(files_a, files_b)
+    verdict = f"{_verdict(rows, apart, same_weights, limit)} ({where})"
+    return Comparison(verdict, int(differs), steps, rows, weights, *explained, apart)
 
 
-def like_rounding(a: Metrics, b: Metrics, differs: list[MetricRow]) -> bool:
+def _verdict(
+    rows: list[MetricRow],
+    apart: dict[str, dict[int, float]],
+    same_weights: bool | None,
+    limit: float,
+) -> str:
+    unequal = [row for row in rows if row.first_difference is not None]
+    beyond = [row for row in rows if row.first_beyond is not None]
+    if not unequal and same_weights is not False:
+        return "bitwise equal"
+    if not unequal:
+        return "metrics bitwise equal, checkpoints not"
+    differs = sorted(unequal, key=attrgetter("first_difference"))
+    row = differs[0]
+    if not beyond:
+        worst = max(row.largest for row in rows)
+        since = f"not bitwise from step {row.first_difference} on"
+        return f"equal to {limit:g}: {since}, by {worst:.1e} (relative) at most"
+    first = min(beyond, key=attrgetter("first_beyond"))
+    size = f"{row.metric} by {row.first_size:.1e}, relative"
+    verdict = f"they part at step {row.first_difference} ({size})"
+    # the smaller at first, the more it is like rounding
+    if first.first_beyond > row.first_difference:
+        verdict += (
+            f", and by more than {limit:g} from step {first.first_beyond} on ({first.metric})"
+        )
+    if like_rounding(apart, differs):
+        verdict += ": like rounding, which began small and grew step by step"
+    return verdict
+
+
+def like_rounding(apart: dict[str, dict[int, float]], differs: list[MetricRow]) -> bool:
     """Return True if the differences look like rounding: every metric among the first to differ
     began with a difference as small as rounding, and loss and gradient norm then grew without a
     jump.
 
-    differs: the rows that are not bitwise equal, the earliest first.
+    apart: metric -> step -> relative difference; differs: the rows that are not bitwise equal, the
+    earliest first.
     """
     earliest = differs[0].first_difference
     begins = [row.first_size for row in differs if row.first_difference == earliest]
@@ -150,52 +156,38 @@ def like_rounding(a: Metrics, b: Metrics, differs: list[MetricRow]) -> bool:
     for metric in JUDGED:
         # loss and norm are float32: of a difference below 1e-7 nothing is seen
         largest = ROUNDING / GROWTH
-        of_a = a.get(metric, {})
-        of_b = b.get(metric, {})
-        for step in sorted(of_a.keys() & of_b.keys()):
-            size = relative(of_a[step], of_b[step])
+        for size in apart.get(metric, {}).values():
             if size > GROWTH * largest:
                 return False
             largest = max(largest, size)
     return True
 
 
-def _last(metrics: Metrics) -> int:
-    return max(step for by_step in metrics.values() for step in by_step)
-
-
 def series(folder: Path) -> dict[str, dict[int, float]]:
     """Read metrics.jsonl as metric -> step -> value, without timings."""
-    metrics: dict[str, dict[int, float]] = {}
+    metrics: dict[str, dict[int, float]] = defaultdict(dict)
     for step, values in logged(folder):
         for key, value in values.items():
             if not key.startswith(GROUPS["perf"]):  # those measure the machine, not the model
-                metrics.setdefault(key, {})[step] = value
-    return metrics
+                metrics[key][step] = value
+    return dict(metrics)
 
 
-def _row(
-    metric: str,
-    steps: list[int],
-    a: dict[int, float],
-    b: dict[int, float],
-    limit: float,
-) -> MetricRow:
-    by_step = {step: relative(a[step], b[step]) for step in steps}
-    first = next((step for step in steps if by_step[step] > 0), None)
-    first_beyond = next((step for step in steps if by_step[step] > limit), None)
-    largest = max(steps, key=by_step.get, default=None)
-    last_tenth = steps[-math.ceil(len(steps) / 10) :]
-    tail = [b[step] - a[step] for step in last_tenth]
-    tail = [size for size in tail if math.isfinite(size)]
+def _row(metric: str, apart: dict[int, float], change: dict[int, float], limit: float) -> MetricRow:
+    """apart: by step, the relative difference; change: the same as B - A."""
+    first = next((step for step, size in apart.items() if size > 0), None)
+    first_beyond = next((step for step, size in apart.items() if size > limit), None)
+    largest = max(apart, key=apart.get, default=None)
+    last_tenth = list(change.values())[-math.ceil(len(change) / 10) :]
+    tail = [size for size in last_tenth if math.isfinite(size)]
     return MetricRow(
         metric,
-        len(steps),
+        len(apart),
         first,
-        by_step.get(first, 0.0),
+        apart.get(first, 0.0),
         first_beyond,
-        by_step.get(largest, 0.0),
-        largest if by_step.get(largest) else None,
+        apart.get(largest, 0.0),
+        largest if apart.get(largest) else None,
         statistics.fmean(tail) if tail else 0.0,
     )
 
@@ -275,10 +267,7 @@ def _about(run: Path) -> dict[str, object]:
             if name not in OF_THE_LAUNCHER:
                 facts[f"environment {name}"] = value
         facts["mesh"] = _counts(verify.all_dimensions(last.get("mesh", {})))
-        devices: dict[str, int] = {}
-        for row in last.get("hosts", []):
-            devices[row["device"]] = devices.get(row["device"], 0) + len(row["ranks"])
-        facts["devices"] = _counts(devices)
+        facts["devices"] = _counts(devices(last))
         files = [start.about["code"]["files"] for start in starts]
         facts["versions of the code"] = len({json.dumps(one, sort_keys=True) for one in files})
     try:
@@ -292,16 +281,21 @@ def _about(run: Path) -> dict[str, object]:
     return facts
 
 
+def devices(about: dict) -> Counter[str]:
+    """Return the number of ranks on each kind of device that a start has recorded."""
+    found: Counter[str] = Counter()
+    for host in about.get("hosts", []):
+        found[host["device"]] += len(host["ranks"])
+    return found
+
+
 def _counts(numbers: dict[str, int]) -> str:
     return ", ".join(f"{name} {number}" for name, number in numbers.items())
 
 
 def _unlike(a: dict, b: dict) -> dict[str, list]:
-    found = {}
-    for key in dict.fromkeys([*a, *b]):
-        if a.get(key) != b.get(key):
-            found[key] = [a.get(key), b.get(key)]
-    return found
+    both = {key: [a.get(key), b.get(key)] for key in dict.fromkeys([*a, *b])}
+    return {key: values for key, values in both.items() if values[0] != values[1]}
 
 
 def table(a: Path | Key, b: Path | Key, comparison: Comparison, tolerance: float) -> str:
@@ -343,19 +337,15 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def draw(a: Path, b: Path, comparison: Comparison, limit: float) -> str:
+def draw(a: Path | Key, b: Path | Key, comparison: Comparison, limit: float) -> str:
     """Return as SVG the relative difference of each metric that differs, over the steps, and dotted
     what passes as equal."""
-    one = series(a)
-    other = series(b)
     unequal = [row for row in comparison.rows if row.largest]
     shown = sorted(unequal, key=attrgetter("largest"), reverse=True)
     curves = []
     for row, color in zip(shown, picture.COLORS[:-1], strict=False):
-        of_a = one[row.metric]
-        of_b = other[row.metric]
-        sizes = {step: relative(of_a[step], of_b[step]) for step in of_a.keys() & of_b.keys()}
-        sizes = {step: size for step, size in sizes.items() if 0 < size < math.inf}
+        of_metric = comparison.apart[row.metric].items()
+        sizes = {step: size for step, size in of_metric if 0 < size < math.inf}
         if sizes:
             curves.append(picture.curve(row.metric, color, "none", sizes))
     if curves:
@@ -383,13 +373,13 @@ def main(argv: list[str] | None = None) -> int:
     limit = ROUNDING if options.tolerance is None else options.tolerance
     comparison = compare(options.a, options.b, options.tolerance)
     if options.picture:
-        drawn = draw(files_of(options.a), files_of(options.b), comparison, limit)
-        picture.write(options.picture, drawn)
-    print(
-        json.dumps(asdict(comparison), indent=1, default=str)
-        if options.json
-        else table(options.a, options.b, comparison, limit)
-    )
+        picture.write(options.picture, draw(options.a, options.b, comparison, limit))
+    if options.json:
+        about = asdict(comparison)
+        del about["apart"]
+        print(json.dumps(about, indent=1, default=str))
+    else:
+        print(table(options.a, options.b, comparison, limit))
     return comparison.code
 
 

@@ -18,7 +18,7 @@ import pickle
 import re
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -424,8 +424,7 @@ def all_inside(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict:
     complete = {wait.flight.key: wait for wait in waits if not wait.for_whom}
     calls = []
     for wait in complete.values():
-        place = in_group(by_number[wait.rank], wait.flight.group)
-        calls.append(f"{wait.flight.name} #{wait.flight.number}{place}")
+        calls.append(named(by_number[wait.rank], wait.flight))
     came = f"all have come to {', '.join(calls[:3])}, and it does not end" if calls else ""
     lost = {n: rank.standing.get("unanswered", []) for n, rank in by_number.items()}
     cut_off = sorted(n for n, addresses in lost.items() if addresses)
@@ -460,23 +459,23 @@ def how(rank: RankState) -> str:
 
 def others(by_number: dict[int, RankState], waits: list[Wait]) -> str:
     """Describe which ranks wait for this rank, and in which collective."""
-    by_flight: dict[tuple, list[Wait]] = {}
+    by_flight: dict[tuple, list[Wait]] = defaultdict(list)
     for wait in waits:
-        by_flight.setdefault(wait.flight.key, []).append(wait)
+        by_flight[wait.flight.key].append(wait)
     words = []
     for some in by_flight.values():
-        flight = some[0].flight
-        place = in_group(by_number[some[0].rank], flight.group)
-        count = len(some)
-        verb = plural(count, "waits", "wait")
-        words.append(f"{count} {verb} in its {flight.name} #{flight.number}{place}")
+        call = named(by_number[some[0].rank], some[0].flight)
+        words.append(f"{len(some)} {plural(len(some), 'waits', 'wait')} in its {call}")
     return "; " + ", ".join(words) if words else ""
 
 
 def inside(by_number: dict[int, RankState], wait: Wait) -> str:
-    place = in_group(by_number[wait.rank], wait.flight.group)
-    words = f"inside {wait.flight.name} #{wait.flight.number}{place}"
+    words = f"inside {named(by_number[wait.rank], wait.flight)}"
     return f"{words}, waits for {ranks_of(wait.for_whom)}" if wait.for_whom else words
+
+
+def named(rank: RankState, flight: BegunCall) -> str:
+    return f"{flight.name} #{flight.number}{in_group(rank, flight.group)}"
 
 
 def in_group(rank: RankState, group: str) -> str:
@@ -489,7 +488,7 @@ def in_group(rank: RankState, group: str) -> str:
 
 def everyone_else(ranks: list[RankState], named: list[int]) -> list[str]:
     """Return one line for all other ranks that are stuck in the same place."""
-    places: dict[str, list[int]] = {}
+    places: dict[str, list[int]] = defaultdict(list)
     for rank in ranks:
         if rank.rank in named:
             continue
@@ -497,10 +496,9 @@ def everyone_else(ranks: list[RankState], named: list[int]) -> list[str]:
         if rank.line:
             words += f", at {rank.line}"
         if rank.waiting:
-            names = [f"{f.name} #{f.number}{in_group(rank, f.group)}" for f in rank.waiting]
-            words += f", inside {', '.join(names)}"
+            words += f", inside {', '.join(named(rank, flight) for flight in rank.waiting)}"
         failed = [f"{name}: {text}" for name, text in rank.standing.items() if "failed" in name]
-        places.setdefault("; ".join([words, *failed]), []).append(rank.rank)
+        places["; ".join([words, *failed])].append(rank.rank)
     return [f"{ranks_of(some)}: {words}" for words, some in places.items()]
 
 

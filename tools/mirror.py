@@ -23,7 +23,6 @@ command gets SIGTERM.
 """
 
 import argparse
-import ctypes
 import json
 import os
 import re
@@ -34,6 +33,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ from configs import program
 from configs.schema import InputError
 from reliability.objects import ASKED, CHUNK, MIRRORED, Key, Stat, Unreachable, location
 from reliability.signed_list import is_readable
+from tools.launch.rank import end_with_parent
 
 LEFT_OUT = "checkpoints"  # the subfolder that is not copied
 # models, which are sent and not fetched: they may fill a disk, and no start reads them
@@ -52,8 +53,6 @@ LEASE = ".mirror-"  # and the number of the node: who sends from there
 # the same in the folder: what was sent, and that the command asks for it
 SENT, ASKING = ".mirror-sent-", ".mirror-asked-"
 WATCH = 0.5  # seconds between looks whether the command has published a checkpoint
-PR_SET_PDEATHSIG = 1  # prctl(2)
-LIBC = ctypes.CDLL(None)
 HANDOVER = 180.0  # seconds that another machine may take to save, end and send
 LAST = 90.0  # seconds that the last round waits for a store which takes nothing; a request has 60
 SILENT = 3.0  # seconds of it that nothing is said
@@ -293,16 +292,11 @@ def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threa
         due = time.monotonic() + seconds
 
 
-def end_with_this_process() -> None:
-    """Make this process (the command's) get SIGTERM when the process that started it ends."""
-    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
 def run(mirror: Mirror, lease: StoreLease, command: list[str], seconds: float) -> int:
     """Returns the exit code of the command, 128 + n if signal n has killed it."""
     known = {MIRRORED: str(mirror.key), ASKED: str(mirror.asked)}
     # a run without its mirror stops with a checkpoint: later files would never be copied
-    ends = end_with_this_process if sys.platform == "linux" else None
+    ends = partial(end_with_parent, signal.SIGTERM)
     process = subprocess.Popen(command, env=os.environ | known, preexec_fn=ends)
 
     def pass_on(number: int, frame: object) -> None:

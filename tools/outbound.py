@@ -32,6 +32,14 @@ def check_file(name: str, path: Path) -> None:
         raise InputError(f"{name} {path}: this file may not be written: name another one")
 
 
+def write(name: str, path: Path, text: str) -> None:
+    """Write a file that an argument names. Raises InputError."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{name}={path} cannot be written: {error.strerror}") from None
+
+
 def check_new(out: Path) -> None:
     """Raise InputError where something is already, but for an empty folder."""
     if out.is_file() or (out.is_dir() and any(out.iterdir())):

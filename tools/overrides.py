@@ -1,9 +1,10 @@
 """Read command lines that hold options of train.py, and replace options in them."""
 
 import argparse
+from collections.abc import Mapping
 
 
-def with_options(argv: list[str], options: dict[str, str]) -> list[str]:
+def with_options(argv: list[str], options: Mapping[str, object]) -> list[str]:
     """Return argv with these options replaced."""
     kept = [
         argument for argument in argv if argument.split("=")[0].removeprefix("--") not in options

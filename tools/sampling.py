@@ -2,7 +2,7 @@
 It imports torch, which takes seconds: a command line is checked first."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,18 +137,26 @@ def decoded(
     model, words, context = loaded.model, loaded.tokenizer, loaded.context
     warn_of_length(loaded, ids, new_tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    texts = list(zip(ids, shown, strict=True))
+    model = model.to(device)
     if speculative:
-        for _ in speculate(model.to(device), ids, context, device, new_tokens, options["stops"]):
-            yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]
-        yield [words.decode(text[first:]) for text, first in texts]
-        return
-    how = Sampling(new_tokens, context, **options)
-    for drawn in sample_stream(model.to(device), ids, device, how):
-        for text, token in zip(ids, drawn, strict=True):
-            text.extend([] if token is None else [token])
+        steps = speculate(model, ids, context, device, new_tokens, options["stops"])
+    else:
+        steps = drawn(
+            ids, sample_stream(model, ids, device, Sampling(new_tokens, context, **options))
+        )
+    texts = list(zip(ids, shown, strict=True))
+    for _ in steps:
         yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]
     yield [words.decode(text[first:]) for text, first in texts]
+
+
+def drawn(ids: list[list[int]], stream: Iterable[Sequence[int | None]]) -> Iterator[None]:
+    """Go on with each text by the token that was drawn for it, in place."""
+    for tokens in stream:
+        for text, token in zip(ids, tokens, strict=True):
+            if token is not None:
+                text.append(token)
+        yield
 
 
 def speculate(

@@ -1,4 +1,5 @@
-"""Draw a picture as SVG text: boxes, lines and words. Equal calls give equal bytes.
+"""Draw a picture as SVG text: boxes, lines and words; and put pictures into a page of HTML. Equal calls
+give equal bytes.
 
 All pictures of reports, plans and documents are made here. It is ours because documents keep these
 files, so they must not change with a library's version, and because a bar that names itself under
@@ -20,6 +21,8 @@ STYLE = (
     f".m{{font-family:{MONO}}}.s{{font-size:12px}}.f{{fill:{FAINT}}}.b{{font-weight:600}}"
     ".t{font-size:18px;font-weight:600}"
 )
+# The browser itself refuses to load anything from elsewhere.
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 Points = Sequence[tuple[float, float]]
 
 
@@ -113,6 +116,19 @@ def path(css: str, d: str) -> str:
 
 def corners(points: Points) -> str:
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+
+
+def page(title: str, style: str, body: str, attributes: str = "") -> str:
+    """Return a page of HTML in one file, which opens without a server or a network. attributes: of
+    its body."""
+    return (
+        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
+        f'<meta http-equiv=Content-Security-Policy content="{POLICY}">'
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        '<meta name=color-scheme content="light dark">'
+        f"<title>{escape(title)}</title><style>{style}</style></head>"
+        f"<body{attributes}>{body}</body></html>\n"
+    )
 
 
 def ticks(top: float) -> list[float]:

@@ -24,6 +24,7 @@ from configs import check, stages
 from configs.load import load_config
 from configs.schema import Config, Derived, InputError
 from models import MODELS, NUMBERS
+from tools.overrides import with_options
 
 BEGUN = ("load_path", "branch_from")  # options of [checkpoint] that give a run its first weights
 MULTIPLE = 8  # of the widths of feed-forward layers
@@ -118,7 +119,7 @@ def legal_shapes(base: Config, argv: list[str]) -> list[tuple[dict[str, int], in
     found = []
     for shape, distortion in shapes(base, check.architecture(base.model)):
         try:
-            cfg = load_config([*argv, *_overrides("model", shape)])
+            cfg = load_config(with_options(argv, _of_model(shape)))
         except InputError:
             continue  # a rule of the family
         found.append((shape, parameters_of(cfg), distortion))
@@ -190,47 +191,33 @@ def _rung(
     if schedule.warmup_steps is not None:
         warmup = min(0.9, schedule.warmup_steps / training.steps)
     held_out = base.validation.steps * training.global_batch_size  # sequences
-    cfg = load_config(
-        [
-            *(argument for argument in argv if not _is_replaced(argument)),
-            *_overrides("model", shape),
-            f"--run.folder={folder}",
-            "--training.stop_after=0",
-            f"--training.steps={steps}",
-            f"--training.global_batch_size={batch}",
-            *_local_batch(training.local_batch_size, batch // parallel),
-            f"--optimizer.lr={_rate(base, growth):.4g}",
-            f"--lr_schedule.warmup_fraction={warmup:.4g}",
-            f"--lr_schedule.warmup_steps={round(warmup * steps)}",
-            f"--validation.interval={max(1, steps // EVALUATIONS)}",
-            f"--validation.steps={max(1, round(held_out / batch))}",
-            f"--checkpoint.interval={max(1, steps // 4)}",
-            "--checkpoint.keep_last=1",
-            "--debug.sample_tokens=0",
-            *_places(base, folder.name),
-        ],
-        ranks,
-        ranks,
-    )
-    return Rung(
-        folder.name, cfg.model_copy(update={"lr_schedule": _without_steps(cfg)}), size, ratio
-    )
-
-
-def _rate(base: Config, growth: float) -> float:
-    """Return the learning rate of a model with so many times the weights."""
-    if base.model.width_base:
-        return base.optimizer.lr
-    return base.optimizer.lr * growth**RATE_EXPONENT
-
-
-def _local_batch(given: int | None, rows: int) -> list[str]:
-    """Return the option of a microbatch that divides a rank's rows, at most as large as the
-    configuration's; none where that is derived."""
-    if given is None or isinstance(given, Derived):
-        return []
-    divisors = [size for size in range(1, min(given, rows) + 1) if rows % size == 0]
-    return [f"--training.local_batch_size={max(divisors)}"]
+    rate = base.optimizer.lr
+    if not base.model.width_base:
+        rate *= growth**RATE_EXPONENT
+    options = {
+        **_of_model(shape),
+        "run.folder": folder,
+        "training.stop_after": 0,
+        "training.steps": steps,
+        "training.global_batch_size": batch,
+        "optimizer.lr": f"{rate:.4g}",
+        "lr_schedule.warmup_fraction": f"{warmup:.4g}",
+        "lr_schedule.warmup_steps": round(warmup * steps),
+        "validation.interval": max(1, steps // EVALUATIONS),
+        "validation.steps": max(1, round(held_out / batch)),
+        "checkpoint.interval": max(1, steps // 4),
+        "checkpoint.keep_last": 1,
+        "debug.sample_tokens": 0,
+        **_places(base, folder.name),
+    }
+    given = training.local_batch_size
+    if given is not None and not isinstance(given, Derived):
+        rows = batch // parallel  # of a rank: a microbatch divides them
+        divisors = [size for size in range(1, min(given, rows) + 1) if rows % size == 0]
+        options["training.local_batch_size"] = max(divisors)
+    cfg = load_config(with_options(argv, options), ranks, ranks)
+    schedule = cfg.lr_schedule.model_copy(update={"warmup_steps": None})
+    return Rung(folder.name, cfg.model_copy(update={"lr_schedule": schedule}), size, ratio)
 
 
 def _data_parallel(base: Config, ranks: int) -> int:
@@ -239,24 +226,14 @@ def _data_parallel(base: Config, ranks: int) -> int:
     return max(1, ranks // (mesh.tensor_parallel * mesh.context_parallel * mesh.pipeline_parallel))
 
 
-def _places(base: Config, name: str) -> list[str]:
+def _places(base: Config, name: str) -> dict[str, str]:
     """Return the options of stores, in which each run has a prefix of its own."""
     stores = {"checkpoint.store": base.checkpoint.store, "run.mirror": base.run.mirror}
-    return [f"--{option}={url.rstrip('/')}/{name}" for option, url in stores.items() if url]
+    return {option: f"{url.rstrip('/')}/{name}" for option, url in stores.items() if url}
 
 
-def _without_steps(cfg: Config) -> Any:
-    return cfg.lr_schedule.model_copy(update={"warmup_steps": None})
-
-
-def _is_replaced(argument: str) -> bool:
-    """Return whether an argument sets what a rung sets by itself."""
-    name = argument.split("=")[0].removeprefix("--")
-    return name in ("training.local_batch_size", "training.stop_after", "lr_schedule.warmup_steps")
-
-
-def _overrides(table: str, options: dict[str, int]) -> list[str]:
-    return [f"--{table}.{name}={value}" for name, value in options.items()]
+def _of_model(shape: dict[str, int]) -> dict[str, int]:
+    return {f"model.{name}": value for name, value in shape.items()}
 
 
 def spaced(smallest: float, largest: float, count: int) -> list[float]:
@@ -270,11 +247,7 @@ def within_budget(
 ) -> list[float]:
     """Shrink all sizes by one factor until the ladder costs at most so many FLOPs: N times D grows
     with the square of a size."""
-    rungs = ladder(argv, sizes, ratios, Path())
-    while sum(rung.flops for rung in rungs) > flops:
-        spent = sum(rung.flops for rung in rungs)
+    while (spent := sum(rung.flops for rung in ladder(argv, sizes, ratios, Path()))) > flops:
         factor = min(0.95, math.sqrt(flops / spent))
         sizes = [size * factor for size in sizes]
-        smaller = ladder(argv, sizes, ratios, Path())
-        rungs = smaller
     return sizes

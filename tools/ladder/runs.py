@@ -5,11 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from tools.ladder.rungs import Rung
 ROOT = Path(__file__).resolve().parent.parent.parent
 RECORD = "ladder.json"
 FORMAT = 1
+OF_RUN = {"name", "parameters", "steps", "tokens", "flops"}  # what the record says of each
 STOPPED = 75  # exit code of a run that was asked to stop
 
 
@@ -38,14 +38,6 @@ class Measured:
     loss: float  # the last of the curve
     fractions: Array
     curve: Array
-
-
-class Columns(NamedTuple):
-    """The runs that are done as columns, each [P]."""
-
-    parameters: Array
-    tokens: Array
-    losses: Array
 
 
 def toml_of(out: Path, rung: Rung) -> Path:
@@ -87,18 +79,15 @@ def read_record(out: Path) -> dict:
     path = out / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        assert record["format"] == FORMAT
-        assert all(
-            {"name", "parameters", "steps", "tokens", "flops"} <= row.keys()
-            for row in record["rungs"]
-        )
-        return record
+        if record["format"] == FORMAT and all(row.keys() >= OF_RUN for row in record["rungs"]):
+            return record
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
-        raise InputError(f"{path} is damaged: remove it, and start the ladder again") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass
+    raise InputError(f"{path} is damaged: remove it, and start the ladder again")
 
 
 def measured(out: Path) -> tuple[list[Measured], list[str]]:
@@ -132,24 +121,16 @@ def _curve(run: Path) -> dict[int, float]:
     return compare_runs.series(run).get("validation_loss", {})
 
 
-def table(done: Sequence[Measured]) -> Columns:
-    return Columns(
-        np.array([run.parameters for run in done], dtype=float),
-        np.array([run.tokens for run in done], dtype=float),
-        np.array([run.loss for run in done]),
-    )
-
-
-def undone(out: Path, rungs: Sequence[Rung]) -> list[Rung]:
-    """Return the runs that are not done, the cheapest first."""
-    _, missing = measured(out)
-    return sorted((rung for rung in rungs if rung.name in missing), key=lambda rung: rung.flops)
+def table(done: Sequence[Measured]) -> Array:
+    """Return the weights, tokens and losses of runs, [3, P]."""
+    return np.array([(run.parameters, run.tokens, run.loss) for run in done], dtype=float).T
 
 
 def run_missing(out: Path, rungs: Sequence[Rung]) -> int:
     """Run what is not done, the cheapest first; a run that was killed goes on at its newest
     checkpoint. Returns 0, or the exit code of the first run that fails."""
-    left = undone(out, rungs)
+    _, missing = measured(out)
+    left = sorted((rung for rung in rungs if rung.name in missing), key=attrgetter("flops"))
     for number, rung in enumerate(left, 1):
         print(f"run {number} of {len(left)}: {toml_of(out, rung)}", flush=True)
         code = _run(toml_of(out, rung))
@@ -163,30 +144,19 @@ def run_missing(out: Path, rungs: Sequence[Rung]) -> int:
 def _run(config: Path) -> int:
     """Run one configuration and return its exit code. A signal to this process goes to the run, which
     saves: it is not killed."""
-    process = subprocess.Popen([ROOT / "run_train.sh", config], env=_environment())
-    with signals_to(process.send_signal):
-        return process.wait()
+    # run_train.sh finds this Python first
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    process = subprocess.Popen([ROOT / "run_train.sh", config], env=os.environ | {"PATH": path})
 
+    def pass_on(number: int, _: object) -> None:
+        process.send_signal(number)
 
-@contextmanager
-def signals_to(act: Callable[[int], object]) -> Iterator[None]:
-    """Call `act` with the number of a SIGINT or SIGTERM, in place of this process's handlers."""
-
-    def handle(number: int, _: object) -> None:
-        act(number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        return process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _environment() -> dict[str, str]:
-    """Return the environment of a run, in which run_train.sh finds this Python first."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return dict(os.environ) | {"PATH": path}
 
 
 def array_script(out: Path, rungs: Sequence[Rung]) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import tempfile
 from collections.abc import Callable
 
@@ -21,14 +22,11 @@ def whole(least: int, most: int = 10**6) -> Callable[[str], int]:
 
 def _nodes(text: str) -> tuple[int, int]:
     """Read N as (N, N), and MIN:MAX as (MIN, MAX)."""
-    least, colon, most = text.partition(":")
-    numbers = [least, most] if colon else [least, least]
-    if not all(number.isdecimal() for number in numbers):
+    found = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < least <= most:
         raise argparse.ArgumentTypeError(f"{text} is neither a number of nodes nor MIN:MAX")
-    fewest, largest = map(int, numbers)
-    if not 0 < fewest <= largest:
-        raise argparse.ArgumentTypeError(f"{text} is neither a number of nodes nor MIN:MAX")
-    return fewest, largest
+    return least, most
 
 
 def parse(argv: list[str], description: str) -> argparse.Namespace:

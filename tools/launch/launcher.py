@@ -37,7 +37,6 @@ import tempfile
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 from torch.distributed import DistError, DistStoreError, TCPStore
@@ -62,7 +61,7 @@ from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
 from configs.rounds import ORDERLY, ROLE
 from configs.schema import Config, InputError
-from tools.launch.rounds import Coordinator, NodePlace, Rounds, Signs, is_frozen
+from tools.launch.rounds import Coordinator, NodePlace, Rounds, Signs, is_frozen, wait_for
 from tools.launch.standby import Standby
 from tools.launch.words import log
 
@@ -432,9 +431,7 @@ class Agent(LocalElasticAgent):
             if int(code) in ORDERLY:
                 return
             all_over = [f"over/{node}" for node in json.loads(store.get("members"))]
-            deadline = time.monotonic() + GRACE_SECONDS
-            while time.monotonic() < deadline and not store.check(all_over):
-                time.sleep(0.05)
+            wait_for(store, all_over, GRACE_SECONDS)
             self.told = int(store.get("end"))
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -451,10 +448,8 @@ class Agent(LocalElasticAgent):
             for local_rank, pid in self._pcontext.pids().items():
                 if is_frozen(pid):
                     rank = worker_group.workers[local_rank].global_rank
-                    log(
-                        f"rank {rank} on {socket.gethostname()} is frozen (SIGSTOP, or a "
-                        "debugger), so the others waited for it"
-                    )
+                    why = "is frozen (SIGSTOP, or a debugger), so the others waited for it"
+                    log(f"rank {rank} on {socket.gethostname()} {why}")
             self._send(signal.SIGCONT)  # a frozen rank would not get SIGTERM
         result = super()._monitor_workers(worker_group)
         for local_rank, error_file in self._pcontext.error_files.items():
@@ -481,10 +476,8 @@ def launch(options: argparse.Namespace, script: list[str]) -> int:
             if not worth_retrying or options.used >= options.max_restarts:
                 break
             options.used += 1
-            log(
-                f"restart {number + 1} of {options.max_restarts}, after "
-                f"{time.monotonic() - began:,.0f} s"
-            )
+            seconds = time.monotonic() - began
+            log(f"restart {number + 1} of {options.max_restarts}, after {seconds:,.0f} s")
     return code
 
 
@@ -553,9 +546,10 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
             log(f"{why}, so those of this one were ended")
         agent.tell(agent.told or 1)
         return agent.told or 1
-    exit_codes = codes(failures)
-    others = set(exit_codes.values()) - {agent.left, *TOLD_TO_END}
-    code = exit_codes[first_of(failures)]
+    failed = sorted((FailedRank(*row) for row in failures.items()), key=FailedRank.blame)
+    codes = {one.code for one in failed}
+    others = codes - {agent.left, *TOLD_TO_END}
+    code = failed[0].code
     if agent.left and all(c > 0 for c in others):
         code = agent.left
     is_early = -code in agent.asked  # told before it listened
@@ -568,48 +562,75 @@ def end(agent: Agent, failures: dict[int, ProcessFailure], script: list[str]) ->
     if code == agent.left and others:
         log(f"a rank ended with exit code {code}, and the others could not go on without it")
         return code
-    if -signal.SIGALRM in exit_codes.values():
+    if -signal.SIGALRM in codes:
         rendezvous = agent.rendezvous
         store = rendezvous.store if rendezvous.where else None
-        say_who_is_behind(begun(failures), store, rendezvous.node)
-    say_where_everyone_was(failures, script)
-    return report(failures, script, agent.asked)
+        # ranks that had begun none have left no count
+        counts = {one.rank: one.begun for one in failed if one.begun}
+        say_who_is_behind(counts, store, rendezvous.node)
+    say_where_everyone_was(failed, script)
+    return report(failed, script, agent.asked)
 
 
-def report(failures: dict[int, ProcessFailure], script: list[str], asked: set[int]) -> int:
+class FailedRank:
+    """How a rank has ended that has failed."""
+
+    def __init__(self, rank: int, failure: ProcessFailure) -> None:
+        # what tools/launch/rank.py wrote of the exception, if one ended it
+        error = failure.message if isinstance(failure.message, dict) else {}
+        self.rank = rank
+        self.process = failure.pid
+        self.signal = failure.signal_name()
+        self.code = failure.exitcode
+        if error and (self.code < 0 or self.code in TOLD_TO_END):
+            # it took so long to end that a signal of the launcher ended it
+            self.code = FAILED
+        self.raised: float | None = error.get("time")
+        self.noticed = failure.timestamp  # in whole seconds
+        self.traceback = error.get("message", "").rstrip()
+        self.begun: int = getattr(failure, "begun", 0)  # collectives
+
+    def blame(self) -> tuple[int, int, float, int]:
+        """Return the sort key: who failed first. Without an exception only the second is known in
+        which its end was noticed; for a rank killed by a signal that may be the second after. Ranks
+        that merely ended when the launcher told them to come last."""
+        moment = self.raised or self.noticed
+        # Its watchdog killed it. The others waited for it, and may have failed sooner.
+        if self.code == -signal.SIGALRM:
+            # under NCCL all ranks may die so; the rank that is behind is to blame
+            return -1, self.begun, moment, self.rank
+        last = 1 + TOLD_TO_END.index(self.code) if self.code in TOLD_TO_END else 0
+        return last, 0, moment - (self.code < 0), self.rank
+
+
+def report(failed: list[FailedRank], script: list[str], asked: set[int]) -> int:
     """Name the ranks that failed (at most eight), then tell all about the first to fail; returns
-    the job's exit code.
+    the job's exit code. failed: the first to fail first.
 
     Ranks that got a stop signal before they had installed their handlers die of it: there was nothing
     to save yet.
     """
-    errors = messages(failures)
-    exit_codes = codes(failures)
-    first = first_of(failures)
-    code = exit_codes[first]
-    if -code in asked:
-        return stopped_before(-code)
-    has_said = is_train(script[0]) and {FAILED} == set(exit_codes.values()) - {*TOLD_TO_END}
-    if code not in QUIET_CODES and (any(errors.values()) or not has_said):
-        log_of_first = _log_of(first, script)
-        _, *others = by_blame(failures)
-        failed = [rank for rank in others if exit_codes[rank] not in TOLD_TO_END]
-        for rank in [first, *failed][:8]:
-            how = f"was killed by {failures[rank].signal_name()}"
-            if exit_codes[rank] > 0:
-                how = f"ended with exit code {exit_codes[rank]}"
-            at = f" at {_clock(errors[rank]['time'])}" if errors[rank] else ""
-            log(f"rank {rank} on {socket.gethostname()} {how}{at}{_named(_log_of(rank, script))}")
-        if errors[first]:
-            log(
-                f"the traceback of rank {first}, the first to fail "
-                f"here:\n{errors[first]['message'].rstrip()}"
-            )
+    first, *others = failed
+    if -first.code in asked:
+        return stopped_before(-first.code)
+    has_said = is_train(script[0]) and {FAILED} == {one.code for one in failed} - {*TOLD_TO_END}
+    if first.code not in QUIET_CODES and (any(one.traceback for one in failed) or not has_said):
+        log_of_first = _log_of(first.rank, script)
+        for one in [first, *(one for one in others if one.code not in TOLD_TO_END)][:8]:
+            how = f"ended with exit code {one.code}"
+            if one.code <= 0:
+                how = f"was killed by {one.signal}"
+            at = f" at {_clock(one.raised)}" if one.raised else ""
+            its_log = _named(_log_of(one.rank, script))
+            log(f"rank {one.rank} on {socket.gethostname()} {how}{at}{its_log}")
+        if first.traceback:
+            title = f"the traceback of rank {first.rank}, the first to fail here:"
+            log(f"{title}\n{first.traceback}")
         elif log_of_first and others:
             text = log_of_first.read_text(encoding="utf-8", errors="replace")
-            title = f"the last lines of the log of rank {first}, the first to fail here:"
+            title = f"the last lines of the log of rank {first.rank}, the first to fail here:"
             log("\n".join([title, *text.splitlines()[-LAST_LINES:]]))
-    return exit_code_of(code)
+    return exit_code_of(first.code)
 
 
 def stopped_before(number: int) -> int:
@@ -617,12 +638,6 @@ def stopped_before(number: int) -> int:
     code, sentence = stopped_early(signal.Signals(number))
     log(sentence)
     return code
-
-
-def begun(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """Return the number of collectives that each rank had begun, without ranks that had begun none."""
-    counts = {rank: getattr(failure, "begun", 0) for rank, failure in failures.items()}
-    return {rank: count for rank, count in counts.items() if count}
 
 
 def _read_begun(path: str) -> int:
@@ -650,10 +665,8 @@ def say_who_is_behind(counts: dict[int, int], store: TCPStore | None, node: int)
     most = max((count for count, _ in everyone.values()), default=0)
     behind = {rank: place for rank, place in sorted(everyone.items()) if place[0] < most}
     for rank, (count, host) in list(behind.items())[:8]:
-        log(
-            f"rank {rank} on {host} is behind: it had begun {count:,} collectives, the others "
-            f"{most:,}"
-        )
+        counts_of = f"it had begun {count:,} collectives, the others {most:,}"
+        log(f"rank {rank} on {host} is behind: {counts_of}")
 
 
 def _compare(store: TCPStore, node: int, everyone: dict[int, tuple[int, str]]) -> None:
@@ -666,21 +679,17 @@ def _compare(store: TCPStore, node: int, everyone: dict[int, tuple[int, str]]) -
         rows = [[rank, *everyone[rank]] for rank in shown]
         store.set(f"begun/{node}", json.dumps(rows))
         keys = [f"begun/{other}" for other in json.loads(store.get("members"))]
-        deadline = time.monotonic() + COMPARED
-        while time.monotonic() < deadline and not store.check(keys):
-            time.sleep(0.05)
+        wait_for(store, keys, COMPARED)
         for key in keys:
             if store.check([key]):
                 for rank, count, host in json.loads(store.get(key)):
                     everyone[rank] = (count, host)
 
 
-def say_where_everyone_was(failures: dict[int, ProcessFailure], script: list[str]) -> None:
+def say_where_everyone_was(failed: list[FailedRank], script: list[str]) -> None:
     """Print, after a hang, the report of tools/hang.py on the positions that the ranks left in the
     run's folder. Ranks of other nodes are included where the folder is shared."""
-    errors = messages(failures).values()
-    timed_out = any("imed out" in error.get("message", "") for error in errors)
-    if not timed_out and -signal.SIGALRM not in codes(failures).values():
+    if not any("imed out" in one.traceback or one.code == -signal.SIGALRM for one in failed):
         return
     cfg = _config(script)
     if not cfg:
@@ -692,51 +701,9 @@ def say_where_everyone_was(failures: dict[int, ProcessFailure], script: list[str
     except (InputError, OSError) as error:
         return log(str(error))
     # a script that is no run has left none, and those of an older run say nothing
-    if any(rank.rank in failures and failures[rank.rank].pid == rank.process for rank in ranks):
+    of_these = {(one.rank, one.process) for one in failed}
+    if any((rank.rank, rank.process) in of_these for rank in ranks):
         log("\n".join(["where everyone was:", *hang.judge(ranks).lines]))
-
-
-def messages(failures: dict[int, ProcessFailure]) -> dict[int, dict]:
-    """Return the record that tools/launch/rank.py wrote of the exception that ended a rank; {}
-    where there was none."""
-    texts = {}
-    for rank, failure in failures.items():
-        texts[rank] = failure.message if isinstance(failure.message, dict) else {}
-    return texts
-
-
-def codes(failures: dict[int, ProcessFailure]) -> dict[int, int]:
-    """Return the exit codes by rank. A rank with an exception counts as 1, even if it took so long
-    to end that a signal of the launcher ended it."""
-    errors = messages(failures)
-    by_rank = {}
-    for rank, failure in failures.items():
-        raised = errors[rank] and (failure.exitcode < 0 or failure.exitcode in TOLD_TO_END)
-        by_rank[rank] = 1 if raised else failure.exitcode
-    return by_rank
-
-
-def blame(failures: dict[int, ProcessFailure], rank: int) -> tuple[int, int, float, int]:
-    """Sort key: who failed first. A rank's error file has the time of its exception. Without one,
-    only the second is known in which its end was noticed; for a rank killed by a signal that may be
-    the second after. Ranks that merely ended when the launcher told them to come last."""
-    code = codes(failures)[rank]
-    moment = messages(failures)[rank].get("time", failures[rank].timestamp)
-    # Its watchdog killed it. The others waited for it, and may have failed sooner.
-    if code == -signal.SIGALRM:
-        # under NCCL all ranks may die so; the rank that is behind is to blame
-        return -1, begun(failures).get(rank, 0), moment, rank
-    last = (0, *TOLD_TO_END).index(code) if code in TOLD_TO_END else 0
-    return last, 0, moment - (code < 0), rank
-
-
-def by_blame(failures: dict[int, ProcessFailure]) -> list[int]:
-    """Return the ranks that failed, the first to fail first."""
-    return sorted(failures, key=partial(blame, failures))
-
-
-def first_of(failures: dict[int, ProcessFailure]) -> int:
-    return by_blame(failures)[0]
 
 
 def _clock(moment: float) -> str:
@@ -763,6 +730,5 @@ def _named(log: Path | None) -> str:
     if not log:
         return ""
     stacks = log.with_suffix(".stacks")  # of reliability/health.py::Watchdog; empty after kill -9
-    return f"; its log: {log}" + (
-        f", its stacks: {stacks}" if stacks.exists() and stacks.stat().st_size else ""
-    )
+    has_stacks = stacks.exists() and stacks.stat().st_size
+    return f"; its log: {log}" + (f", its stacks: {stacks}" if has_stacks else "")

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from configs import program
 
+LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1  # prctl(2)
 STANDBY = "PLUMBLINE_STANDBY"  # in the environment of a process that stands by: its pipe
 # what takes long of all that train.py imports, and is not of this repository
@@ -36,8 +37,7 @@ SLOW = (
 
 
 def main(launcher: int, script: str) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != launcher:
         sys.exit("the launcher is gone")
     unblock_interrupt()
@@ -53,6 +53,12 @@ def main(launcher: int, script: str) -> None:
     except Exception as error:
         _leave(_from_script_on(error, script), getattr(error, "failed_at", time.time()))
         raise
+
+
+def end_with_parent(number: int) -> None:
+    """Let the kernel send this process a signal when the process that started it ends."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, number)
 
 
 def unblock_interrupt() -> None:

@@ -14,21 +14,21 @@ fails again and again; otherwise that of the last failure. Ray is optional: pip 
 """
 
 import argparse
-import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 from configs import program
 from configs.load import load_config
 from configs.schema import InputError
+from tools.launch.rank import end_with_parent
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PR_SET_PDEATHSIG = 1  # prctl(2)
 WRONG_INPUT = 2
 STOPPED = 75
 CRASH_LOOP = 76  # exit codes of train.py
@@ -55,21 +55,19 @@ def node(job: dict) -> None:
     code = run_script(job, environment)
     Path(job["codes"], str(context.get_world_rank())).write_text(str(code))
     if code not in (0, WRONG_INPUT, STOPPED, CRASH_LOOP):
-        raise RuntimeError(
-            f"run_train.sh on node {context.get_world_rank()} ended with exit code {code}"
-        )
+        node_rank = context.get_world_rank()
+        raise RuntimeError(f"run_train.sh on node {node_rank} ended with exit code {code}")
 
 
 def run_script(job: dict, environment: dict) -> int:
     """Run job's script in a Ray worker, and return its exit code. It gets SIGTERM as soon as
     the file job["stop"] exists."""
-    libc = ctypes.CDLL(None)
     process = subprocess.Popen(
         [job["script"], *job["arguments"]],
         cwd=job["folder"],
         env=os.environ | {name: str(value) for name, value in environment.items()},
         # a worker that Ray kills leaves nothing behind
-        preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        preexec_fn=partial(end_with_parent, signal.SIGTERM),
     )
     asked = False
     while process.poll() is None:

@@ -171,8 +171,11 @@ class Rounds:
     def _comes_late(self, local: int) -> bool:
         """Return whether others have a state and this rank has none yet: its end, on request or
         because its host lacks what the run reads, is not the run's."""
-        slot = self.node * self.per_node + local
+        slot = self._slot(local)
         return self.store.check([BEGUN]) and not self.store.check([f"{BEGUN}/{slot}"])
+
+    def _slot(self, local: int) -> int:
+        return self.node * self.per_node + local
 
     def wait_for_others(self) -> None:
         """Wait, for at most --shutdown-timeout seconds, until the ranks of all nodes have ended: they
@@ -184,13 +187,11 @@ class Rounds:
             if number:
                 slots = RoundOfRanks.read(self.store.get(key(number, "ranks"))).slots
             names = [f"rounds/ended/{node}" for node in {slot // self.per_node for slot in slots}]
-            deadline = time.monotonic() + self.options.shutdown_timeout
-            while time.monotonic() < deadline and not self.store.check(names):
-                time.sleep(TICK)
+            wait_for(self.store, names, self.options.shutdown_timeout)
 
     def _lose(self, agent: Any, group: WorkerGroup, local: int, code: int) -> None:
         """Report a rank whose process has ended, and start another in its place."""
-        slot = self.node * self.per_node + local
+        slot = self._slot(local)
         if not self.store.check([BEGUN]):  # no rank could go on
             self.store.set(OVER, str(NO_REPLICA))
             return
@@ -256,9 +257,7 @@ class Rounds:
                 self._kill(local, pid, "is frozen (SIGSTOP, or a debugger)")
 
     def _kill(self, local: int, pid: int, why: str) -> None:
-        log(
-            f"rank {self.node * self.per_node + local} on {socket.gethostname()} {why}: it is killed"
-        )
+        log(f"rank {self._slot(local)} on {socket.gethostname()} {why}: it is killed")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
@@ -274,11 +273,10 @@ class Rounds:
         if self.loss_seen is None or self.loss_seen.number != number:
             self.loss_seen = LossSeen(number, pids.values())
         for local, pid in pids.items():
-            slot = self.node * self.per_node + local
             if self.started_in.get(pid, self.start_round) >= number:
                 continue
             is_late = self.loss_seen.is_over_for(pid) or is_frozen(pid)
-            if is_late and slot not in at_door(self.store, number):
+            if is_late and self._slot(local) not in at_door(self.store, number):
                 self._kill(local, pid, "does not answer while others go on")
 
 
@@ -327,6 +325,14 @@ def _children(pid: int) -> list[int]:
             for child in map(int, file.read_text().split()):
                 found += [child, *_children(child)]
     return found
+
+
+def wait_for(store: TCPStore, keys: list[str], seconds: float) -> None:
+    """Wait until a store has all these keys, so many seconds at most. Unlike the store's own call it
+    does not warn when these are over."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not store.check(keys):
+        time.sleep(TICK)
 
 
 def connect(where: tuple[str, int]) -> TCPStore:
@@ -517,8 +523,9 @@ class Coordinator:
         have."""
         names = [alive(node) for node in nodes]
         if self.store.check(names):
-            return dict(zip(nodes, self.store.multi_get(names), strict=True))
-        found = [self.store.get(name) if self.store.check([name]) else b"" for name in names]
+            found = self.store.multi_get(names)
+        else:
+            found = [self.store.get(name) if self.store.check([name]) else b"" for name in names]
         return dict(zip(nodes, found, strict=True))
 
     def _wait(self, number: int) -> None:

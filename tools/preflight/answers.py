@@ -10,15 +10,18 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from configs.schema import InputError
+from configs.words import plural
 from tools.preflight.machine import ROOT
-from tools.preflight.probe import Probe, ProbeRow, short
+from tools.preflight.probe import Probe, ProbeRow, failed, short
 
 
 class Stopped(BaseException):
@@ -93,6 +96,11 @@ class Worker:
             return {"hangs": _in_our_code(traceback.extract_stack(frame))}
 
 
+NO_ANSWER = "gave no answer: it died, hangs or was never started; see its log and its host"
+HINT = (
+    "what it waited for was another rank: see how hosts reach each other "
+    "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+)
 WAITING = re.compile(
     r"timed? ?out|connection (closed|reset|refused)|gloo|nccl|socket|peer", re.IGNORECASE
 )
@@ -117,45 +125,34 @@ def _described(error: Exception) -> dict:
 
 def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line of ours in a stack."""
-    ours = [f for f in stack if f.filename.startswith(f"{ROOT}{os.sep}")]
-    ours = [f for f in ours if f.name not in ("_work", "call")]
-    if not ours:
-        return "code that is not ours"
-    return f"{Path(ours[-1].filename).relative_to(ROOT)}:{ours[-1].lineno} ({ours[-1].name})"
+    for frame in reversed(stack):
+        if frame.filename.startswith(f"{ROOT}{os.sep}") and frame.name not in ("_work", "call"):
+            return f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno} ({frame.name})"
+    return "code that is not ours"
 
 
 def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[ProbeRow]:
     """Return rows about the ranks without a value: first those that the others may only have waited
     for."""
-    troubles: dict[str, list[int]] = {}
-    waits: dict[str, list[int]] = {}
+    troubles: dict[str, list[int]] = defaultdict(list)
+    waits: dict[str, list[int]] = defaultdict(list)
     for r, a in enumerate(answers):
         if "hangs" in a:
-            text = f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}"
-            troubles.setdefault(text, []).append(r)
-        elif not a:
-            text = "gave no answer: it died, hangs or was never started; see its log and its host"
-            troubles.setdefault(text, []).append(r)
-        elif a.get("kind") in ("error", "input"):
-            troubles.setdefault(a["error"], []).append(r)
-        elif "error" in a or "stopped" in a:
-            waits.setdefault(a.get("error", a.get("stopped")), []).append(r)
-    # the troubles of the fewest ranks first: many may hang in one place because of a few
-    rows = []
-    for text in sorted(troubles, key=lambda text: len(troubles[text])):
-        rows.append(ProbeRow("FAIL", f"{probe.named(troubles[text])}: {text}"))
-    others = [r for ranks in waits.values() for r in ranks]
-    if rows and others:
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"{probe.named(others)} waited for {'it' if len(rows) == 1 else 'them'} in vain",
+            troubles[f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}"].append(
+                r
             )
-        )
-    hint = (
-        "what it waited for was another rank: see how hosts reach each other "
-        "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
-    )
-    return rows or [
-        ProbeRow("FAIL", f"{probe.named(ranks)}: {text}; {hint}") for text, ranks in waits.items()
-    ]
+        elif not a:
+            troubles[NO_ANSWER].append(r)
+        elif a.get("kind") in ("error", "input"):
+            troubles[a["error"]].append(r)
+        elif "error" in a or "stopped" in a:
+            waits[a.get("error", a.get("stopped"))].append(r)
+    if not troubles:
+        return [failed(f"{probe.named(ranks)}: {text}; {HINT}") for text, ranks in waits.items()]
+    # the troubles of the fewest ranks first: many may hang in one place because of a few
+    fewest_first = sorted(troubles.items(), key=lambda trouble: len(trouble[1]))
+    rows = [failed(f"{probe.named(ranks)}: {text}") for text, ranks in fewest_first]
+    if waits:
+        waited = probe.named(chain(*waits.values()))
+        rows.append(failed(f"{waited} waited for {plural(len(rows), 'it', 'them')} in vain"))
+    return rows

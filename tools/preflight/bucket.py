@@ -6,7 +6,7 @@ import time
 
 from configs.schema import Config
 from reliability.objects import Key, location
-from tools.preflight.probe import Probe, ProbeRow, judge_writing
+from tools.preflight.probe import Probe, ProbeRow, failed, judge_writing
 
 LEASE = "lease"  # what all ranks try to create
 
@@ -47,19 +47,13 @@ def judge(probe: Probe, answers: list[dict], size: int) -> list[ProbeRow]:
         if answer["unseen"]:
             seen = f"{probe.named([rank])} does not see in {answer['store']} what "
             seen += f"{probe.named(answer['unseen'])} wrote: all hosts must name the same store"
-            return [ProbeRow("FAIL", seen)]
+            return [failed(seen)]
     store = answers[0]["store"]
     taken = [rank for rank, answer in enumerate(answers) if answer["taken"]]
     if len(taken) != 1:
         given = f"{probe.named(taken)} were all given" if taken else "no rank was given"
-        return [
-            ProbeRow(
-                "FAIL",
-                f"{given} what a store gives once: {store} keeps no conditional puts, so two runs "
-                "could write to one prefix",
-                blocks=False,
-            )
-        ]
+        text = f"{given} what a store gives once: {store} keeps no conditional puts, so two runs "
+        return [failed(f"{text}could write to one prefix", blocks=False)]
     rates = [answer["rate"] for answer in answers]
     writing, slow = judge_writing(probe, rates, size, "uploads")
     detail = f"{store} is seen by all ranks, and a conditional put is given once; {writing}"

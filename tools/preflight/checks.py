@@ -36,12 +36,14 @@ from tools.plan.device import load_device
 from tools.preflight import bucket, copies, host, job, machine, network
 from tools.preflight.answers import ResultStore, Stopped, Worker, judge_trouble
 from tools.preflight.arguments import NEEDS, chosen, expected
-from tools.preflight.probe import Probe, ProbeRow, in_seconds, spans
+from tools.preflight.probe import Probe, ProbeRow, failed, in_seconds, spans
 from training import log
 
 # seconds from a collective's limit to that of its check: so a rank that waits for another can say
 # it
 SLACK = 5
+RESULTS = ("FAIL", "warn", "ok", "left out")  # in the order of the page
+VERDICTS = ("fit for this run", "NOT fit for this run", "wrong configuration or input")
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,6 @@ CHECKS = {
 }
 
 
-def severity(row: ProbeRow) -> int:
-    """Sort key: failures first."""
-    return ("FAIL", "warn", "ok", "left out").index(row.result)
-
-
 class Page:
     """Page of rank 0. Each row is printed as soon as it is known."""
 
@@ -87,7 +84,7 @@ class Page:
 
     def add(self, check: str, rows: list[ProbeRow]) -> None:
         margin = "\n" + " " * 20
-        order = sorted(rows, key=severity)
+        order = sorted(rows, key=lambda row: RESULTS.index(row.result))
         for row in order:
             row.check = check
             row.detail = redact(row.detail)
@@ -104,15 +101,8 @@ class Page:
     def close(self, json_path: str) -> None:
         counts = Counter(row.result for row in self.rows)
         summary = ", ".join(f"{n} {result}" for result, n in sorted(counts.items()))
-        verdict = {
-            0: "fit for this run",
-            1: "NOT fit for this run",
-            2: "wrong configuration or input",
-        }[self.code]
-        print(
-            f"preflight: {verdict}: {summary}; {in_seconds(time.monotonic() - self.began)}",
-            flush=True,
-        )
+        seconds = in_seconds(time.monotonic() - self.began)
+        print(f"preflight: {VERDICTS[self.code]}: {summary}; {seconds}", flush=True)
         if not json_path:
             return
         rows = [asdict(row) for row in self.rows]
@@ -152,16 +142,11 @@ def run_checks(probe: Probe, results: ResultStore, names: list[str], page: Page 
             stopped = signalled
             verdict = _judge(probe, results, page, name, 3) if page else None
         if stopped and page:
-            page.add(
-                "all else",
-                [ProbeRow("FAIL", f"stopped by {stopped}: a rank has ended, or someone wants it")],
-            )
+            text = f"stopped by {stopped}: a rank has ended, or someone wants it"
+            page.add("all else", [failed(text)])
         elif not stopped and verdict is None:
-            who = spans([probe.world.rank])
-            print(
-                f"preflight: {who}: rank 0 gave no verdict on {name}: it died or hangs",
-                file=sys.stderr,
-            )
+            text = f"rank 0 gave no verdict on {name}: it died or hangs"
+            print(f"preflight: {spans([probe.world.rank])}: {text}", file=sys.stderr)
         if stopped or verdict is None:
             return FAILED
         probe.id = verdict["id"]
@@ -171,10 +156,8 @@ def run_checks(probe: Probe, results: ResultStore, names: list[str], page: Page 
         if verdict["end"]:
             if page and name != names[-1]:
                 left = ", ".join(names[names.index(name) + 1 :])
-                page.add(
-                    "all else",
-                    [ProbeRow("left out", f"{left}: the ranks above would be waited for again")],
-                )
+                text = f"{left}: the ranks above would be waited for again"
+                page.add("all else", [ProbeRow("left out", text)])
             return code
     return code
 

@@ -6,17 +6,24 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
 from checkpoint import peers
 from reliability.objects import Key, location
 from tools.preflight.machine import part_of_a_rank
-from tools.preflight.probe import Probe, ProbeRow
+from tools.preflight.probe import Probe, ProbeRow, failed, fine
 from training.metrics import in_bytes
 
 IN_MEMORY = ("tmpfs", "ramfs", "")  # types of file system; "": it is not known
 REPAIR = "set PLUMBLINE_HOST_MEMORY to a folder of tmpfs on each host, or checkpoint.peers = 0"
+
+LARGER = "make it larger (mount -o remount,size=..., docker --shm-size), or copy to fewer hosts"
+ONE_MEMORY = (
+    "have one memory for copies, so no copy would outlive it: start one node on each machine, or set "
+    "checkpoint.peers = 0"
+)
 
 
 def measure_copies(probe: Probe) -> dict:
@@ -68,36 +75,29 @@ def file_system(folder: Path) -> str:
 def judge_copies(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     count = probe.cfg.checkpoint.peers
     if not count:
-        return [ProbeRow("ok", "checkpoint.peers = 0: none")]
+        return [fine("checkpoint.peers = 0: none")]
     needed = peers.GENERATIONS * (1 + count) * part_of_a_rank(probe) * probe.world.local_size
     need = f"{peers.GENERATIONS} copies of {1 + count} hosts' state need {in_bytes(needed)}"
     rows = []
-    owners: dict[tuple, list[int]] = {}
+    owners: dict[tuple, list[int]] = defaultdict(list)
     for leader in probe.leaders:
         found = answers[leader]
         where = f"{found['folder']} of {probe.named([leader])}"
         if found["why"]:
-            rows.append(ProbeRow("FAIL", f"{where} cannot be written ({found['why']}): {REPAIR}"))
+            rows.append(failed(f"{where} cannot be written ({found['why']}): {REPAIR}"))
             continue
-        owners.setdefault(tuple(found["memory"]), []).append(leader)
+        owners[tuple(found["memory"])].append(leader)
         if found["room"] < needed:
-            text = (
-                f"{where} has room for {in_bytes(found['room'])}, and {need}: make it larger "
-                "(mount -o remount,size=..., docker --shm-size), or copy to fewer hosts"
-            )
-            rows.append(ProbeRow("FAIL", text))
+            text = f"{where} has room for {in_bytes(found['room'])}, and {need}: {LARGER}"
+            rows.append(failed(text))
         if found["type"] not in IN_MEMORY:
             slow = f"is on {found['type']}, not in memory: copies are as slow as that is"
             rows.append(ProbeRow("warn", f"{where} {slow}; {REPAIR}"))
     for leaders in owners.values():
         if len(leaders) > 1:
-            text = (
-                f"{probe.named(leaders)} have one memory for copies, so no copy "
-                "would outlive it: start one node on each machine, or set checkpoint.peers = 0"
-            )
-            rows.append(ProbeRow("FAIL", text))
+            rows.append(failed(f"{probe.named(leaders)} {ONE_MEMORY}"))
     room = min((answer.get("room", 0) for answer in answers), default=0)
-    return rows or [ProbeRow("ok", f"each host has room for {in_bytes(room)} at least: {need}")]
+    return rows or [fine(f"each host has room for {in_bytes(room)} at least: {need}")]
 
 
 def remove(place: Path | Key) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import resource
 import socket
+from collections import defaultdict
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from checkpoint.peers import GENERATIONS
 from tools.preflight.copies import bytes_of_copies
 from tools.preflight.machine import device_table, part_of_a_rank
-from tools.preflight.probe import Probe, ProbeRow
+from tools.preflight.probe import Probe, ProbeRow, failed, fine
 from training.metrics import in_bytes
 
 OWN_FILES = 512  # of a rank: data shards, pipes, logs, and the sockets of groups and network cards
@@ -70,61 +71,44 @@ def memory_of_a_rank(probe: Probe) -> int:
 
 def judge_host(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
-    few: dict[tuple[int, int], list[int]] = {}  # (limit, needed) -> ranks
+    few: dict[tuple[int, int], list[int]] = defaultdict(list)  # (limit, needed) -> ranks
     for rank, answer in enumerate(answers):
         wanted = OWN_FILES
         if probe.hosts[rank] == probe.hosts[0]:
             wanted += STORE_FILES * probe.world.size
         if answer["files"] < wanted:
-            few.setdefault((answer["files"], wanted), []).append(rank)
+            few[answer["files"], wanted].append(rank)
     for (files, wanted), ranks in few.items():
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"{probe.named(ranks)}: at most {files:,} files may be open, and {wanted:,} are "
-                "needed: raise "
-                f"the limit before the start, with ulimit -n {wanted} or LimitNOFILE",
-                blocks=False,
-            )
+        text = (
+            f"{probe.named(ranks)}: at most {files:,} files may be open, and {wanted:,} are needed: "
+            f"raise the limit before the start, with ulimit -n {wanted} or LimitNOFILE"
         )
-    if len(probe.leaders) > 1 and (
-        ranks := [r for r in probe.leaders if answers[r]["address"].startswith("127.")]
-    ):
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"the host name of {probe.named(ranks)} resolves to "
-                f"{answers[ranks[0]]['address']} there, so "
-                "the other hosts would look for its ranks on themselves: set GLOO_SOCKET_IFNAME "
-                "and NCCL_SOCKET_IFNAME "
-                "to its network card, or correct /etc/hosts",
-            )
+        rows.append(failed(text, blocks=False))
+    loopback = [r for r in probe.leaders if answers[r]["address"].startswith("127.")]
+    if len(probe.leaders) > 1 and loopback:
+        text = (
+            f"the host name of {probe.named(loopback)} resolves to "
+            f"{answers[loopback[0]]['address']} there, so the other hosts would look for its ranks on "
+            "themselves: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to its network card, or "
+            "correct /etc/hosts"
         )
+        rows.append(failed(text))
     for leader in probe.leaders:
         ranks = [r for r in range(len(answers)) if probe.hosts[r] == probe.hosts[leader]]
-        free = answers[leader]["free"]
-        if free:
-            free += answers[leader]["copied"]
+        free = answers[leader]["free"] + answers[leader]["copied"]
         needed = sum(answers[r]["needed"] for r in ranks)
-        if free and needed > free:
-            rows.append(
-                ProbeRow(
-                    "FAIL",
-                    f"{probe.named(ranks)} need {in_bytes(needed)} of host memory for the copy "
-                    "that a save is "
-                    f"written from (and parallelism.cpu_offload, checkpoint.peers), but {in_bytes(free)} "
-                    "are free: fewer ranks on a host, "
-                    "fewer peers, or checkpoint.async_save = false",
-                    blocks=False,
-                )
+        if answers[leader]["free"] and needed > free:
+            text = (
+                f"{probe.named(ranks)} need {in_bytes(needed)} of host memory for the copy that a save "
+                "is written from (and parallelism.cpu_offload, checkpoint.peers), but "
+                f"{in_bytes(free)} are free: fewer ranks on a host, fewer peers, or "
+                "checkpoint.async_save = false"
             )
+            rows.append(failed(text, blocks=False))
     least = min(answers, key=itemgetter("free"))
     files = min(answer["files"] for answer in answers)
-    return rows or [
-        ProbeRow(
-            "ok",
-            f"{files:,} files may be open; {in_bytes(least['free'])} of host memory are free at "
-            "least, of which "
-            f"the state's copies take {in_bytes(least['needed'])} a rank",
-        )
-    ]
+    text = (
+        f"{files:,} files may be open; {in_bytes(least['free'])} of host memory are free at least, of "
+        f"which the state's copies take {in_bytes(least['needed'])} a rank"
+    )
+    return rows or [fine(text)]

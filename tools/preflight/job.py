@@ -25,12 +25,29 @@ from parallelisms import contract
 from tools.preflight import bucket
 from tools.preflight.machine import checkpoint_bytes, device_table, synchronise
 from tools.preflight.network import limit_collectives
-from tools.preflight.probe import Probe, ProbeRow, differences, in_seconds, least, most
+from tools.preflight.probe import (
+    Probe,
+    ProbeRow,
+    differences,
+    failed,
+    fine,
+    in_seconds,
+    least,
+    most,
+)
 from training.metrics import in_bytes, memory_gib
 from training.optim import learning_rate, set_learning_rate
 
 # bytes that are tokenised here and now if they are not yet: it takes seconds
 SMALL_CORPUS = 64_000_000
+# what all ranks must find in the data -> its name on the page
+MUST_AGREE = {
+    "tokenizer": "tokenizer",
+    "corpora": "corpora",
+    "description": "order of the data",
+    "held_out": "held_out",
+    "digests": "batch content",
+}
 
 
 # data: the same tokens for all --------------------------------------------------------------------
@@ -43,8 +60,7 @@ def measure_data(probe: Probe) -> dict:
     if cfg.data.stream:
         raise InputError(
             "data.stream = true: what a stream will read cannot be checked beforehand; check the "
-            "cluster with "
-            "--data.stream=false and a prepared part of the source"
+            "cluster with --data.stream=false and a prepared part of the source"
         )
     absent, size = not_tokenised(cfg)
     if size > SMALL_CORPUS:
@@ -120,39 +136,30 @@ def judge_data(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     if lacking := [r for r, a in enumerate(answers) if "absent" in a]:
         a = answers[lacking[0]]
         much = in_bytes(a["size"]) if math.isfinite(a["size"]) else "of unknown size"
-        return [
-            ProbeRow(
-                "FAIL",
-                f"{', '.join(a['absent'])} ({much}) is not tokenised yet where "
-                f"{probe.named(lacking)} can see it: the run would begin with that; do it once "
-                "before, with "
-                "python -m data.prepare, into a folder that all hosts share",
-            )
-        ]
-    for what in "tokenizer", "corpora", "description", "held_out", "digests":
-        name = {"digests": "batch content", "description": "order of the data"}.get(what, what)
+        text = (
+            f"{', '.join(a['absent'])} ({much}) is not tokenised yet where {probe.named(lacking)} can "
+            "see it: the run would begin with that; do it once before, with python -m data.prepare, "
+            "into a folder that all hosts share"
+        )
+        return [failed(text)]
+    for what, name in MUST_AGREE.items():
         if text := differences(probe, [json.dumps(a[what]) for a in answers]):
-            rows.append(
-                ProbeRow(
-                    "FAIL",
-                    f"{name}: {text}; all hosts must read the same files (share one data.cache)",
-                )
-            )
+            text += "; all hosts must read the same files (share one data.cache)"
+            rows.append(failed(f"{name}: {text}"))
             break
     a = answers[0]
     if a["lacking"]:
-        rows.append(ProbeRow("FAIL", f"{a['lacking']}: raise model.vocab_size"))
+        rows.append(failed(f"{a['lacking']}: raise model.vocab_size"))
     if rows:
         return rows
     low = least(a["rate"] for a in answers)
     made = f" (tokenised now: {', '.join(a['made'])})" if any(a["made"] for a in answers) else ""
-    detail = f"{a['tokens']:,} tokens in {', '.join(a['folders'][:3])}{made}, the same for all, "
-    detail += f"tokenizer {a['tokenizer'][:12]}; "
-    detail += (
-        f"slowest reader {answers[low]['rate'] / 1e6:.3g} M tokens/s, {probe.named([low])}, "
-        "opened within "
+    text = (
+        f"{a['tokens']:,} tokens in {', '.join(a['folders'][:3])}{made}, the same for all, tokenizer "
+        f"{a['tokenizer'][:12]}; slowest reader {answers[low]['rate'] / 1e6:.3g} M tokens/s, "
+        f"{probe.named([low])}, opened within {in_seconds(max(a['opened'] for a in answers))}"
     )
-    return [ProbeRow("ok", detail + in_seconds(max(a["opened"] for a in answers)))]
+    return [fine(text)]
 
 
 # build: the sharded model -------------------------------------------------------------------------
@@ -172,15 +179,9 @@ def measure_build(probe: Probe) -> dict:
 def judge_build(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     mesh = probe.job.mesh
     sizes = " x ".join(f"{name} {getattr(mesh, name)}" for name in mesh.device_mesh.mesh_dim_names)
-    largest = max(a["weights"] for a in answers)
-    return [
-        ProbeRow(
-            "ok",
-            f"mesh {sizes}; initial weights in {in_seconds(max(a['seconds'] for a in answers))}, "
-            "at most "
-            f"{in_bytes(largest)} on a rank",
-        )
-    ]
+    largest = in_bytes(max(a["weights"] for a in answers))
+    seconds = in_seconds(max(a["seconds"] for a in answers))
+    return [fine(f"mesh {sizes}; initial weights in {seconds}, at most {largest} on a rank")]
 
 
 # step: the real one -------------------------------------------------------------------------------
@@ -236,13 +237,8 @@ def memory(device: torch.device) -> dict[str, float]:
         }
     table = device_table(device)
     peak = memory_gib(device) * 2**30
-    return {
-        "total": table["total"],
-        "tensors": peak,
-        "reserved": peak,
-        "left": table["free"],
-        "retries": 0,
-    }
+    taken = {"tensors": peak, "reserved": peak}
+    return {"total": table["total"], **taken, "left": table["free"], "retries": 0}
 
 
 def numbers_text(values: list[str]) -> str:
@@ -255,28 +251,16 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     bad = [r for r, a in enumerate(answers) if not a["finite"]]
     losses = [float.fromhex(a["losses"][0]) for a in answers]
     if bad:
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"the loss of the tokens of {probe.named(bad)} is not finite: compute there what "
-                "another "
-                "rank computes (a bad device?), or look at its data",
-            )
+        text = (
+            f"the loss of the tokens of {probe.named(bad)} is not finite: compute there what another "
+            "rank computes (a bad device?), or look at its data"
         )
+        rows.append(failed(text))
     elif any(a["skipped"] for a in answers):
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"the gradient is not finite (loss {losses[0]:.4f}), though the loss of each rank "
-                "is",
-            )
-        )
+        text = f"the gradient is not finite (loss {losses[0]:.4f}), though the loss of each rank is"
+        rows.append(failed(text))
     elif text := differences(probe, [numbers_text(a["losses"]) for a in answers]):
-        rows.append(
-            ProbeRow(
-                "FAIL", f"loss and gradient norm must be the same on all ranks, but are {text}"
-            )
-        )
+        rows.append(failed(f"loss and gradient norm must be the same on all ranks, but are {text}"))
     of_ranks = zip(*(a["seconds"] for a in answers), strict=True)  # by step
     first, *later_steps = map(max, of_ranks)
     usual = statistics.median(later_steps) if later_steps else first
@@ -284,20 +268,15 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rate = t.global_batch_size * t.seq_len / usual
     if not rows:
         expected = math.log(probe.args.vocab_size)
-        rows.append(
-            ProbeRow(
-                "ok",
-                f"loss {losses[0]:.3f} on all ranks (of random weights {expected:.3f} is "
-                "expected); the "
-                f"first takes {in_seconds(first)}, then {in_seconds(usual)}: {rate:,.0f} tokens/s",
-            )
+        text = (
+            f"loss {losses[0]:.3f} on all ranks (of random weights {expected:.3f} is expected); the "
+            f"first takes {in_seconds(first)}, then {in_seconds(usual)}: {rate:,.0f} tokens/s"
         )
+        rows.append(fine(text))
     fullest = most(a["reserved"] for a in answers)
     a = answers[fullest]
-    detail = (
-        f"memory: at most {in_bytes(a['reserved'])} of {in_bytes(a['total'])}, on "
-        f"{probe.named([fullest])}"
-    )
+    detail = f"memory: at most {in_bytes(a['reserved'])} of {in_bytes(a['total'])}, on "
+    detail += probe.named([fullest])
     if probe.device.type == "cuda":
         tightest = least(a["left"] for a in answers)
         detail += (
@@ -306,10 +285,8 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
         )
     tight = [r for r, a in enumerate(answers) if a["retries"]]
     if tight:
-        detail += (
-            f"; the allocator had to start over on {probe.named(tight)}: too tight, so "
-            "steps will be slow"
-        )
+        detail += f"; the allocator had to start over on {probe.named(tight)}: too tight, so steps "
+        detail += "will be slow"
     rows.append(ProbeRow("warn" if tight else "ok", detail))
     return rows
 
@@ -369,24 +346,15 @@ def judge_save(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     wrong = [r for r, a in enumerate(answers) if a["wrong"]]
     if wrong:
         name = answers[wrong[0]]["wrong"][0]
-        return [
-            ProbeRow(
-                "FAIL",
-                f"{probe.named(wrong)} read back other values than were saved ({name} ...): the "
-                "file system "
-                "or the memory of that host is not to be trusted",
-            )
-        ]
-    worst = {}
-    for key in "stall", "save", "load":
-        worst[key] = max(a[key] for a in answers)
+        text = (
+            f"{probe.named(wrong)} read back other values than were saved ({name} ...): the file "
+            "system or the memory of that host is not to be trusted"
+        )
+        return [failed(text)]
+    stall, save, load = (max(a[key] for a in answers) for key in ("stall", "save", "load"))
     size = checkpoint_bytes(probe.cfg, probe.args)
-    detail = (
-        f"{in_bytes(size)} saved in {in_seconds(worst['save'])} "
-        f"({in_bytes(size / worst['save'])}/s), of which "
+    text = (
+        f"{in_bytes(size)} saved in {in_seconds(save)} ({in_bytes(size / save)}/s), of which "
+        f"{in_seconds(stall)} before the next step may begin; read back whole in {in_seconds(load)}"
     )
-    detail += (
-        f"{in_seconds(worst['stall'])} before the next step may begin; read back whole in "
-        f"{in_seconds(worst['load'])}"
-    )
-    return [ProbeRow("ok", detail)]
+    return [fine(text)]

@@ -13,7 +13,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -29,7 +29,7 @@ from checkpoint.lease import Lease
 from configs import stages
 from configs.load import dump, load_config
 from configs.schema import Config, InputError
-from configs.words import plural
+from configs.words import number_of
 from models import MODELS, lora
 from parallelisms import dp
 from parallelisms import mesh as meshes
@@ -37,7 +37,15 @@ from parallelisms.lora import freeze
 from tools.plan.device import MEMORY_EFFICIENCY
 from tools.preflight import bucket
 from tools.preflight.arguments import SLOW
-from tools.preflight.probe import Probe, ProbeRow, differences, judge_writing, least
+from tools.preflight.probe import (
+    Probe,
+    ProbeRow,
+    differences,
+    failed,
+    fine,
+    judge_writing,
+    least,
+)
 from training.metrics import in_bytes, peak_flops
 from training.optim import build_optimizer
 from training.optimizers import materialise
@@ -69,21 +77,19 @@ def measure_ranks(probe: Probe) -> dict:
 def host_names(answers: dict[int, dict]) -> dict[int, str]:
     """Return the host names by rank; where several hosts share a name (containers often do), with
     their number in the run."""
-    nodes: dict[str, set] = {}
+    nodes: dict[str, set] = defaultdict(set)
     for a in answers.values():
-        nodes.setdefault(a["host"], set()).add(a["node"])
+        nodes[a["host"]].add(a["node"])
     names = {}
     for r, a in answers.items():
-        names[r] = a["host"]
-        if len(nodes[a["host"]]) > 1:
-            names[r] += f"/{a['node']}"
+        names[r] = f"{a['host']}/{a['node']}" if len(nodes[a["host"]]) > 1 else a["host"]
     return names
 
 
 def judge_ranks(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
-    nodes: dict[str, list[int]] = {}
+    nodes: dict[str, list[int]] = defaultdict(list)
     for r, a in enumerate(answers):
-        nodes.setdefault(a["node"], []).append(r)
+        nodes[a["node"]].append(r)
     probe.leaders = [ranks[0] for ranks in nodes.values()]
     wrong = []
     if text := differences(probe, [a["size"] for a in answers]):
@@ -101,10 +107,9 @@ def judge_ranks(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                     "needs its own"
                 )
     if wrong:
-        return [ProbeRow("FAIL", text) for text in wrong]
+        return [failed(text) for text in wrong]
     each = len(answers) // len(nodes)
-    hosts = f"{len(nodes)} {plural(len(nodes), 'host')}"
-    return [ProbeRow("ok", f"{len(answers)}, {each} on each of {hosts}")]
+    return [fine(f"{len(answers)}, {each} on each of {number_of(len(nodes), 'host')}")]
 
 
 # config: equal on all ranks -----------------------------------------------------------------------
@@ -126,12 +131,10 @@ def judge_config(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     for name in answers[0]["options"]:
         if text := differences(probe, [json.dumps(a["options"][name]) for a in answers]):
-            rows.append(
-                ProbeRow("FAIL", f"{name} is {text}: give all ranks the same file and options")
-            )
+            rows.append(failed(f"{name} is {text}: give all ranks the same file and options"))
     of_stage = [f"this tests {line}" for line in stages.title(stages.at(probe.cfg, 0))]
     same = f"the same on all ranks ({answers[0]['hash']})"
-    return rows or [ProbeRow("ok", "; ".join([same, *of_stage]))]
+    return rows or [fine("; ".join([same, *of_stage]))]
 
 
 # devices: each rank has its own -------------------------------------------------------------------
@@ -151,24 +154,16 @@ def device_table(device: torch.device) -> dict:
         total, free = (int(memory.get(key, 0)) * 1024 for key in ("MemTotal", "MemAvailable"))
         model = re.search(r"model name\s*: (.*)", _text("/proc/cpuinfo"))
         name = model[1] if model else platform.machine()
-        return {
-            "name": name,
-            "uuid": "",
-            "bus": "",
-            "visible": "",
-            "driver": "",
-            "total": total,
-            "free": free,
-        }
+        unknown = dict.fromkeys(("uuid", "bus", "visible", "driver"), "")
+        return {"name": name, **unknown, "total": total, "free": free}
     free, total = torch.cuda.mem_get_info(device)
     about = torch.cuda.get_device_properties(device)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     driver, bus = nvidia_smi(device, "driver_version", "pci.bus_id")
     return {
         "name": about.name,
         "uuid": str(about.uuid),
         "bus": bus,
-        "visible": visible,
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "driver": driver,
         "total": total,
         "free": free,
@@ -201,68 +196,51 @@ def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
 
 def judge_devices(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
-    nodes = {}
-    for uuid in sorted({a["uuid"] for a in answers} - {""}):
-        users = [r for r, a in enumerate(answers) if a["uuid"] == uuid]
-        if len(users) > 1:
-            rows.append(
-                ProbeRow(
-                    "FAIL",
-                    f"{probe.named(users)} share GPU {uuid}: start one process per GPU, "
-                    "and give all of them the same CUDA_VISIBLE_DEVICES",
-                )
+    users: dict[str, list[int]] = defaultdict(list)
+    nodes: dict[str, list[int]] = defaultdict(list)
+    for r, a in enumerate(answers):
+        users[a["uuid"]].append(r)
+        nodes[probe.hosts[r]].append(r)
+    users.pop("", None)
+    for uuid, ranks in sorted(users.items()):
+        if len(ranks) > 1:
+            text = (
+                f"{probe.named(ranks)} share GPU {uuid}: start one process per GPU, and give all of "
+                "them the same CUDA_VISIBLE_DEVICES"
             )
-    for r in range(len(answers)):
-        nodes.setdefault(probe.hosts[r], []).append(r)
+            rows.append(failed(text))
     for ranks in nodes.values():
         if text := differences(probe, [answers[r]["visible"] for r in ranks]):
             text = (
                 f"CUDA_VISIBLE_DEVICES differs within a host ({probe.named(ranks)}): "
-                f"{text.split(' on ')[0]} and others"
+                f"{text.split(' on ')[0]} and others; each rank takes the GPU of its LOCAL_RANK from "
+                "the same list"
             )
-            rows.append(
-                ProbeRow(
-                    "FAIL", f"{text}; each rank takes the GPU of its LOCAL_RANK from the same list"
-                )
-            )
+            rows.append(failed(text))
         buses = [answers[r]["bus"] for r in ranks]
         if "" not in buses and buses != sorted(buses):
-            rows.append(
-                ProbeRow(
-                    "FAIL",
-                    f"the GPUs of {probe.named(ranks)} are permuted (PCI {', '.join(buses)}): "
-                    "ranks then use the wrong network card and peer; list "
-                    "CUDA_VISIBLE_DEVICES in ascending "
-                    "order, with CUDA_DEVICE_ORDER=PCI_BUS_ID",
-                    blocks=False,
-                )
+            text = (
+                f"the GPUs of {probe.named(ranks)} are permuted (PCI {', '.join(buses)}): ranks then "
+                "use the wrong network card and peer; list CUDA_VISIBLE_DEVICES in ascending order, "
+                "with CUDA_DEVICE_ORDER=PCI_BUS_ID"
             )
+            rows.append(failed(text, blocks=False))
     if text := differences(probe, [a["name"] for a in answers]):
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"not all are of one kind: {text}; all would wait for the slowest",
-                blocks=False,
-            )
-        )
+        text = f"not all are of one kind: {text}; all would wait for the slowest"
+        rows.append(failed(text, blocks=False))
     for r, a in enumerate(answers):
-        if a["uuid"] and a["total"] - a["free"] > OTHERS_BYTES:
-            taken = (
-                f"{in_bytes(a['total'] - a['free'])} of {in_bytes(a['total'])} are taken "
-                "before the start"
+        taken = a["total"] - a["free"]
+        if a["uuid"] and taken > OTHERS_BYTES:
+            text = (
+                f"{probe.named([r])}: {in_bytes(taken)} of {in_bytes(a['total'])} are taken before the "
+                "start, by another process: see nvidia-smi there"
             )
-            rows.append(
-                ProbeRow(
-                    "FAIL",
-                    f"{probe.named([r])}: {taken}, by another process: see nvidia-smi there",
-                    blocks=False,
-                )
-            )
+            rows.append(failed(text, blocks=False))
     low = least(a["free"] for a in answers)
     free, total = (in_bytes(answers[low][key]) for key in ("free", "total"))
     room = f"least free memory {free} of {total} on {probe.named([low])}"
     each = "each rank its own" if probe.device.type == "cuda" else "ranks of a host share it"
-    return rows or [ProbeRow("ok", f"{answers[0]['name']}, {each}; {room}")]
+    return rows or [fine(f"{answers[0]['name']}, {each}; {room}")]
 
 
 # same: software and settings ----------------------------------------------------------------------
@@ -328,17 +306,12 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     ):
         for name in sorted({name for a in answers for name in a[what]}):
             if text := differences(probe, [a[what].get(name) for a in answers]):
-                rows.append(
-                    ProbeRow("FAIL", f"{name} is {text}: {remedy}", blocks=name in BLOCKING)
-                )
+                rows.append(failed(f"{name} is {text}: {remedy}", blocks=name in BLOCKING))
     versions = ", ".join(
         f"{name} {value}" for name, value in answers[0]["versions"].items() if value != "none"
     )
-    return rows or [
-        ProbeRow(
-            "ok", f"{versions}; {len(answers[0]['settings'])} settings of the environment equal"
-        )
-    ]
+    equal = len(answers[0]["settings"])
+    return rows or [fine(f"{versions}; {equal} settings of the environment equal")]
 
 
 # compute: arithmetic and memory of each device ----------------------------------------------------
@@ -419,32 +392,26 @@ def judge_compute(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
         for r in slow[:8]:
             hint = f", {answers[r]['hint']}" if answers[r]["hint"] else ""
             text = (
-                f"{probe.named([r])}: {rates[r]:.3g} {unit}, {rates[r] / middle:.2f} of the "
-                f"median {middle:.3g}{hint}"
+                f"{kind}: {probe.named([r])}: {rates[r]:.3g} {unit}, {rates[r] / middle:.2f} of the "
+                f"median {middle:.3g}{hint}; take that device out, or see what else runs on it"
             )
-            rows.append(
-                ProbeRow(
-                    probe.slow,
-                    f"{kind}: {text}; take that device out, or see what else runs on it",
-                    False,
-                )
-            )
+            rows.append(ProbeRow(probe.slow, text, blocks=False))
         wanted = _wanted(probe, kind) / scale
         if kind == "matmul" and 2 * math.prod(answers[0]["shape"]) < LEAST_FLOPS:
             wanted = 0.0
         if middle < SLOW[kind] * wanted:
             text = (
                 f"{kind}: median {middle:.3g} {unit}, but {wanted:.3g} are expected of "
-                f"{probe.table.name or 'the device'}: see clocks, power limit"
+                f"{probe.table.name or 'the device'}: see clocks, power limit and MIG with nvidia-smi -q"
             )
-            rows.append(ProbeRow("FAIL", f"{text} and MIG with nvidia-smi -q", False))
+            rows.append(failed(text, blocks=False))
         if not slow:
             peak = answers[0]["peak"] if kind == "matmul" else None
             share_of_peak = f", {middle * scale / peak:.0%} of its peak" if peak else ""
             text = (
                 f"{what if kind == 'matmul' else kind}: median {middle:.3g} {unit}{share_of_peak}"
             )
-            rows.append(ProbeRow("ok", f"{text}, least {rates[low]:.3g} on {probe.named([low])}"))
+            rows.append(fine(f"{text}, least {rates[low]:.3g} on {probe.named([low])}"))
     return rows
 
 
@@ -567,52 +534,30 @@ def judge_folder(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     if apart:
         (r, unseen), *_ = apart.items()
         where = differences(probe, [a["place"] for a in answers])
-        seen = (
-            f"{probe.named([r])} does not see in {answers[r]['place']} what "
-            f"{probe.named(unseen)} wrote"
+        text = (
+            f"{probe.named([r])} does not see in {answers[r]['place']} what {probe.named(unseen)} "
+            f"wrote{f' (the folder is {where})' if where else ''}: run.folder must be one folder on a "
+            f"file system that all hosts share; {len(apart)} ranks miss files of others"
         )
-        return [
-            ProbeRow(
-                "FAIL",
-                f"{seen}{f' (the folder is {where})' if where else ''}: run.folder must be one "
-                f"folder on a file system that all hosts share; {len(apart)} ranks miss files of "
-                "others",
-            )
-        ]
-    rows = []
+        return [failed(text)]
     size = checkpoint_bytes(probe.cfg, probe.args)
     kept = checkpoints_kept(probe.cfg)
+    needed = kept * size
     free = min(a["free"] for a in answers)
     folder = Path(answers[0]["place"]).parent
     need = (
-        f"{kept} checkpoints of {in_bytes(size)} (checkpoint.keep_last + 1) need "
-        f"{in_bytes(kept * size)}"
+        f"{kept} checkpoints of {in_bytes(size)} (checkpoint.keep_last + 1) need {in_bytes(needed)}"
     )
-    if free < kept * size:
-        few = [r for r, a in enumerate(answers) if a["free"] < kept * size]
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"{folder} has {in_bytes(free)} free ({probe.named(few)}), but {need}: make room "
-                "or "
-                "keep fewer",
-                blocks=free < 2 * size,
-            )
-        )
-    else:
-        rows.append(
-            ProbeRow("ok", f"{folder} is shared by all ranks, with {in_bytes(free)} free: {need}")
-        )
+    rows = [fine(f"{folder} is shared by all ranks, with {in_bytes(free)} free: {need}")]
+    if few := [r for r, a in enumerate(answers) if a["free"] < needed]:
+        text = f"{folder} has {in_bytes(free)} free ({probe.named(few)}), but {need}: make room or "
+        rows = [failed(f"{text}keep fewer", blocks=free < 2 * size)]
     if answers[-1]["lock"] == "given twice":
-        rows.append(
-            ProbeRow(
-                "FAIL",
-                f"{probe.named([len(answers) - 1])} was given the lease that rank 0 holds: file "
-                "locks "
-                f"do not work in {folder}, so two runs could write into one folder",
-                blocks=False,
-            )
+        text = (
+            f"{probe.named([len(answers) - 1])} was given the lease that rank 0 holds: file locks do "
+            f"not work in {folder}, so two runs could write into one folder"
         )
+        rows.append(failed(text, blocks=False))
     rates = [a["rate"] for a in answers]
     detail, slow = judge_writing(probe, rates, size, "writes and syncs")
     if slow:

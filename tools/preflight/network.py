@@ -6,29 +6,34 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from configs.words import number_of
 from parallelisms import dp
 from parallelisms import mesh as meshes
 from tools.preflight.arguments import SLOW
 from tools.preflight.machine import synchronise
-from tools.preflight.probe import Probe, ProbeRow, in_seconds
+from tools.preflight.probe import Probe, ProbeRow, failed, fine, in_seconds
 from training.metrics import in_bytes
 
 LEAST_LINKS = 3  # of one kind: among fewer no link can be called slow
 # that clocks may differ: logs of several hosts can be read together, certificates hold, `make`
 # works
 CLOCK_SECONDS = 1.0
+ROUND_TRIPS = 10
 LINK_BYTES = 64 << 20  # of a message between two ranks, at most
 # seconds by which NCCL's own limit, which aborts the process, exceeds that of a check
 NCCL_MARGIN = 60
 # torch 2.13 renamed it
+DEBUG = "see with NCCL_DEBUG=INFO which network"
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
@@ -63,40 +68,30 @@ def limit_collectives(probe: Probe, seconds: int) -> None:
 
 def judge_connect(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     backend = "NCCL and gloo" if probe.device.type == "cuda" else "gloo"
-    return [
-        ProbeRow(
-            "ok",
-            f"{backend}: all ranks reach each other, within "
-            f"{in_seconds(max(a['seconds'] for a in answers))}",
-        )
-    ]
+    seconds = max(a["seconds"] for a in answers)
+    return [fine(f"{backend}: all ranks reach each other, within {in_seconds(seconds)}")]
 
 
 def measure_clock(probe: Probe) -> dict:
     """Measure the offsets of the hosts' clocks from rank 0's: the reply's time against the middle
-    between request and reply, of the fastest of ten round trips; wrong by at most half that round
+    between request and reply, of the fastest of ROUND_TRIPS; wrong by at most half that round
     trip (Cristian's estimate, doi:10.1007/BF01784024)."""
-    offsets = {}
-    leaders = probe.leaders if probe.world.rank == 0 else [probe.world.rank]
-    if probe.world.rank and probe.world.local_rank:
-        return {}
     now = torch.zeros(1, dtype=torch.float64)
-    for leader in leaders:
-        if leader == 0:
-            continue
+    if probe.world.rank:
+        for _ in range(0 if probe.world.local_rank else ROUND_TRIPS):
+            dist.recv(now, 0)
+            dist.send(torch.tensor([wall_clock()], dtype=torch.float64), 0)
+        return {}
+    offsets = {}
+    for leader in probe.leaders[1:]:
         rounds = []
-        for _ in range(10):
-            if probe.world.rank:
-                dist.recv(now, 0)
-                dist.send(torch.tensor([wall_clock()], dtype=torch.float64), 0)
-                continue
+        for _ in range(ROUND_TRIPS):
             began = wall_clock()
             dist.send(now, leader)
             dist.recv(now, leader)
             ended = wall_clock()
             rounds.append((ended - began, now.item() - (began + ended) / 2))
-        if rounds:
-            offsets[str(leader)] = min(rounds)
+        offsets[str(leader)] = min(rounds)
     return {"offsets": offsets}
 
 
@@ -111,7 +106,7 @@ def judge_clock(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
         offsets[int(r)] = offset
         round_trips.append(seconds)
     if len(offsets) == 1:
-        return [ProbeRow("ok", "one host, one clock")]
+        return [fine("one host, one clock")]
     middle = statistics.median(offsets.values())
     from_middle = {r: abs(offset - middle) for r, offset in offsets.items()}
     odd = max(from_middle, key=from_middle.__getitem__)
@@ -122,9 +117,9 @@ def judge_clock(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
         f"limit {CLOCK_SECONDS:g} s)"
     )
     if skew - error <= CLOCK_SECONDS:
-        return [ProbeRow("ok", detail)]
+        return [fine(detail)]
     detail += f", most on {probe.named([odd])}: {offsets[odd] - middle:+.3g} s from the median"
-    return [ProbeRow("FAIL", f"{detail}; start its time service (chrony, NTP)", blocks=False)]
+    return [failed(f"{detail}; start its time service (chrony, NTP)", blocks=False)]
 
 
 # bandwidth: of each mesh dimension, and of each link ----------------------------------------------
@@ -199,25 +194,18 @@ def measure_bandwidth(probe: Probe) -> dict:
         elements = max(1, -(-size // dtype.itemsize // n))
         part = torch.ones(elements, dtype=dtype, device=mesh.device)
         whole = part.repeat(n)
-
-        def all_gather(
-            part: torch.Tensor = part, whole: torch.Tensor = whole, group: dist.ProcessGroup = group
-        ) -> None:
-            ALL_GATHER(whole, part, group=group)
-
-        def reduce(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
-            dist.all_reduce(whole, group=group)
-
-        def all_to_all(whole: torch.Tensor = whole, group: dist.ProcessGroup = group) -> None:
-            dist.all_to_all_single(torch.empty_like(whole), whole, group=group)
-
+        other = torch.empty_like(whole) if dim == "ep" else None
         by_dimension[dim] = {"ranks": ranks, "bytes": whole.nbytes}
         # bus bandwidth: the share of the message that each rank sends
         share = (n - 1) / n
-        collectives = [("all-gather", all_gather, share), ("all-reduce", reduce, 2 * share)]
+        collectives = {
+            "all-gather": (share, partial(ALL_GATHER, whole, part, group=group)),
+            "all-reduce": (2 * share, partial(dist.all_reduce, whole, group=group)),
+        }
         if dim == "ep":
-            collectives = [("all-to-all", all_to_all, share)]
-        for name, fn, factor in collectives:
+            exchange = partial(dist.all_to_all_single, other, whole, group=group)
+            collectives = {"all-to-all": (share, exchange)}
+        for name, (factor, fn) in collectives.items():
             seconds = collective_seconds(fn, mesh.device, group)
             by_dimension[dim][name] = whole.nbytes * factor / seconds
         links += ring_links(probe, dim, group, ranks, part[: LINK_BYTES // dtype.itemsize])
@@ -225,7 +213,7 @@ def measure_bandwidth(probe: Probe) -> dict:
 
 
 def collective_seconds(
-    fn: Callable[[], None], device: torch.device, group: dist.ProcessGroup
+    fn: Callable[[], object], device: torch.device, group: dist.ProcessGroup
 ) -> float:
     """Return the median of five calls that the ranks begin together, after one that opens the
     connections."""
@@ -297,10 +285,9 @@ def ping_pong(message: torch.Tensor, other: int, first: bool, group: dist.Proces
 def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
     for dim in answers[0]["dims"]:
-        groups: dict[tuple, list[dict]] = {}
+        groups: dict[tuple, list[dict]] = defaultdict(list)
         for a in answers:
-            of_rank = a["dims"][dim]
-            groups.setdefault(tuple(of_rank["ranks"]), []).append(of_rank)
+            groups[tuple(a["dims"][dim]["ranks"])].append(a["dims"][dim])
         of_rank_0 = answers[0]["dims"][dim]
         summary = []
         size = of_rank_0["bytes"]
@@ -314,30 +301,23 @@ def judge_bandwidth(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
             low = min(rates, key=rates.__getitem__)
             slow = [ranks for ranks, rate in rates.items() if rate < SLOW["group"] * middle]
             for ranks in slow[:8]:
-                share = (
-                    f"{rates[ranks] / middle:.2f} of the median {middle:.3g} of the "
-                    f"{len(rates)} groups"
+                text = (
+                    f"{dim}: {name} of {probe.named(ranks)}: {rates[ranks]:.3g} GB/s, "
+                    f"{rates[ranks] / middle:.2f} of the median {middle:.3g} of the {len(rates)} groups"
                 )
-                text = f"{dim}: {name} of {probe.named(ranks)}: {rates[ranks]:.3g} GB/s, {share}"
                 rows.append(ProbeRow(probe.slow, text, blocks=False))
             wanted, source = probe.wanted(dim, name, low, size)
             if middle < SLOW["group"] * wanted:
-                text = f"{dim}: {name} {middle:.3g} GB/s, but {source}: see with NCCL_DEBUG=INFO"
-                rows.append(
-                    ProbeRow("FAIL", f"{text} which network and protocol are used", blocks=False)
+                text = (
+                    f"{dim}: {name} {middle:.3g} GB/s, but {source}: {DEBUG} and protocol are used"
                 )
+                rows.append(failed(text, blocks=False))
             least = f" (least {rates[low]:.3g}, {probe.named(low)})" if len(rates) > 1 else ""
             summary.append(f"{name} {middle:.3g} GB/s{least}")
-        word = "groups" if len(groups) > 1 else "group"
-        groups_of = f"{len(groups)} {word} of {len(of_rank_0['ranks'])}"
-        rows.append(
-            ProbeRow(
-                "ok",
-                f"{dim}, {groups_of}, {in_bytes(size)}: {', '.join(summary)} (bus bandwidth)",
-                False,
-            )
-        )
-    return rows + judge_links(probe, answers) or [ProbeRow("ok", "one rank: nothing is sent")]
+        groups_of = f"{number_of(len(groups), 'group')} of {len(of_rank_0['ranks'])}"
+        rates_of = f"{in_bytes(size)}: {', '.join(summary)} (bus bandwidth)"
+        rows.append(fine(f"{dim}, {groups_of}, {rates_of}"))
+    return rows + judge_links(probe, answers) or [fine("one rank: nothing is sent")]
 
 
 class NetworkLink(NamedTuple):
@@ -352,11 +332,11 @@ class NetworkLink(NamedTuple):
 
 def judge_links(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
     rows = []
-    kinds: dict[tuple[str, bool], list[NetworkLink]] = {}
+    kinds: dict[tuple[str, bool], list[NetworkLink]] = defaultdict(list)
     for a in answers:
         for link in itertools.starmap(NetworkLink, a["links"]):
             between = probe.hosts[link.first] != probe.hosts[link.second]
-            kinds.setdefault((link.dim, between), []).append(link)
+            kinds[link.dim, between].append(link)
     for (dim, between), links in kinds.items():
         middle = statistics.median(link.rate for link in links)
         latency = statistics.median(link.latency for link in links)
@@ -366,17 +346,16 @@ def judge_links(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
             wanted, source = probe.wanted(dim, "send", ends, answers[0]["stage_bytes"])
             if middle / 1e9 < SLOW["group"] * wanted:
                 text = (
-                    f"links {kind}: median {middle / 1e9:.3g} GB/s, but {source}: see with "
-                    "NCCL_DEBUG=INFO"
+                    f"links {kind}: median {middle / 1e9:.3g} GB/s, but {source}: {DEBUG} is used"
                 )
-                rows.append(ProbeRow("FAIL", f"{text} which network is used", blocks=False))
+                rows.append(failed(text, blocks=False))
         slow = []
         if len(links) >= LEAST_LINKS:
             slow = [link for link in links if link.rate < SLOW["link"] * middle]
         for link in slow[:8]:
-            share = f"{link.rate / 1e9:.3g} GB/s, {link.rate / middle:.2f} of the median of {kind}"
             text = (
-                f"link {probe.named([link.first])} - {probe.named([link.second])}: {share}; see "
+                f"link {probe.named([link.first])} - {probe.named([link.second])}: "
+                f"{link.rate / 1e9:.3g} GB/s, {link.rate / middle:.2f} of the median of {kind}; see "
                 "cable, card and NCCL_* there"
             )
             rows.append(ProbeRow(probe.slow, text, blocks=False))
@@ -387,5 +366,5 @@ def judge_links(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
                 f"{slowest.rate / 1e9:.3g} between ranks {slowest.first} and {slowest.second}; "
                 f"latency {in_seconds(latency)}"
             )
-            rows.append(ProbeRow("ok", text))
+            rows.append(fine(text))
     return rows

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import train
 from checkpoint.lease import Lease
 from configs.schema import Config
+from configs.words import plural
 from data.loader import Corpora
 from data.order import Order
 from parallelisms.mesh import World
@@ -33,6 +35,14 @@ class ProbeRow:
     detail: str
     blocks: bool = True
     check: str = ""  # filled in by the page
+
+
+def fine(detail: str) -> ProbeRow:
+    return ProbeRow("ok", detail)
+
+
+def failed(detail: str, blocks: bool = True) -> ProbeRow:
+    return ProbeRow("FAIL", detail, blocks)
 
 
 @dataclass
@@ -91,14 +101,10 @@ class Probe:
     def named(self, ranks: Iterable[int]) -> str:
         """ "ranks 0-3, 6 (hosts a, b)" """
         ranks = sorted(ranks)
-        hosts: list[str] = []
-        for r in ranks:
-            host = self.hosts.get(r, f"number {r // self.world.local_size}")
-            if host not in hosts:
-                hosts.append(host)
-        word = "hosts" if len(hosts) > 1 else "host"
+        of_ranks = [self.hosts.get(r, f"number {r // self.world.local_size}") for r in ranks]
+        hosts = list(dict.fromkeys(of_ranks))
         more = ", ..." if len(hosts) > 4 else ""
-        return f"{spans(ranks)} ({word} {', '.join(hosts[:4])}{more})"
+        return f"{spans(ranks)} ({plural(len(hosts), 'host')} {', '.join(hosts[:4])}{more})"
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -110,9 +116,8 @@ def spans(ranks: Sequence[int]) -> str:
         else:
             runs.append([r])
     texts = ["-".join(map(str, run)) for run in runs]
-    word = "ranks" if len(ranks) > 1 else "rank"
     more = ", ..." if len(texts) > 12 else ""
-    return f"{word} {', '.join(texts[:12])}{more}"
+    return f"{plural(len(ranks), 'rank')} {', '.join(texts[:12])}{more}"
 
 
 def differences(probe: Probe, values: Sequence[object]) -> str:
@@ -132,14 +137,12 @@ def differences(probe: Probe, values: Sequence[object]) -> str:
 
 def least(values: Iterable[float]) -> int:
     """Return the rank with the smallest value. values: by rank."""
-    values = list(values)
-    return values.index(min(values))
+    return min(enumerate(values), key=itemgetter(1))[0]
 
 
 def most(values: Iterable[float]) -> int:
     """Return the rank with the largest value. values: by rank."""
-    values = list(values)
-    return values.index(max(values))
+    return max(enumerate(values), key=itemgetter(1))[0]
 
 
 def judge_writing(probe: Probe, rates: list[float], size: int, does: str) -> tuple[str, list[int]]:

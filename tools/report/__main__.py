@@ -12,13 +12,13 @@ import signal
 from pathlib import Path
 
 from configs import program
-from configs.schema import InputError
+from tools import outbound
 from tools.places import run_folder
 from tools.report import picture
 from tools.report.page import build
 from tools.report.run import read_runs
 
-PAGE = Path("runs/report.html")
+PAGE = outbound.RUNS / "report.html"
 
 
 @program.refuses
@@ -30,24 +30,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=PAGE, help="the page [%(default)s]")
     parser.add_argument("--picture", type=Path, help="write the losses as this SVG file, too")
     options = parser.parse_args(argv)
+    outbound.check_file("--out", options.out)
     runs = read_runs(options.run)
     if options.picture:
         picture.write(options.picture, picture.draw(runs))
-    page = build(runs).encode()
-    _write(options.out, page)
+    page = build(runs)
+    outbound.write("--out", options.out, page)
     if options.picture:
         print(options.picture)
-    print(f"{options.out}: {len(page) / 1000:,.0f} kB")
+    print(f"{options.out}: {len(page.encode()) / 1000:,.0f} kB")
     return 0
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        if path == PAGE:
-            path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
-    except OSError as error:
-        raise InputError(f"--out={path} cannot be written: {error.strerror}") from None
 
 
 if __name__ == "__main__":

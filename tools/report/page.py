@@ -5,12 +5,11 @@ from datetime import datetime, timezone
 from html import escape
 from pathlib import Path
 
+from tools import svg
 from tools.report import charts, experts, tables, timeline
 from tools.report.run import LoadedRun
 
 HERE = Path(__file__).resolve().parent
-# The browser itself refuses to load anything from elsewhere.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 FEWEST_STEPS = 5  # of the axis of steps, so that its labels are whole numbers
 MOST_NAMES = 4  # of more runs, a chart shows the colors only
 # The first eight of a palette that colour-blind readers can tell apart, for a light and a dark
@@ -63,7 +62,6 @@ def _charts(chosen: list, names: list[str], across: charts.Axis, buckets: int, d
 
 
 def _document(names: list[str], body: str, data: dict) -> str:
-    title = escape(", ".join(names))
     # "</script>" in a name must not end the element
     numbers = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     style = (HERE / "page.css").read_text(encoding="utf-8") + _run_colors(len(names))
@@ -74,19 +72,14 @@ def _document(names: list[str], body: str, data: dict) -> str:
         for i, name in enumerate(names)
     )
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-    return (
-        "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
-        f'<meta http-equiv=Content-Security-Policy content="{POLICY}">'
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        '<meta name=color-scheme content="light dark">'
-        f"<title>{title}</title><style>{style}</style></head><body{' class=many' * (len(names) > MOST_NAMES)}>"
+    whole = (
         f"<header><div class=inner><h1>Plumbline</h1>"
         f"<div class=chips>{chips}</div><span id=step></span></div></header>"
         f"<main>{body}</main>"
         f"<footer>Written {now} by <code>python -m tools.report</code>.</footer>"
-        f"<script type=application/json id=data>{numbers}</script>"
-        f"<script>{script}</script></body></html>\n"
+        f"<script type=application/json id=data>{numbers}</script><script>{script}</script>"
     )
+    return svg.page(", ".join(names), style, whole, " class=many" * (len(names) > MOST_NAMES))
 
 
 def _run_colors(count: int) -> str:

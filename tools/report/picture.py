@@ -1,5 +1,6 @@
 """Curves over steps as one SVG file, for a README or a paper: it needs no page and no script."""
 
+from collections.abc import Iterable
 from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
@@ -7,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configs.schema import InputError
+from tools import outbound
 from tools.report import numbers
 from tools.report.charts import PANELS, PIXELS, Axis, Panel, value_axis
 from tools.report.run import LoadedRun, Points
@@ -19,8 +21,6 @@ LINE_HEIGHT = 18
 COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a")
 DASHES = {"loss": "none", "validation_loss": "6 4"}  # the metrics that are drawn
 TITLES = {panel.key: panel.title for panel in PANELS}
-
-
 LOG = Panel("", "", "", "log")  # for numbers of many sizes
 
 
@@ -60,15 +60,13 @@ def plot(title: str, unit: str, curves: list[PlottedCurve], panel: Panel) -> str
     across = Axis(0.0, float(max([*last_steps, 1])))
     axis = value_axis(panel, drawn) if drawn else Axis(0.0, 1.0)
     picture = Picture(WIDTH, HEIGHT, title, f"{unit[0].upper()}{unit[1:]} over steps.")
-    _grid(picture, across, axis, unit)
+    frame = Frame(picture, across, axis, (WIDTH, HEIGHT, RIGHT))
+    frame.draw("step", unit)
     if not curves:
-        picture.text(_x(0.5), _y(0.5), title, "s", "middle")
+        picture.text(*frame.middle, title, "s", "middle")
     for row, (name, color, dashes, series) in enumerate(curves):
         shown = np.isfinite(series.mean) & ((series.mean > 0) | (not axis.log))
-        points = [
-            (_x(across.share(step)), _y(axis.share(value)))
-            for step, value in zip(series.steps[shown], series.mean[shown], strict=True)
-        ]
+        points = frame.places(zip(series.steps[shown], series.mean[shown], strict=True))
         if len(points) == 1:  # a line through it would have no length
             picture.circle(*points[0], 3, color)
         else:
@@ -81,30 +79,40 @@ def write(path: Path, picture: str) -> None:
     """Write a picture to a file. Raises InputError."""
     if path.suffix != ".svg":
         raise InputError(f"--picture={path} must end in .svg")
-    try:
-        path.write_text(picture, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"--picture={path} cannot be written: {error.strerror}") from None
+    outbound.write("--picture", path, picture)
 
 
-def _x(share: float) -> float:
-    return LEFT + share * (WIDTH - LEFT - RIGHT)
+class Frame:
+    """The axes of a picture. size: its width and height, and the margin on the right."""
 
+    def __init__(
+        self, picture: Picture, across: Axis, up: Axis, size: tuple[float, float, float]
+    ) -> None:
+        self.picture, self.across, self.up = picture, across, up
+        width, height, right = size
+        self.right, self.bottom = width - right, height - BOTTOM
+        self.middle = (LEFT + self.right) / 2, (TOP + self.bottom) / 2
 
-def _y(share: float) -> float:
-    return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+    def x(self, value: float) -> float:
+        return LEFT + self.across.share(value) * (self.right - LEFT)
 
+    def y(self, value: float) -> float:
+        return self.bottom - self.up.share(value) * (self.bottom - TOP)
 
-def _grid(picture: Picture, across: Axis, axis: Axis, unit: str) -> None:
-    """Draw the lines, the numbers and the titles of both axes."""
-    for value, label in axis.ticks:
-        y = _y(axis.share(value))
-        picture.line(LEFT, y, WIDTH - RIGHT, y, RULE, 1)
-        picture.text(LEFT - 8, y + 4, label, "s", "end")
-    for value, label in across.ticks:
-        picture.text(_x(across.share(value)), HEIGHT - BOTTOM + 18, label, "s", "middle")
-    picture.text(_x(0.5), HEIGHT - 8, "step", "s", "middle")
-    picture.text(14, _y(0.5), unit, "s", "middle", -90)
+    def places(self, points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(self.x(x), self.y(y)) for x, y in points]
+
+    def draw(self, across: str, up: str) -> None:
+        """Draw the lines, the numbers and the titles of both axes."""
+        for value, label in self.up.ticks:
+            y = self.y(value)
+            self.picture.line(LEFT, y, self.right, y, RULE)
+            self.picture.text(LEFT - 8, y + 4, label, "s", "end")
+        for value, label in self.across.ticks:
+            self.picture.text(self.x(value), self.bottom + 18, label, "s", "middle")
+        x, y = self.middle
+        self.picture.text(x, self.bottom + BOTTOM - 8, across, "s", "middle")
+        self.picture.text(14, y, up, "s", "middle", -90)
 
 
 def _name(picture: Picture, row: int, name: str, color: str, dashes: str, series: Series) -> None:

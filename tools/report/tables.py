@@ -1,6 +1,8 @@
 """Write the tables of a report: a summary of each run, and how their configurations differ."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from html import escape
 
 import numpy as np
@@ -8,7 +10,7 @@ import numpy as np
 from tools import compare_runs
 from tools.report import charts, copies, numbers
 from tools.report.run import LoadedRun, Points
-from tools.report.timeline import ENDS, how_it_ended
+from tools.report.timeline import ENDS, heads, how_it_ended
 
 CODE = "code "  # compare_runs.explanations has a row for every source file that differs
 LONGEST = 120  # characters of a value in the table
@@ -24,13 +26,9 @@ def summary(runs: list[LoadedRun]) -> str:
         )
         rows += f"<tr><th scope=row>{name}{cells}"
     return (
-        f"<section><div class=wide><table class=facts><thead><tr><th>{_heads(runs)}</thead>"
+        f"<section><div class=wide><table class=facts><thead><tr><th>{heads(runs)}</thead>"
         f"<tbody>{rows}</tbody></table></div></section>"
     )
-
-
-def _heads(runs: list[LoadedRun]) -> str:
-    return "".join(f'<th class="run r{i}"><i></i>{escape(run.name)}' for i, run in enumerate(runs))
 
 
 def _facts(run: LoadedRun) -> dict[str, str]:
@@ -48,13 +46,13 @@ def _facts(run: LoadedRun) -> dict[str, str]:
         facts["devices"] = escape(devices)
     facts["steps"] = f"{run.last_step:,}" + (f" of {goal:,}" if isinstance(goal, int) else "")
     for key, label, summarise in (
-        ("tokens_seen", "tokens", _largest),
+        ("tokens_seen", "tokens", partial(_summary, np.max)),
         ("loss", "last loss", _last),
         ("validation_loss", "best validation loss", _best),
         ("validation_bits_per_byte", "best bits per byte", _best),
-        ("tokens_per_second", "tokens/s, median", _median),
-        ("mfu", "MFU, median", _median_percent),
-        ("memory_gib", "peak memory, GiB", _largest),
+        ("tokens_per_second", "tokens/s, median", partial(_summary, np.median)),
+        ("mfu", "MFU, median", partial(_summary, np.median, show=numbers.percent)),
+        ("memory_gib", "peak memory, GiB", partial(_summary, np.max)),
     ):
         if key in run.metrics:
             facts[label] = summarise(run.metrics[key])
@@ -86,12 +84,8 @@ def _scores(run: LoadedRun) -> dict[str, str]:
 
 def _devices(run: LoadedRun) -> str:
     """Return the devices of the newest start that recorded them, as "8 x NVIDIA H100 80GB HBM3"."""
-    counts: dict[str, int] = {}
-    for start in reversed(run.starts):
-        for host in start.about.get("hosts", []):
-            counts[host["device"]] = counts.get(host["device"], 0) + len(host["ranks"])
-        if counts:
-            break
+    recorded = (compare_runs.devices(start.about) for start in reversed(run.starts))
+    counts = next(filter(None, recorded), {})
     return ", ".join(f"{count} × {device}" for device, count in counts.items())
 
 
@@ -104,19 +98,9 @@ def _last(points: Points) -> str:
     return numbers.short(float(points.values[np.argmax(points.steps)]))
 
 
-def _largest(points: Points) -> str:
+def _summary(reduce: Callable, points: Points, show: Callable = numbers.short) -> str:
     values = _finite(points).values
-    return numbers.short(float(values.max())) if len(values) else "–"
-
-
-def _median(points: Points) -> str:
-    values = _finite(points).values
-    return numbers.short(float(np.median(values))) if len(values) else "–"
-
-
-def _median_percent(points: Points) -> str:
-    values = _finite(points).values
-    return numbers.percent(float(np.median(values))) if len(values) else "–"
+    return show(float(reduce(values))) if len(values) else "–"
 
 
 def _best(points: Points) -> str:
@@ -173,7 +157,7 @@ def _difference_table(title: str, rows: dict[str, list], runs: list[LoadedRun]) 
         )
         body += f"<tr><th scope=row><code>{escape(key)}</code>{cells}"
     return (
-        f"<div class=wide><table class=facts><thead><tr><th>{title}{_heads(runs)}</thead>"
+        f"<div class=wide><table class=facts><thead><tr><th>{title}{heads(runs)}</thead>"
         f"<tbody>{body}</tbody></table></div>"
     )
 

@@ -185,11 +185,15 @@ def _row(number: int, name: str, span: Span, redone: int) -> str:
     )
 
 
+def heads(runs: list[LoadedRun]) -> str:
+    """Return the heads of a table with a column for each run."""
+    return "".join(f'<th class="run r{i}"><i></i>{escape(run.name)}' for i, run in enumerate(runs))
+
+
 def goodput_section(runs: list[LoadedRun]) -> str:
     """Return a bar of shares per run, and the seconds by kind."""
     kinds = [kind for kind in KINDS if any(run.account.seconds[kind] > 0 for run in runs)]
     bars = "".join(_share_bar(number, run) for number, run in enumerate(runs))
-    heads = "".join(f'<th class="run r{i}"><i></i>{escape(run.name)}' for i, run in enumerate(runs))
     rows = ""
     for kind in kinds:
         cells = "".join(f'<td class="run r{i}">{_seconds(run, kind)}' for i, run in enumerate(runs))
@@ -199,7 +203,7 @@ def goodput_section(runs: list[LoadedRun]) -> str:
         )
     return (
         f"<section><h2>Goodput</h2><figure class=panel>{bars}</figure>"
-        f'<div class=wide><table class="facts kinds"><thead><tr><th>seconds{heads}</tr></thead>'
+        f'<div class=wide><table class="facts kinds"><thead><tr><th>seconds{heads(runs)}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div></section>"
     )
 
