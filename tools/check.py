@@ -38,8 +38,7 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     if cfg.metrics.wandb_project and importlib.util.find_spec("wandb") is None:
         yield (
             f'metrics.wandb_project = "{cfg.metrics.wandb_project}" needs the package wandb: pip '
-            "install wandb, or leave the "
-            "option empty"
+            "install wandb, or leave the option empty"
         )
     yield from input_problems(cfg)
     for option in ("store", "load_path", "branch_from"):
@@ -120,9 +119,8 @@ def without_files(cfg: Config, argv: list[str]) -> str:
     _, given = as_given(argv)
     if cfg.data.mixture or cfg.validation.sets or {"data.source", "data.tokenizer"} & given.keys():
         return ""
-    if cfg.lora.rank:  # adapters are nothing without their base
-        return ""
-    if not any(input_problems(cfg)):
+    # adapters are nothing without their base
+    if cfg.lora.rank or not any(input_problems(cfg)):
         return ""
     words = [
         "--data.source=stdlib",
@@ -191,13 +189,10 @@ def torch_problems(cfg: Config) -> Iterator[str]:
         return
     from parallelisms import check_torch
 
+    p = cfg.parallelism
     has_experts = bool(check.architecture(cfg.model).get("n_experts"))
     try:
-        check_torch(
-            cfg,
-            has_experts and cfg.parallelism.expert_parallel * cfg.parallelism.tensor_parallel > 1,
-            numbers,
-        )
+        check_torch(cfg, has_experts and p.expert_parallel * p.tensor_parallel > 1, numbers)
     except InputError as error:
         yield str(error)
 
@@ -205,34 +200,25 @@ def torch_problems(cfg: Config) -> Iterator[str]:
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     """List options that need a GPU this machine lacks, by the same code (and the same messages) as
     a rank."""
-    kernel = cfg.training.attention
-    recipe = cfg.training.float8
-    overlapped = cfg.parallelism.async_tensor_parallel
-    p = cfg.parallelism
+    t, p = cfg.training, cfg.parallelism
     width = check.query_width(cfg.model)
-    numbers = SimpleNamespace(**check.architecture(cfg.model))
     gathers = p.context_parallel > 1 and p.context_parallel_method == "gather"
     # else every GPU of today has a kernel
-    gathers &= check.no_flash(cfg.training.param_dtype, width)
-    if (
-        cfg.run.device != "cuda"
-        and kernel == "auto"
-        and cfg.training.delta_rule != "flash"
-        and recipe == "none"
-        and not overlapped
-        and not gathers
-        and not cfg.compile.cuda_graphs
-        and cfg.training.param_dtype != "float64"
-    ):
+    gathers &= check.no_flash(t.param_dtype, width)
+    needs = [
+        cfg.run.device == "cuda",
+        t.attention != "auto",
+        t.delta_rule == "flash",
+        t.float8 != "none",
+        t.param_dtype == "float64",
+        p.async_tensor_parallel,
+        gathers,
+        cfg.compile.cuda_graphs,
+    ]
+    if not any(needs):
         return
-    from parallelisms import (
-        async_tp,
-        cp,
-        delta_kernel,
-        dp,
-        float8,
-        mesh,
-    )  # here, because they import torch
+    # here, because they import torch
+    from parallelisms import async_tp, cp, delta_kernel, dp, float8, mesh
     from training import attention, graphs
 
     try:
@@ -240,19 +226,19 @@ def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
     except InputError as error:
         yield str(error)
         return
-    checks = [lambda: attention.choose(kernel, device)]
-    checks += [lambda: delta_kernel.is_flash(cfg.training.delta_rule, device)]
-    checks += [lambda: dp.param_dtype(cfg.training, device)]
-    checks += (
-        [lambda: float8.check(recipe, device, cfg.debug.emulate_float8)] if recipe != "none" else []
-    )
-    checks += [lambda: graphs.check(cfg, device, numbers)]
-    checks += [lambda: async_tp.check_overlap(device.type)] if overlapped else []
-    checks += (
-        [lambda: cp.check_kernel(device, dp.param_dtype(cfg.training, device), width)]
-        if gathers
-        else []
-    )
+    numbers = SimpleNamespace(**check.architecture(cfg.model))
+    checks = [
+        lambda: attention.choose(t.attention, device),
+        lambda: delta_kernel.is_flash(t.delta_rule, device),
+        lambda: dp.param_dtype(t, device),
+        lambda: graphs.check(cfg, device, numbers),
+    ]
+    if t.float8 != "none":
+        checks.append(lambda: float8.check(t.float8, device, cfg.debug.emulate_float8))
+    if p.async_tensor_parallel:
+        checks.append(lambda: async_tp.check_overlap(device.type))
+    if gathers:
+        checks.append(lambda: cp.check_kernel(device, dp.param_dtype(t, device), width))
     for ask in checks:
         try:
             ask()
@@ -290,13 +276,9 @@ def main(argv: list[str]) -> int:
     if not found:
         return held(cfg) if sizes.one_node else 0
     print(ConfigError(found), file=sys.stderr)
-    command = without_files(cfg, arguments)
-    if command:
-        print(
-            "README.md says where a tokenizer and a corpus come from. To try it without them:",
-            file=sys.stderr,
-        )
-        print(f"    {command}", file=sys.stderr)
+    if command := without_files(cfg, arguments):
+        words = "README.md says where a tokenizer and a corpus come from. To try it without them:"
+        print(f"{words}\n    {command}", file=sys.stderr)
     return 2
 
 

@@ -25,17 +25,13 @@ from data.open_tokenizer import load_saved, open_tokenizer
 from data.tokenizer import Tokenizer
 from models import FORMATS
 from reliability.objects import Key, location
-from tools import (
-    adapters,
-    finetune_config,
-    new_checkpoint,
-    places,
-)
+from tools import adapters, finetune_config, new_checkpoint, places
 from tools import average as averages
 from tools import lora_to_peft as peft
 from tools.new_checkpoint import newest, progress_bar, shapes
 from tools.to_dcp import from_dcp, to_dcp
 
+Files = Mapping[str, dict | Path]  # a file's name -> its content, or the file to copy
 META = "llama"  # the family whose weights Meta published in its own format
 # bytes read from mapped files before they are mapped again: mapped pages count as this process's
 # memory
@@ -50,11 +46,8 @@ def from_hf(source: Path, out: Path) -> str:
     """Returns what was done, in a sentence; so do the others. Raises InputError."""
     name, args = hf.read_model(source, FORMATS)
     stored = hf.weights(source, FORMATS[name], args, shapes(name, args))
-
-    def read(tensor: str) -> Tensor:
-        return stored[tensor].read()
-
-    return publish(out, name, args, source, read, tokenizer_of(open_tokenizer, str(source)))
+    tokenizer = tokenizer_of(open_tokenizer, str(source))
+    return publish(out, name, args, source, lambda tensor: stored[tensor].read(), tokenizer)
 
 
 def from_meta(source: Path, out: Path) -> str:
@@ -207,14 +200,8 @@ def to_hf(
             f"{path} holds adapters and no model: lora-merge writes them with their base, "
             "lora-to-peft alone"
         )
-    if tokenizer:
-        saved = places.tokenizer_named(tokenizer)
-    else:
-        saved = saved_tokenizer(path)
-    files = {}
-    if saved:
-        longest = facts["must_match"]["model"]["max_seq_len"]
-        files = turns.files(places.run_of(path), saved, longest)
+    saved = places.tokenizer_named(tokenizer) if tokenizer else saved_tokenizer(path)
+    files = files_of_run(path, facts["must_match"]["model"]["max_seq_len"], saved)
     weights = state.select(manifest["tensors"], "model", ()).values()
     size = sum(verify.nbytes(row["dtype"], row["shape"]) for row in weights)
     family = hf.formats_of(FORMATS, facts["family"])
@@ -229,7 +216,7 @@ def lora_to_peft(source: Path | Key, out: Path) -> str:
     base = location(run.base["folder"])
     of_hugging_face = places.is_hugging_face(base)
     named = str(base) if of_hugging_face else None
-    files = dict(files_of_run(run.path, run.args.max_seq_len))
+    files = dict(files_of_run(run.path, run.args.max_seq_len, saved_tokenizer(run.path)))
     files.pop(turns.GENERATION, None)  # of a whole model
     peft.write(out, run.tensors, run.formats, run.args, run.rank, run.alpha, named, files)
     words = f"{base} is their base"
@@ -243,16 +230,15 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
     folder = location(base or run.base["folder"])
     hf.check_is_new(out)
     model = run.merged(folder)
-    files: Mapping[str, dict | Path]
-    files = files_of_run(run.path, run.args.max_seq_len)
+    saved = saved_tokenizer(run.path)
+    files = files_of_run(run.path, run.args.max_seq_len, saved)
+    config = None
     if places.is_hugging_face(folder):
-        config, of_base = adapters.files_of_base(folder)
-        config["tie_word_embeddings"] = run.args.tied_embeddings
-        if config.get("model_type") in run.formats.hf_nested:  # what is written is its text model
-            config = hf.config_of(run.formats, run.args)
-        files = base_with_template(of_base, files, run.path)
-    else:
-        config = hf.config_of(run.formats, run.args)
+        of_base, files_of_base = adapters.files_of_base(folder)
+        if of_base.get("model_type") not in run.formats.hf_nested:  # else its text model is written
+            config = of_base | {"tie_word_embeddings": run.args.tied_embeddings}
+        files = base_with_template(files_of_base, files, run.path, saved)
+    config = config or hf.config_of(run.formats, run.args)
     with progress_bar(run.size, run.path.name) as bar:
         whole = hf.Export(model, run.formats, run.args, config, files)
         hf.write_model(run.path, out, whole, max_shard_size, bar.update)
@@ -261,26 +247,20 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
 
 def saved_tokenizer(path: Path | Key) -> Tokenizer | None:
     """Return the tokenizer of a checkpoint's run."""
-
-    def read(checkpoint: Path | Key) -> Tokenizer:
-        return load_saved(places.tokenizer_of(checkpoint))
-
-    return tokenizer_of(read, path)
+    return tokenizer_of(lambda checkpoint: load_saved(places.tokenizer_of(checkpoint)), path)
 
 
-def files_of_run(path: Path | Key, longest: int) -> Mapping[str, dict | Path]:
-    """Return the tokenizer's files for a checkpoint of a run, none without a tokenizer."""
-    saved = saved_tokenizer(path)
+def files_of_run(path: Path | Key, longest: int, saved: Tokenizer | None) -> Files:
+    """Return the files of a tokenizer for a checkpoint of a run, none without one."""
     return turns.files(places.run_of(path), saved, longest) if saved else {}
 
 
 def base_with_template(
-    of_base: Mapping[str, dict | Path], of_run: Mapping[str, dict | Path], path: Path | Key
-) -> Mapping[str, dict | Path]:
+    of_base: Files, of_run: Files, path: Path | Key, saved: Tokenizer | None
+) -> Files:
     """Return the files of a Hugging Face base plus the chat template of the checkpoint's run. The
     tokenizer is the base's if it can be identified from its files."""
     files = of_base if turns.CONFIG in of_base else {**of_run, **of_base}
-    saved = saved_tokenizer(path)
     asked = turns.of_run(places.run_of(path), saved) if saved else None
     return turns.with_template(files, asked)
 
@@ -317,11 +297,8 @@ def to_torch(source: Path | Key, out: Path, content: str) -> str:
         whole["optimizer"] = optimizer
     whole |= {key: manifest[key] for key in ("step", "progress", "facts")}
     temporary = out.parent / f".tmp-{uuid.uuid4().hex[:8]}-{out.name}"
-    with (
-        verify.refuse_damage(path, f"{out} cannot be written"),
-        contextlib.ExitStack() as on_the_way_out,
-    ):
-        on_the_way_out.callback(temporary.unlink, missing_ok=True)
+    with verify.refuse_damage(path, f"{out} cannot be written"), contextlib.ExitStack() as end:
+        end.callback(temporary.unlink, missing_ok=True)
         if out.exists():
             raise InputError(f"{out} exists already: give the name of a new file")
         with (
@@ -335,10 +312,8 @@ def to_torch(source: Path | Key, out: Path, content: str) -> str:
             for name, (start, length) in zip(order, places, strict=True):
                 data = storage.as_bytes(next(tensors))
                 if len(data) != length:
-                    raise RuntimeError(
-                        f"this torch.save numbers its tensors in another way: {name} is not "
-                        f"{length} bytes"
-                    )
+                    why = f"{name} is not {length} bytes"
+                    raise RuntimeError(f"this torch.save numbers its tensors in another way: {why}")
                 file.seek(start)
                 file.write(data)
                 del data  # the next tensors are read after this one is gone
@@ -373,17 +348,6 @@ def average(source: Path | Key, out: Path) -> str:
     return averages.write(path, manifest, out, saved_tokenizer(path))
 
 
-def config(source: Path, out: Path) -> str:
-    """Write a configuration that fine-tunes the model in a folder of Hugging Face's. Raises
-    InputError."""
-    if not source.is_dir():
-        raise InputError(
-            f"{source} is no folder of Hugging Face's. Other trainers' configurations are not "
-            "translated: `python -m configs.load` answers each of their names with the one here"
-        )
-    return finetune_config.write(source, out)
-
-
 COMMANDS = {  # of tools.convert
     "from-hf": from_hf,
     "from-meta": from_meta,
@@ -394,5 +358,5 @@ COMMANDS = {  # of tools.convert
     "average": average,
     "lora-to-peft": lora_to_peft,
     "lora-merge": lora_merge,
-    "config": config,
+    "config": finetune_config.write,
 }

@@ -28,6 +28,8 @@ from tools.benchmarks import BENCHMARKS, MMLU, Benchmark, Row, parts_of
 SEED = 1234  # of the harness, for examples
 BETWEEN = "\n\n"  # examples
 HIDDEN = ("", "-1", "None")  # answers of a test set that is for leaderboards
+# without MMLU's subjects, which are 57
+SHOWN = ", ".join(name for name in [*BENCHMARKS, MMLU] if not name.startswith("mmlu_"))
 
 
 def known(name: str) -> str:
@@ -36,13 +38,8 @@ def known(name: str) -> str:
     if name in names:
         return name
     near = get_close_matches(name.lower().replace("-", "_"), names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"it is one of {', '.join(_shown(names))}"
+    hint = f"did you mean {near[0]}?" if near else f"it is one of {SHOWN}"
     raise InputError(f"{name!r} is no benchmark that is known here: {hint}")
-
-
-def _shown(names: list[str]) -> list[str]:
-    """Leave MMLU's subjects out, which are 57."""
-    return [name for name in names if not name.startswith("mmlu_")]
 
 
 def from_hub(benchmark: Benchmark, split: str) -> Sequence[Row]:
@@ -74,21 +71,23 @@ def lines(
         before = benchmark.description
         for example in drawn(benchmark, row, pool, shots, generator):
             before += with_answer(line(benchmark, example, f"an example for {where}"))
-        if isinstance(found["context"], list):
-            found["context"] = [before + context for context in found["context"]]
+        context = found["context"]
+        if isinstance(context, list):
+            found["context"] = [before + each for each in context]
         else:
-            found["context"] = before + found["context"]
+            found["context"] = before + context
         yield found
 
 
 def line(benchmark: Benchmark, row: Row, where: str) -> Row:
     """Return one row as a question without examples. Raises InputError."""
-    answer = row[_column(benchmark.answer, row)] if benchmark.answer else None
-    if str(answer).strip() in HIDDEN and benchmark.answer:
-        raise InputError(
-            f"{where} has no answer ({benchmark.answer} is {answer!r}), as in a test set that is "
-            "for leaderboards: name another split with --split"
-        )
+    if benchmark.answer:
+        answer = next(row[name] for name in benchmark.answer.split("|") if name in row)
+        if str(answer).strip() in HIDDEN:
+            raise InputError(
+                f"{where} has no answer ({benchmark.answer} is {answer!r}), as in a test set that is "
+                "for leaderboards: name another split with --split"
+            )
     try:
         found = benchmark.convert(row)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
@@ -129,22 +128,16 @@ def with_answer(found: Row) -> str:
     return f"{context} {found['choices'][found['answer']]}{BETWEEN}"
 
 
-def _column(columns: str, row: Row) -> str:
-    return next(column for column in columns.split("|") if column in row)
-
-
 def checked(benchmark: Benchmark, rows: Sequence[Row], where: str) -> Sequence[Row]:
     """Return the rows, whose columns must be those of the benchmark. Raises InputError."""
     if not len(rows):
         raise InputError(f"{where} has no row")
     has = list(rows[0])
-    missing = [
-        column for column in benchmark.columns if not any(c in has for c in column.split("|"))
-    ]
+    missing = [columns for columns in benchmark.columns if not {*columns.split("|")} & {*has}]
     if missing:
+        lacks = ", ".join(missing).replace("|", " or ")
         raise InputError(
-            f"{where} has no column {', '.join(missing).replace('|', ' or ')} (it has "
-            f"{', '.join(has)}): is it another benchmark?"
+            f"{where} has no column {lacks} (it has {', '.join(has)}): is it another benchmark?"
         )
     return rows
 
@@ -206,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.fetch_task", description="A benchmark as a file of an evaluation."
     )
-    parser.add_argument("name", help=f"{', '.join(_shown([*BENCHMARKS, MMLU]))}, or mmlu_SUBJECT")
+    parser.add_argument("name", help=f"{SHOWN}, or mmlu_SUBJECT")
     parser.add_argument("out", type=Path, nargs="?", help="the file to write [NAME.jsonl]")
     parser.add_argument(
         "--from", dest="folder", type=Path, help="what datasets' save_to_disk wrote [the hub]"

@@ -24,6 +24,11 @@ def write(folder: Path, out: Path) -> str:
     Raises InputError for a folder that no run could start from, and where the new file exists:
     nothing is written then.
     """
+    if not folder.is_dir():
+        raise InputError(
+            f"{folder} is no folder of Hugging Face's. Other trainers' configurations are not "
+            "translated: `python -m configs.load` answers each of their names with the one here"
+        )
     if out.exists():
         raise InputError(f"{out} exists already: give the name of a new file")
     family, args = hf.read_model(folder, FORMATS)

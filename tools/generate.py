@@ -57,9 +57,8 @@ def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
     elif count == 1:
         print(last[0])
     else:
-        print(
-            "\n\n".join(f"--- prompt {i} of {count} ---\n{text}" for i, text in enumerate(last, 1))
-        )
+        titled = (f"--- prompt {i} of {count} ---\n{text}" for i, text in enumerate(last, 1))
+        print("\n\n".join(titled))
 
 
 def is_text(argument: str) -> bool:
@@ -96,8 +95,8 @@ def mistakes(args: argparse.Namespace, place: Path | Key) -> Iterator[str]:
 def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
     """Return the number of texts that the command line asks for, and an iterator over them. Raises
     InputError."""
-    options = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
-    options["speculative"] = args.speculative
+    names = ("temperature", "top_k", "seed", "speculative")
+    options = {name: getattr(args, name) for name in names}
     folder = location(args.checkpoint)
     if found := list(mistakes(args, folder)):
         raise InputError("\n".join(found))

@@ -12,8 +12,8 @@ interval between saves.
 import argparse
 import json
 import math
-import random
 import signal
+from functools import partial
 
 from configs import program
 from configs.schema import InputError
@@ -21,7 +21,6 @@ from configs.words import number_of
 from reliability.goodput import KINDS, Account, account, read
 from tools.places import run_folder
 
-INTERRUPTIONS = 1000  # that are simulated: the mean is within 1% of what is expected
 MEASURED = {  # by `Account.per_event`: what else to assume
     "stall": (1.0, "seconds that a save holds training up"),
     "detect": (35.0, "seconds from a failure to the new start"),
@@ -37,11 +36,8 @@ def table(result: Account) -> str:
         seconds = result.seconds[kind]
         share = "" if kind == "paused" else f"{seconds / counted:7.2%}" if counted else ""
         lines.append(f"{seconds:14,.2f} s  {share:7}  {meaning}")
-    lines += [
-        f"{result.total:14,.2f} s           the wall clock, from the first start to the last sign "
-        "of life",
-        "",
-    ]
+    clock = "the wall clock, from the first start to the last sign of life"
+    lines += [f"{result.total:14,.2f} s           {clock}", ""]
     each = result.per_event()
     lines.append(
         f"{result.steps:,} steps count, {result.redone:,} were redone; "
@@ -56,16 +52,13 @@ def table(result: Account) -> str:
             f"{each['restart']:.1f} s to restart, {each['redone_steps']:.1f} steps redone"
         )
     if result.interruptions:
-        lines += [
-            "",
-            f"start  {'last sign of life':25}  {'step':>9}  {'redone':>6}  {'seconds lost':>12}  "
-            "how it ended",
-        ]
+        head = f"start  {'last sign of life':25}  {'step':>9}  {'redone':>6}  {'seconds lost':>12}"
+        lines += ["", f"{head}  how it ended"]
     for row in result.interruptions:
         step = "-" if row["step"] is None else row["step"]
-        how = ("" if row["exit_code"] is None else f"exit code {row['exit_code']}: ") + row[
-            "reason"
-        ].partition("\n")[0][:160]
+        how = row["reason"].partition("\n")[0][:160]
+        if row["exit_code"] is not None:
+            how = f"exit code {row['exit_code']}: {how}"
         lines.append(
             f"{row['start']:5}  {row['when']:25}  {step:>9}  {row['redone']:6}  "
             f"{row['lost']:12,.2f}  {how}"
@@ -106,37 +99,23 @@ def best_interval(mtbf: float, stall: float) -> float:
     return high
 
 
-def simulate(
-    mtbf: float,
-    stall: float,
-    detect: float,
-    restart: float,
-    interval: float,
-    write: float,
-    interruptions: int,
-    seed: int,
+def shares(
+    mtbf: float, stall: float, detect: float, restart: float, interval: float, write: float
 ) -> dict[str, float]:
-    """Simulate a run until it has been interrupted a given number of times. Returns its seconds by
-    the kinds of reliability/goodput.py::KINDS."""
-    draw = random.Random(seed)
-    seconds = dict.fromkeys(("productive", "save", "redone", "detecting", "starting"), 0.0)
-    fails = draw.expovariate(1 / mtbf)  # seconds from now to the next failure
-    for _ in range(interruptions):
-        # that were published before it
-        saves = max(0, math.floor((fails - write) / (interval + stall)))
-        whole, rest = divmod(fails, interval + stall)
-        worked = whole * interval + min(rest, interval)
-        seconds["productive"] += saves * interval
-        seconds["redone"] += worked - saves * interval
-        seconds["save"] += fails - worked
-        while True:  # a failure may also strike while the run comes back: it comes back again
-            back = fails = draw.expovariate(1 / mtbf)
-            seconds["detecting"] += min(back, detect)
-            seconds["starting"] += min(max(back - detect, 0.0), restart)
-            if back > detect + restart:
-                break
-        fails -= detect + restart
-    return seconds
+    """Return the shares of the time that each kind of reliability/goodput.py::KINDS takes, on
+    average, with the assumptions of `expected`, which is the productive one."""
+    work = interval + stall
+    failure = -math.expm1(-work / mtbf)  # before the next save begins
+    back = math.exp(-(detect + restart) / mtbf)  # without another failure meanwhile
+    worked = -math.expm1(-interval / mtbf) / failure
+    published = interval / mtbf * math.exp(-(write + work) / mtbf) / failure
+    return {
+        "productive": back * published,
+        "save": back * (1 - worked),
+        "redone": back * (worked - published),
+        "detecting": -math.expm1(-detect / mtbf),
+        "starting": math.exp(-detect / mtbf) - back,
+    }
 
 
 def predict(options: argparse.Namespace) -> dict:
@@ -146,49 +125,29 @@ def predict(options: argparse.Namespace) -> dict:
     interval = options.interval or best
     if not interval:
         raise InputError("--stall=0 has no best interval, the shorter the better: give --interval")
-    seconds = simulate(
-        mtbf,
-        options.stall,
-        options.detect,
-        options.restart,
-        interval,
-        options.write,
-        INTERRUPTIONS,
-        seed=0,
-    )
+    at_best = expected(mtbf, options.stall, back, best, options.write) if best else None
     return {
         "interval": interval,
-        "simulated": seconds["productive"] / sum(seconds.values()),
-        "seconds": seconds,
+        "shares": shares(
+            mtbf, options.stall, options.detect, options.restart, interval, options.write
+        ),
         "expected": expected(mtbf, options.stall, back, interval, options.write),
         "best_interval": best,
-        "expected_at_best": expected(mtbf, options.stall, back, best, options.write)
-        if best
-        else None,
+        "expected_at_best": at_best,
     }
 
 
 def predicted(prediction: dict, options: argparse.Namespace) -> str:
-    total = sum(prediction["seconds"].values())
     lines = [
-        f"{INTERRUPTIONS:,} interruptions, one per {options.mtbf_hours:g} h; a save every "
-        f"{prediction['interval']:,.1f} s "
+        f"an interruption per {options.mtbf_hours:g} h; a save every {prediction['interval']:,.1f} s "
         f"that stalls {options.stall:.3g} s; {options.detect:.3g} s to detect, "
         f"{options.restart:.3g} s to restart"
     ]
-    lines += [
-        f"{seconds / total:8.2%}  {KINDS[kind]}" for kind, seconds in prediction["seconds"].items()
-    ]
-    lines.append(
-        f"goodput: {prediction['simulated']:.2%} simulated, {prediction['expected']:.2%} expected "
-        "(Daly 2006)"
-    )
-    if prediction["best_interval"]:
-        best = prediction["best_interval"]
-        at_best = prediction["expected_at_best"]
-        lines.append(
-            f"the best interval is {best:,.1f} s of work between saves: {at_best:.2%} expected"
-        )
+    lines += [f"{share:8.2%}  {KINDS[kind]}" for kind, share in prediction["shares"].items()]
+    lines.append(f"goodput: {prediction['expected']:.2%} expected (Daly 2006)")
+    if best := prediction["best_interval"]:
+        at_best = f"{prediction['expected_at_best']:.2%} expected"
+        lines.append(f"the best interval is {best:,.1f} s of work between saves: {at_best}")
     return "\n".join(lines)
 
 
@@ -202,22 +161,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--simulate", action="store_true", help="a run with these times instead of one that was"
     )
-    numbers = {
-        "--mtbf-hours": (3.0, "mean time between failures"),
-        **{
-            f"--{name}": (None, f"{meaning} [the run's, or {default:g}]")
-            for name, (default, meaning) in MEASURED.items()
-        },
-        "--interval": (0.0, "seconds of work between saves; 0: the best"),
-        "--write": (0.0, "seconds from a save's stall until it is published"),
-    }
-    for name, (default, meaning) in numbers.items():
-        parser.add_argument(
-            name,
-            type=float,
-            default=default,
-            help=meaning if default is None else f"{meaning} [{default:g}]",
-        )
+    number = partial(parser.add_argument, type=float)
+    number("--mtbf-hours", default=3.0, help="mean time between failures [%(default)g]")
+    for name, (default, meaning) in MEASURED.items():
+        number(f"--{name}", help=f"{meaning} [the run's, or {default:g}]")
+    number("--interval", default=0.0, help="seconds of work between saves; 0: the best [0]")
+    number("--write", default=0.0, help="seconds from a save's stall until it is published [0]")
     options = parser.parse_args(argv)
     if not options.simulate and not options.run:
         parser.error("give the folder of a run, or --simulate")
@@ -231,12 +180,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("times must not be negative, and --mtbf-hours must be above 0")
     result = predict(options) if options.simulate else measured
     if options.json:
-        more = (
-            {}
-            if options.simulate
-            else {"goodput": result.goodput, "total": result.total} | result.per_event()
-        )
-        print(json.dumps((result if options.simulate else vars(result)) | more, indent=1))
+        if not options.simulate:
+            more = {"goodput": result.goodput, "total": result.total}
+            result = vars(result) | more | result.per_event()
+        print(json.dumps(result, indent=1))
     else:
         print(predicted(result, options) if options.simulate else table(result))
     return 0

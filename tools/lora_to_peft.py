@@ -13,7 +13,8 @@ Shapes:  X experts   r = rank   I inputs   O outputs   k parameters of ours in o
 
 import json
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ def places(family: Any, args: Any) -> dict[str, PeftTarget]:
 # out
 
 
-def fuse(adapters: list[Adapter], its_places: list[PeftTarget]) -> Adapter:
+def fuse(adapters: Sequence[Adapter], its_places: Sequence[PeftTarget]) -> Adapter:
     """Return one adapter of rank k r for a parameter of theirs, from those of ours that are in it:
     A has theirs one below the other, B has theirs in blocks, and zeros."""
     outputs, rank = adapters[0].b.shape[-2:]
@@ -130,7 +131,7 @@ def translate(
     Raises InputError for an adapter that `peft` cannot express.
     """
     place_of = places(family, args)
-    of_theirs: dict[str, list[tuple[Adapter, PeftTarget]]] = {}
+    of_theirs: dict[str, list[tuple[Adapter, PeftTarget]]] = defaultdict(list)
     for ours, adapter in by_parameter(adapters).items():
         if is_ahead(args, ours):
             raise InputError(
@@ -143,7 +144,7 @@ def translate(
                 f"{ours} has an adapter: an embedding's cannot be written for peft, so merge it "
                 "(lora-merge)"
             )
-        of_theirs.setdefault(place.parameter, []).append((adapter, place))
+        of_theirs[place.parameter].append((adapter, place))
 
     tensors = {}
     modules = set()  # that peft replaces, by the last word of their name
@@ -152,31 +153,26 @@ def translate(
     alphas = {}
     has_experts = bool(getattr(args, "n_experts", 0))
     for theirs, of_ours in of_theirs.items():
-        of_ours.sort(key=turn_of)
-        its_places = [place for _, place in of_ours]
-        adapter = fuse([adapter for adapter, _ in of_ours], its_places)
+        of_ours.sort(key=lambda pair: pair[1].turn)
+        adapter = fuse(*zip(*of_ours, strict=True))
         module, _, word = theirs.rpartition(".")
-        if word == "weight":
-            key = module
-        else:
-            key = module
+        key = module
+        if word != "weight":
             adapter = flatten(adapter)
             if word == "gate_up_proj" and f"{module}.down_proj" in of_theirs:
                 # peft wraps down_proj around gate_up_proj
                 key = f"{module}.base_layer"
         tensors[f"base_model.model.{key}.lora_A.weight"] = adapter.a.contiguous()
         tensors[f"base_model.model.{key}.lora_B.weight"] = adapter.b.contiguous()
-        if word == "weight" and not (has_experts and ".mlp." in theirs):
-            modules.add(module.rpartition(".")[2])
-            if len(of_ours) > 1:
-                ranks[pattern(without_layer(module))] = rank * len(of_ours)
-                alphas[pattern(without_layer(module))] = whole(alpha * len(of_ours))
-            continue
         # With experts, peft takes the words gate_proj, up_proj and down_proj of modules for those
         # of experts in the files of transformers 4. So other layers of that name are adapted as
         # parameters.
-        target = without_layer(theirs)
-        parameters.add(target)
+        if word == "weight" and not (has_experts and ".mlp." in theirs):
+            target = without_layer(module)
+            modules.add(module.rpartition(".")[2])
+        else:
+            target = without_layer(theirs)
+            parameters.add(target)
         if len(of_ours) > 1:
             ranks[pattern(target)] = rank * len(of_ours)
             alphas[pattern(target)] = whole(alpha * len(of_ours))
@@ -189,10 +185,6 @@ def translate(
         "alpha_pattern": alphas,
     }
     return tensors, fields
-
-
-def turn_of(pair: tuple[Adapter, PeftTarget]) -> int:
-    return pair[1].turn
 
 
 def without_layer(name: str) -> str:

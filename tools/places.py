@@ -10,6 +10,7 @@ folder has them.
 """
 
 import argparse
+import contextlib
 import functools
 import tempfile
 from pathlib import Path
@@ -40,11 +41,8 @@ def folder_here(text: str | Path, what: str) -> Path:
 def run_folder(text: str) -> Path:
     """Return the folder of a run that a tool reads; for a URL, a local copy. For argparse: raises
     ArgumentTypeError."""
-    found = place(text)
-    if isinstance(found, Path):
-        return found
     try:
-        return copy_of(found)
+        return files_of(place(text))
     except InputError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -137,11 +135,8 @@ def _fetched(url: str) -> tempfile.TemporaryDirectory:
     prefix = location(url)
     assert isinstance(prefix, Key)
     for name in OF_RUN:
-        try:
-            content = (prefix / name).read_bytes()
-        except FileNotFoundError:
-            continue
-        Path(folder.name, name).write_bytes(content)
+        with contextlib.suppress(FileNotFoundError):
+            Path(folder.name, name).write_bytes((prefix / name).read_bytes())
     return folder
 
 
@@ -165,9 +160,7 @@ def tokenizer_of(checkpoint: Path | Key) -> str:
     """Return the path of the tokenizer of a checkpoint's run. Raises InputError if there is none."""
     path = run_of(checkpoint) / "tokenizer.json"
     if not path.is_file():
-        place = path.parent
-        if isinstance(checkpoint, Key):
-            place = checkpoint.parent
+        place = checkpoint.parent if isinstance(checkpoint, Key) else path.parent
         raise InputError(
             f"{place} has no tokenizer.json next to its checkpoints: name one with --tokenizer, or "
             "copy the run's there"

@@ -16,11 +16,6 @@ class Positions(NamedTuple):
     reason: str  # printed: why so many
 
 
-def of_training(seq_len: int) -> Positions:
-    """Return the positions of a run that has recorded its training length."""
-    return Positions(seq_len, "as in training")
-
-
 def within_memory(model: nn.Module, args: Any) -> Positions:
     """Return the positions that a model is made for, or as many as half of the free memory holds.
 

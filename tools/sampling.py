@@ -56,29 +56,22 @@ def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
             live[name].copy_(tensor)
     else:
         state.load_model(path, model)
-    # a converted checkpoint has no seq_len
-    seq_len = manifest["facts"].get("seq_len")
-    seen = positions.of_training(seq_len) if seq_len else positions.within_memory(model, args)
-    return Loaded(model, words, *seen)
+    if seq_len := manifest["facts"].get("seq_len"):
+        return Loaded(model, words, seq_len, "as in training")
+    # a converted checkpoint
+    return Loaded(model, words, *positions.within_memory(model, args))
 
 
 def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
     name, args = hf.read_model(folder, FORMATS)
     family = MODELS[name]
-    if tokenizer:
-        words = places.tokenizer_named(tokenizer)
-    else:
-        words = open_tokenizer(str(folder))
+    words = places.tokenizer_named(tokenizer) if tokenizer else open_tokenizer(str(folder))
     with torch.device("meta"):
         model = family.build(args)
     model.to_empty(device="cpu")
     live = model.state_dict()
-    stored = hf.weights(
-        folder,
-        FORMATS[name],
-        args,
-        {parameter: list(tensor.shape) for parameter, tensor in live.items()},
-    )
+    shapes = {parameter: list(tensor.shape) for parameter, tensor in live.items()}
+    stored = hf.weights(folder, FORMATS[name], args, shapes)
     for parameter, tensor in live.items():
         tensor.copy_(stored[parameter].read())
     return Loaded(model, words, *positions.within_memory(model, args))

@@ -40,8 +40,7 @@ def splits(folder: Path) -> dict[str, Path]:
 
 
 def has(benchmark: Benchmark, folder: Path) -> bool:
-    """Tell whether a folder has a benchmark."""
-    return next(_places(benchmark, folder), None) is not None
+    return any(_places(benchmark, folder))
 
 
 def place_of(benchmark: Benchmark, folder: Path) -> Path:

@@ -90,9 +90,7 @@ def numbers(call: Call) -> int:
     mesh."""
     options = overrides.with_options(call.options, {"model.flavor": small(call)})
     meshes = few_ranks(call.cfg, call.flags.gpus)
-    if not meshes:
-        return run("tools.parity", *options, "--properties")
-    return run("tools.parity", *options, "--meshes", *meshes)
+    return run("tools.parity", *options, *(["--meshes", *meshes] if meshes else ["--properties"]))
 
 
 def few_ranks(cfg: Config, gpus: int) -> list[str]:

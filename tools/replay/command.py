@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.load import ConfigError, load_config
 from configs.schema import Config, InputError
-from configs.words import aligned, plural
+from configs.words import aligned, number_of
 from tools.differences import LIMITS, Limits
 from tools.overrides import with_options
 from tools.parity import meshes
@@ -74,20 +74,15 @@ def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
 
 def check_comparable(run: Recorded, other: Recorded, more: list[str]) -> None:
     """Raise InputError for runs whose steps cannot be compared."""
-    lengths = []
-    for each in run, other:
-        lengths.append(load_config([str(each.options), *more], None, None).training.seq_len)
-    if lengths[0] != lengths[1]:
+    one, two = (
+        load_config([str(each.options), *more], None, None).training.seq_len
+        for each in (run, other)
+    )
+    if one != two:
         raise InputError(
-            f"{run.place} has sequences of {lengths[0]} tokens and {other.place} of {lengths[1]}: "
-            "their steps cannot be compared"
+            f"{run.place} has sequences of {one} tokens and {other.place} of {two}: their steps "
+            "cannot be compared"
         )
-
-
-def begins_at(run: Recorded, other: Recorded, steps: range) -> int:
-    """Return the newest step before these after which both have a state."""
-    common = [step for step in run.before(steps.start) if step in other.before(steps.start)]
-    return common[0]
 
 
 def side(
@@ -118,7 +113,8 @@ def plan_of(flags: argparse.Namespace, rest: list[str], temporary: Path) -> Repl
     steps = flags.steps
     run = open_run(flags.run, temporary)
     other = run if flags.against is None else open_run(flags.against, temporary)
-    begins = begins_at(run, other, steps)
+    # the newest state before them that both have
+    begins = max({*run.before(steps.start)} & {*other.before(steps.start)})
     wanted = range(begins + 1, steps.stop)
     run, other = run.as_trained(wanted), other.as_trained(wanted)
     check_comparable(run, other, rest)
@@ -176,9 +172,8 @@ def begin(plan: Replay) -> str:
     gradients = [step for step in steps if step in plan.run.gradients()]
     saved = [step for step in steps if step in plan.run.checkpoints]
     ranks = plan.first.ranks
-    line = f"from the state after step {plan.begins}, on {ranks} {plural(ranks, 'rank')}; "
-    line += f"recorded: metrics of steps {logged}, checkpoints of {saved}, "
-    line += f"gradients of {gradients}"
+    line = f"from the state after step {plan.begins}, on {number_of(ranks, 'rank')}; recorded: "
+    line += f"metrics of steps {logged}, checkpoints of {saved}, gradients of {gradients}"
     return line + ("" if plan.second is None else f"; computed again by: {plan.second.label}")
 
 

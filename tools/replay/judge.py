@@ -3,6 +3,7 @@
 Shapes:  S sequences of the global batch   T tokens of a sequence
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,10 +56,12 @@ def of_state(step: int, against: str, what: str, got: Values, want: Values, limi
         error = relative(a, b)
         if not error <= limit:
             found.append((name + place(a, b), error))
-    if not found:
-        return []
-    where, error = found[0]
-    return [Row(step, against, what, where, error, len(found) - 1)]
+    return first_of(step, against, what, found)
+
+
+def first_of(step: int, against: str, what: str, found: list[tuple[str, float]]) -> list[Row]:
+    """Return a row of the first place, if there is one. found: places and sizes."""
+    return [Row(step, against, what, *found[0], len(found) - 1)] if found else []
 
 
 def from_record(
@@ -110,10 +113,7 @@ def of_gradients(
         error = 0.0 if got == want else float(np.nan_to_num(error, nan=np.inf))
         if error > limit:
             found.append((name, error))
-    if not found:
-        return []
-    where, error = found[0]
-    return [Row(ranks[0].step, "record", "gradient", where, error, len(found) - 1)]
+    return first_of(ranks[0].step, "record", "gradient", found)
 
 
 def of_kind(saved: Values, prefix: str) -> Values:
@@ -187,16 +187,9 @@ def from_other(
     """Compare with the same step computed by one process: of the same run, or of another one."""
     step = other.step
     before = limits.state if not is_first else (0.0 if same_run else limits.values)
-    mine, theirs = compare.merged(ranks, "moments", 0), other.moments[0]
-    rows = of_state(
-        step,
-        against,
-        "weights before",
-        compare.merged(ranks, "weights", 0),
-        other.weights[0],
-        before,
-    )
-    rows += of_state(step, against, "moments before", mine, theirs, before)
+    weights, moments = (compare.merged(ranks, kind, 0) for kind in ("weights", "moments"))
+    rows = of_state(step, against, "weights before", weights, other.weights[0], before)
+    rows += of_state(step, against, "moments before", moments, other.moments[0], before)
     data = of_data(ranks, other, against)
     rows += data
     if data and data[0].where.startswith("window"):
@@ -207,12 +200,12 @@ def from_other(
     if lost:
         return rows + of_numbers(ranks, other, against, limit)
     seen = compare.compare(ranks, other, limit, limits.state, initial_limit=float("inf"))
-    of_phase: dict[str, list] = {}
+    of_phase: dict[str, list] = defaultdict(list)
     for difference in seen.found:
         phase, _, where = difference.where.partition(", ")
         if phase.startswith("rank "):
             phase, where = "ranks", difference.where
-        of_phase.setdefault(phase, []).append((where, difference.error))
+        of_phase[phase].append((where, difference.error))
     for phase, found in of_phase.items():
         where, error = found[0]
         name = where.removeprefix("output of ").removeprefix("gradient of ")
@@ -223,8 +216,8 @@ def from_other(
         if phase == "forward":
             name += computed_by(ranks, other, name)
         rows.append(Row(step, against, phase, name or "-", error, len(found) - 1))
-    mine, theirs = compare.merged(ranks, "moments", -1), other.moments[-1]
-    return rows + of_state(step, against, "moments after", mine, theirs, limits.state)
+    moments = compare.merged(ranks, "moments", -1)
+    return rows + of_state(step, against, "moments after", moments, other.moments[-1], limits.state)
 
 
 def of_numbers(ranks: list[StepNotes], other: StepNotes, against: str, limit: float) -> list[Row]:

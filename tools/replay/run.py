@@ -3,7 +3,9 @@
 All of it is read. Nothing is written into a run's folder.
 """
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from checkpoint import branches, hf, state, verify
 from checkpoint.storage import GENERATOR
 from configs.load import load_config
-from configs.schema import Config, InputError
+from configs.schema import InputError
 from models import MODELS
 from reliability import goodput
 from reliability.objects import Key, location
@@ -19,12 +21,8 @@ from tools import places
 from tools.logged import logged
 from training import digests
 
-COMPUTED = ("model", "training", "optimizer", "lr_schedule", "data", "lora")
-
-
-def computed(cfg: Config) -> list:
-    """Return the tables of options that determine the result of a step on any machine."""
-    return [getattr(cfg, table) for table in COMPUTED]
+# the tables of options that determine the result of a step on any machine
+computed = attrgetter("model", "training", "optimizer", "lr_schedule", "data", "lora")
 
 
 @dataclass(frozen=True)
@@ -58,35 +56,32 @@ class Recorded:
             if reached:
                 trained = range(reached[0] + 1, reached[-1] + 1)
                 newest |= {step: past.number for step in steps if step in trained}
-        by_start: dict[int, list[int]] = {}
+        by_start: dict[int, list[int]] = defaultdict(list)
         for step, number in sorted(newest.items()):
-            by_start.setdefault(number, []).append(step)
+            by_start[number].append(step)
         return by_start
 
     def as_trained(self, steps: range) -> "Recorded":
         """Return the run with the options of the start that trained these steps: a run's folder has
         those of its newest. Raises InputError for steps of starts that computed something else."""
         by_start = self.trained_by(steps)
-        files = {
-            number: self.files / "starts" / f"{number:04d}" / "config.toml" for number in by_start
-        }
-        found = {number: path for number, path in files.items() if path.exists()}
+        files = [self.files / "starts" / f"{number:04d}" / "config.toml" for number in by_start]
+        found = [path for path in files if path.exists()]
         if not found:
             return self
-        configs = [load_config([str(path)], None, None) for path in found.values()]
+        configs = [load_config([str(path)], None, None) for path in found]
         if all(computed(cfg) == computed(configs[0]) for cfg in configs):
-            return replace(self, options=list(found.values())[-1])
+            return replace(self, options=found[-1])
         parts = [f"{rows[0]}:{rows[-1]} by start {number}" for number, rows in by_start.items()]
         raise InputError(
             f"{self.place}: its starts had different options, and trained steps {', '.join(parts)}: "
             "name steps of one start that come after a checkpoint of it, or before one"
         )
 
-    def before(self, step: int) -> list[int]:
-        """Return the steps after which there is a state to begin from, newest first. 0 is that of
-        the initial values."""
-        saved = [number for number in self.checkpoints if number < step]
-        return sorted({*saved, 0}, reverse=True)
+    def before(self, step: int) -> set[int]:
+        """Return the steps after which there is a state to begin from. 0 is that of the initial
+        values."""
+        return {0, *(number for number in self.checkpoints if number < step)}
 
 
 def open_run(place: Path | Key, temporary: Path) -> Recorded:

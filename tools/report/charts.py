@@ -6,8 +6,10 @@ size on a phone. `data` holds the numbers that page.js shows under the cursor.
 
 import math
 import re
+from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
+from itertools import chain
 
 import numpy as np
 
@@ -72,18 +74,17 @@ Chosen = tuple[Panel, list[Points | None]]
 def panels_of(runs: list[LoadedRun]) -> tuple[list[Chosen], list[Chosen]]:
     """Return the charts of PANELS that any run has numbers for, and those of all other metrics."""
     tables = [_fold_layers(_with_errors(run.metrics)) for run in runs]
-    keys = dict.fromkeys(key for table in tables for key in table)
+    keys = dict.fromkeys(chain(*tables))
     known = [panel for panel in PANELS if panel.key in keys]
-    taken = {panel.key for panel in known}
+    unknown = keys.keys() - {panel.key for panel in known}
     others = [
-        _unknown_panel(key, tables)
-        for key in keys
-        if key not in taken and not HIDDEN.fullmatch(key)
+        _unknown_panel(key, tables) for key in keys if key in unknown and not HIDDEN.fullmatch(key)
     ]
-    return (
-        [(panel, [table.get(panel.key) for table in tables]) for panel in known],
-        [(panel, [table.get(panel.key) for table in tables]) for panel in others],
-    )
+
+    def with_points(panels: list[Panel]) -> list[Chosen]:
+        return [(panel, [table.get(panel.key) for table in tables]) for panel in panels]
+
+    return with_points(known), with_points(others)
 
 
 def _unknown_panel(key: str, tables: list[dict[str, Points]]) -> Panel:
@@ -125,16 +126,11 @@ def _with_errors(metrics: dict[str, Points]) -> dict[str, Points]:
 
 def _fold_layers(metrics: dict[str, Points]) -> dict[str, Points]:
     """Combine the metrics of single layers: their mean becomes a line, their range a band."""
-    groups: dict[str, list[Points]] = {}
+    groups: dict[str, list[Points]] = defaultdict(list)
     for key, points in metrics.items():
         layer = LAYER.fullmatch(key)
-        groups.setdefault(layer[1] + BY_LAYER if layer else key, []).append(points)
+        groups[layer[1] + BY_LAYER if layer else key].append(points)
     return {key: joined(group) for key, group in groups.items()}
-
-
-def buckets_for(count: int) -> int:
-    """Return the number of buckets for each of so many series."""
-    return max(FEWEST_BUCKETS, min(PIXELS, MOST_BUCKETS // max(1, count)))
 
 
 @dataclass(frozen=True)
@@ -278,11 +274,8 @@ def _path(corners: list[tuple[int, int]]) -> str:
 def _reading(run: int, series: Series, name: str, panel: Panel) -> str:
     """Return the run's name and its last value; page.js replaces the value while a pointer is on a
     chart."""
-    if series.last is None:
-        value = "not finite"
-    else:
-        shown = numbers.percent if panel.percent else numbers.short
-        value = shown(series.last[1])
+    shown = numbers.percent if panel.percent else numbers.short
+    value = "not finite" if series.last is None else shown(series.last[1])
     return f'<li class="run r{run}"><i></i><span>{escape(name)}</span> <b>{value}</b></li>'
 
 
@@ -307,18 +300,16 @@ def _numbers(run: int, series: Series) -> dict:
     """Return the numbers for page.js and for programs that read the page: 7 digits, which is
     float32; 5 of a thinned series."""
     digits = 7 if series.width == 1 else 5
-    numbers_of_run = {
+    lines = {"mean": series.mean}
+    if series.spread:
+        lines |= {"low": series.low, "high": series.high}
+    return {
         "run": run,
         "width": series.width,
         "steps": series.steps.tolist(),
-        "mean": _rounded(series.mean, digits),
+        **{name: _rounded(values, digits) for name, values in lines.items()},
+        "notFinite": series.not_finite[:100].tolist(),
     }
-    if series.spread:
-        numbers_of_run |= {
-            "low": _rounded(series.low, digits),
-            "high": _rounded(series.high, digits),
-        }
-    return numbers_of_run | {"notFinite": series.not_finite[:100].tolist()}
 
 
 def _rounded(values: np.ndarray, digits: int) -> list[float]:

@@ -31,7 +31,8 @@ def build(runs: list[LoadedRun]) -> str:
     names = [run.name for run in runs]
     known, others = charts.panels_of(runs)
     count = sum(points is not None for _, table in known + others for points in table)
-    buckets = charts.buckets_for(count)
+    fitting = charts.MOST_BUCKETS // max(1, count)  # for each series
+    buckets = max(charts.FEWEST_BUCKETS, min(charts.PIXELS, fitting))
     last_step = max(run.last_step for run in runs)
     across = charts.Axis(0.0, float(max(FEWEST_STEPS, last_step)))
     panels: dict[str, dict] = {}

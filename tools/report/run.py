@@ -1,6 +1,8 @@
 """Read a run's folder once, for a report."""
 
 from array import array
+from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,26 +72,20 @@ def read_run(folder: Path, name: str) -> LoadedRun:
     except ValueError:
         options = {}
     copies = recorded(folder)
+    metrics = _metrics(folder) | _of_copies(copies)
+    account = goodput.account(starts)
+    config, sample = redact(config), redact(_sample(folder))
+    experts = _experts(folder)
     return LoadedRun(
-        name,
-        folder,
-        _metrics(folder) | _of_copies(copies),
-        starts,
-        goodput.account(starts),
-        options,
-        redact(config),
-        _experts(folder),
-        redact(_sample(folder)),
-        copies,
+        name, folder, metrics, starts, account, options, config, experts, sample, copies
     )
 
 
 def _text(path: Path) -> str:
     """Return the content of a file, "" if it cannot be read."""
-    try:
+    with suppress(OSError):
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def _metrics(folder: Path) -> dict[str, Points]:
@@ -105,11 +101,11 @@ def _metrics(folder: Path) -> dict[str, Points]:
         steps, numbers = tables[keys]
         steps.append(step)
         numbers.extend(values.values())
-    parts: dict[str, list[Points]] = {}
+    parts: dict[str, list[Points]] = defaultdict(list)
     for keys, (steps, numbers) in tables.items():
         columns = np.array(numbers).reshape(-1, max(1, len(keys)))
         for column, key in enumerate(keys):
-            parts.setdefault(key, []).append(Points(np.array(steps), columns[:, column]))
+            parts[key].append(Points(np.array(steps), columns[:, column]))
     return {key: joined(group) for key, group in parts.items()}
 
 
