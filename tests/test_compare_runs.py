@@ -29,13 +29,8 @@ RUNS = {  # name -> ranks, options that differ from the first's
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("runs")
-    options = [
-        *tiny_run(place),
-        "--training.steps=11",
-        "--validation.interval=5",
-        "--validation.steps=1",
-        "--data.validation_fraction=0.2",
-    ]
+    options = [*tiny_run(place), "--training.steps=11", "--data.validation_fraction=0.2"]
+    options += ["--validation.interval=5", "--validation.steps=1"]
     for name, (ranks, extra) in RUNS.items():
         (place / name).mkdir()
         assert run_ranks(ranks, run, [*options, *extra], place / name) == [(0, "")] * ranks
@@ -59,19 +54,15 @@ def test_the_same_run_is_bitwise_equal_with_other_data_workers(runs):
 def test_another_mesh_is_equal_to_rounding(runs):
     found = compare(runs["first"], runs["mesh"])
     assert found.code == 1 and found.verdict.startswith("equal to 1e-05: not bitwise from step ")
-    assert (
-        all(row.first_beyond is None for row in found.rows)
-        and 0 < rows(found)["loss"].largest < 1e-5
-    )
+    assert all(row.first_beyond is None for row in found.rows)
+    assert 0 < rows(found)["loss"].largest < 1e-5
     assert compare(runs["first"], runs["mesh"], tolerance=1e-5).code == 0
     assert compare(runs["first"], runs["mesh"], tolerance=1e-12).code == 1
     assert found.environment["mesh"] == [
         f"pp 1, dp_replicate 1, dp_shard {shard}, cp 1, tp 1, ep 1" for shard in (1, 2)
     ]
-    assert (
-        found.environment["devices"] == ["cpu 1", "cpu 2"]
-        and "the mesh or the tensors differ" in found.checkpoint
-    )
+    assert found.environment["devices"] == ["cpu 1", "cpu 2"]
+    assert "the mesh or the tensors differ" in found.checkpoint
 
 
 def two_runs(place: Path, differences: list[float]) -> compare_runs.Comparison:
@@ -107,19 +98,13 @@ def test_another_learning_rate_shows_one_step_later_than_in_the_metric_itself(ru
     second is not."""
     found = compare(runs["first"], runs["lr"])
     by = rows(found)
-    assert (
-        found.code == 1
-        and by["lr"].first_beyond == 1
-        and by["loss"].first_difference == by["grad_norm"].first_difference == 2
-    )
-    assert (
-        by["lr"].first_size == pytest.approx(1 / 11)
-        and "they part at step 1 (lr by 9.1e-02, relative)" in found.verdict
-    )
+    assert found.code == 1 and by["lr"].first_beyond == 1
+    assert by["loss"].first_difference == by["grad_norm"].first_difference == 2
+    assert by["lr"].first_size == pytest.approx(1 / 11)
+    assert "they part at step 1 (lr by 9.1e-02, relative)" in found.verdict
     assert found.config == {"optimizer.lr": [0.01, 0.011]} and "rounding" not in found.verdict
-    assert "tensors differ" in found.checkpoint and by["lr"].last_tenth == pytest.approx(
-        0.1 * 0.01 * 0.1, rel=1
-    )
+    assert "tensors differ" in found.checkpoint
+    assert by["lr"].last_tenth == pytest.approx(0.1 * 0.01 * 0.1, rel=1)
 
 
 # Runs that were altered by hand -------------------------------------------------------------------
@@ -134,9 +119,8 @@ def test_weights_that_differ_under_equal_metrics_are_seen(runs, altered):
     path = altered / "checkpoints" / "step-00000011"
 
     def change(header: dict) -> None:
-        set_hash(
-            header, next(name for name in header if name.startswith("model.norm.weight[")), "0" * 16
-        )
+        (name,) = (name for name in header if name.startswith("model.norm.weight["))
+        set_hash(header, name, "0" * 16)
 
     rewrite_header(path, change)
     found = compare(runs["first"], altered)
@@ -150,18 +134,13 @@ def test_one_bit_of_one_loss_is_seen(runs, altered):
     line = next(line for line in lines if line["step"] == 7)
     line["loss"] = math.nextafter(line["loss"], 0)
     line["new_metric"] = 1.0
-    (altered / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 12, "lo'
-    )
+    cut = '{"step": 12, "lo'
+    (altered / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), cut]))
     found = compare(runs["first"], altered)
-    assert (
-        found.code == 1
-        and rows(found)["loss"].first_difference == rows(found)["loss"].largest_at == 7
-    )
-    assert (
-        found.verdict.startswith("equal to 1e-05: not bitwise from step 7 on")
-        and rows(found)["new_metric"].steps == 0
-    )
+    loss = rows(found)["loss"]
+    assert found.code == 1 and loss.first_difference == loss.largest_at == 7
+    assert found.verdict.startswith("equal to 1e-05: not bitwise from step 7 on")
+    assert rows(found)["new_metric"].steps == 0
 
 
 def test_changed_code_data_and_versions_are_named(runs, altered):
@@ -178,11 +157,8 @@ def test_changed_code_data_and_versions_are_named(runs, altered):
     found = compare(runs["first"], altered)
     assert found.environment.keys() == {"code models/llama.py", "version of torch", "data source"}
     text = compare_runs.table(runs["first"], altered, found, 1e-5)
-    assert (
-        "code: differs in models/llama.py" in text
-        and 'B "1.0"' in text
-        and "options: the same" in text
-    )
+    for words in "code: differs in models/llama.py", 'B "1.0"', "options: the same":
+        assert words in text
 
 
 def test_a_longer_run_is_compared_as_far_as_the_shorter_goes(runs, altered):
@@ -226,15 +202,19 @@ def test_a_tolerance_that_means_nothing_is_refused(text):
         parse_tolerance(text)
 
 
-def test_folders_that_cannot_be_compared_are_a_sentence(runs, altered, capsys):
-    assert compare_runs.main([str(altered), str(altered / "logs")]) == 2
-    assert "not the folder of a run" in capsys.readouterr().err
-    (altered / "metrics.jsonl").write_text('{"step": 99, "loss": 1.0}\n')
-    assert compare_runs.main([str(runs["first"]), str(altered)]) == 2
-    assert "no logged step in common" in capsys.readouterr().err
-    (altered / "metrics.jsonl").write_text("nonsense\n" * 2)
-    assert compare_runs.main([str(runs["first"]), str(altered)]) == 2
-    assert "line 1" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "metrics, words",
+    [
+        (None, "not the folder of a run"),
+        ('{"step": 99, "loss": 1.0}\n', "no logged step in common"),
+        ("nonsense\n" * 2, "line 1"),
+    ],
+)
+def test_folders_that_cannot_be_compared_are_a_sentence(metrics, words, runs, tmp_path, capsys):
+    if metrics:
+        (tmp_path / "metrics.jsonl").write_text(metrics)
+    assert compare_runs.main([str(runs["first"]), str(tmp_path)]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_json_is_json(runs, capsys):

@@ -131,30 +131,20 @@ class Slurm:
             GLOO_SOCKET_IFNAME="lo",
         )
         self.environment["PATH"] += ":/usr/sbin"
-        files = [
-            f"--{what}-file={place / f'munge.{what}'}" for what in ("key", "pid", "log", "seed")
-        ]
+        kinds = ("key", "pid", "log", "seed")
+        files = [f"--{kind}-file={place}/munge.{kind}" for kind in kinds]
         self.daemon("munged", "--force", "--foreground", f"--socket={place / 'munge.sock'}", *files)
         wait_until((place / "munge.sock").exists, 30, lambda: (place / "munge.log").read_text())
         self.daemon("slurmctld", "-D", "-f", str(conf))
         for name in ("n0", "n1"):
             self.daemon("slurmd", "-D", "-f", str(conf), "-N", name)
-        wait_until(
-            lambda: self("sinfo", "--noheader", "--format=%T %D") == "idle 2",
-            90,
-            self.logs,
-            every=1,
-        )
+        idle = ("sinfo", "--noheader", "--format=%T %D")
+        wait_until(lambda: self(*idle) == "idle 2", 90, self.logs, every=1)
 
     def daemon(self, *command: str) -> None:
-        quiet = {
-            "stdout": subprocess.DEVNULL,
-            "stderr": subprocess.DEVNULL,
-            "stdin": subprocess.DEVNULL,
-        }
-        self.daemons.append(
-            subprocess.Popen(command, env=self.environment, start_new_session=True, **quiet)
-        )
+        quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=self.environment, start_new_session=True, **quiet)
+        self.daemons.append(process)
 
     def logs(self) -> str:
         return "\n".join(
@@ -176,11 +166,17 @@ class Slurm:
         shown = self("scontrol", "--oneliner", "show", "job", job)
         return dict(word.split("=", 1) for word in shown.split() if "=" in word)
 
-    def wait(self, job: str, states: str, seconds: float, log: Path) -> dict[str, str]:
-        """Until the job is in one of these states."""
+    def train(self, job: str, folder: Path, step: int, log: Path) -> None:
+        """Until the run has come to that step and has a checkpoint."""
+        said = lambda: f"{self.state(job)}\n{log.exists() and log.read_text()}"  # noqa: E731
+        wait_until(lambda: in_mid_run(folder, step), 60, said)
+
+    def wait(self, job: str, log: Path) -> dict[str, str]:
+        """Until the job has ended."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED")
         wait_until(
-            lambda: self.state(job)["JobState"] in states.split(),
-            seconds,
+            lambda: self.state(job)["JobState"] in ended,
+            120,
             lambda: f"{self.state(job)}\n{log.exists() and log.read_text()}\n{self.logs()}",
             every=1,
         )
@@ -205,11 +201,8 @@ class Slurm:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     path = os.environ["PATH"] + ":/usr/sbin"
-    missing = [
-        name
-        for name in ("munged", "slurmctld", "slurmd", "sbatch")
-        if not shutil.which(name, path=path)
-    ]
+    needed = ("munged", "slurmctld", "slurmd", "sbatch")
+    missing = [name for name in needed if not shutil.which(name, path=path)]
     if missing or os.geteuid() != 0:
         pytest.skip(
             f"a Slurm of our own needs root and {', '.join(missing) or 'nothing more'} "
@@ -231,21 +224,16 @@ def slurm(cluster: Slurm) -> Iterator[Slurm]:
 def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
-    wait_until(
-        lambda: in_mid_run(folder, 6),
-        60,
-        lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
-    )
+    slurm.train(job, folder, 6, log)
     # what --signal=B:USR1@120 does when its time has come
     slurm("scancel", "--batch", "--signal=USR1", job)
     wait_until(lambda: "stopped on request: requeued" in log.read_text(), 30, log.read_text)
     reached = len(series(folder))
     assert reached < STEPS and (folder / "checkpoints" / f"step-{reached:08d}").is_dir()
-    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), (
-        log.read_text()
-    )
+    state = slurm.wait(job, log)
     text = log.read_text()
+    ended = state["JobState"], state["ExitCode"], state["Restarts"]
+    assert ended == ("COMPLETED", "0:0", "1"), text
     assert f"resumed after step {reached} of {STEPS}" in text and "start 2, on n[0-1]" in text
     assert series(folder) == unbroken, "bitwise: it is the same mesh"
     assert sorted(path.name for path in (folder / "logs").glob("rank-*.log")) == [
@@ -258,15 +246,11 @@ def test_slurm_saves_before_the_time_limit_requeues_and_goes_on(slurm, options, 
 def test_slurm_requeues_after_a_node_failure(slurm, options, unbroken, tmp_path):
     log, folder = tmp_path / "job.log", tmp_path / "run"
     job = slurm.submit(log, "tools/launch/slurm.sh", *options, f"--run.folder={folder}")
-    wait_until(
-        lambda: in_mid_run(folder, 8),
-        60,
-        lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
-    )
+    slurm.train(job, folder, 8, log)
     slurm("scontrol", "update", "nodename=n1", "state=down", "reason=test")
     wait_until(lambda: slurm.state(job)["JobState"] == "PENDING", 30, lambda: str(slurm.state(job)))
     slurm("scontrol", "update", "nodename=n1", "state=resume")
-    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
+    state = slurm.wait(job, log)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), log.read_text()
     assert "resumed after step" in log.read_text() and series(folder) == unbroken
 
@@ -277,18 +261,10 @@ def test_slurm_a_cancelled_job_has_saved_and_does_not_come_back(slurm, options, 
     log, folder = tmp_path / "job.log", tmp_path / "run"
     endless = [*options, ON_ONE_RANK, "--training.steps=100000", f"--run.folder={folder}"]
     job = slurm.submit(log, ONE_RANK_EACH, "tools/launch/slurm.sh", *endless)
-    wait_until(
-        lambda: in_mid_run(folder, 6),
-        60,
-        lambda: f"{slurm.state(job)}\n{log.exists() and log.read_text()}",
-    )
+    slurm.train(job, folder, 6, log)
     slurm("scancel", job)
-    wait_until(
-        lambda: not slurm("squeue", "--noheader", f"--jobs={job}"),
-        40,
-        lambda: str(slurm.state(job)),
-        every=0.5,
-    )
+    queued = ("squeue", "--noheader", f"--jobs={job}")
+    wait_until(lambda: not slurm(*queued), 40, lambda: str(slurm.state(job)), every=0.5)
     last = max(series(folder))
     assert (folder / "checkpoints" / f"step-{last:08d}").is_dir(), "saved at the step it stopped at"
     assert slurm.state(job)["JobState"] == "CANCELLED" and "requeued" not in log.read_text()
@@ -308,25 +284,20 @@ def test_slurm_a_failure_is_handed_on(slurm, options, tmp_path, wrong, code, res
     added = [f"--run.folder={folder}", *([] if wrong == "crash" else [wrong])]
     settings = f"{ONE_RANK_EACH},MAX_RESTARTS=1"
     job = slurm.submit(log, settings, "tools/launch/slurm.sh", *options, ON_ONE_RANK, *added)
-    state = slurm.wait(job, "COMPLETED FAILED CANCELLED", 120, log)
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == (
-        "FAILED",
-        code,
-        restarts,
-    ), log.read_text()
-    if wrong != "crash":
-        assert "training.steps" in log.read_text() and "Traceback" not in log.read_text()
-    else:
-        assert (
-            "Traceback" in log.read_text()
-            and "soon after its start, 2 times now: not requeued" in log.read_text()
-        )
+    state = slurm.wait(job, log)
+    text = log.read_text()
+    ended = state["JobState"], state["ExitCode"], state["Restarts"]
+    assert ended == ("FAILED", code, restarts), text
+    assert ("Traceback" in text) == (wrong == "crash")
+    soon = "soon after its start, 2 times now: not requeued"
+    assert (soon if wrong == "crash" else "training.steps") in text
 
 
 # Kubernetes ---------------------------------------------------------------------------------------
 
 VALUES = {
     "NAME": "llama-8b",
+    "CONFIG": "configs/llama_8b.toml",
     "IMAGE": "registry/plumbline:1",
     "NODES": "4",
     "GPUS": "8",
@@ -339,12 +310,8 @@ SHARED = {"RUN": "/runs/llama-8b", "RUNS": "persistentVolumeClaim: {claimName: r
 def manifest(**changed: str) -> list[dict]:
     import yaml
 
-    text = (ROOT / "tools" / "launch" / "kubernetes.yaml").read_text()
-    return list(
-        yaml.safe_load_all(
-            Template(text).substitute(VALUES | {"CONFIG": "configs/llama_8b.toml"} | changed)
-        )
-    )
+    text = Template((ROOT / "tools" / "launch" / "kubernetes.yaml").read_text())
+    return list(yaml.safe_load_all(text.substitute(VALUES | changed)))
 
 
 def test_the_kubernetes_manifest_fits_the_published_schemas():
@@ -368,15 +335,9 @@ def test_the_kubernetes_manifest_says_what_the_documents_say():
     assert rules == {(2, 76): "FailJob", (75,): "Ignore"}, "train.py's exit codes"
     assert spec["completions"] == spec["parallelism"] == 4 and pod["restartPolicy"] == "Never"
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert (
-        environment["NGPU"] == "8"
-        and environment["NNODES"] == "4"
-        and environment["NODE_RANK"] is None
-    )
-    assert (
-        environment["MASTER_ADDR"] == f"llama-8b-0.{service['metadata']['name']}"
-        and pod["subdomain"] == "llama-8b"
-    )
+    sizes = {"NGPU": "8", "NNODES": "4", "NODE_RANK": None}
+    assert environment.items() >= sizes.items() and pod["subdomain"] == "llama-8b"
+    assert environment["MASTER_ADDR"] == f"llama-8b-0.{service['metadata']['name']}"
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert int(environment["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     words = (ROOT / "run_train.sh").read_text()
@@ -479,15 +440,11 @@ def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_pat
     folder = tmp_path / "run"
     with Ray(tmp_path / "said", "--max-failures=2", *options, f"--run.folder={folder}") as ray:
         ray.train(folder, 8)
-        ranks = [
-            pid
-            for pid in map(int, filter(str.isdigit, os.listdir("/proc")))
-            if is_rank_of(pid, folder)
-        ]
+        processes = map(int, filter(str.isdigit, os.listdir("/proc")))
+        ranks = {pid for pid in processes if is_rank_of(pid, folder)}
         assert len(ranks) == 4, ray.said()
-        (first,) = (
-            pid for pid in ranks if b"\0RANK=0\0" in Path(f"/proc/{pid}/environ").read_bytes()
-        )
+        about = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in ranks}
+        (first,) = (pid for pid in ranks if b"\0RANK=0\0" in about[pid])
         os.kill(first, signal.SIGKILL)
         code = ray.wait(150)
     assert code == 0, ray.said()
@@ -520,7 +477,6 @@ def is_rank_of(pid: int, folder: Path) -> bool:
 
 def test_ray_train_says_what_is_wrong_before_it_starts_ray(tmp_path):
     with Ray(tmp_path / "said", "--training.step=5", f"--run.folder={tmp_path / 'run'}") as ray:
-        assert (
-            ray.wait(60) == 2 and "training.steps" in ray.said() and "Traceback" not in ray.said()
-        )
+        assert ray.wait(60) == 2
+        assert "training.steps" in ray.said() and "Traceback" not in ray.said()
     assert not (tmp_path / "run").exists()

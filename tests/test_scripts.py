@@ -165,17 +165,13 @@ def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> N
     """Another one fails because of it and ends sooner."""
     done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise")
     assert done.returncode == 1
-    closing = done.stderr[
-        done.stderr.index("launch: the traceback of rank 1, the first to fail here:\n") :
-    ].splitlines()
-    assert (
-        closing[1] == "Traceback (most recent call last):"
-        and closing[-1] == "ValueError: the cause"
+    _, title, traceback = done.stderr.partition(
+        "launch: the traceback of rank 1, the first to fail"
     )
-    assert closing[2].startswith(f'  File "{stand_in}", line '), (
-        "it begins with the script, as if started by hand"
-    )
-    assert "noise" not in "".join(closing)
+    head, first, script, *_, last = traceback.splitlines()
+    assert title and head == " here:" and first == "Traceback (most recent call last):"
+    assert script.startswith(f'  File "{stand_in}", line '), "as if it was started by hand"
+    assert last == "ValueError: the cause" and "noise" not in traceback
 
 
 def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> None:
@@ -193,13 +189,8 @@ def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> 
 def test_the_store_of_several_nodes_listens_on_the_masters_own_address() -> None:
     """The address is one that is known to be reachable; tests/test_two_hosts.py looks at real
     addresses."""
-    rows = {
-        "127.0.0.1": "127.0.0.1",
-        "localhost": "0.0.0.0",
-        "192.0.2.1": "0.0.0.0",
-        "no.such": "0.0.0.0",
-    }
-    for address, expected in rows.items():
+    anywhere = dict.fromkeys(("localhost", "192.0.2.1", "no.such"), "0.0.0.0")
+    for address, expected in ({"127.0.0.1": "127.0.0.1"} | anywhere).items():
         with listen(address, 0) as listener:
             assert listener.getsockname()[0] == expected, address
 
@@ -255,9 +246,8 @@ def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> None:
-    started = Started(
-        *LAUNCH, "--nproc-per-node=2", "--shutdown-timeout=1", stand_in, "deaf", ranks=2
-    )
+    words = ("--nproc-per-node=2", "--shutdown-timeout=1", stand_in, "deaf")
+    started = Started(*LAUNCH, *words, ranks=2)
     started.process.send_signal(signal.SIGTERM)
     code, _, err, seconds = started.end()
     assert code == 128 + signal.SIGKILL and "not stopped after 1 s" in err
@@ -345,9 +335,8 @@ def test_mistakes_in_the_configuration_are_told_before_anything_starts(repositor
 
 def test_help_lists_the_options_and_starts_nothing(repository: Path) -> None:
     done = run(repository / "run_train.sh", "--help")
-    assert (
-        done.returncode == 0 and "tensor_parallel" in done.stdout and "ready 0" not in done.stdout
-    )
+    assert done.returncode == 0
+    assert "tensor_parallel" in done.stdout and "ready 0" not in done.stdout
 
 
 PRINT_ENVIRONMENT = """
@@ -376,9 +365,8 @@ def test_ranks_share_out_the_cores_and_meet_on_the_loopback(repository: Path) ->
     shown = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(s["RANK"] for s in shown) == ["0", "1", "2", "3"]
     assert all(s["WORLD_SIZE"] == s["LOCAL_WORLD_SIZE"] == "4" for s in shown)
-    assert all(
-        1 <= int(s["OMP_NUM_THREADS"]) <= max(1, len(os.sched_getaffinity(0)) // 4) for s in shown
-    )
+    most = max(1, len(os.sched_getaffinity(0)) // 4)
+    assert all(1 <= int(s["OMP_NUM_THREADS"]) <= most for s in shown)
     assert all(s["MASTER_ADDR"] == "127.0.0.1" and int(s["MASTER_PORT"]) > 0 for s in shown)
 
 
@@ -402,12 +390,8 @@ def test_sigterm_to_the_script_saves_and_returns_75(repository: Path) -> None:
     train = (repository / "train.py").read_text().replace("sys.argv[1]", '"wait"')
     (repository / "train.py").write_text(train)
     for ranks in (1, 2):
-        started = Started(
-            repository / "run_train.sh",
-            "--training.local_batch_size=1",
-            ranks=ranks,
-            NGPU=str(ranks),
-        )
+        words = (repository / "run_train.sh", "--training.local_batch_size=1")
+        started = Started(*words, ranks=ranks, NGPU=str(ranks))
         started.process.send_signal(signal.SIGTERM)
         code, out, err, _ = started.end()
         assert (code, out, err) == (75, "stopped by SIGTERM\n" * ranks, "")
@@ -419,46 +403,35 @@ def test_sigterm_to_the_script_saves_and_returns_75(repository: Path) -> None:
 def wheel(folder: Path, version: str) -> None:
     """A package of one empty module, so that pip installs something real without a network."""
     info = f"probe-{version}.dist-info"
+    files = {
+        "probe.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: probe\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"])
     with zipfile.ZipFile(folder / f"probe-{version}-py3-none-any.whl", "w") as archive:
-        archive.writestr("probe.py", "")
-        archive.writestr(
-            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: probe\nVersion: {version}\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(
-            f"{info}/RECORD", f"probe.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
-        )
+        for name, content in files.items():
+            archive.writestr(name, content)
 
 
 @pytest.mark.slow
 def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> None:
-    shutil.copytree(
-        ROOT / "tools", tmp_path / "tools", ignore=shutil.ignore_patterns("__pycache__")
-    )
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "environment.sh", tmp_path / "tools")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "active"], check=True)
     settings = environment(PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
     settings["PATH"] = f"{tmp_path / 'active' / 'bin'}:{os.environ['PATH']}"
     settings.pop("INSTALL_FIRST", None)
-    command = [
-        "bash",
-        "-euc",
-        "source tools/environment.sh; find_python requirements.txt; echo $PYTHON",
-    ]
+    script = "source tools/environment.sh; find_python requirements.txt; echo $PYTHON"
     made = f"{tmp_path}/.venv/bin/python\n"
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
     def start() -> subprocess.Popen:
-        pipe = subprocess.PIPE
-        return subprocess.Popen(
-            command, cwd=tmp_path, env=settings, text=True, stdout=pipe, stderr=pipe
-        )
+        return subprocess.Popen(["bash", "-euc", script], cwd=tmp_path, env=settings, **pipes)
 
     def installed() -> str:
         words = "import importlib.metadata as m; print(m.version('probe'))"
-        return subprocess.run(
-            [made.strip(), "-c", words], text=True, capture_output=True
-        ).stdout.strip()
+        return subprocess.run([made.strip(), "-c", words], **pipes).stdout.strip()
 
     for version in ("1.4", "2.0"):
         wheel(tmp_path, version)
@@ -466,11 +439,9 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     both = [start(), start()]
     said = [process.communicate(timeout=60) for process in both]
     assert [out for out, _ in said] == [made, made], said
-    assert sorted(err.count("installing") for _, err in said) == [0, 1], (
-        "the second waits for the first"
-    )
+    installing = sorted(err.count("installing") for _, err in said)
+    assert installing == [0, 1], "the second waits for the first"
     assert installed() == "1.4"
-
     assert start().communicate(timeout=60) == (made, ""), "complete: nothing to do or to say"
 
     (tmp_path / "requirements.txt").write_text("probe==2.0\n")
@@ -481,9 +452,8 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     process = start()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 2 and out == ""
-    assert (
-        "plumbline: pip could not install requirements.txt: ERROR: Could not find a version" in err
-    )
+    words = "plumbline: pip could not install requirements.txt: ERROR: Could not find a version"
+    assert words in err
 
     # The active environment is taken as soon as what it has is recent enough, and is never written
     # to.
@@ -559,12 +529,7 @@ def test_a_program_whose_reader_has_left_ends_quietly():
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as closed:
-        done = subprocess.run(
-            [sys.executable, "-m", "configs.load", "--help"],
-            cwd=ROOT,
-            stdout=closed,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=60,
-        )
+        words = [sys.executable, "-m", "configs.load", "--help"]
+        streams = {"stdout": closed, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run(words, cwd=ROOT, timeout=60, **streams)
     assert done.returncode == -signal.SIGPIPE and "BrokenPipe" not in done.stderr, done.stderr
