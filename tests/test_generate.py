@@ -31,15 +31,8 @@ from training.sample import KeyValueCache, Sampling, sample, sample_stream
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9], [250]]
 LLAMA = MODELS["llama"]
-SIZES = {
-    "dim": 50,
-    "n_layers": 3,
-    "n_heads": 8,
-    "n_kv_heads": 2,
-    "head_dim": 6,
-    "hidden_dim": 44,
-    "vocab_size": 263,
-}
+SIZES = {"dim": 50, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "head_dim": 6}
+SIZES |= {"hidden_dim": 44, "vocab_size": 263}
 ARGS = LLAMA.Args(**LLAMA.numbers.flavors["debug"] | SIZES)
 
 
@@ -75,19 +68,17 @@ def test_the_same_tokens_as_without_the_cache(tied, temperature, context, multip
         )
 
 
+OTHER_FAMILY = 'holds a model of the family "mamba", which is not among those here: llama, qwen3'
+OTHER_NUMBERS = {"model": {"dim": 8, "n_states": 16}}
+
+
 @pytest.mark.parametrize(
     "facts, words",
     [
-        (
-            {"family": "mamba"},
-            'holds a model of the family "mamba", which is not among those here: llama, qwen3',
-        ),
+        ({"family": "mamba"}, OTHER_FAMILY),
         ({"family": None}, "does not say which model it holds"),
         ({"must_match": {}}, "does not say which model it holds"),
-        (
-            {"must_match": {"model": {"dim": 8, "n_states": 16}}},
-            "holds a llama with other numbers than those here",
-        ),
+        ({"must_match": OTHER_NUMBERS}, "holds a llama with other numbers than those here"),
     ],
 )
 def test_a_checkpoint_of_another_code_is_a_sentence(facts, words, tmp_path, monkeypatch, capsys):
@@ -166,12 +157,10 @@ def test_what_is_kept_of_a_token():
     ):
         family, args = SHAPES[shape]
         cache = KeyValueCache(restless(args, family), 20)
-        cache.forward(
-            torch.zeros(3, 7, dtype=torch.int64), torch.arange(7), torch.nn.functional.linear
-        )
-        assert (
-            sum(x.numel() for kept in cache.kept for x in kept) == args.n_layers * 3 * 20 * numbers
-        )
+        tokens = torch.zeros(3, 7, dtype=torch.int64)
+        cache.forward(tokens, torch.arange(7), torch.nn.functional.linear)
+        kept = sum(x.numel() for layer in cache.kept for x in layer)
+        assert kept == args.n_layers * 3 * 20 * numbers
 
 
 def test_prompts_side_by_side_get_what_each_gets_alone():
@@ -181,20 +170,9 @@ def test_prompts_side_by_side_get_what_each_gets_alone():
     stop = free[0][len(PROMPTS[0]) + 5]
     alone = [sample(model, prompt, 12, 64, CPU, [stop], temperature=1.5) for prompt in PROMPTS]
     assert len(alone[0]) <= len(PROMPTS[0]) + 5 and len(alone[1]) != len(alone[0])
-    for cache, multiple in (True, 1), (True, 4), (False, 1):
-        assert (
-            texts(
-                model,
-                PROMPTS,
-                12,
-                64,
-                stops=[stop],
-                temperature=1.5,
-                cache=cache,
-                multiple=multiple,
-            )
-            == alone
-        )
+    how = {"stops": [stop], "temperature": 1.5}
+    for more in {}, {"multiple": 4}, {"cache": False}:
+        assert texts(model, PROMPTS, 12, 64, **how, **more) == alone, more
 
 
 def test_a_token_costs_one_position():
@@ -211,21 +189,18 @@ def test_a_token_costs_one_position():
 def test_control_a_wrong_cache_gives_other_tokens(fault, monkeypatch):
     model = restless()
     right = texts(model, PROMPTS, 12, 64, temperature=1.5)
-    real = KeyValueCache.forward
+    forward, rope = KeyValueCache.forward, model.rope
+
+    def too_far(p):
+        return rope(p + (p.ndim == 2) * torch.arange(3)[:, None])
+
+    def too_long(self, t, p, *rest, **more):
+        return forward(self, t, p.clamp(min=9) if p.ndim == 2 else p, *rest, **more)
+
     if fault == "positions":  # the rotary tables, one too far
-        monkeypatch.setattr(
-            model,
-            "rope",
-            lambda p, rope=model.rope: rope(p + (p.ndim == 2) * torch.arange(3)[:, None]),
-        )
+        monkeypatch.setattr(model, "rope", too_far)
     else:  # a shorter prompt sees the tokens of a longer one in its batch
-        monkeypatch.setattr(
-            KeyValueCache,
-            "forward",
-            lambda self, t, p, *rest, **more: real(
-                self, t, p.clamp(min=9) if p.ndim == 2 else p, *rest, **more
-            ),
-        )
+        monkeypatch.setattr(KeyValueCache, "forward", too_long)
     assert texts(model, PROMPTS, 12, 64, temperature=1.5) != right
 
 
@@ -290,16 +265,9 @@ def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path, 
     for name, document in hf_tokenizer.files(words, 64).items():
         (tmp_path / "hf" / name).write_text(json.dumps(document))
     assert convert.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
-    options = {
-        "attention_mask": torch.ones(1, 3, dtype=torch.int64),
-        "eos_token_id": words.eot_id,
-        "pad_token_id": 0,
-    }
-    want = (
-        theirs.eval()
-        .generate(torch.tensor([list(b"abc")]), do_sample=False, max_new_tokens=20, **options)[0]
-        .tolist()
-    )
+    options = {"attention_mask": torch.ones(1, 3, dtype=torch.int64), "pad_token_id": 0}
+    options |= {"eos_token_id": words.eot_id, "do_sample": False, "max_new_tokens": 20}
+    want = theirs.eval().generate(torch.tensor([list(b"abc")]), **options)[0].tolist()
     assert len(set(want)) > 10
     for folder in "hf", "run":
         assert generate(tmp_path / folder, "abc", 20, 0.0, 1, 0) == words.decode(want)
@@ -313,10 +281,8 @@ def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path, 
 def test_text_grows_by_whole_characters(capsys):
     """Random bytes, many of which are parts of characters or of none."""
     loaded = Loaded(restless(replace(ARGS, vocab_size=257)), byte_tokenizer(), 64)
-    steps = [
-        text
-        for [text] in texts_as_they_come(loaded, ["é😀"], 60, temperature=2.0, top_k=257, seed=1)
-    ]
+    how = {"temperature": 2.0, "top_k": 257, "seed": 1}
+    steps = [text for [text] in texts_as_they_come(loaded, ["é😀"], 60, **how)]
     assert "\ufffd" in steps[-1] and len(steps) > 20
     for before, after in zip(steps, steps[1:]):
         assert after.startswith(before)
