@@ -142,8 +142,7 @@ class AdaptedRun:
             )
 
     def of_hugging_face(self, folder: Path) -> hf.TensorSource:
-        """Read the weights of a folder, each in its stored dtype; quantised ones as bfloat16.
-        Raises InputError."""
+        """Read a folder's weights as they are; quantised ones as bfloat16. Raises InputError."""
         hf.check_model(folder, FORMATS, self.family.name, asdict(self.args))
         shapes = {name: list(parameter.shape) for name, parameter in self.parameters.items()}
         files = hf.weights(folder, self.formats, self.args, shapes)
@@ -175,8 +174,7 @@ def files_of_base(folder: Path) -> tuple[dict[str, Any], dict[str, dict | Path]]
 
 
 def of_checkpoint(folder: Path | Key, parameters: dict[str, Tensor]) -> hf.TensorSource:
-    """Return the weights of a checkpoint (of a run: its newest) in the dtypes that it stores.
-    Raises InputError."""
+    """Return the weights of a checkpoint in the types that it stores. Raises InputError."""
     path, manifest = verified(folder)
     adapters.check_whole(path, manifest)
     wanted = {f"model.{name}": parameter for name, parameter in parameters.items()}
@@ -188,8 +186,7 @@ def of_checkpoint(folder: Path | Key, parameters: dict[str, Tensor]) -> hf.Tenso
 
 
 def verified(folder: Path | Key) -> tuple[Path | Key, dict]:
-    """Return the checkpoint that a folder given by the user refers to, verified, and its manifest.
-    Raises InputError."""
+    """Return the checkpoint that a user's folder means, and its manifest. Raises InputError."""
     path = verify.newest(folder)
     with verify.refuse_damage(path):
         return path, verify.read_manifest(path)

@@ -33,8 +33,7 @@ IS_DONE = 3  # exit code: nothing is to be started
 
 
 def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """Yield one sentence for each thing that this machine lacks. local_world_size: ranks that will
-    run on it."""
+    """Yield a sentence for each thing that this machine lacks for so many ranks of its own."""
     if cfg.metrics.wandb_project and importlib.util.find_spec("wandb") is None:
         yield (
             f'metrics.wandb_project = "{cfg.metrics.wandb_project}" needs the package wandb: pip '
@@ -67,7 +66,6 @@ def problems(cfg: Config, local_world_size: int) -> Iterator[str]:
 
 
 def input_problems(cfg: Config) -> Iterator[str]:
-    """Look for the text and the tokenizer."""
     from data import inputs  # here, because it takes as long as all else
 
     return inputs.problems(cfg, check.architecture(cfg.model)["vocab_size"])
@@ -95,8 +93,7 @@ def check_free(cfg: Config) -> None:
 
 
 def nothing_to_do(cfg: Config) -> str:
-    """Return the sentence of a run that is done; "" where it is not, or where a rank has to look, in
-    a store."""
+    """Return the sentence of a run that is done; "" where it is not, or a store has to be asked."""
     place = location(cfg.checkpoint.store or Path(cfg.run.folder, "checkpoints"))
     try:
         if isinstance(place, Path):
@@ -144,8 +141,7 @@ def branch_problems(given: str) -> Iterator[str]:
 
 
 def model_problems(cfg: Config, folder: Path) -> Iterator[str]:
-    """Check that a folder of Hugging Face's describes the run's model, as a rank does when it loads
-    it."""
+    """Check that a folder of Hugging Face's describes the run's model, as a rank does."""
     from checkpoint import hf  # here, because it imports torch, as the families do
     from models import FORMATS
 
@@ -198,8 +194,7 @@ def torch_problems(cfg: Config) -> Iterator[str]:
 
 
 def gpu_problems(cfg: Config, local_world_size: int) -> Iterator[str]:
-    """List options that need a GPU this machine lacks, by the same code (and the same messages) as
-    a rank."""
+    """List options that need a GPU that this machine lacks, by the code that a rank has."""
     t, p = cfg.training, cfg.parallelism
     width = check.query_width(cfg.model)
     gathers = p.context_parallel > 1 and p.context_parallel_method == "gather"

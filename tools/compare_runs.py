@@ -79,8 +79,7 @@ class Comparison:
 
 
 def compare(a: Path | Key, b: Path | Key, tolerance: float | None = None) -> Comparison:
-    """Compare two runs. Raises InputError where a place is no run's, or the two have no step in
-    common."""
+    """Raises InputError where a place is no run's, or the two have no step in common."""
     files_a, files_b = files_of(a), files_of(b)
     metrics_a, metrics_b = series(files_a), series(files_b)
     common = sorted({*chain(*metrics_a.values())} & {*chain(*metrics_b.values())})
@@ -223,7 +222,6 @@ def checkpoints(a: Path | Key, b: Path | Key) -> tuple[str, bool | None]:
 
 
 def _saved_steps(run: Path | Key) -> dict[int, Path | Key]:
-    """Step -> its newest checkpoint."""
     steps = {}
     for path in reversed(verify.find(run)):
         steps[verify.parse_name(path.name)[1]] = path
@@ -299,7 +297,6 @@ def _unlike(a: dict, b: dict) -> dict[str, list]:
 
 
 def table(a: Path | Key, b: Path | Key, comparison: Comparison, tolerance: float) -> str:
-    """Format the comparison as text, the verdict first."""
     lines = [f"A {a}", f"B {b}", comparison.verdict, ""]
     width = max(len(row.metric) for row in comparison.rows)
     limit = f"by > {tolerance:g}"
@@ -338,8 +335,7 @@ def _shown(value: object) -> str:
 
 
 def draw(a: Path | Key, b: Path | Key, comparison: Comparison, limit: float) -> str:
-    """Return as SVG the relative difference of each metric that differs, over the steps, and dotted
-    what passes as equal."""
+    """Return as SVG the relative differences over the steps, and dotted what passes as equal."""
     unequal = [row for row in comparison.rows if row.largest]
     shown = sorted(unequal, key=attrgetter("largest"), reverse=True)
     curves = []

@@ -57,8 +57,7 @@ def from_meta(source: Path, out: Path) -> str:
 
 
 def tokenizer_of(read: Callable, source: Path | Key | str) -> Tokenizer | None:
-    """Return the source's tokenizer. A model is useful without one, so a problem with it is only
-    printed."""
+    """Return the source's tokenizer. A model is useful without one: a problem is only printed."""
     try:
         return read(source)
     except InputError as error:
@@ -74,8 +73,7 @@ def publish(
     read: Callable[[str], Tensor],
     tokenizer: Tokenizer | None,
 ) -> str:
-    """Write a checkpoint of step 0: the tensors that `read` returns by name, widened to float32,
-    and the tokenizer."""
+    """Write a checkpoint of step 0: the tensors that `read` returns by name, in float32."""
 
     def widened(name: str) -> Tensor:
         return read(name.removeprefix("model.")).float()
@@ -147,8 +145,7 @@ class MetaFolder:
             self.pieces.append(piece)
 
     def cut(self, name: str) -> int | None:
-        """Return the dimension along which a tensor is sharded over the files; None when each has
-        all of it."""
+        """Return the dimension along which files share a tensor; None where each has it whole."""
         n = len(self.files)
         if n == 1:
             return None
@@ -161,7 +158,6 @@ class MetaFolder:
         return None
 
     def describe(self, name: str) -> tuple[str, list[int]]:
-        """Type and whole shape."""
         first = self.pieces[0][name]
         dim = self.cut(name)
         for file, piece in zip(self.files, self.pieces, strict=True):
@@ -246,7 +242,6 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
 
 
 def saved_tokenizer(path: Path | Key) -> Tokenizer | None:
-    """Return the tokenizer of a checkpoint's run."""
     return tokenizer_of(lambda checkpoint: load_saved(places.tokenizer_of(checkpoint)), path)
 
 

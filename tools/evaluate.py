@@ -59,7 +59,6 @@ def _task(file: str, delimiter: str) -> EvaluationTask:
 
 
 def _of_run(folder: Path | Key) -> list[EvaluationTask]:
-    """Return the tasks of a run, given its folder or its checkpoint."""
     if isinstance(folder, Key):
         folders = [places.run_of(verify.newest(folder))]
     else:
@@ -95,8 +94,7 @@ def evaluate(loaded: Loaded, mesh: Mesh, task: tasks.EncodedTask, file: str, win
 
 
 def evaluated(args: argparse.Namespace) -> list[dict]:
-    """Score what the command line asks for. Raises InputError, for a mistake in the call before
-    torch is imported."""
+    """Raises InputError, for a mistake in the call before torch is imported."""
     folder = location(args.checkpoint)
     if args.json:
         outbound.check_file("--json", args.json)

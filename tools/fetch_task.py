@@ -80,7 +80,6 @@ def lines(
 
 
 def line(benchmark: Benchmark, row: Row, where: str) -> Row:
-    """Return one row as a question without examples. Raises InputError."""
     if benchmark.answer:
         answer = next(row[name] for name in benchmark.answer.split("|") if name in row)
         if str(answer).strip() in HIDDEN:
@@ -118,8 +117,7 @@ def drawn(
 
 
 def with_answer(found: Row) -> str:
-    """Format a few-shot example: its question, the right answer, and the separator before the next
-    one."""
+    """Format a few-shot example: question, right answer, and what separates it from the next."""
     if "choices" not in found:  # the harness has the text begin with a space, behind the delimiter
         return f"{found['context']}  {found['text']}{BETWEEN}"
     context = found["context"]
@@ -143,7 +141,6 @@ def checked(benchmark: Benchmark, rows: Sequence[Row], where: str) -> Sequence[R
 
 
 def part(benchmark: Benchmark, args: argparse.Namespace) -> list[Row]:
-    """Return the lines of a benchmark, or of one subject. Raises InputError."""
     split = args.split or benchmark.split
 
     def rows_of(name: str, instead: str) -> tuple[Sequence[Row], str]:
@@ -168,7 +165,6 @@ def part(benchmark: Benchmark, args: argparse.Namespace) -> list[Row]:
 
 
 def fetch(args: argparse.Namespace) -> list[Row]:
-    """Return the lines of all parts of a benchmark. Raises InputError."""
     parts = parts_of(known(args.name))
     if args.shots < 0 or args.limit < 0:
         raise InputError("--shots and --limit are numbers from 0 on")

@@ -56,7 +56,6 @@ def write(folder: Path, out: Path) -> str:
 
 
 def options(folder: Path, out: Path, family: str, args: Any) -> dict[str, dict[str, Any]]:
-    """Return the options by table."""
     targets = [layer for layer in NUMBERS[family].layers if layer.startswith("w")]
     model = {"family": family, "flavor": str(folder)}
     _, said = hf.described(hf.read_json(folder / "config.json"), FORMATS)

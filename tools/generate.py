@@ -62,14 +62,12 @@ def show(texts: Iterator[list[str]], count: int, live: bool) -> None:
 
 
 def is_text(argument: str) -> bool:
-    """Return whether an argument of the command line was UTF-8: Python keeps other bytes as
-    surrogates."""
+    """Return whether an argument was UTF-8: Python keeps other bytes as surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in argument)
 
 
 def mistakes(args: argparse.Namespace, place: Path | Key) -> Iterator[str]:
-    """Yield a sentence for each argument that no text can be made with, and does not go with the
-    others or with the checkpoint."""
+    """Yield a sentence for each argument that does not go with the others or the checkpoint."""
     if args.tokens < 1:
         yield f"--tokens={args.tokens}: must be 1 or more"
     if args.top_k < 1:
@@ -93,8 +91,7 @@ def mistakes(args: argparse.Namespace, place: Path | Key) -> Iterator[str]:
 
 
 def texts_of(args: argparse.Namespace) -> tuple[int, Iterator[list[str]]]:
-    """Return the number of texts that the command line asks for, and an iterator over them. Raises
-    InputError."""
+    """Return how many texts were asked for, and an iterator over them. Raises InputError."""
     names = ("temperature", "top_k", "seed", "speculative")
     options = {name: getattr(args, name) for name in names}
     folder = location(args.checkpoint)

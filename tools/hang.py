@@ -50,8 +50,6 @@ SHOWN = 8  # ranks in a sentence
 
 
 class BegunCall(NamedTuple):
-    """Collective that a rank has begun."""
-
     group: str
     number: int  # the same on all ranks of the group
     kind: str  # such as "gloo:all_reduce"
@@ -226,7 +224,6 @@ def is_idle(thread: dict[str, Any]) -> bool:
 
 
 def is_of_torch(path: str) -> bool:
-    """Return True for files of torch, and for code that inductor generated."""
     return Path(path).is_relative_to(position_file.TORCH) or "torchinductor" in path
 
 
@@ -247,8 +244,7 @@ def read_dump(path: Path) -> list[BegunCall]:
 
 
 def line_of_stacks(path: Path, started: float) -> str:
-    """Return the innermost line of this repository in the current thread, if the stacks are of this
-    start."""
+    """Return the innermost line of ours in the current thread; "" for stacks of an older start."""
     if not path.exists() or path.stat().st_mtime < started:
         return ""
     stack = path.read_text(errors="replace").rpartition("Current thread")[2]
@@ -419,8 +415,7 @@ def ranks_behind(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict 
 
 
 def all_inside(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict:
-    """Report a collective that all ranks have entered and that does not end: the device or network
-    is at fault."""
+    """Report a collective that all ranks have entered and that does not end."""
     complete = {wait.flight.key: wait for wait in waits if not wait.for_whom}
     calls = []
     for wait in complete.values():
@@ -445,7 +440,6 @@ def describe(rank: RankState) -> str:
 
 
 def how(rank: RankState) -> str:
-    """Describe what the rank's own process is doing."""
     if rank.silent:
         return "its process does not answer: it is stopped (SIGSTOP), or C code holds the GIL"
     names = {"R": "computes", "S": "sleeps", "D": "waits for a disk", "T": "is stopped"}

@@ -134,8 +134,7 @@ class Mirror:
         self.sent[name] = Sent(*version(target), found.e_tag)
 
     def send(self) -> str:
-        """Send what has changed. Returns what went wrong, if anything did: where the store does not
-        answer, no more is tried."""
+        """Send what has changed. Returns what went wrong; a store that is silent ends the round."""
         problems: list[str] = []
         count = 0
         for name in self.files(problems):
@@ -216,8 +215,7 @@ class Mirror:
             return 0
 
     def _read_record(self) -> dict[str, Sent]:
-        """Read the record; {} if it is missing, damaged, or of another place in a store. Then
-        contents are compared."""
+        """Return {} for a record that is missing, damaged or of another place in a store."""
         try:
             url, rows = json.loads(self.record.read_text(encoding="utf-8"))
             return {name: Sent(*row) for name, row in rows.items()} if url == str(self.key) else {}
@@ -279,8 +277,7 @@ def send_once(mirror: Mirror, lease: StoreLease) -> str:
 
 
 def keep_sending(mirror: Mirror, lease: StoreLease, seconds: float, ended: threading.Event) -> None:
-    """Upload every `seconds`, and when the command requests it, until the command has ended. The
-    last round is the caller's."""
+    """Upload every `seconds`, and when the command asks for it; the last round is the caller's."""
     due = time.monotonic() + seconds
     asked = mirror.times_asked()
     while not ended.wait(min(WATCH, max(due - time.monotonic(), 0))):

@@ -28,8 +28,7 @@ OF_RUN = ("tokenizer.json", "data.json", "config.toml")
 
 
 def folder_here(text: str | Path, what: str) -> Path:
-    """Return a folder or file on this machine. what: the argument, for the message. Raises
-    InputError for a URL."""
+    """Return a path on this machine. what: the argument. Raises InputError for a URL."""
     found = location(text)
     if isinstance(found, Key):
         raise InputError(
@@ -39,8 +38,7 @@ def folder_here(text: str | Path, what: str) -> Path:
 
 
 def run_folder(text: str) -> Path:
-    """Return the folder of a run that a tool reads; for a URL, a local copy. For argparse: raises
-    ArgumentTypeError."""
+    """Return the folder of a run, for a URL a copy. For argparse: raises ArgumentTypeError."""
     try:
         return files_of(place(text))
     except InputError as error:
@@ -48,8 +46,7 @@ def run_folder(text: str) -> Path:
 
 
 def place(text: str) -> Path | Key:
-    """Return a folder or URL that a tool reads with its checkpoints. For argparse: raises
-    ArgumentTypeError."""
+    """Return a folder or URL with checkpoints. For argparse: raises ArgumentTypeError."""
     try:
         return location(text)
     except InputError as error:
@@ -83,8 +80,7 @@ def is_hugging_face(place: Path | Key) -> TypeGuard[Path]:
 
 
 def check_checkpoint(place: Path | Key) -> None:
-    """Raise InputError where a local folder holds no model, before torch is imported to read it;
-    stores are not asked twice."""
+    """Raise InputError where a local folder has no model, before torch is imported to read it."""
     if isinstance(place, Path) and not is_hugging_face(place):
         verify.newest(place)
 
@@ -141,8 +137,7 @@ def _fetched(url: str) -> tempfile.TemporaryDirectory:
 
 
 def tokenizer_named(name: str) -> Tokenizer:
-    """Return the tokenizer of an option --tokenizer, which names it as data.tokenizer does. Raises
-    InputError."""
+    """Return the tokenizer that --tokenizer names as data.tokenizer does. Raises InputError."""
     if name == "bpe":
         raise InputError(
             "--tokenizer: bpe is trained by a run: name the tokenizer.json in its folder"

@@ -88,8 +88,7 @@ def texts_as_they_come(
 
 
 def stops_of(words: Tokenizer) -> list[int]:
-    """Return the ids that end a text: the tokenizer's, and those of the model's
-    generation_config.json."""
+    """Return the ids that end a text: the tokenizer's, and the generation_config.json's."""
     named = words.companions.get(turns.GENERATION, {}).get("eos_token_id") or []
     return [words.eot_id, *(named if isinstance(named, list) else [named])]
 

@@ -30,8 +30,7 @@ def library() -> ModuleType:
 
 
 def splits(folder: Path) -> dict[str, Path]:
-    """Return the saved splits in a folder, or the one that it is, which has the name saved with it
-    or else the folder's."""
+    """Return the splits in a folder, or the one that it is, by its saved name or the folder's."""
     if (folder / STATE).is_file():
         return {_told(folder / STATE, "_split") or folder.name: folder}
     if not folder.is_dir():
@@ -67,8 +66,7 @@ def _places(benchmark: Benchmark, folder: Path) -> Iterator[Path]:
 
 
 def _names(benchmark: Benchmark) -> list[str]:
-    """Return the names that a dataset's folder may have: its path on the hub, or the last part of
-    it."""
+    """Return the names that a folder may have: the path on the hub, or its last part."""
     paths = [benchmark.path, *benchmark.other_paths]
     return list(dict.fromkeys([*paths, *(path.rpartition("/")[2] for path in paths)]))
 
@@ -78,8 +76,7 @@ def _configs(benchmark: Benchmark) -> tuple[str, ...]:
 
 
 def _is_config(benchmark: Benchmark, split: Path) -> bool:
-    """Tell ARC-Easy from ARC-Challenge, and MMLU's subjects, whose columns are the same, by what was
-    saved and by the folder's name."""
+    """Tell configurations with the same columns apart by what was saved and the folder's name."""
     told = _told(split / "dataset_info.json", "config_name")
     names = {told, split.parent.name}
     if benchmark.config is None or benchmark.config in names:
@@ -97,8 +94,7 @@ def _told(file: Path, key: str) -> str | None:
 
 
 def split_of(place: Path, name: str, advice: str) -> Path:
-    """Return the folder of a split. Raises InputError, listing the splits there, where it is
-    missing."""
+    """Return the folder of a split. Raises InputError, listing the splits there."""
     found = splits(place)
     if name not in found:
         raise InputError(f"{place} has no split {name}, it has {', '.join(found)}: {advice}")

@@ -119,8 +119,7 @@ def corners(points: Points) -> str:
 
 
 def page(title: str, style: str, body: str, attributes: str = "") -> str:
-    """Return a page of HTML in one file, which opens without a server or a network. attributes: of
-    its body."""
+    """Return a page of HTML in one file, which loads nothing. attributes: of its body."""
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         f'<meta http-equiv=Content-Security-Policy content="{POLICY}">'

@@ -119,7 +119,6 @@ def ranks() -> int:
 
 
 def listing(made: Sequence[Rung]) -> str:
-    """Return the table of the runs."""
     head = f"{'run':10}{'weights':>12}{'width':>7}{'layers':>7}{'tokens':>14}{'batch':>7}{'rate':>10}{'FLOPs':>10}"
     rows = [head]
     for rung in made:

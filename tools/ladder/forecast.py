@@ -36,8 +36,7 @@ def held_out(done: Sequence[Measured]) -> list[tuple[Measured, float, float, flo
 
 
 def fitted(out: Path) -> tuple[list[Measured], Fit]:
-    """Return the runs of a ladder and the law of their losses. Raises InputError where runs are
-    missing, or too few."""
+    """Raises InputError where runs of the ladder are missing, or too few."""
     done, missing = measured(out)
     if missing:
         raise InputError(

@@ -130,8 +130,7 @@ def _around(grid: Array, best: float) -> Array:
 
 
 def _solve(n: Array, d: Array, losses: Array, a: Array, b: Array) -> tuple[Array, Array]:
-    """Solve for E, A and B, none below zero, for each pair of exponents [G]. Returns them [G, 3] and
-    the Huber losses [G]."""
+    """Solve for E, A, B >= 0 for each pair of exponents [G]: [G, 3], and the Huber losses [G]."""
     ones = np.ones((len(a), len(n)))
     terms = np.stack([ones, n ** -a[:, None], d ** -b[:, None]], axis=-1) / losses[:, None]
     best, least = np.zeros((len(a), 3)), np.full(len(a), np.inf)
@@ -147,8 +146,7 @@ def _solve(n: Array, d: Array, losses: Array, a: Array, b: Array) -> tuple[Array
 
 
 def _weighted(terms: Array) -> Array:
-    """Solve terms [G, P, K] @ numbers [G, K] = 1 under the Huber loss, by iteratively reweighted
-    least squares."""
+    """Solve terms [G, P, K] @ numbers [G, K] = 1 by iteratively reweighted least squares."""
     weights = np.ones(terms.shape[:2])
     ridge = 1e-12 * np.eye(terms.shape[-1])
     for _ in range(ITERATIONS):

@@ -30,8 +30,7 @@ Rows = list[tuple[str, ...]]
 
 
 def write(out: Path) -> str:
-    """Write the page of a ladder that is done, and return what a terminal shows. Raises
-    InputError."""
+    """Write the page of a ladder, and return what a terminal shows. Raises InputError."""
     done, found = fitted(out)
     unseen: Rows = [
         (

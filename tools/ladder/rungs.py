@@ -131,7 +131,6 @@ def legal_shapes(base: Config, argv: list[str]) -> list[tuple[dict[str, int], in
 def _nearest(
     found: list[tuple[dict[str, int], int, float]], size: float
 ) -> tuple[dict[str, int], int]:
-    """Return the shape nearest to this size, and its N."""
     shape, parameters, _ = min(found, key=lambda row: abs(math.log(row[1] / size)) + SHAPE * row[2])
     return shape, parameters
 

@@ -45,8 +45,7 @@ def toml_of(out: Path, rung: Rung) -> Path:
 
 
 def write(out: Path, argv: list[str], rungs: Sequence[Rung]) -> None:
-    """Write the configurations and the record of the ladder. Raises InputError where the folder
-    holds another ladder."""
+    """Raises InputError where the folder holds another ladder."""
     record = {
         "format": FORMAT,
         "arguments": argv,
@@ -74,8 +73,7 @@ def write(out: Path, argv: list[str], rungs: Sequence[Rung]) -> None:
 
 
 def read_record(out: Path) -> dict:
-    """Return the record of the ladder in a folder; {} where there is none. Raises InputError for a
-    file that is damaged."""
+    """Return a folder's ladder; {} where there is none. Raises InputError for a damaged file."""
     path = out / RECORD
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -142,8 +140,7 @@ def run_missing(out: Path, rungs: Sequence[Rung]) -> int:
 
 
 def _run(config: Path) -> int:
-    """Run one configuration and return its exit code. A signal to this process goes to the run, which
-    saves: it is not killed."""
+    """Run one configuration. A signal to this process goes to the run, which saves."""
     # run_train.sh finds this Python first
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     process = subprocess.Popen([ROOT / "run_train.sh", config], env=os.environ | {"PATH": path})

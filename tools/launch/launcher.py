@@ -718,8 +718,7 @@ def _log_of(rank: int, script: list[str]) -> Path | None:
 
 
 def _config(script: list[str], *sizes: int) -> Config | None:
-    """Return the run's configuration; None if it cannot run on so many ranks and ranks per node, or
-    if the script is not ours."""
+    """Return the run's configuration; None if it cannot run so, or if the script is not ours."""
     try:
         return load_config(script[1:], *sizes)
     except InputError:

@@ -35,8 +35,7 @@ CRASH_LOOP = 76  # exit codes of train.py
 
 
 def node(job: dict) -> None:
-    """Run one worker: its node's share of the run. Raises RuntimeError for an end that Ray should
-    retry."""
+    """Run one node's share of the run. Raises RuntimeError for an end that Ray should retry."""
     import ray.train
     from ray.train.collective import broadcast_from_rank_zero
 
@@ -60,8 +59,7 @@ def node(job: dict) -> None:
 
 
 def run_script(job: dict, environment: dict) -> int:
-    """Run job's script in a Ray worker, and return its exit code. It gets SIGTERM as soon as
-    the file job["stop"] exists."""
+    """Run the script in a Ray worker. It gets SIGTERM as soon as the file job["stop"] exists."""
     process = subprocess.Popen(
         [job["script"], *job["arguments"]],
         cwd=job["folder"],

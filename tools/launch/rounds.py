@@ -105,8 +105,7 @@ class Rounds:
         self.started_in: dict[int, int] = {}
 
     def watch(self, agent: Any, group: WorkerGroup) -> bool:
-        """Look after the ranks. Returns whether the agent shall look after them itself: the run is
-        over, or node 0 is gone."""
+        """Look after the ranks. Returns True where the agent shall: all is over, or node 0."""
         if self.is_over:
             return True
         now = time.monotonic()
@@ -222,8 +221,7 @@ class Rounds:
         self.started_in[handler.proc.pid] = int(self.store.get(LATEST))
 
     def _take_restart(self) -> int:
-        """Take one of the restarts of the run, which all nodes share. Returns how many were left, 0 if
-        none was."""
+        """Take one of the restarts that all nodes share. Returns how many were left, 0 if none."""
         left = self.options.max_restarts - self.store.add(USED, 1) + 1
         if left <= 0:
             self.store.add(USED, -1)
@@ -358,8 +356,7 @@ class NodePlace:
         return self._write(store, f"{self.holder}/{self.beats}")
 
     def take(self, store: TCPStore, last: str) -> bool:
-        """Take the place of the launcher whose last sign of life that was. Returns False if it, or
-        another, has given one since."""
+        """Take the place of a launcher. Returns False if it, or another, has given a later sign."""
         self.last = last
         return self._write(store, f"{self.holder}/0")
 
@@ -519,8 +516,7 @@ class Coordinator:
         return {slot for slot in slots if slot // self.per_node not in silent}
 
     def _beats(self, nodes: list[int]) -> dict[int, bytes]:
-        """Return what the launchers have counted, b"" before one has begun, with two calls once all
-        have."""
+        """Return what the launchers have counted, b"" before one has begun, with few calls."""
         names = [alive(node) for node in nodes]
         if self.store.check(names):
             found = self.store.multi_get(names)

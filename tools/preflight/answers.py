@@ -29,8 +29,7 @@ class Stopped(BaseException):
 
 
 class ResultStore:
-    """Answers to rank 0 and its verdicts, through a key-value store. JSON: the store has no
-    password, so no pickles."""
+    """Answers to rank 0 and its verdicts, as JSON: the store has no password, so no pickles."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self.store = store
@@ -132,8 +131,7 @@ def _in_our_code(stack: Sequence[traceback.FrameSummary]) -> str:
 
 
 def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[ProbeRow]:
-    """Return rows about the ranks without a value: first those that the others may only have waited
-    for."""
+    """Return rows about ranks without a value, first those that the others may have waited for."""
     troubles: dict[str, list[int]] = defaultdict(list)
     waits: dict[str, list[int]] = defaultdict(list)
     for r, a in enumerate(answers):

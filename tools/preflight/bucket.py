@@ -18,8 +18,7 @@ def prefix(cfg: Config, name: str) -> Key | None:
 
 
 def measure(probe: Probe, place: Key, share: float) -> dict:
-    """share: bytes of a checkpoint that this rank writes. Raises InputError where the store cannot be
-    used."""
+    """share: bytes of a checkpoint of this rank. Raises InputError where the store fails."""
     rank = probe.world.rank
     size = int(max(1 << 20, min(share, 1 << 28)))
     data = memoryview(os.urandom(1 << 20) * -(-size // (1 << 20)))

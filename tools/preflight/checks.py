@@ -185,8 +185,7 @@ def _judge(probe: Probe, results: ResultStore, page: Page, name: str, seconds: f
 
 
 def clean(probe: Probe) -> None:
-    """Remove what was written: rank 0 all of it, and where the folder turned out not to be shared,
-    each host its own."""
+    """Remove what was written: rank 0 all of it, each host its own where no folder is shared."""
     with suppress(Exception):
         if probe.lease:
             probe.lease.release()
@@ -201,8 +200,7 @@ def clean(probe: Probe) -> None:
 
 
 def run(options: argparse.Namespace, argv: list[str], store: dist.Store | None = None) -> int:
-    """Run the preflight of this rank. store: reaches all ranks; without one, the launcher's is
-    used. Raises InputError."""
+    """store: reaches all ranks; without one, the launcher's is used. Raises InputError."""
     names = chosen(options.only, options.skip)
     world = meshes.world()
     host = socket.gethostname()
@@ -245,8 +243,7 @@ def _stop(number: int, frame: object) -> None:
 
 
 def launcher_store(world: meshes.World, seconds: int) -> dist.Store:
-    """Open the store of this job by torchrun or tools.launch, which the process group will use too;
-    one process has its own."""
+    """Open the launcher's store, which the process group will use too; one process has its own."""
     if world.size == 1:
         return dist.HashStore()
     if dist.is_initialized():

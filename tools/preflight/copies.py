@@ -60,8 +60,7 @@ def bytes_of_copies(probe: Probe) -> int:
 
 
 def file_system(folder: Path) -> str:
-    """Return the type of the file system that a folder is on, from /proc/self/mountinfo (proc(5));
-    "" where Linux does not say."""
+    """Return the type of a folder's file system (proc(5)); "" where Linux does not say."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with suppress(OSError):

@@ -36,8 +36,7 @@ def measure_host(probe: Probe) -> dict:
 
 
 def own_address() -> str:
-    """Return the address that this host's name resolves to; "" where it has none, or where the
-    network card is given by name."""
+    """Return the address of this host's name; "" without one, or where a card is given by name."""
     if not os.environ.get("GLOO_SOCKET_IFNAME"):
         with suppress(OSError):
             return socket.gethostbyname(socket.gethostname())

@@ -54,8 +54,7 @@ MUST_AGREE = {
 
 
 def measure_data(probe: Probe) -> dict:
-    """Open the corpora as the run does and read batches of the beginning and the end. Raises
-    InputError as it does."""
+    """Read batches of the beginning and the end as the run does. Raises InputError as it does."""
     cfg = probe.cfg
     if cfg.data.stream:
         raise InputError(
@@ -223,8 +222,7 @@ def measure_step(probe: Probe) -> dict:
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Return bytes: of the device, of tensors at the peak, reserved by this process at the peak,
-    left on the device."""
+    """Return bytes: of the device, in tensors and reserved at the peak, left on the device."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         stats = torch.cuda.memory_stats(device)
@@ -242,7 +240,6 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def numbers_text(values: list[str]) -> str:
-    """Format hexadecimal floats in decimal for the page."""
     return " ".join(f"{float.fromhex(value):.9g}" for value in values)
 
 
@@ -295,8 +292,7 @@ def judge_step(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_save(probe: Probe) -> dict:
-    """Save a checkpoint of the job into the temporary folder, as the run writes it, and read it
-    back into the emptied weights."""
+    """Save a checkpoint into the temporary folder, and read it back into the emptied weights."""
     job = probe.job
     limit_collectives(probe, probe.limit("save"))
     fresh = {"load_step": -1, "load_path": "", "load_hf": "", "exclude_from_loading": ()}

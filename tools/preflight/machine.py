@@ -75,8 +75,7 @@ def measure_ranks(probe: Probe) -> dict:
 
 
 def host_names(answers: dict[int, dict]) -> dict[int, str]:
-    """Return the host names by rank; where several hosts share a name (containers often do), with
-    their number in the run."""
+    """Return host names by rank; of hosts with one name (containers) with their numbers."""
     nodes: dict[str, set] = defaultdict(set)
     for a in answers.values():
         nodes[a["host"]].add(a["node"])
@@ -177,8 +176,7 @@ def _text(path: str) -> str:
 
 
 def nvidia_smi(device: torch.device, *fields: str) -> list[str]:
-    """Query nvidia-smi: one value for each field of `--help-query-gpu`; "" for all where it cannot
-    be run."""
+    """Query fields of `nvidia-smi --help-query-gpu`; "" for all where it cannot be run."""
     uuid = torch.cuda.get_device_properties(device).uuid
     command = [
         "nvidia-smi",
@@ -278,8 +276,7 @@ def commit() -> str:
 
 
 def files() -> str:
-    """Return a hash of the code that runs, committed or not: changed and new files count, as they
-    do for Python."""
+    """Return a hash of the code that runs: changed and new files count, as they do for Python."""
     digest = hashlib.sha256()
     packages = [path.parent for path in ROOT.glob("*/__init__.py") if path.parent.name != "tests"]
     paths = [ROOT / "train.py"]
@@ -318,8 +315,7 @@ def judge_same(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def measure_compute(probe: Probe) -> dict:
-    """Time the model's largest matmul in its own dtype and shapes, and a large copy in memory, on
-    all ranks at once."""
+    """Time the model's largest matmul, and a large copy in memory, on all ranks at once."""
     cuda = probe.device.type == "cuda"
     cfg = probe.cfg
     most_tokens = 8192 if cuda else 512
@@ -358,8 +354,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def best(fn: Callable[[], object], device: torch.device, rounds: int = 8) -> float:
-    """Return the least seconds of a call, so that disturbances do not count. A GPU is warmed up by
-    20 calls."""
+    """Return the least seconds of a call: disturbances do not count. 20 calls warm a GPU up."""
     for _ in range(20 if device.type == "cuda" else 1):
         fn()
     seconds = []
@@ -416,8 +411,7 @@ def judge_compute(probe: Probe, answers: list[dict]) -> list[ProbeRow]:
 
 
 def _wanted(probe: Probe, kind: str) -> float:
-    """FLOP/s or bytes per second that --device promises; 0: it was not given, or promises nothing
-    for this type."""
+    """Return the FLOP/s or bytes/s that --device promises; 0: nothing for this type."""
     if not probe.table or probe.dtype != torch.bfloat16:
         return 0.0
     if kind == "matmul":
@@ -469,8 +463,7 @@ def measure_folder(probe: Probe) -> dict:
 
 
 def temporary_place(run_folder: Path, name: str) -> Path:
-    """Return a temporary folder on the file system of the checkpoints: next to the run's folder,
-    unless that is a mount point."""
+    """Return a folder next to the run's, or in it if that is a mount point."""
     checkpoints = (run_folder / "checkpoints").resolve()
     there = [p for p in (checkpoints, *checkpoints.parents) if p.exists()]
     outside = [p for p in there if p not in (checkpoints, checkpoints.parent)]

@@ -57,8 +57,7 @@ def measure_connect(probe: Probe) -> dict:
 
 
 def limit_collectives(probe: Probe, seconds: int) -> None:
-    """Set the time limit of collectives, so that a rank that waits in vain can report it before its
-    check's time is over."""
+    """Let a rank that waits in vain report it before its check's time is over."""
     seconds += NCCL_MARGIN if probe.device.type == "cuda" else 0
     if probe.job:
         probe.job.mesh.set_timeout(seconds)
@@ -215,8 +214,7 @@ def measure_bandwidth(probe: Probe) -> dict:
 def collective_seconds(
     fn: Callable[[], object], device: torch.device, group: dist.ProcessGroup
 ) -> float:
-    """Return the median of five calls that the ranks begin together, after one that opens the
-    connections."""
+    """Return the median of five calls that the ranks begin together, after one that connects."""
     seconds = []
     for i in range(6):
         dist.barrier(group)

@@ -121,8 +121,7 @@ def spans(ranks: Sequence[int]) -> str:
 
 
 def differences(probe: Probe, values: Sequence[object]) -> str:
-    """Describe the ranks whose value differs from that of most; "" if none does. values: by rank,
-    None: not set."""
+    """Describe the ranks that differ from most; "" if none does. values: by rank, None: not set."""
     counts = Counter(values)
     if len(counts) == 1:
         return ""

@@ -172,8 +172,7 @@ def to_local(types: Types) -> Callable:
 
 
 def from_local(tensor: Tensor, mesh: Any, placements: Any, *rest: Any) -> Any:
-    """Compare a DTensor's placements with the type of the tensor that it is made of. A part may become a
-    term of a sum."""
+    """Compare a DTensor's placements with its tensor's type. A part may become a term of a sum."""
     gradients = rest[3] if len(rest) > 3 else None
     if gradients is None:
         gradients = _dtensor_checker._normalize_placements_for_grad(placements)
@@ -186,8 +185,7 @@ def from_local(tensor: Tensor, mesh: Any, placements: Any, *rest: Any) -> Any:
 
 
 def by_group(types: dict) -> dict:
-    """Return types with one key for each dimension, which may be given as a group or as spmd_types'
-    name of it."""
+    """Return types with one key for each dimension, given as a group or by spmd_types' name."""
     return {spmd.normalize_axis(group): kind for group, kind in types.items()}
 
 

@@ -86,8 +86,7 @@ def add_types(microbatches: Microbatches, types: Types) -> None:
 
 @contextmanager
 def watched(model: nn.Module, types: Types, inside: list[str]) -> Iterator[None]:
-    """Give every plain weight its type before its module uses it, and keep the names of the modules
-    that run in `inside`."""
+    """Give plain weights types before their module runs, and keep the names of those that run."""
     handles = []
     for name, module in model.named_modules():
 

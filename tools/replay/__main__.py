@@ -59,8 +59,7 @@ def steps_of(text: str) -> range:
 
 
 def replay(argv: list[str], **compute: Callable) -> int:
-    """Print the table, and return the exit code. compute: as of command.py::replay. Raises
-    InputError."""
+    """Print the table. compute: as of command.py::replay. Raises InputError."""
     flags, rest = arguments(argv)
     check_run(flags.run)
     if flags.against is not None:

@@ -57,8 +57,7 @@ class Replay:
 
 
 def on_mesh(argv: list[str], mesh: MeshOfRanks, given: Config) -> list[str]:
-    """Return the command line on this mesh: the same batches, in microbatches that are no larger.
-    Raises ConfigError."""
+    """Return the command line on this mesh, with microbatches no larger. Raises ConfigError."""
     argv = with_options(argv, mesh.options(given))
     batches = [given.training.global_batch_size]
     batches += [row.global_batch_size for row in given.training.stages if row.global_batch_size]
@@ -88,8 +87,7 @@ def check_comparable(run: Recorded, other: Recorded, more: list[str]) -> None:
 def side(
     label: str, run: Recorded, mesh: MeshOfRanks, begins: int, steps: range, more: list
 ) -> Side:
-    """Build a side. Raises InputError for options that this mesh refuses, and for a run whose
-    initial state is missing."""
+    """Raises InputError for options that the mesh refuses, or without the run's initial state."""
     given = load_config([str(run.options), *more], None, None)
     if steps.stop - 1 > given.training.steps:
         raise InputError(f"--steps {steps.stop - 1}: {run.place} has {given.training.steps} steps")
@@ -166,7 +164,6 @@ def table(rows: list[Row]) -> str:
 
 
 def begin(plan: Replay) -> str:
-    """Describe the comparison that begins."""
     steps = plan.first.task.asked
     logged = [step for step in steps if step in plan.run.metrics()]
     gradients = [step for step in steps if step in plan.run.gradients()]

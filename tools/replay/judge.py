@@ -30,8 +30,7 @@ class Row:
 
 
 def place(got: np.ndarray, want: np.ndarray) -> str:
-    """Return the smallest box of a tensor that contains all differences, as indices; "" if that is
-    all of it."""
+    """Return the smallest box of a tensor with all differences, as indices; "" if it is all."""
     if got.shape != want.shape or got.ndim == 0:
         return ""
     apart = np.abs(got.astype(np.float64) - want)

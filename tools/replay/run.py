@@ -79,8 +79,7 @@ class Recorded:
         )
 
     def before(self, step: int) -> set[int]:
-        """Return the steps after which there is a state to begin from. 0 is that of the initial
-        values."""
+        """Return the steps after which there is a state to begin from; 0: the initial values."""
         return {0, *(number for number in self.checkpoints if number < step)}
 
 

@@ -30,8 +30,6 @@ from training.optimizers import materialise
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Task of a rank: the steps to recompute."""
-
     argv: list[str]
     checkpoint: Path | Key | None  # None: the initial values
     asked: range  # steps, of which the first is 1
@@ -39,8 +37,6 @@ class Recomputation:
 
 @dataclass
 class StepNotes(Notes):
-    """Notes of one rank on one step."""
-
     step: int = 0
     tokens: np.ndarray | None = None  # int64 [A, b, t]: what the model reads
     labels: np.ndarray | None = None  # int64 [A, b, t]
@@ -123,8 +119,7 @@ def moments(job: train.Job) -> dict[str, np.ndarray]:
 
 
 def load_base(job: train.Job) -> None:
-    """Load the frozen weights of the base of an adapter run, from where the run has them. Raises
-    InputError."""
+    """Load an adapter run's base from where the run has it. Raises InputError."""
     cfg = job.cfg
     base = hf.base_of(job.model)
     group = dist.group.WORLD
@@ -156,8 +151,7 @@ def check_base(job: train.Job, path: Path | Key, facts: dict) -> None:
 
 
 def load(job: train.Job, path: Path | Key) -> dict:
-    """Fill the job from a checkpoint, and return its progress. It may be of another mesh, and of
-    another type of floating point."""
+    """Fill the job from a checkpoint of any mesh and type, and return its progress."""
     with verify.refuse_damage(path):
         manifest = verify.read_manifest(path)
         if "base" in manifest["facts"]:

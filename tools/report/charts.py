@@ -108,8 +108,7 @@ def chance_of(key: str, metrics: dict[str, Points]) -> str:
 
 
 def _with_errors(metrics: dict[str, Points]) -> dict[str, Points]:
-    """Attach standard errors to their metrics: the value stays the line, and the band reaches one
-    standard error up and down."""
+    """Draw standard errors as bands of their metrics, one up and one down."""
     table = dict(metrics)
     for key, errors in metrics.items():
         of = key.removesuffix(ERROR)
@@ -218,7 +217,6 @@ def chart(chosen: Chosen, names: list[str], across: Axis, buckets: int) -> tuple
 
 
 def _y(share: float) -> int:
-    """Convert to SVG's y, which counts from the top."""
     return round(SCALE - share * SCALE)
 
 
@@ -272,8 +270,7 @@ def _path(corners: list[tuple[int, int]]) -> str:
 
 
 def _reading(run: int, series: Series, name: str, panel: Panel) -> str:
-    """Return the run's name and its last value; page.js replaces the value while a pointer is on a
-    chart."""
+    """Return the run's name and its last value, which page.js replaces under a pointer."""
     shown = numbers.percent if panel.percent else numbers.short
     value = "not finite" if series.last is None else shown(series.last[1])
     return f'<li class="run r{run}"><i></i><span>{escape(name)}</span> <b>{value}</b></li>'
@@ -297,8 +294,7 @@ def _notes(series: Series, name: str, axis: Axis) -> list[str]:
 
 
 def _numbers(run: int, series: Series) -> dict:
-    """Return the numbers for page.js and for programs that read the page: 7 digits, which is
-    float32; 5 of a thinned series."""
+    """Return the numbers for page.js and programs: 7 digits, as float32; 5 of a thinned series."""
     digits = 7 if series.width == 1 else 5
     lines = {"mean": series.mean}
     if series.spread:

@@ -16,8 +16,7 @@ MOST_NAMED = 8  # hosts
 
 
 def state_from(start: Past) -> str:
-    """Return where a start had its state from: a checkpoint or copy of this run, another run's or
-    published weights, or nothing."""
+    """Return where a start had its state from."""
     if loaded := start.about.get("loaded"):
         return PLACES[place_of(loaded)]
     if start.about.get("origin"):
@@ -28,7 +27,6 @@ def state_from(start: Past) -> str:
 
 
 def is_made(line: dict) -> bool:
-    """Return whether a line of the record is of a copy that was made."""
     return "bytes" in line
 
 
@@ -38,7 +36,6 @@ def made(run: LoadedRun) -> list[float]:
 
 
 def fact(run: LoadedRun) -> str:
-    """Summarise the copies of a run."""
     failed = sum("failed" in line for line in run.copies)
     used = sum(line.get("source") == "memory" for line in run.copies)
     said = f"{len(made(run)):,} made, {failed:,} failed"
@@ -102,8 +99,7 @@ def _row(number: int, name: str, start: str, lines: list[dict]) -> str:
 
 
 def found(line: dict) -> list[str]:
-    """Say where a start's state came from, which hosts held which copies, what was sent, and what
-    was not used."""
+    """Say what a start found: its state's source, the copies of hosts, what was sent or unused."""
     said = "no copy and no checkpoint could be used: the run began anew"
     if line["source"] == "new":
         said = "a new run"

@@ -36,7 +36,6 @@ def section(runs: list[LoadedRun]) -> str:
 
 
 def level_of(load: float) -> int:
-    """Return the class of LEVELS for a value."""
     ends = [end for end, _ in LEVELS[:-1]]
     return bisect.bisect_right(ends, load)
 

@@ -50,8 +50,7 @@ def duration(seconds: float) -> str:
 
 
 def tick_step(span: float, most: int = MOST_TICKS) -> float:
-    """Return the smallest of 1, 2, 2.5, 5 times a power of ten that divides the span into at most
-    `most` parts."""
+    """Return 1, 2, 2.5 or 5 times a power of ten: the smallest for at most `most` parts."""
     power = 10.0 ** math.floor(math.log10(span / most))
     for factor in (1, 2, 2.5, 5):
         if span / (factor * power) <= most:

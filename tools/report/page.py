@@ -27,7 +27,6 @@ COLORS = (
 
 
 def build(runs: list[LoadedRun]) -> str:
-    """Build the whole page as HTML."""
     names = [run.name for run in runs]
     known, others = charts.panels_of(runs)
     count = sum(points is not None for _, table in known + others for points in table)
@@ -84,8 +83,7 @@ def _document(names: list[str], body: str, data: dict) -> str:
 
 
 def _run_colors(count: int) -> str:
-    """Return the CSS for the color of each run and for hiding it. Beyond eight runs lines are
-    dashed, and squares are hollow."""
+    """Return the CSS of each run. Beyond eight, lines are dashed and squares hollow."""
     light = dark = rules = ""
     for run in range(count):
         one, other = COLORS[run % len(COLORS)]

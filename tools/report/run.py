@@ -46,8 +46,7 @@ class LoadedRun:
 
 
 def read_runs(folders: list[Path]) -> list[LoadedRun]:
-    """Read every run, in this order. Raises InputError where a folder is no run's or is given
-    twice."""
+    """Raises InputError where a folder is no run's or is given twice."""
     resolved = [folder.resolve() for folder in folders]
     for folder in folders:
         if resolved.count(folder.resolve()) > 1:
@@ -110,8 +109,7 @@ def _metrics(folder: Path) -> dict[str, Points]:
 
 
 def _of_copies(copies: list[dict]) -> dict[str, Points]:
-    """Return the seconds of each copy in the memory of hosts as a metric; of a step that was done
-    twice the later one."""
+    """Return the seconds of each copy as a metric; of a step that was done twice the later one."""
     seconds = {line["step"]: line["seconds"] for line in copies if "bytes" in line}
     if not seconds:
         return {}
@@ -120,7 +118,6 @@ def _of_copies(copies: list[dict]) -> dict[str, Points]:
 
 
 def joined(group: list[Points]) -> Points:
-    """Join all points in one, in no order."""
     return Points(
         np.concatenate([points.steps for points in group]),
         np.concatenate([points.values for points in group]),
@@ -128,8 +125,7 @@ def joined(group: list[Points]) -> Points:
 
 
 def _experts(folder: Path) -> list[dict]:
-    """Return the experts' record; [] for a dense model. Only a run with experts needs this import,
-    which loads torch."""
+    """Return the experts' record; [] for a dense model, which need not import torch."""
     if not (folder / "experts.jsonl").exists():
         return []
     from training import experts

@@ -32,7 +32,6 @@ def summary(runs: list[LoadedRun]) -> str:
 
 
 def _facts(run: LoadedRun) -> dict[str, str]:
-    """Return the HTML of each fact."""
     kind, mark, text = ENDS[how_it_ended(run.starts[-1], newest=True)]
     if kind == "open":
         text = "running, or killed"
@@ -113,8 +112,7 @@ def _best(points: Points) -> str:
 
 
 def differences(runs: list[LoadedRun]) -> tuple[dict[str, list], dict[str, list]]:
-    """Return option -> its value in each run, where not all runs agree, and the same for code,
-    versions, mesh and devices."""
+    """Return option -> its values where runs differ, and the same of code, versions and devices."""
     options: dict[str, list] = {}
     surroundings: dict[str, list] = {}
     for number, run in enumerate(runs[1:], 1):
@@ -170,7 +168,6 @@ def _shown(value: object) -> str:
 
 
 def samples(runs: list[LoadedRun]) -> str:
-    """Return the text that each run sampled at its end; "" if none did."""
     shown = [(i, run) for i, run in enumerate(runs) if run.sample]
     if not shown:
         return ""

@@ -13,8 +13,7 @@ from tools.report.run import Points
 
 @dataclass(frozen=True)
 class Series:
-    """Series of a metric as a chart draws it. Arrays are [B]: a point per step, or per bucket of
-    steps."""
+    """A metric as a chart draws it. Arrays are [B]: a point per step, or per bucket of steps."""
 
     steps: np.ndarray
     mean: np.ndarray
@@ -62,5 +61,4 @@ def thin(points: Points, buckets: int) -> Series:
 
 
 def _begins(ascending: np.ndarray) -> np.ndarray:
-    """Return the indices at which a new value begins."""
     return np.flatnonzero(np.diff(ascending, prepend=ascending[0] - 1))

@@ -134,7 +134,6 @@ def _bar(kind: str, origin: float, begin: float, end: float, longest: float) -> 
 
 
 def _saves(start: Past) -> list[float]:
-    """Return the times at which the start's checkpoints began."""
     return [
         line["time"]
         for before, line in zip(start.lines, start.lines[1:], strict=False)
@@ -186,7 +185,6 @@ def _row(number: int, name: str, span: Span, redone: int) -> str:
 
 
 def heads(runs: list[LoadedRun]) -> str:
-    """Return the heads of a table with a column for each run."""
     return "".join(f'<th class="run r{i}"><i></i>{escape(run.name)}' for i, run in enumerate(runs))
 
 
