@@ -25,20 +25,11 @@ from training.loss_passes import plain_cross_entropy
 
 RANK, ALPHA = 3, 7.5
 LIMIT = 1e-5
-ROUNDED = {
-    "qwen3_next": 3e-4
-}  # large adapters before a norm of small states (tests/test_hf_parity.py)
+# large adapters before a norm of small states (tests/test_hf_parity.py)
+ROUNDED = {"qwen3_next": 3e-4}
 ALL = tuple("wq wk wv wo wg wz wa wb wq_a wq_b wkv_a wkv_b wf_a wf_b wg_a wg_b w1 w2 w3".split())
-FAMILIES = (
-    "llama3",
-    "qwen3 experts",
-    "deepseek_v3",
-    "olmo2",
-    "gpt_oss",
-    "qwen3_next",
-    "gemma3 untied",
-    "kimi_linear",
-)
+FAMILIES = ("llama3", "qwen3 experts", "deepseek_v3", "olmo2")
+FAMILIES += ("gpt_oss", "qwen3_next", "gemma3 untied", "kimi_linear")
 
 
 def adapt(model: nn.Module, targets: tuple[str, ...] = ALL) -> dict[str, Tensor]:
@@ -84,9 +75,8 @@ def compare(shape: str, folder: Path, targets: tuple[str, ...] = ALL) -> dict[st
     want = theirs(tokens).logits
     want_loss = plain_cross_entropy(want, labels)
     want_loss.backward()
-    translate = partial(
-        lora_to_peft.translate, family=formats(family), args=args, rank=RANK, alpha=ALPHA
-    )
+    of_model = {"family": formats(family), "args": args, "rank": RANK, "alpha": ALPHA}
+    translate = partial(lora_to_peft.translate, **of_model)
     wanted = {}
     for name, param in theirs.named_parameters():
         if param.requires_grad:
@@ -114,8 +104,7 @@ def test_peft_computes_the_same(shape, tmp_path):
 
 def test_adapters_of_some_of_the_experts_weights(tmp_path):
     """w3 without w1, whose place in transformers' one parameter stays 0; and w2 alone with it."""
-    targets = ("w3", "w2")
-    seen = compare("gpt_oss", tmp_path / "peft", targets)
+    seen = compare("gpt_oss", tmp_path / "peft", ("w3", "w2"))
     assert max(seen.values()) <= LIMIT, seen
 
 
@@ -128,22 +117,15 @@ def test_adapters_of_a_layer_for_further_tokens_are_refused(tmp_path):
     assert not (tmp_path / "peft").exists()
 
 
-def without(folder: Path, *keys: str) -> None:
-    """Take these fields out of adapter_config.json."""
-    path = folder / lora_to_peft.CONFIG
-    config = json.loads(path.read_text())
-    for key in keys:
-        del config[key]
-    path.write_text(json.dumps(config))
-
-
 def keep_the_scale_of_one_part(monkeypatch):
     """The rank of gate and up is twice that of either, and alpha is not."""
     write = lora_to_peft.write
 
     def wrong(out, *arguments):
         write(out, *arguments)
-        without(out, "alpha_pattern")
+        config = json.loads((out / lora_to_peft.CONFIG).read_text())
+        del config["alpha_pattern"]
+        (out / lora_to_peft.CONFIG).write_text(json.dumps(config))
 
     monkeypatch.setattr(lora_to_peft, "write", wrong)
 
@@ -158,16 +140,10 @@ def forget_that_experts_take_turns(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "bug, shape",
-    [
-        (keep_the_scale_of_one_part, "qwen3 experts"),
-        (forget_that_experts_take_turns, "qwen3 experts"),
-    ],
-)
-def test_negative_control_what_peft_is_told_wrongly_is_noticed(bug, shape, tmp_path, monkeypatch):
+@pytest.mark.parametrize("bug", [keep_the_scale_of_one_part, forget_that_experts_take_turns])
+def test_negative_control_what_peft_is_told_wrongly_is_noticed(bug, tmp_path, monkeypatch):
     bug(monkeypatch)
-    assert compare(shape, tmp_path / "peft")["logits"] > 1e-3
+    assert compare("qwen3 experts", tmp_path / "peft")["logits"] > 1e-3
 
 
 # A run, from its base to what leaves the house ------------------------------------------------------
@@ -238,10 +214,11 @@ def test_a_run_is_the_same_in_peft_and_merged(trained, tmp_path):
         assert (weight - expected).abs().max() <= 2**-8 * expected.abs().max(), name
         assert torch.equal(weight, weight.bfloat16().float()), name
         assert name in adapted or torch.equal(weight, expected), name
-    theirs = json.loads((tmp_path / "merged" / "config.json").read_text())
-    assert theirs == json.loads((trained["base"] / "config.json").read_text()) | {
-        "torch_dtype": "bfloat16"
-    }
+    before, after = (
+        json.loads((folder / "config.json").read_text())
+        for folder in (trained["base"], tmp_path / "merged")
+    )
+    assert after == before | {"torch_dtype": "bfloat16"}
 
 
 def test_a_base_that_was_moved_is_found_and_another_one_is_refused(trained, tmp_path, capsys):

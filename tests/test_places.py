@@ -141,11 +141,9 @@ def test_what_is_converted_into_a_store_is_what_comes_into_a_folder(
 
 def test_text_and_scores_of_a_url_are_those_of_the_folder(store, trained, tmp_path):
     upload(store, trained)
-    texts = [
-        sampling.generate(location(where), "de", 12, 0.9, 9, 3)
-        for where in (trained, URL, f"{URL}/checkpoints/step-00000007")
-    ]
-    assert texts[0] == texts[1] == texts[2] and len(texts[0]) > 2
+    everywhere = (trained, URL, f"{URL}/checkpoints/step-00000007")
+    texts = {sampling.generate(location(where), "de", 12, 0.9, 9, 3) for where in everywhere}
+    assert len(texts) == 1 and len(texts.pop()) > 2
     task = tmp_path / "task.jsonl"
     task.write_text('{"text": "def f(x):"}\n{"text": "class A"}\n')
     found = []
@@ -262,16 +260,9 @@ def test_adapters_find_their_base_at_its_url(store, trained, tmp_path):
     """A run of adapters whose base is a URL: its text is that of the merged model."""
     upload(store, trained)
     folder = tmp_path / "adapted"
-    options = [
-        *tiny_run(tmp_path),
-        *SMALL,
-        f"--checkpoint.load_path={URL}",
-        "--lora.rank=2",
-        '--lora.targets=["wq", "w2"]',
-        "--training.steps=2",
-        "--lr_schedule.warmup_steps=0",
-        "--training.global_batch_size=2",
-    ]
+    options = [*tiny_run(tmp_path), *SMALL, f"--checkpoint.load_path={URL}"]
+    options += ["--lora.rank=2", '--lora.targets=["wq", "w2"]', "--training.steps=2"]
+    options += ["--lr_schedule.warmup_steps=0", "--training.global_batch_size=2"]
     folder.mkdir()
     assert run_ranks(1, run, options, folder) == [(0, "")]
     at = f"{URL}/checkpoints/step-00000007"

@@ -28,19 +28,15 @@ def mistake(ranks: int, preset: str, *options: str) -> str:
     return first_mistake(cfg, ranks, per_host)
 
 
+CP, PP = "--parallelism.context_parallel=2", "--parallelism.pipeline_parallel=2"
+EP = "--parallelism.expert_parallel"
+SLOW = pytest.mark.slow
 DEBUG = [
     (4, "llama_debug", ()),
-    (8, "llama_debug", (TP, "--parallelism.context_parallel=2")),
-    (4, "gpt_oss_debug", (TP, "--parallelism.expert_parallel=2")),
-    pytest.param(
-        8,
-        "deepseek_v3_debug",
-        (TP, "--parallelism.context_parallel=2", "--parallelism.expert_parallel=8"),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        8, "llama_debug_lora", (TP, "--parallelism.pipeline_parallel=2"), marks=pytest.mark.slow
-    ),
+    (8, "llama_debug", (TP, CP)),
+    (4, "gpt_oss_debug", (TP, f"{EP}=2")),
+    pytest.param(8, "deepseek_v3_debug", (TP, CP, f"{EP}=8"), marks=SLOW),
+    pytest.param(8, "llama_debug_lora", (TP, PP), marks=SLOW),
     (4, "olmo2_7b", (TP, "--model.n_layers=1", "--training.global_batch_size=32")),
 ]
 
@@ -86,32 +82,21 @@ def sum_without_a_gradient(self: tp_plain.SplitRMSNorm, x: Tensor) -> Tensor:
     return (normalised * local(self.weight)).type_as(x)
 
 
-MISTAKES = [
-    (
-        "deepseek_v3_debug",
-        tp_plain.GatherPlain,
-        "_apply",
-        gather_without_the_sum,
-        "attention.wkv_b",
-    ),
-    ("deepseek_v3_debug", tp_plain, "local", weight_without_the_sum, "attention.wkv_a"),
-    (
-        "llama_debug",
-        tp_plain.SplitEmbedding,
-        "forward",
-        part_of_an_embedding_as_whole,
-        "tok_embeddings",
-    ),
-    ("olmo2_7b", tp_plain.SplitRMSNorm, "forward", sum_without_a_gradient, "attention.q_norm"),
+MLA = "deepseek_v3_debug"
+MISTAKES = [  # preset, what is replaced in parallelisms/tp_plain.py, and the module that is named
+    (MLA, "GatherPlain._apply", gather_without_the_sum, "attention.wkv_b"),
+    (MLA, "local", weight_without_the_sum, "attention.wkv_a"),
+    ("llama_debug", "SplitEmbedding.forward", part_of_an_embedding_as_whole, "tok_embeddings"),
+    ("olmo2_7b", "SplitRMSNorm.forward", sum_without_a_gradient, "attention.q_norm"),
 ]
 
 
-@pytest.mark.parametrize(("preset", "owner", "name", "wrong", "where"), MISTAKES)
+@pytest.mark.parametrize(("preset", "name", "wrong", "where"), MISTAKES)
 def test_a_mistake_that_computes_in_silence_is_named(
-    preset: str, owner: object, name: str, wrong: Callable, where: str
+    preset: str, name: str, wrong: Callable, where: str
 ) -> None:
     options = ["--model.n_layers=1", "--training.global_batch_size=32"]
-    with mock.patch.object(owner, name, wrong):
+    with mock.patch(f"parallelisms.tp_plain.{name}", wrong):
         assert where in mistake(4, preset, TP, *options).split(":")[0]
 
 
@@ -147,18 +132,16 @@ def test_a_mistake_in_the_call_is_a_sentence(
     assert words in capsys.readouterr().err
 
 
+FOUR = ["fsdp2xpp2xcp2", "fsdp2xpp2xtp2", "fsdp2xcp2xtp2", "pp2xcp2xtp2"]
+
+
 @pytest.mark.parametrize(
     ("gpus", "preset", "options", "meshes"),
     [
         (1, "llama_debug", (), []),
         (8, "llama_debug", ("--parallelism.data_parallel_replicate=4",), ["hsdp2x2"]),
         (16, "qwen3_30b_a3b", (), ["fsdp2xep2"]),
-        (
-            16,
-            "llama_debug",
-            (TP, "--parallelism.context_parallel=2", "--parallelism.pipeline_parallel=2"),
-            ["fsdp2xpp2xcp2", "fsdp2xpp2xtp2", "fsdp2xcp2xtp2", "pp2xcp2xtp2"],
-        ),
+        (16, "llama_debug", (TP, CP, PP), FOUR),
     ],
 )
 def test_numbers_are_compared_on_the_dimensions_of_the_run(

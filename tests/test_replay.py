@@ -269,19 +269,18 @@ def contents(folder: Path) -> dict[str, str]:
 ASKED = f"--steps={BEGINS + 1}:{STEPS}"
 
 
-def test_a_healthy_run_is_equal_in_every_bit_and_is_not_touched(healthy, capsys) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(["--tolerance=0"], id="every bit"),
+        pytest.param(["--mesh=pp2", "--dtype=float64"], marks=pytest.mark.slow, id="pp2"),
+        pytest.param(["--mesh=ep2"], marks=pytest.mark.slow, id="ep2"),
+    ],
+)
+def test_a_healthy_run_is_equal_and_is_not_touched(more, healthy, capsys) -> None:
     before = contents(healthy)
-    code, said = ask([str(healthy), ASKED, "--tolerance=0"], capsys)
+    code, said = ask([str(healthy), ASKED, *more], capsys)
     assert code == 0 and "metrics of steps [3, 4], checkpoints of [3, 4]" in said, said
-    assert contents(healthy) == before
-
-
-@pytest.mark.slow
-def test_a_healthy_run_is_equal_on_meshes(healthy, capsys) -> None:
-    before = contents(healthy)
-    for more in ["--mesh=pp2", "--dtype=float64"], ["--mesh=ep2"]:
-        code, said = ask([str(healthy), ASKED, *more], capsys)
-        assert code == 0, said
     assert contents(healthy) == before
 
 
@@ -333,15 +332,11 @@ def test_a_fault_that_has_passed_before_the_next_checkpoint_is_located(
     assert code == 1 and said.splitlines()[2].startswith("3   record   "), said
 
 
+QUICK = (wrong_mask,)
+
+
 @pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(
-            fault,
-            marks=() if fault is wrong_mask else pytest.mark.slow,
-        )
-        for fault in COMPUTED
-    ],
+    "fault", [pytest.param(f, marks=() if f in QUICK else pytest.mark.slow) for f in COMPUTED]
 )
 def test_what_is_computed_wrongly_is_located(fault, healthy, capsys) -> None:
     arguments = [str(healthy) if word == "RUN" else word for word in COMPUTED[fault]]
