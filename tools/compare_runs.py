@@ -31,6 +31,7 @@ import tomli
 from checkpoint import verify
 from configs import dropped, program
 from configs.schema import InputError
+from configs.words import aligned
 from reliability import goodput
 from reliability.objects import Key
 from tools.differences import JUDGED, LIMITS, parse_tolerance, relative
@@ -297,23 +298,20 @@ def _unlike(a: dict, b: dict) -> dict[str, list]:
 
 
 def table(a: Path | Key, b: Path | Key, comparison: Comparison, tolerance: float) -> str:
-    lines = [f"A {a}", f"B {b}", comparison.verdict, ""]
-    width = max(len(row.metric) for row in comparison.rows)
-    limit = f"by > {tolerance:g}"
-    lines.append(
-        f"{'metric':{width}}   steps  first differs  {limit:>11}   largest   at step  B - A at "
-        "the end"
-    )
+    head = ("steps", "first differs", f"by > {tolerance:g}", "largest", "at step")
+    rows = [("metric", *head, "B - A at the end")]
     for row in comparison.rows:
+        at = [
+            "-" if step is None else str(step) for step in (row.first_difference, row.first_beyond)
+        ]
+        worst = "-", "-", "-"
         if not row.steps:
-            lines.append(f"{row.metric:{width}}  {0:6}  in one run only")
-            continue
-        first = "-" if row.first_difference is None else row.first_difference
-        beyond = "-" if row.first_beyond is None else row.first_beyond
-        worst = f"{'-':>8}  {'-':>8}  -"
-        if row.largest:
-            worst = f"{row.largest:8.1e}  {row.largest_at:8}  {row.last_tenth:+.3g}"
-        lines.append(f"{row.metric:{width}}  {row.steps:6}  {first:>13}  {beyond:>11}  {worst}")
+            at, worst = ["in one run", "only"], ("", "", "")
+        elif row.largest:
+            worst = f"{row.largest:.1e}", str(row.largest_at), f"{row.last_tenth:+.3g}"
+        rows.append((row.metric, str(row.steps), *at, *worst))
+    table_of_metrics = aligned(rows, right=range(1, 6))
+    lines = [f"A {a}", f"B {b}", comparison.verdict, "", *table_of_metrics]
     lines += ["", f"checkpoints: {comparison.checkpoint}"]
     environment = comparison.environment
     code = [key for key in environment if key.startswith("code ") and key.endswith(".py")]

@@ -127,10 +127,7 @@ OPTIONS = {  # command -> option -> its settings, argparse's
             "help": "type of the weights; float32 is what the checkpoint holds [%(default)s]",
         },
         "--max-shard-size": MAX_SHARD_SIZE,
-        "--tokenizer": {
-            "default": "",
-            "help": "a tokenizer, as data.tokenizer names it, when none is in the run's folder",
-        },
+        "--tokenizer": {"default": "", "help": places.TOKENIZER},
     },
     "to-dcp": {
         "--names": {

@@ -149,10 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.evaluate", description="The scores of a checkpoint on tasks."
     )
-    parser.add_argument(
-        "checkpoint",
-        help="a run's folder or one of its checkpoints, or the URL of one; or a Hugging Face folder",
-    )
+    places.add_checkpoint(parser)
     parser.add_argument(
         "--task", action="append", default=[], help="a JSONL file [the run's tasks]"
     )
@@ -165,11 +162,6 @@ def main(argv: list[str] | None = None) -> int:
         help="tokens that the model sees [those of its training; of a folder, the model's positions]",
     )
     parser.add_argument("--json", type=Path, help="also write the scores and each row's to a file")
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        help="a tokenizer, as data.tokenizer names it, when none is in the run's folder",
-    )
     args = parser.parse_args(argv)
     results = evaluated(args)
     print(table(results))

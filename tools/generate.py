@@ -115,10 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.generate", description="Text from a checkpoint."
     )
-    parser.add_argument(
-        "checkpoint",
-        help="a run's folder or one of its checkpoints, or the URL of one; or a Hugging Face folder",
-    )
+    places.add_checkpoint(parser)
     parser.add_argument(
         "--prompt", action="append", help="text to continue; several are continued at once ['def ']"
     )
@@ -150,11 +147,6 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="let the layers of model.mtp_depth draft tokens, and say how many were right; with "
         "--temperature=0",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        help="a tokenizer, as data.tokenizer names it, when none is in the run's folder",
     )
     args = parser.parse_args(argv)
     count, texts = texts_of(args)

@@ -23,6 +23,7 @@ from data.tokenizer import Tokenizer
 from reliability.objects import Key, location
 from tools.mirror import Mirror
 
+TOKENIZER = "a tokenizer, as data.tokenizer names it, when none is in the run's folder"
 # what reading a checkpoint takes of its run's folder: its tokenizer, its chat template, its options
 OF_RUN = ("tokenizer.json", "data.json", "config.toml")
 
@@ -51,6 +52,15 @@ def place(text: str) -> Path | Key:
         return location(text)
     except InputError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Let a tool take a checkpoint with a model, and its tokenizer."""
+    parser.add_argument(
+        "checkpoint",
+        help="a run's folder or one of its checkpoints, or the URL of one; or a Hugging Face folder",
+    )
+    parser.add_argument("--tokenizer", default="", help=TOKENIZER)
 
 
 def files_of(run: Path | Key) -> Path:

@@ -52,18 +52,18 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from configs.load import load_config
 from configs.program import INTERRUPTED, STOPPED, exit_code_of, is_train, stopped_early
 from configs.rounds import ORDERLY, ROLE
 from configs.schema import Config, InputError
+from tools.launch import log
 from tools.launch.rounds import Coordinator, NodePlace, Rounds, Signs, is_frozen, wait_for
 from tools.launch.standby import Standby
-from tools.launch.words import log
 
 # the ranks have --shutdown-timeout seconds to end
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -89,7 +89,7 @@ SILENT = 5.0  # seconds that a node searches for node 0 before it says so
 LAST_LINES = 20  # of a rank's log, shown when it died without a Python traceback
 
 
-class Rendezvous(RendezvousHandler):
+class Rendezvous(StaticTCPRendezvous):
     """Rendezvous of a job's nodes for one start: a key-value store that node 0 serves until the
     next start, and that its ranks use too.
 
@@ -101,7 +101,7 @@ class Rendezvous(RendezvousHandler):
     how the start ended.
     """
 
-    use_agent_store = True  # the ranks use this store instead of opening their own
+    run_id = "plumbline"
 
     def __init__(self, options: argparse.Namespace, script: list[str]) -> None:
         self.options = options
@@ -241,24 +241,6 @@ class Rendezvous(RendezvousHandler):
         """Close the store, so that the next start can listen on the same port."""
         self.store = None
         gc.collect()
-
-    def get_backend(self) -> str:
-        return "static"
-
-    def get_run_id(self) -> str:
-        return "plumbline"
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
 
 
 class SpareIsDone(RendezvousError):

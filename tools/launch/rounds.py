@@ -51,7 +51,7 @@ from configs.rounds import (
 )
 from configs.schema import Config, InputError
 from reliability.sockets import end_if_unacknowledged, open_sockets
-from tools.launch.words import log
+from tools.launch import log
 
 ANSWER = timedelta(seconds=20)  # in which the launchers' store answers
 TICK = 0.05  # seconds between looks at the store while ranks come to the door
