@@ -419,7 +419,7 @@ def all_inside(by_number: dict[int, RankState], waits: list[Wait]) -> Verdict:
     complete = {wait.flight.key: wait for wait in waits if not wait.for_whom}
     calls = []
     for wait in complete.values():
-        calls.append(named(by_number[wait.rank], wait.flight))
+        calls.append(title(by_number[wait.rank], wait.flight))
     came = f"all have come to {', '.join(calls[:3])}, and it does not end" if calls else ""
     lost = {n: rank.standing.get("unanswered", []) for n, rank in by_number.items()}
     cut_off = sorted(n for n, addresses in lost.items() if addresses)
@@ -458,17 +458,17 @@ def others(by_number: dict[int, RankState], waits: list[Wait]) -> str:
         by_flight[wait.flight.key].append(wait)
     words = []
     for some in by_flight.values():
-        call = named(by_number[some[0].rank], some[0].flight)
+        call = title(by_number[some[0].rank], some[0].flight)
         words.append(f"{len(some)} {plural(len(some), 'waits', 'wait')} in its {call}")
     return "; " + ", ".join(words) if words else ""
 
 
 def inside(by_number: dict[int, RankState], wait: Wait) -> str:
-    words = f"inside {named(by_number[wait.rank], wait.flight)}"
+    words = f"inside {title(by_number[wait.rank], wait.flight)}"
     return f"{words}, waits for {ranks_of(wait.for_whom)}" if wait.for_whom else words
 
 
-def named(rank: RankState, flight: BegunCall) -> str:
+def title(rank: RankState, flight: BegunCall) -> str:
     return f"{flight.name} #{flight.number}{in_group(rank, flight.group)}"
 
 
@@ -490,7 +490,7 @@ def everyone_else(ranks: list[RankState], named: list[int]) -> list[str]:
         if rank.line:
             words += f", at {rank.line}"
         if rank.waiting:
-            words += f", inside {', '.join(named(rank, flight) for flight in rank.waiting)}"
+            words += f", inside {', '.join(title(rank, flight) for flight in rank.waiting)}"
         failed = [f"{name}: {text}" for name, text in rank.standing.items() if "failed" in name]
         places["; ".join([words, *failed])].append(rank.rank)
     return [f"{ranks_of(some)}: {words}" for words, some in places.items()]
