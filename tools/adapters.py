@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from checkpoint import adapters, hf, state, verify
+from checkpoint import adapters, hf, state
 from checkpoint.storage import DTYPES
 from configs.schema import InputError
 from models import FORMATS, MODELS
 from reliability.objects import Key
-from tools import places
+from tools import new_checkpoint, places
 
 # of the files in a Hugging Face folder that say how its model is used: no code, and no weights
 COPIED = (".json", ".jinja", ".model", ".txt")
@@ -175,7 +175,7 @@ def files_of_base(folder: Path) -> tuple[dict[str, Any], dict[str, dict | Path]]
 
 def of_checkpoint(folder: Path | Key, parameters: dict[str, Tensor]) -> hf.TensorSource:
     """Return the weights of a checkpoint in the types that it stores. Raises InputError."""
-    path, manifest = verified(folder)
+    path, manifest = new_checkpoint.newest(folder)
     adapters.check_whole(path, manifest)
     wanted = {f"model.{name}": parameter for name, parameter in parameters.items()}
     state.check_fits(path, manifest, adapters.in_stored_types(wanted, manifest), "model")
@@ -185,16 +185,9 @@ def of_checkpoint(folder: Path | Key, parameters: dict[str, Tensor]) -> hf.Tenso
     return hf.TensorSource(source.shapes, dtypes, source.read)
 
 
-def verified(folder: Path | Key) -> tuple[Path | Key, dict]:
-    """Return the checkpoint that a user's folder means, and its manifest. Raises InputError."""
-    path = verify.newest(folder)
-    with verify.refuse_damage(path):
-        return path, verify.read_manifest(path)
-
-
 def open_run(folder: Path | Key) -> AdaptedRun:
     """Open the adapters of a run's newest checkpoint, or of one checkpoint. Raises InputError."""
-    path, manifest = verified(folder)
+    path, manifest = new_checkpoint.newest(folder)
     tensors = adapters.read(path)
     family, args = state.model_of(path, manifest, MODELS)
     facts = manifest["facts"]

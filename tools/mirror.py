@@ -23,11 +23,11 @@ command gets SIGTERM.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -162,10 +162,9 @@ class Mirror:
 
     def _was(self, name: str, then: tuple[int, int]) -> bool:
         """Return True if a file still begins with the bytes that it had."""
-        try:
+        with contextlib.suppress(OSError):
             return version(self.folder / name)[0] >= then[0]
-        except OSError:
-            return False
+        return False
 
     def files(self, problems: list[str]) -> Iterator[str]:
         """List the files to copy. Names that a store cannot hold are added to `problems`."""
@@ -209,10 +208,9 @@ class Mirror:
 
     def times_asked(self) -> int:
         """Return how often the command has requested a round of copies."""
-        try:
+        with contextlib.suppress(OSError):
             return self.asked.stat().st_size
-        except OSError:
-            return 0
+        return 0
 
     def _read_record(self) -> dict[str, Sent]:
         """Return {} for a record that is missing, damaged or of another place in a store."""
@@ -233,19 +231,12 @@ class Mirror:
 
 def is_regular(path: Path) -> bool:
     """Return True for a regular file that still exists."""
-    try:
-        return stat.S_ISREG(path.lstat().st_mode)
-    except OSError:
-        return False
+    return os.path.isfile(path) and not os.path.islink(path)
 
 
 def is_storable(name: str) -> bool:
-    """Return True if an object may have this name."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return is_readable(name)
+    """Return True if an object may have this name: what is no UTF-8 becomes another one."""
+    return name.encode(errors="ignore").decode() == name and is_readable(name)
 
 
 def version(path: Path) -> tuple[int, int]:

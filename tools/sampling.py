@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from checkpoint import hf, state, verify
+from checkpoint import hf, state
 from configs.schema import InputError
 from configs.words import number_of
 from data import turns
@@ -19,7 +19,7 @@ from data.open_tokenizer import load_saved, open_tokenizer
 from data.tokenizer import Tokenizer
 from models import FORMATS, MODELS
 from reliability.objects import Key, location
-from tools import adapters, places
+from tools import adapters, new_checkpoint, places
 from training.sample import Sampling, sample_stream
 from training.speculative import Speculation
 
@@ -41,9 +41,7 @@ def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
     """
     if places.is_hugging_face(folder):
         return _load_hugging_face(folder, tokenizer)
-    path = verify.newest(folder)
-    with verify.refuse_damage(path):
-        manifest = verify.read_manifest(path)
+    path, manifest = new_checkpoint.newest(folder)
     family, args = state.model_of(path, manifest, MODELS)
     if tokenizer:
         words = places.tokenizer_named(tokenizer)
