@@ -56,16 +56,8 @@ from training.sample import sample
 ROOT = Path(__file__).resolve().parent.parent
 SHAPES = {name: (family, replace(args, vocab_size=263)) for name, (family, args) in SHAPES.items()}
 # What two ranks of tensor parallelism can share, as options of a run and as a row of FLAVORS.
-MODEL = {
-    "dim": 42,
-    "n_layers": 2,
-    "n_heads": 6,
-    "n_kv_heads": 2,
-    "head_dim": 14,
-    "hidden_dim": 54,
-    "vocab_size": 263,
-    "rope_theta": 500000.0,
-}
+MODEL = {"dim": 42, "n_layers": 2, "n_heads": 6, "n_kv_heads": 2, "head_dim": 14}
+MODEL |= {"hidden_dim": 54, "vocab_size": 263, "rope_theta": 500000.0}
 ARGS = llama.Args(**llama.NUMBERS.flavors["debug"] | MODEL)
 OPTIONS = [
     *(f"--model.{key}={value}" for key, value in MODEL.items()),
@@ -126,15 +118,13 @@ def test_an_exported_model_begins_and_ends_texts_as_its_tokenizer_does(hf_folder
     assert run("to-hf", tmp_path / "run", tmp_path / "out") == 0
     for name in "config.json", "generation_config.json":
         said = json.loads((tmp_path / "out" / name).read_text())
-        assert (
-            (said["bos_token_id"], said["eos_token_id"])
-            == (words.bos_id, words.eot_id)
-            == (256, 257)
-        )
+        ids = said["bos_token_id"], said["eos_token_id"]
+        assert ids == (words.bos_id, words.eot_id) == (256, 257)
     said = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert (said["bos_token"], said["eos_token"]) == (begin, end)
 
 
+OF_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 # tests/test_hf_parity.py has the others' names
 ALIKE = {"llama3", "llama3.1", "qwen3 tied", "olmo2 tied", "olmo3", "gpt_oss tied"}
 ALIKE |= {"qwen3_next tied", "gemma3 untied"}
@@ -149,10 +139,8 @@ def test_in_and_out_again(shape, tmp_path):
     family, args = SHAPES[shape]
     kind = {"experts_implementation": "eager"}  # the other one refuses odd sizes
     rounds = getattr(args, "n_experts", 0) or getattr(args, "window", 0)
-    rounding = 1e-5 if rounds else 0
     has_states = hasattr(args, "conv_width")
-    if has_states:
-        rounding = 3e-5
+    rounding = 3e-5 if has_states else 1e-5 if rounds else 0
     source = write_hf(tmp_path / "hf", family, args)
     run_folder, back = tmp_path / "run", tmp_path / "back"
     assert len(list(source.glob("*.safetensors"))) > 2
@@ -163,12 +151,10 @@ def test_in_and_out_again(shape, tmp_path):
     ours = family.build(args)
     tokens = torch.randint(0, 263, (2, 37))
     manifest = state.load_model(run_folder, ours)
-    torch.testing.assert_close(
-        ours(tokens, torch.arange(37)), theirs(tokens).logits, rtol=rounding, atol=rounding
-    )
-    assert manifest["parent"] == str(source) and verify.verify(
-        run_folder / "checkpoints/step-00000000"
-    )
+    got, want = ours(tokens, torch.arange(37)), theirs(tokens).logits
+    torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
+    assert manifest["parent"] == str(source)
+    assert verify.verify(run_folder / "checkpoints/step-00000000")
 
     byte_tokenizer().save(str(run_folder / "tokenizer.json"))
     assert run("to-hf", run_folder, back, "--max-shard-size", "20KB") == 0
@@ -184,7 +170,7 @@ def test_in_and_out_again(shape, tmp_path):
     assert rotary[0] == rotary[1]
     assert (loaded.config.bos_token_id, loaded.config.eos_token_id) == (256, 256)
     again = rounding if has_states else 0
-    torch.testing.assert_close(loaded(tokens).logits, theirs(tokens).logits, rtol=again, atol=again)
+    torch.testing.assert_close(loaded(tokens).logits, want, rtol=again, atol=again)
     words = transformers.AutoTokenizer.from_pretrained(back)
     prompt = words("def ", return_tensors="pt")
     assert prompt["input_ids"].tolist() == [[*b"def "]] and words.eos_token_id == 256
@@ -210,11 +196,11 @@ def test_float16_widens_exactly(tmp_path):
     source = write_hf(tmp_path / "hf", *SHAPES["llama2"], torch.float16)
     assert run("from-hf", source, tmp_path / "run") == 0
     assert run("to-hf", tmp_path / "run", tmp_path / "back") == 0
-    widened = {
-        name: torch.frombuffer(bytearray(data), dtype=torch.float16).float().numpy().tobytes()
-        for name, (_, data) in contents(source).items()
-    }
-    assert {name: data for name, (_, data) in contents(tmp_path / "back").items()} == widened
+    back = contents(tmp_path / "back")
+    assert back.keys() == contents(source).keys()
+    for name, (_, data) in contents(source).items():
+        widened = torch.frombuffer(bytearray(data), dtype=torch.float16).float()
+        assert back[name] == (torch.float32, widened.numpy().tobytes()), name
 
 
 def test_the_hubs_cache_is_links(hf_folder, tmp_path):
@@ -265,19 +251,18 @@ def load_gather_scatter_save(source: Path, folder: Path, more: list[str]) -> dic
         for p in job.model.parameters():
             state.local(p).fill_(-1)
     set_model_state_dict(job.model, dict(whole), options=options)
-    assert all(
-        torch.equal(state.local(t), before[name]) for name, t in job.model.state_dict().items()
-    )
+    for name, tensor in job.model.state_dict().items():
+        assert torch.equal(state.local(tensor), before[name]), name
     materialise(job.optimizer)
-    checkpoints = CheckpointManager(
-        Checkpoint(),
-        folder / "checkpoints",
-        job.mesh,
-        {"family": "llama", "must_match": {"model": asdict(job.args)}},
-    )
-    checkpoints.save(3, job.model, job.optimizer, {"step": 3})
-    checkpoints.close()
+    save(job, folder, 3, {"step": 3})
     return {name: tensor.numpy().tobytes() for name, tensor in whole.items()}
+
+
+def save(job: train.Job, folder: Path, step: int, progress: dict[str, int]) -> None:
+    facts = {"family": "llama", "must_match": {"model": asdict(job.args)}}
+    checkpoints = CheckpointManager(Checkpoint(), folder / "checkpoints", job.mesh, facts)
+    checkpoints.save(step, job.model, job.optimizer, progress)
+    checkpoints.close()
 
 
 def test_into_a_live_mesh_and_out_of_its_checkpoint(hf_folder, tmp_path, monkeypatch):
@@ -287,15 +272,15 @@ def test_into_a_live_mesh_and_out_of_its_checkpoint(hf_folder, tmp_path, monkeyp
     gathered = run_ranks(4, load_gather_scatter_save, hf_folder, tmp_path, options)
     assert gathered[1:] == [{}] * 3
     pairs = llama_formats.FORMATS.hf_names(ARGS).items()
-    assert {theirs: gathered[0][ours] for ours, theirs in pairs} == {
-        name: data for name, (_, data) in contents(hf_folder).items()
-    }
+    source = {name: data for name, (_, data) in contents(hf_folder).items()}
+    assert {theirs: gathered[0][ours] for ours, theirs in pairs} == source
     opened = []
-    monkeypatch.setattr(
-        storage,
-        "Shard",
-        lambda folder, *shard: opened.append(shard[1]) or verify.Shard(folder, *shard),
-    )
+
+    def noted(folder: Path, *shard: Any) -> verify.Shard:
+        opened.append(shard[1])
+        return verify.Shard(folder, *shard)
+
+    monkeypatch.setattr(storage, "Shard", noted)
     assert run("to-hf", tmp_path, tmp_path / "back") == 0
     assert contents(tmp_path / "back") == contents(hf_folder)
     assert 1 <= Counter(opened)[0] <= len(pairs) / 2, "each file once for a group of tensors"
@@ -311,25 +296,18 @@ def refuse_to_load(source: Path, more: list[str]) -> str:
 
 
 def test_a_live_mesh_refuses_another_model_on_every_rank(hf_folder, tmp_path):
-    said = run_ranks(
-        2, refuse_to_load, hf_folder, ["--model.rope_theta=10000.0", "--model.n_layers=3"]
-    )
+    others = ["--model.rope_theta=10000.0", "--model.n_layers=3"]
+    said = run_ranks(2, refuse_to_load, hf_folder, others)
     assert said[0] == said[1] and said[0].startswith("checkpoint.load_hf: ")
-    assert (
-        "model.rope_theta is 500000.0 in the checkpoint and 10000.0 here" in said[0]
-        and "model.n_layers is 2" in said[0]
-    )
+    assert "model.rope_theta is 500000.0 in the checkpoint and 10000.0 here" in said[0]
+    assert "model.n_layers is 2" in said[0]
     [nothing] = run_ranks(1, refuse_to_load, tmp_path / "nothing", [])
-    assert nothing == (
-        f"checkpoint.load_hf: {tmp_path}/nothing/config.json cannot be read: No such file or "
-        "directory"
-    )
+    why = f"{tmp_path}/nothing/config.json cannot be read: No such file or directory"
+    assert nothing == f"checkpoint.load_hf: {why}"
     # The family that config.json names is not ours: its numbers and its tensors fit, and its
     # network is a different one.
-    for kind, words in {
-        "granite": 'model_type is "granite", only',
-        "qwen3": 'set model.family = "qwen3"',
-    }.items():
+    other_kinds = {"granite": 'model_type is "granite"', "qwen3": 'set model.family = "qwen3"'}
+    for kind, words in other_kinds.items():
         copy = renamed(hf_folder, kind, tmp_path / kind)
         [said] = run_ranks(1, refuse_to_load, copy, [])
         assert words in said and said.startswith(f"checkpoint.load_hf: {copy}")
@@ -377,10 +355,8 @@ def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_p
     assert contents(folder / "hf/step-00000002") == contents(hf_folder)
     assert verify.read_manifest(folder / "checkpoints/step-00000002")["parent"] == str(hf_folder)
     words = transformers.AutoTokenizer.from_pretrained(folder / "hf/step-00000002")
-    assert (
-        words("été")["input_ids"]
-        == load_saved(str(folder / "tokenizer.json")).encode("été").tolist()
-    )
+    saved = load_saved(str(folder / "tokenizer.json"))
+    assert words("été")["input_ids"] == saved.encode("été").tolist()
     first = series(folder)[1]
     made = os.stat(folder / "hf/step-00000002").st_mtime_ns
     # Again, with nothing left to do and a source that is gone: neither read nor written again.
@@ -391,11 +367,7 @@ def test_a_run_starts_from_hugging_face_and_ends_there(hf_folder, options, tmp_p
     # From the converted checkpoint instead: the same first loss.
     assert run("from-hf", hf_folder, tmp_path / "converted") == 0
     argv = [word for word in argv if "_hf=" not in word]
-    argv = [
-        *argv,
-        f"--checkpoint.load_path={tmp_path / 'converted'}",
-        f"--run.folder={tmp_path / 'second'}",
-    ]
+    argv += [f"--checkpoint.load_path={tmp_path}/converted", f"--run.folder={tmp_path}/second"]
     assert run_ranks(2, train_here, argv) == [0] * 2
     assert series(tmp_path / "second")[1] == first
 
@@ -412,9 +384,8 @@ def trained() -> Tokenizer:
 
 def in_tokenizers(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     tokenizers = pytest.importorskip("tokenizers")
-    built = tokenizers.Tokenizer.from_str(
-        json.dumps(hf_tokenizer.files(tokenizer, 64)["tokenizer.json"])
-    )
+    document = hf_tokenizer.files(tokenizer, 64)["tokenizer.json"]
+    built = tokenizers.Tokenizer.from_str(json.dumps(document))
     return lambda text: built.encode(text, add_special_tokens=False).ids
 
 
@@ -476,9 +447,8 @@ def test_a_tokenizer_comes_back(trained, tmp_path):
         text = f"def f(x): {tokenizer.end_of_text} été\n\n"
         ids = loaded(text)["input_ids"]
         assert tokenizer.eot_id in ids and tokenizer.eot_id not in tokenizer.encode(text)
-        assert (
-            loaded(text, split_special_tokens=True)["input_ids"] == tokenizer.encode(text).tolist()
-        )
+        split = loaded(text, split_special_tokens=True)["input_ids"]
+        assert split == tokenizer.encode(text).tolist()
         assert loaded.decode(ids) == text and loaded.eos_token_id == tokenizer.eot_id
 
 
@@ -522,24 +492,18 @@ def test_the_tokenizer_is_converted_with_the_model(hf_folder, trained, tmp_path,
     assert load_saved(str(tmp_path / "run/tokenizer.json")).fingerprint == trained.fingerprint
     (source / "tokenizer.json").write_text("{}")
     assert run("from-hf", source, tmp_path / "bare") == 0
-    assert (
-        "without a tokenizer: " in capsys.readouterr().err
-        and not (tmp_path / "bare/tokenizer.json").exists()
-    )
+    assert "without a tokenizer: " in capsys.readouterr().err
+    assert not (tmp_path / "bare/tokenizer.json").exists()
 
 
 # --------------------------------------------------------------------------------------------------
 # Meta's files
 
+LLAMA3 = {"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0}
 META = {  # kind: (params.json, files, the dimension along which the embedding is cut, tied)
     "llama2": ({"vocab_size": -1}, 2, 1, False),
-    "llama3": ({"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0}, 2, 0, False),
-    "llama3.2": (
-        {"vocab_size": 264, "n_kv_heads": 2, "rope_theta": 500000.0, "use_scaled_rope": True},
-        1,
-        0,
-        True,
-    ),
+    "llama3": (LLAMA3, 2, 0, False),
+    "llama3.2": (LLAMA3 | {"use_scaled_rope": True}, 1, 0, True),
 }
 HEADS, HEAD, HIDDEN, WORDS = 6, 14, 54, 264
 
@@ -564,13 +528,10 @@ def write_meta(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
             "feed_forward.w2": (dim, HIDDEN),
             "feed_forward.w3": (HIDDEN, dim),
         }
-        whole |= {
-            f"layers.{i}.{name}.weight": torch.randn(shape) / 8 for name, shape in shapes.items()
-        }
-        whole |= {
-            f"layers.{i}.{name}.weight": 1 + torch.randn(dim) / 9
-            for name in ("attention_norm", "ffn_norm")
-        }
+        for name, shape in shapes.items():
+            whole[f"layers.{i}.{name}.weight"] = torch.randn(shape) / 8
+        for name in "attention_norm", "ffn_norm":
+            whole[f"layers.{i}.{name}.weight"] = 1 + torch.randn(dim) / 9
     whole["output.weight"] = whole["tok_embeddings.weight"] if tied else torch.randn(WORDS, dim)
     whole = {name: tensor.to(torch.bfloat16) for name, tensor in whole.items()}
     folder.mkdir()
@@ -579,9 +540,8 @@ def write_meta(folder: Path, kind: str) -> tuple[dict[str, Tensor], dict]:
         piece = {"rope.freqs": torch.ones(7)}
         for name, tensor in whole.items():
             cut = embedding_cut if "embed" in name else 1 if ".wo." in name or ".w2." in name else 0
-            piece[name] = (
-                tensor.clone() if "norm" in name else tensor.chunk(files, dim=cut)[i].clone()
-            )
+            part = tensor if "norm" in name else tensor.chunk(files, dim=cut)[i]
+            piece[name] = part.clone()
         torch.save(piece, folder / f"consolidated.{i:02d}.pth")
     return {name: tensor.float() for name, tensor in whole.items()}, params
 
@@ -626,9 +586,8 @@ def test_metas_tokenizer_is_converted(trained, tmp_path):
     import base64
 
     write_meta(tmp_path / "meta", "llama3")
-    lines = [
-        f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(trained.ranks)
-    ]
+    coded = [base64.b64encode(token).decode() for token in trained.ranks]
+    lines = [f"{token} {rank}" for rank, token in enumerate(coded)]
     (tmp_path / "meta/tokenizer.model").write_text("\n".join(lines))
     # these ranks are of no published file, so a tokenizer.json of the same ranks says their pattern
     document = hf_tokenizer.files(trained, 64)["tokenizer.json"]
@@ -641,24 +600,20 @@ def test_metas_tokenizer_is_converted(trained, tmp_path):
 # one torch file
 
 
-def save_trained(folder: Path) -> dict[str, Tensor] | None:
+def save_trained(folder: Path) -> dict[str, Any] | None:
     """Write a checkpoint with an optimizer that has stepped; rank 0 returns all its tensors,
     whole."""
     job = build("--training.global_batch_size=8", "--parallelism.tensor_parallel=2")
     for p in job.model.parameters():
         p.grad = p.detach() * 3 + 0.1
     job.optimizer.step()
-    facts = {"family": "llama", "must_match": {"model": asdict(job.args)}}
-    checkpoints = CheckpointManager(Checkpoint(), folder / "checkpoints", job.mesh, facts)
-    checkpoints.save(1, job.model, job.optimizer, {"step": 1, "samples": 8})
-    checkpoints.close()
-    live = state.tensors(job.model, job.optimizer)
-    whole = {
-        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
-        for n, t in live.items()
-        if n[:3] != "rng"
-    }
-    return {name: tensor.numpy() for name, tensor in whole.items()} if world().rank == 0 else None
+    save(job, folder, 1, {"step": 1, "samples": 8})
+    whole = {}
+    for name, tensor in state.tensors(job.model, job.optimizer).items():
+        if not name.startswith("rng"):
+            full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            whole[name] = full.detach().numpy()
+    return whole if world().rank == 0 else None
 
 
 def test_one_file_for_torch(tmp_path):
@@ -666,11 +621,8 @@ def test_one_file_for_torch(tmp_path):
     whole = run_ranks(2, save_trained, tmp_path)[0]
     assert run("to-torch", tmp_path, tmp_path / "all.pt") == 0
     loaded = torch.load(tmp_path / "all.pt")
-    assert (
-        loaded["step"] == 1
-        and loaded["progress"] == {"step": 1, "samples": 8}
-        and loaded["facts"]["family"] == "llama"
-    )
+    assert loaded["step"] == 1 and loaded["progress"] == {"step": 1, "samples": 8}
+    assert loaded["facts"]["family"] == "llama"
     flat = {f"model.{name}": tensor for name, tensor in loaded["model"].items()}
     for parameter, kept in loaded["optimizer"].items():
         flat |= {f"optimizer.{parameter}.{key}": tensor for key, tensor in kept.items()}
@@ -705,9 +657,8 @@ def change_tensors(change: Callable[[dict], object]) -> Callable[[Path], None]:
     """Change the tensors of the file that has the last layer's norm; its name stays."""
 
     def rewrite(folder: Path) -> None:
-        path = (
-            folder / json.loads((folder / hf.INDEX).read_text())["weight_map"]["model.norm.weight"]
-        )
+        index = json.loads((folder / hf.INDEX).read_text())
+        path = folder / index["weight_map"]["model.norm.weight"]
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         change(tensors)
@@ -834,9 +785,8 @@ def refused(argv: list[object], words: str, out: Path, capsys: pytest.CaptureFix
     before = set(out.parent.iterdir())
     assert run(*argv) == 2
     printed = capsys.readouterr()
-    lines = [
-        line for line in printed.err.splitlines() if not line.startswith("without a tokenizer")
-    ]
+    said = printed.err.splitlines()
+    lines = [line for line in said if not line.startswith("without a tokenizer")]
     assert printed.out == "" and len(lines) == 1, printed
     assert all(word in lines[0] for word in words.split("|")), lines[0]
     assert set(out.parent.iterdir()) == before and not list(out.glob("**/*.safetensors"))
@@ -899,42 +849,34 @@ def test_bad_folder_of_meta(name, tmp_path, capsys, monkeypatch):
 
 
 def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path, capsys):
-    command = "to-hf"
-    assert run("from-hf", hf_folder, tmp_path / "run") == 0
-    byte_tokenizer().save(str(tmp_path / "run/tokenizer.json"))
+    source, out = tmp_path / "run", tmp_path / "out"
+    assert run("from-hf", hf_folder, source) == 0
+    byte_tokenizer().save(str(source / "tokenizer.json"))
     capsys.readouterr()
-    out = tmp_path / "out"
-    refused([command, tmp_path / "nothing", out], "there is no checkpoint in", out, capsys)
+    refused(["to-hf", tmp_path / "nothing", out], "there is no checkpoint in", out, capsys)
     out.mkdir()
     (out / "x").touch()
-    refused([command, tmp_path / "run", out], "out exists already", out, capsys)
+    refused(["to-hf", source, out], "out exists already", out, capsys)
     shutil.rmtree(out)
-    refused(
-        [command, tmp_path / "run", tmp_path / "run/tokenizer.json/out"],
-        "Not a directory",
-        out,
-        capsys,
-    )
-    path = tmp_path / "run/checkpoints/step-00000000/rank-00000.safetensors"
+    refused(["to-hf", source, source / "tokenizer.json/out"], "Not a directory", out, capsys)
+    path = source / "checkpoints/step-00000000/rank-00000.safetensors"
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)
         file.write(b"\x55\xaa\x55\xaa")
-    refused(
-        [command, tmp_path / "run", out],
-        "step-00000000 is damaged: rank-00000.safetensors",
-        out,
-        capsys,
-    )
+    words = "step-00000000 is damaged: rank-00000.safetensors"
+    refused(["to-hf", source, out], words, out, capsys)
 
 
 def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
+    def written() -> dict[Path, bytes]:
+        files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in files}
+
     assert run("from-hf", hf_folder, tmp_path / "run") == 0
-    kept = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    kept = written()
     assert run("from-hf", hf_folder, tmp_path / "run") == 2
     assert "holds checkpoints already" in capsys.readouterr().err
-    assert {
-        path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()
-    } == kept
+    assert written() == kept
 
 
 def test_the_type_of_a_folder_is_that_of_most_numbers_and_not_of_most_tensors():
@@ -983,16 +925,12 @@ def write_large(folder: Path, layers: int) -> tuple[Path, Path]:
     meta.mkdir()
     weight_map = {}
     theirs = {names[ours]: shape for ours, shape in shapes.items()}
-    for i, group in enumerate(
-        hf.split({name: 4 * math.prod(shape) for name, shape in theirs.items()}, 100_000_000)
-    ):
+    of_bytes = {name: 4 * math.prod(shape) for name, shape in theirs.items()}
+    for i, group in enumerate(hf.split(of_bytes, 100_000_000)):
         file, part = f"model-{i}.safetensors", {name: theirs[name] for name in group}
-        hf.write_safetensors(
-            hf_folder / file,
-            part,
-            dict.fromkeys(part, torch.float32),
-            (torch.full(shape, 0.25) for shape in part.values()),
-        )
+        types = dict.fromkeys(part, torch.float32)
+        tensors = (torch.full(shape, 0.25) for shape in part.values())
+        hf.write_safetensors(hf_folder / file, part, types, tensors)
         weight_map |= dict.fromkeys(part, file)
     (hf_folder / hf.INDEX).write_text(json.dumps({"weight_map": weight_map}))
     (hf_folder / "config.json").write_text(json.dumps(llama_formats.FORMATS.hf_config(args)))
@@ -1043,9 +981,8 @@ def test_code_in_a_hugging_face_folder_is_not_run(hf_folder, tmp_path):
     config = json.loads((hostile / "config.json").read_text())
     names = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "evil.Evil")
     (hostile / "config.json").write_text(json.dumps(config | {"auto_map": names}))
-    (hostile / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": {"AutoTokenizer": ["evil.Evil", None]}})
-    )
+    of_tokenizer = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
+    (hostile / "tokenizer_config.json").write_text(json.dumps(of_tokenizer))
     assert convert.main(["from-hf", str(hostile), str(tmp_path / "run")]) == 0
     assert convert.main(["to-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 0
     assert not marker.exists() and not list((tmp_path / "back").glob("*.py"))
