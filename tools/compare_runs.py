@@ -301,15 +301,14 @@ def table(a: Path | Key, b: Path | Key, comparison: Comparison, tolerance: float
     head = ("steps", "first differs", f"by > {tolerance:g}", "largest", "at step")
     rows = [("metric", *head, "B - A at the end")]
     for row in comparison.rows:
-        at = [
-            "-" if step is None else str(step) for step in (row.first_difference, row.first_beyond)
-        ]
-        worst = "-", "-", "-"
+        cells = ["-"] * 5
         if not row.steps:
-            at, worst = ["in one run", "only"], ("", "", "")
+            cells = [*[""] * 4, "in one run only"]
         elif row.largest:
+            beyond = "-" if row.first_beyond is None else str(row.first_beyond)
             worst = f"{row.largest:.1e}", str(row.largest_at), f"{row.last_tenth:+.3g}"
-        rows.append((row.metric, str(row.steps), *at, *worst))
+            cells = [str(row.first_difference), beyond, *worst]
+        rows.append((row.metric, str(row.steps), *cells))
     table_of_metrics = aligned(rows, right=range(1, 6))
     lines = [f"A {a}", f"B {b}", comparison.verdict, "", *table_of_metrics]
     lines += ["", f"checkpoints: {comparison.checkpoint}"]
