@@ -17,6 +17,7 @@ from data import show as show_row
 from data.tokenizer import byte_tokenizer
 from models import MODELS
 from parallelisms.mesh import world
+from tests.checkpoints import generated
 from tests.library import added, byte_fallback, unigram
 from tests.published import published
 from tests.ranks import run_ranks
@@ -24,7 +25,7 @@ from tests.runs import COMPILED, SMALL_MODEL
 from tests.shapes import DEEPSEEK, LLAMA3, SHAPES, random_pair
 from tools import convert
 from tools.generate import main, show
-from tools.sampling import Loaded, generate, texts_as_they_come
+from tools.sampling import Loaded, texts_as_they_come
 from training import attention
 from training.sample import KeyValueCache, Sampling, sample, sample_stream
 
@@ -88,7 +89,7 @@ def test_a_checkpoint_of_another_code_is_a_sentence(facts, words, tmp_path, monk
     monkeypatch.setattr(verify, "newest", lambda folder: path)
     monkeypatch.setattr(verify, "read_manifest", lambda path: manifest)
     with pytest.raises(InputError) as caught:
-        generate(tmp_path, "a", 3, 0, 1, 0)
+        generated(tmp_path, "a", 3)
     assert str(caught.value).startswith(str(path)) and words in str(caught.value)
     assert convert.main(["to-hf", str(tmp_path), str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err
@@ -270,8 +271,8 @@ def test_experts_and_latent_attention_give_the_tokens_of_transformers(tmp_path, 
     want = theirs.eval().generate(torch.tensor([list(b"abc")]), **options)[0].tolist()
     assert len(set(want)) > 10
     for folder in "hf", "run":
-        assert generate(tmp_path / folder, "abc", 20, 0.0, 1, 0) == words.decode(want)
-    drawn = generate(tmp_path / "run", "abc", 20, 0.8, 3, 4)
+        assert generated(tmp_path / folder, "abc", 20) == words.decode(want)
+    drawn = generated(tmp_path / "run", "abc", 20, temperature=0.8, top_k=3, seed=4)
     capsys.readouterr()
     options = ["--prompt=abc", "--tokens=20", "--top-k=3", "--seed=4"]
     assert main([str(tmp_path / "run"), *options]) == 0

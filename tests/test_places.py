@@ -19,6 +19,7 @@ from data.tokenizer import byte_tokenizer
 from models import MODELS
 from reliability import objects
 from reliability.objects import location
+from tests.checkpoints import generated
 from tests.ranks import run_ranks
 from tests.runs import SMALL_MODEL, run, tiny_run
 from tests.s3 import Server
@@ -126,7 +127,7 @@ def test_what_is_converted_into_a_store_is_what_comes_into_a_folder(
     here = content(tmp_path / "disk")
     if command == "from-hf":  # a manifest says when it was made
         assert there.keys() == here.keys()
-        assert sampling.generate(location(OUT), "de", 3, 0.0, 1, 0)
+        assert generated(location(OUT), "de", 3)
     else:
         assert there == here
     if command != "to-torch":  # which makes a single file
@@ -142,7 +143,8 @@ def test_what_is_converted_into_a_store_is_what_comes_into_a_folder(
 def test_text_and_scores_of_a_url_are_those_of_the_folder(store, trained, tmp_path):
     upload(store, trained)
     everywhere = (trained, URL, f"{URL}/checkpoints/step-00000007")
-    texts = {sampling.generate(location(where), "de", 12, 0.9, 9, 3) for where in everywhere}
+    how = {"temperature": 0.9, "top_k": 9, "seed": 3}
+    texts = {generated(location(where), "de", 12, **how) for where in everywhere}
     assert len(texts) == 1 and len(texts.pop()) > 2
     task = tmp_path / "task.jsonl"
     task.write_text('{"text": "def f(x):"}\n{"text": "class A"}\n')
@@ -267,7 +269,7 @@ def test_adapters_find_their_base_at_its_url(store, trained, tmp_path):
     assert run_ranks(1, run, options, folder) == [(0, "")]
     at = f"{URL}/checkpoints/step-00000007"
     assert adapters.open_run(folder).base["folder"] == at
-    text = sampling.generate(folder, "de", 8, 0.0, 1, 0)
+    text = generated(folder, "de", 8)
     assert convert.main(["lora-merge", str(folder), str(tmp_path / "merged")]) == 0
     upload(store, folder, "runs/l")  # a run of adapters is one, too
     for command in "lora-merge", "lora-to-peft":
@@ -275,7 +277,7 @@ def test_adapters_find_their_base_at_its_url(store, trained, tmp_path):
             assert convert.main([command, source, str(tmp_path / command / out)]) == 0
         assert content(tmp_path / command / "store") == content(tmp_path / command / "disk")
     tokenizer = str(folder / "tokenizer.json")
-    assert sampling.generate(tmp_path / "merged", "de", 8, 0.0, 1, 0, tokenizer) == text
+    assert generated(tmp_path / "merged", "de", 8, tokenizer) == text
     with pytest.raises(InputError, match="has no tokens|no checkpoint"):
         sampling.load(location("s3://bucket/elsewhere"))
     assert verify.newest(location(URL)).name == "step-00000007"

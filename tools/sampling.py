@@ -221,18 +221,3 @@ def warn_of_length(loaded: Loaded, ids: list[list[int]], new_tokens: int) -> Non
             f"them ({loaded.reason})",
             file=sys.stderr,
         )
-
-
-def generate(
-    folder: Path,
-    prompt: str,
-    new_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    tokenizer: str = "",
-) -> str:
-    """Return one prompt with the model's continuation. Raises InputError as `load` does."""
-    options = {"temperature": temperature, "top_k": top_k, "seed": seed}
-    *_, [text] = texts_as_they_come(load(folder, tokenizer), [prompt], new_tokens, **options)
-    return text
