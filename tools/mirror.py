@@ -235,7 +235,7 @@ def is_regular(path: Path) -> bool:
 
 
 def is_storable(name: str) -> bool:
-    """Return True if an object may have this name: what is no UTF-8 becomes another one."""
+    """Return True if an object may have this name, which must be UTF-8."""
     return name.encode(errors="ignore").decode() == name and is_readable(name)
 
 

@@ -166,9 +166,8 @@ def decoded(
     if speculative:
         steps = speculate(model, ids, context, device, new_tokens, options["stops"])
     else:
-        steps = drawn(
-            ids, sample_stream(model, ids, device, Sampling(new_tokens, context, **options))
-        )
+        how = Sampling(new_tokens, context, **options)
+        steps = drawn(ids, sample_stream(model, ids, device, how))
     texts = list(zip(ids, shown, strict=True))
     for _ in steps:
         yield [words.decode(text[first:]).rstrip("\ufffd") for text, first in texts]

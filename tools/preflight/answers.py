@@ -136,9 +136,8 @@ def judge_trouble(probe: Probe, check: str, answers: list[dict]) -> list[ProbeRo
     waits: dict[str, list[int]] = defaultdict(list)
     for r, a in enumerate(answers):
         if "hangs" in a:
-            troubles[f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}"].append(
-                r
-            )
+            text = f"did not finish within {probe.limit(check)} s; it is in {a['hangs']}"
+            troubles[text].append(r)
         elif not a:
             troubles[NO_ANSWER].append(r)
         elif a.get("kind") in ("error", "input"):
