@@ -15,7 +15,7 @@ from checkpoint import hf
 from configs.schema import InputError
 from models import FORMATS, MODELS, deepseek_v3
 from tests.shapes import DEEPSEEK, SHAPES, formats, write_hf
-from tools import check, convert, sampling
+from tools import check, convert, positions
 from train import architecture
 
 transformers = pytest.importorskip("transformers")
@@ -172,8 +172,8 @@ def test_a_folder_is_a_flavor(tmp_path):
 def test_a_model_sees_its_positions_as_far_as_memory_goes():
     family, args = SHAPES["llama3"]
     model = family.build(args)
-    assert sampling.within_memory(model, args) == (64, "all of the model's positions")
-    count, reason = sampling.within_memory(model, replace(args, max_seq_len=2**40))
+    assert positions.within_memory(model, args) == (64, "all of the model's positions")
+    count, reason = positions.within_memory(model, replace(args, max_seq_len=2**40))
     assert 2**10 < count < 2**40 and count % 1024 == 0
     assert "of the model's 1,099,511,627,776: " in reason and "GiB of memory" in reason
 

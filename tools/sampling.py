@@ -19,11 +19,9 @@ from data.open_tokenizer import load_saved, open_tokenizer
 from data.tokenizer import Tokenizer
 from models import FORMATS, MODELS
 from reliability.objects import Key, location
-from tools import adapters, new_checkpoint, places
+from tools import adapters, new_checkpoint, places, positions
 from training.sample import Sampling, sample_stream
 from training.speculative import Speculation
-
-LEAST = 1024  # positions, which every machine that holds the weights is taken to have memory for
 
 
 class Loaded(NamedTuple):
@@ -59,7 +57,7 @@ def load(folder: Path | Key, tokenizer: str = "") -> Loaded:
     if seq_len := manifest["facts"].get("seq_len"):
         return Loaded(model, words, seq_len, "as in training")
     # a converted checkpoint
-    return Loaded(model, words, *within_memory(model, args))
+    return Loaded(model, words, *positions.within_memory(model, args))
 
 
 def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
@@ -74,40 +72,7 @@ def _load_hugging_face(folder: Path, tokenizer: str) -> Loaded:
     stored = hf.weights(folder, FORMATS[name], args, shapes)
     for parameter, tensor in live.items():
         tensor.copy_(stored[parameter].read())
-    return Loaded(model, words, *within_memory(model, args))
-
-
-def within_memory(model: nn.Module, args: Any) -> tuple[int, str]:
-    """Return the positions that a model is made for, or as many as half of the free memory holds,
-    and why so many.
-
-    model: with its weights loaded, in float32. args: of its family.
-    """
-    free = _free_bytes(model)
-    whole = args.max_seq_len
-    if free is None or whole * bytes_per_position(args) <= free / 2:
-        return whole, "all of the model's positions"
-    held = int(free / 2 / bytes_per_position(args))
-    count = min(whole, max(LEAST, held // LEAST * LEAST))
-    return count, f"of the model's {whole:,}: {free / 2**30:.1f} GiB of memory are free"
-
-
-def bytes_per_position(args: Any) -> int:
-    """Return what one position takes in a forward pass without gradients, in float32: keys and
-    values of every layer at their widest, and what a block holds at once."""
-    hidden = getattr(args, "hidden_dim", 0)
-    experts = getattr(args, "experts_per_token", 0) * getattr(args, "expert_dim", 0)
-    kept = 2 * args.n_layers * args.dim
-    at_once = 16 * args.dim + 4 * max(hidden, experts)
-    return 4 * (kept + at_once)
-
-
-def _free_bytes(model: nn.Module) -> int | None:
-    """Return the free bytes of the device that the model will compute on; None where unknown."""
-    if not torch.cuda.is_available():
-        return state.free_host_memory()
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    return max(0, torch.cuda.mem_get_info()[0] - weights)
+    return Loaded(model, words, *positions.within_memory(model, args))
 
 
 def texts_as_they_come(
