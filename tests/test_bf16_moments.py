@@ -145,6 +145,7 @@ def forgetful(folder: Path, kind: str) -> dict[str, np.ndarray] | str:
     return saved_or_resumed(folder, kind)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_bitwise_on_any_mesh(tmp_path):
     """Gradients are the same on every mesh, so the averages are, too, bit by bit."""
     folder = tmp_path / "c"

@@ -209,6 +209,7 @@ def test_no_room_for_the_last_checkpoint_is_1(stopped, parent, tmp_path):
     assert run_ranks(1, run, few, tmp_path) == [(0, "")]
 
 
+@pytest.mark.slow
 def test_an_option_is_typed_once():
     words = [
         "--optimizer.lr=1e-3",

@@ -101,6 +101,7 @@ def _save_and_share(folder: Path) -> None:
     save_pattern(folder, ["--parallelism.data_parallel_replicate=2"])
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_writes_every_part_once(tmp_path):
     run_ranks(4, _save_and_share, tmp_path / "c")
     sizes = [size for size, _ in verify.verify(tmp_path / "c" / "step-00000007")["files"]]

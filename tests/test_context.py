@@ -306,6 +306,7 @@ def sent_in_a_step(method: list[str]) -> list[int]:
     return numbers.seen
 
 
+@pytest.mark.slow
 def test_latent_attention_sends_no_padding():
     """Kernels want values as wide as keys, 48 numbers of each head here, and values have 32. A rank
     sends the 32: keys and values are all-gathered twice and their gradients reduce-scattered, or

@@ -616,6 +616,7 @@ def save_trained(folder: Path) -> dict[str, Any] | None:
     return whole if world().rank == 0 else None
 
 
+@pytest.mark.slow
 def test_one_file_for_torch(tmp_path):
     """The checkpoint is of two ranks, with its optimizer; torch.load reads the file."""
     whole = run_ranks(2, save_trained, tmp_path)[0]

@@ -228,6 +228,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_what_computes(tmp_path):
     """A rank that waits for a processor does, and one that waits for a compiler: one whose gloo
     threads spin does not."""

@@ -898,6 +898,7 @@ def routers_bias(folder: Path, value: float) -> None:
             move_value(folder, key, torch.full(stored.shape, value))
 
 
+@pytest.mark.slow
 def test_what_has_no_parameter_here_must_say_nothing(tmp_path):
     """Qwen3's mixtures have a bias there that is moved in training; a tied projection is a copy."""
     options = MODELS_HERE["qwen3 experts"]

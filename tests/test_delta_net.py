@@ -320,6 +320,7 @@ def test_the_layer_is_that_of_transformers():
     assert error([ours(x, None, None)], [wanted]) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_package", [False, True])
 def test_the_layer_compiles_whole(by_package):
     ours = layer(torch.bfloat16 if by_package else torch.float32)

@@ -216,6 +216,7 @@ def subjects() -> tuple[dict, tuple]:
     )
 
 
+@pytest.mark.slow
 def test_what_is_measured_with_a_model():
     step, rates = run_ranks(1, subjects)[0]
     row = dict(zip(step["columns"], step["rows"][0], strict=True))

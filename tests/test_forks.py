@@ -147,6 +147,7 @@ def frozen_run(options: list[str], dp_size: int = 1) -> dict:
         return parity.trajectory([*FREEZE, *options], dp_size)
 
 
+@pytest.mark.slow
 def test_what_is_frozen_stays_frozen_on_every_mesh():
     one = run_ranks(1, frozen_run, [])[0]
     names = {"tok_embeddings.weight", "layers.0.ffn_norm.weight", "layers.2.attention.wk.weight"}

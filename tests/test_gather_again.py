@@ -58,6 +58,7 @@ def gathers_of_a_step(options: list[str]) -> int:
     return seen.count
 
 
+@pytest.mark.slow
 def test_a_block_gathers_twice_more():
     for kept, again in run_ranks(2, gathers, [[SELECTIVE], AGAIN]):
         assert again == kept + 2 * 3

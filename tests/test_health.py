@@ -429,6 +429,7 @@ def uneven(seconds: dict[int, dict[str, float]]) -> list:
     )
 
 
+@pytest.mark.slow
 def test_what_is_small_or_the_same_everywhere_is_no_straggler():
     """The factor alone would name a rank that takes 20 us instead of 10."""
     (none, *_), (late, *others) = (

@@ -38,6 +38,7 @@ def test_the_law_that_made_the_losses_is_found():
     assert entropy + size / 1e6**a + data / 1e7**b == pytest.approx(published(1e6, 1e7), rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_band_holds_the_truth_under_noise_and_one_outlier_moves_little():
     truth = published(5e6, 1e8)
     inside = 0

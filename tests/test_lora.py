@@ -172,6 +172,7 @@ def slowly(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "mesh, settings, more",

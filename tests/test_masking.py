@@ -257,6 +257,7 @@ def compilations() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.slow
 @pytest.mark.cap(180)
 def test_other_documents_do_not_recompile():
     """Once for the first table, once more when its size is found to change; both blocks share the

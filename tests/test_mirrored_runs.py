@@ -140,6 +140,7 @@ def test_a_url_with_one_slash_is_no_folder():
         load_config(["--run.folder=s3:/bucket/x"])
 
 
+@pytest.mark.slow
 def test_a_run_that_nothing_copies_is_refused(tmp_path, monkeypatch):
     """train.py by itself, or below the mirror of another run: a sentence, and nothing is written."""
     monkeypatch.delenv(objects.MIRRORED, raising=False)

@@ -297,6 +297,7 @@ def counted(layers: int) -> tuple[int, int]:
     return counter.get_total_flops(), size
 
 
+@pytest.mark.slow
 @pytest.mark.cap(200)
 def test_the_plan_counts_what_a_rank_orthogonalises():
     """By the shapes of the matrices that rank 0 gets, of more layers than are traced with AdamW: they

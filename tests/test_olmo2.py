@@ -68,6 +68,7 @@ def test_a_norm_whose_columns_are_shared_is_that_of_one_process():
         assert max(seen.values()) < 2e-6, seen
 
 
+@pytest.mark.slow
 def test_windows_inside_documents_equal_the_plain_model():
     """On a mesh that gathers keys; in a pipeline: tests/test_gemma3.py."""
     combination = {

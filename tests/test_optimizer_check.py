@@ -175,6 +175,7 @@ def whole_state(built: train.Job) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_state_of_any_shape_is_loaded_on_another_mesh(tmp_path):
     saved = run_ranks(2, save, tmp_path / "c", [TP2])[0]
     loaded = run_ranks(2, load, tmp_path / "c", [])[0]

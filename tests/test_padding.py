@@ -105,6 +105,7 @@ def test_labels_that_do_not_count_change_no_term(plain):
     assert furthest(grad, plain[0]) < 1e-9 and counts == plain[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, ranks",
     [

@@ -156,6 +156,7 @@ TWO_STAGES_A_RANK = [
 ]
 
 
+@pytest.mark.slow
 def test_a_pipeline_gathers_the_weights_of_all_stages_before_its_first_forward():
     """The weights are not gathered again in the step. Negative control: weights that are freed
     after each forward are gathered as they are needed."""
@@ -240,6 +241,7 @@ def whole_vocabularies() -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_no_rank_computes_a_gradient_of_the_whole_vocabulary():
     """Negative control: PyTorch's own style does."""
     for ours, of_pytorch in run_ranks(2, whole_vocabularies):

@@ -120,6 +120,7 @@ def all_rotations() -> dict[str, list[float]]:
     return {family: errors_of_rotations(family) for family in turning}
 
 
+@pytest.mark.slow
 def test_rotary_positions_are_applied_in_float32_for_weights_of_every_dtype():
     """The result is rounded to bfloat16 once. With tables in bfloat16 it is 20 times as far off."""
     for family, errors in run_ranks(1, all_rotations)[0].items():
@@ -187,6 +188,7 @@ def drawn() -> tuple[int, list[float]]:
     return job.mesh.dp_rank, torch.rand(4).tolist()
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_tp_group_draw_the_same_numbers_and_no_others_do():
     """A model that drops units must drop the same ones in all parts of a token."""
     by_group: dict[int, list[list[float]]] = {}
@@ -222,6 +224,7 @@ def gathers_of_each_option() -> list[tuple[int, int]]:
     return counts
 
 
+@pytest.mark.slow
 def test_weights_that_are_freed_after_forward_are_gathered_again(seen):
     assert seen[gathers_of_each_option] == [list(GATHERS.values())]
 

@@ -230,6 +230,7 @@ def steps_with(options: list[str], cases: list[tuple]) -> list[float | str]:
     return [step_with(options, *case) for case in cases]
 
 
+@pytest.mark.slow
 def test_messages_that_are_not_the_expected_ones_are_named(options):
     """Negative control: unchecked, gradients that come in a different order are taken for each
     other in silence."""

@@ -154,6 +154,7 @@ WHOLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.cap(120)
 @pytest.mark.parametrize("name", in_ci(WHOLE, "kept-for-the-step"))
 def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
@@ -391,6 +392,7 @@ def planned_goodput() -> tuple[Plan, Plan]:
     return plan, replace(plan, inputs=replace(inputs, mtbf_gpu_hours=1e-3))
 
 
+@pytest.mark.slow
 def test_the_best_interval_between_checkpoints():
     seldom, always = apart(planned_goodput)
     _, _, stall = seldom.saving()

@@ -261,6 +261,7 @@ def unsharded_in_a_block(options: list[str]) -> int:
     return step.parameters[2].gathered
 
 
+@pytest.mark.slow
 def test_fsdp_unshards_the_experts_of_a_rank_alone():
     """With expert parallelism a rank never holds the experts of other ep ranks."""
     family, args = train.architecture(config(QWEN3, 1))
@@ -328,6 +329,7 @@ def test_a_search_shares_experts():
     assert degrees("--model.family=qwen3") == {1}
 
 
+@pytest.mark.slow
 def test_the_report_names_the_routing(capsys):
     options = [*DEEPSEEK, EP2, "--training.local_batch_size=1", "--gpus", "8", "--routing", "1.5"]
     assert main(options) == 0
@@ -341,6 +343,7 @@ def test_the_report_names_the_routing(capsys):
     assert "the folder of a run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_report_says_what_would_hide_what_is_exposed(capsys):
     """Chunks of an exchange, larger microbatches. Negative control: neither, where both are so."""
     options = [*DEEPSEEK, "--training.local_batch_size=1", "--gpus", "16"]

@@ -107,6 +107,7 @@ def test_published_runs_are_plausible():
     assert goodput.expected(implied, 0.0, 180, 1.0, 0.0) == pytest.approx(0.8, abs=0.03)
 
 
+@pytest.mark.slow
 def test_the_plan_shows_the_comparison(capsys):
     small = ["--training.seq_len=64", "--model.n_layers=2", "--gpus=4", "--gpus-per-node=2"]
     copies = ["--checkpoint.peers=1", "--checkpoint.peer_interval=20", "--checkpoint.peer_rate=500"]

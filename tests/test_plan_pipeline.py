@@ -228,6 +228,7 @@ def test_first_forwards_begin_when_their_weights_come():
     assert pipeline.first_forwards([rank]) == {first: 1.25, second: 3.25}
 
 
+@pytest.mark.slow
 def test_gathering_ahead_is_planned_between_gathers_on_demand_and_none():
     cfg = config(4, "interleaved_1f1b", EIGHT, "--model.n_layers=4")
     slow = load_device("h100").model_copy(update={"link_gb_per_s": 0.5})

@@ -175,6 +175,7 @@ def test_overrides_replace_the_numbers_of_the_device():
     assert inputs_of().device == H100
 
 
+@pytest.mark.slow
 def test_a_plan_for_several_hosts_says_which_network_it_assumes(capsys):
     main([*SMALL, "--gpus=16", "--network-gb-per-s=12.5", "--training.global_batch_size=16"])
     assert "Between hosts    12.5 GB/s of each GPU" in capsys.readouterr().out
@@ -303,6 +304,7 @@ def shared_traces() -> tuple[int, list[float], list[float]]:
     return len(stages.wholes), together, alone
 
 
+@pytest.mark.slow
 def test_plans_that_share_a_trace_are_those_that_do_not():
     traces, together, alone = apart(shared_traces)
     assert traces == 1

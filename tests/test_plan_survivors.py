@@ -99,6 +99,7 @@ def test_a_round_is_as_fast_as_planned(batch):
     assert share.count + share.padding == batch // 8 / planned.training(1)
 
 
+@pytest.mark.slow
 def test_the_plan_shows_it(capsys):
     small = ["--training.seq_len=64", "--model.n_layers=2", "--gpus=4", "--gpus-per-node=2"]
     two = ["--parallelism.data_parallel_replicate=2", "--peers=1"]

@@ -110,6 +110,7 @@ def play_all(place: Path) -> dict[str, tuple[int, str]]:
     return {name: play(name, place) for name in CASES}
 
 
+@pytest.mark.slow
 def test_hosts_that_share_a_store_alone(
     running_store: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

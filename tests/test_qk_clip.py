@@ -123,6 +123,7 @@ def problems_on(name: str, fn=parity.trajectory) -> list[str]:
     return parity.compare(name, parity.whole_model(results), oracle, parity.EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n == FAST else pytest.mark.slow) for n in RUNS]

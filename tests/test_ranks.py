@@ -65,6 +65,7 @@ def counted(folder: Path, options: list[str]) -> tuple[int, str, list[Counter], 
     return code, errors, inside, between
 
 
+@pytest.mark.slow
 def test_a_step_costs_no_collective_for_what_the_ranks_agree_on(tmp_path):
     """Stopping, a save in flight, a stream that may end: all of it travels with the loss."""
     options = [

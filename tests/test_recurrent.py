@@ -132,6 +132,7 @@ def museum_runs() -> list[dict]:
     return seen
 
 
+@pytest.mark.slow
 def test_mistakes_are_seen(oracles):
     results = run_ranks(2, museum_runs)
     for number, (bug, more) in enumerate(MUSEUM.items()):
@@ -168,6 +169,7 @@ def sampled(options: list[str], caches: Sequence[bool]) -> list[list[list[int | 
     return found
 
 
+@pytest.mark.slow
 def test_a_cache_keeps_states_on_a_mesh():
     [[without, with_cache]] = run_ranks(1, sampled, [], [False, True])
     assert with_cache == without
@@ -330,6 +332,7 @@ def test_documents_of_a_forks_own_class_tell_states_where_they_are(made, monkeyp
     assert found.endswith("make it a dataclass with a field `within: Tensor | None = None`")
 
 
+@pytest.mark.slow
 def test_its_types_fit():
     types = pytest.importorskip("tools.prove.types", reason="spmd_types is not installed")
     options = ["configs/llama_debug.toml", CP2, "--parallelism.tensor_parallel=2"]

@@ -284,6 +284,7 @@ def test_a_healthy_run_is_equal_and_is_not_touched(more, healthy, capsys) -> Non
     assert contents(healthy) == before
 
 
+@pytest.mark.slow
 def test_what_the_record_has_lost_is_located(healthy, tmp_path, capsys) -> None:
     """Faults of memory or disk: the step computes something else than what was saved after it."""
     copies = {fault: tmp_path / fault.__name__ for fault in RECORDED}

@@ -349,6 +349,7 @@ def test_what_a_run_says_is_never_read_as_html(runs, tmp_path):
 # Long runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_million_steps_make_a_small_page_that_hides_no_spike(runs, tmp_path):
     count = 1_000_000
     long = copy(runs["plain"], tmp_path / "long")

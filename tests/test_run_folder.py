@@ -342,6 +342,7 @@ def with_a_clock(kind: str, options: list[str], folder: Path) -> int:
     return run(options, folder)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["an hour ahead", "backwards"])
 def test_a_clock_that_jumps_makes_no_negative_figures(tmp_path, kind):
     """The next start, on the right clock, follows the first all the same."""

@@ -155,6 +155,7 @@ def test_exit_code_of_the_failing_rank(stand_in: Path) -> None:
     assert done.stderr == f"launch: rank 1 on {socket.gethostname()} ended with exit code 9\n"
 
 
+@pytest.mark.slow
 def test_ranks_of_a_run_that_failed_in_a_sentence_are_not_named_too(repository: Path) -> None:
     """The other may be stopped before it trains, and says that."""
     done = run(*LAUNCH, "--nproc-per-node=2", "train.py", "exit", "0", "1", cwd=repository)
@@ -174,6 +175,7 @@ def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> N
     assert last == "ValueError: the cause" and "noise" not in traceback
 
 
+@pytest.mark.slow
 def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> None:
     """A stop during the import of torch, say: nothing to save yet, and a scheduler may start it
     again."""

@@ -269,6 +269,7 @@ def test_a_folder_that_is_removed_ends_the_run_in_a_sentence(alone, tmp_path):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_a_part_that_is_removed_is_written_again_and_said(alone, tmp_path):
     """What the run does not need to go on; it has the numbers that it has alone."""
     oracle, options = alone

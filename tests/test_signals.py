@@ -299,6 +299,7 @@ def in_the_export() -> None:
     hf.write_safetensors = once(hf.write_safetensors, partial(kill, signal.SIGINT), 1)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_leaves_no_score_out(options, tmp_path):
     """No later start would compute it: it comes when all is saved, and the run is done."""
     more = [*options, "--debug.sample_tokens=100"]

@@ -42,6 +42,7 @@ def whole(options, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_stages_are_the_options_changed_by_hand(options, whole, tmp_path):
     """The same steps as three starts whose options are changed, each allowed to splice the data."""
     second = ["--training.seq_len=24", "--optimizer.lr=0.005", "--data.allow_splice=true"]
@@ -82,6 +83,7 @@ def test_a_killed_run_goes_on_in_its_stage_on_another_mesh(options, whole, mesh,
     assert code == 0 and "nothing to do" in text
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_step_of_a_stage_is_heard(options, whole, tmp_path):
     """By one of two ranks: no rank goes on, and the same command does."""
     staged = [*options, in_stages(LONGER, SMALLER)]

@@ -93,6 +93,7 @@ def test_half_a_world_is_a_sentence(settings, words, monkeypatch):
         mesh.world()
 
 
+@pytest.mark.slow
 def test_train_says_what_is_missing_of_the_world(tmp_path):
     clean = {name: value for name, value in os.environ.items() if name not in WORLD}
     done = subprocess.run(
@@ -236,6 +237,7 @@ def programs() -> list[str]:
     return ["train.py" if name == "train" else name for name in names if name not in SERVANTS]
 
 
+@pytest.mark.slow
 def test_help_and_mistakes_in_a_call_are_answered_before_torch_is_imported(tmp_path):
     """Importing it takes 3 s on an idle machine and 15 s on a busy one."""
     asked = ASKED | {(name, "--help"): (0, HELP.get(name, "usage: ")) for name in programs()}

@@ -165,6 +165,7 @@ def test_models_import_torch_and_models_alone():
                 assert name.split(".")[0] in IMPORTED_BY_MODELS, f"{path.name} imports {name}"
 
 
+@pytest.mark.slow
 def test_no_test_file_imports_another_one():
     """Shared parts of several files have their own file (tests/runs.py, ranks.py, checkpoints.py,
     ...)."""
@@ -354,6 +355,7 @@ def table_read(node: ast.expr, arguments: dict[str, type | None]) -> type | None
     return None
 
 
+@pytest.mark.slow
 def test_every_option_that_is_read_exists():
     for package in PACKAGES:
         for path in (*(ROOT / package).rglob("*.py"), *ROOT.glob(f"{package}.py")):

@@ -252,6 +252,7 @@ def report_attention_as_parts() -> None:
     models.terms.part_of = lambda term, tp: part_of(term, 1)
 
 
+@pytest.mark.slow
 def test_what_a_tp_group_has_whole_counts_once():
     """In what is logged, and in the gradient."""
     options = [*ON, "--training.param_dtype=float64"]
