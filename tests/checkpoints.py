@@ -31,7 +31,6 @@ from parallelisms import contract
 from parallelisms import mesh as meshes
 from tests import fork_server
 from tests.ranks import child, run_ranks, wait_until
-from tools import sampling
 from training.optim import step_if
 from training.optimizers import materialise
 
@@ -289,9 +288,9 @@ def rewrite(folder: Path, **changes: object) -> None:
     (folder / "manifest.json").write_text(json.dumps(signed))
 
 
-def rewrite_header(folder: Path, change: Callable[[dict], None], rank: int = 0) -> None:
-    """Write a header that was changed and signed again, in its length and in the manifest's."""
-    path, files = folder / verify.file_name(rank), verify.read_manifest(folder)["files"]
+def rewrite_header(folder: Path, change: Callable[[dict], None]) -> None:
+    """Write a header of rank 0 that was changed and signed again, in its length and in the manifest's."""
+    path, files = folder / verify.file_name(0), verify.read_manifest(folder)["files"]
     data = path.read_bytes()
     length = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:length])
@@ -299,7 +298,7 @@ def rewrite_header(folder: Path, change: Callable[[dict], None], rank: int = 0) 
     text = json.dumps(header).encode()
     head = len(text).to_bytes(8, "little") + text
     path.write_bytes(head + data[length:])
-    files[rank] = [len(head) + len(data) - length, verify.digest(head)]
+    files[0] = [len(head) + len(data) - length, verify.digest(head)]
     rewrite(folder, files=files)
 
 
@@ -403,11 +402,3 @@ def begun(place: Path) -> set[int]:
         for rank in range(2)
         for line in (place / f"begun-{rank}").read_text().split("\n")[:-1]
     }
-
-
-def generated(folder: Path, prompt: str, new_tokens: int, tokenizer: str = "", **options) -> str:
-    """Return one prompt with the model's continuation, by default of the likeliest tokens."""
-    loaded = sampling.load(folder, tokenizer)
-    how = {"temperature": 0.0, "top_k": 1, "seed": 0} | options
-    *_, [text] = sampling.texts_as_they_come(loaded, [prompt], new_tokens, **how)
-    return text

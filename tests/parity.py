@@ -22,11 +22,18 @@ import torch
 import train
 from checkpoint.storage import box_of, local
 from configs.load import load_config
-from models import NUMBERS as NUMBERS_OF
 from parallelisms.mesh import Mesh, world
 from tests.covering import covering_array, every_pair
 from tests.ranks import run_ranks
-from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, SMALL_MODEL, ULYSSES
+from tests.runs import (
+    ADAMW,
+    CONTEXT_MESHES,
+    EXPERT_MESHES,
+    MESHES,
+    SMALL_MODEL,
+    ULYSSES,
+    of_family,
+)
 from tools.parity import in_memory
 from training import init
 
@@ -53,8 +60,6 @@ DOCUMENTS = "documents"
 ONE_EXPERT = "one expert"
 # labels count in the first quarter of a window alone, so some ranks of a cp group have none
 FEW_LABELS = "few labels"
-# of DeepSeek: computed from a vector of 23 numbers; the debug flavor has none; no option
-NARROW_QUERIES = "narrow queries"
 
 # the scores of experts differ by some 1e-7 of their size from mesh to mesh
 LEAST_GAP, SEEDS = 1e-6, range(20)
@@ -72,7 +77,7 @@ CHANGE_THE_MODEL = (
     "--lora.",
     "--checkpoint.load_",
 )
-MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT, SHAKEN, NARROW_QUERIES
+MARKERS = DOCUMENTS, FEW_LABELS, ONE_EXPERT, SHAKEN
 
 # factor -> {setting: options}. The first setting of a factor is the plain model's.
 NUMBERS = {  # settings that change the numbers: every combination has its own oracle
@@ -180,10 +185,9 @@ def trajectory(options: list[str], dp_size: int = 1) -> dict:
     warnings.simplefilter("ignore")
     in_pipeline = any("pipeline_parallel" in option for option in options)
     rows = BATCH // dp_size // ((6 if in_pipeline else 2) if TWO_MICROBATCHES in options else 1)
-    has_documents, has_few_labels, has_one_expert, is_shaken, is_narrow = (
+    has_documents, has_few_labels, has_one_expert, is_shaken = (
         marker in options for marker in MARKERS
     )
-    NUMBERS_OF["deepseek_v3"].flavors["debug"]["q_rank"] = 23 if is_narrow else 0
     os.environ["LOCAL_WORLD_SIZE"] = str(2 if TWO_ON_A_HOST in options else world().size)
     markers = TWO_MICROBATCHES, TWO_ON_A_HOST, *MARKERS
     options = [option for option in options if option not in markers]
@@ -269,8 +273,7 @@ def gathered(mesh: Mesh, tensors: dict[str, torch.Tensor]) -> dict[str, np.ndarr
 def options_of_a_family(options: list[str]) -> list[str]:
     """Return OPTIONS without those that the family of these options does not have."""
     chosen = [o.partition("=")[2] for o in options if o.startswith("--model.family=")]
-    known = {f"--model.{name}" for name in NUMBERS_OF[chosen[-1] if chosen else "llama"].options}
-    return [o for o in OPTIONS if not o.startswith("--model.") or o.partition("=")[0] in known]
+    return of_family(chosen[-1] if chosen else "llama", OPTIONS)
 
 
 def begin_adapters(model: torch.nn.Module) -> None:
@@ -330,15 +333,18 @@ def combination_of(**settings: str) -> Combination:
     return {factor: next(iter(table)) for factor, table in FACTORS.items()} | settings
 
 
+def numbers_of(*more: str, **settings: str) -> tuple[str, ...]:
+    """Return the options of the plain model: of `more` options, those of a mesh, the ones that change
+    the model count."""
+    combination = combination_of(**settings)
+    numbers = options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS)
+    return (*numbers, *(o for o in more if o.startswith(CHANGE_THE_MODEL) or o in MARKERS))
+
+
 def plain(*more: str, **numbers: str) -> dict:
     """Run the oracle of these settings: one process, no parallelism, no accumulation, no
-    checkpointing. Of `more` options, those of a mesh, the ones that change the model count. What is
-    compared with it needs `seed_of` it among its options."""
-    combination = combination_of(**numbers)
-    shape = [o for o in more if o.startswith(CHANGE_THE_MODEL) or o in MARKERS]
-    return oracle_of(
-        (*options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS), *shape)
-    )
+    checkpointing. What is compared with it needs `seed_of` it among its options."""
+    return oracle_of(numbers_of(*more, **numbers))
 
 
 def seed_of(oracle: dict) -> str:
@@ -366,7 +372,7 @@ def _clear(options: list[str]) -> dict:
 
 
 def clear_trajectories(runs: list[list[str]]) -> list[dict]:
-    """Forget the results of oracle_of for each of these options, in this process."""
+    """Return what oracle_of returns for each of these options, from one process."""
     return [_clear(options) for options in runs]
 
 

@@ -49,12 +49,11 @@ from tests.parity import (
     EXPERTS,
     FACTORS,
     FEW_LABELS,
-    MARKERS,
-    NUMBERS,
     ONE_EXPERT,
     clear_trajectories,
     combination_of,
     compare,
+    numbers_of,
     options_of,
     seed_of,
     trajectory,
@@ -741,13 +740,7 @@ class Row(NamedTuple):
     @property
     def numbers(self) -> tuple[str, ...]:
         """The options of the plain model that this run is compared with."""
-        combination = combination_of(**self.settings)
-        of_the_model = "--model.", "--training.expert_"
-        same = tuple(
-            option for option in self.more if option in MARKERS or option.startswith(of_the_model)
-        )
-        numbers = options_of({factor: combination[factor] for factor in NUMBERS}, NUMBERS)
-        return (*numbers, *same, FIVE_STEPS)
+        return (*numbers_of(*self.more, **self.settings), FIVE_STEPS)
 
     @property
     def options(self) -> list[str]:

@@ -83,6 +83,11 @@ ROWS = {  # as they are published
 KEPT = ("label", "answer", "answerKey")  # columns whose text says which choice is right
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _on_one_worker() -> None:
+    """Keep the tests of this file together: to import lm-evaluation-harness takes seconds."""
+
+
 def varied(row: dict, number: int) -> dict:
     """Another row of the same kind."""
     return {
