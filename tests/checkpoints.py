@@ -31,6 +31,7 @@ from parallelisms import contract
 from parallelisms import mesh as meshes
 from tests import fork_server
 from tests.ranks import child, run_ranks, wait_until
+from tools import sampling
 from training.optim import step_if
 from training.optimizers import materialise
 
@@ -402,3 +403,11 @@ def begun(place: Path) -> set[int]:
         for rank in range(2)
         for line in (place / f"begun-{rank}").read_text().split("\n")[:-1]
     }
+
+
+def generated(folder: Path, prompt: str, new_tokens: int, tokenizer: str = "", **options) -> str:
+    """Return one prompt with the model's continuation, by default of the likeliest tokens."""
+    loaded = sampling.load(folder, tokenizer)
+    how = {"temperature": 0.0, "top_k": 1, "seed": 0} | options
+    *_, [text] = sampling.texts_as_they_come(loaded, [prompt], new_tokens, **how)
+    return text

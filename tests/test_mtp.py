@@ -270,6 +270,7 @@ def speculated(name: str, context: int, monkeypatch: Any) -> tuple[list[int], bo
     return text, all(same), one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [9, 40])
 @pytest.mark.parametrize("name", ARGS)
 def test_wrong_drafts_and_the_end_of_the_context_change_no_token(name, context, monkeypatch):

@@ -205,6 +205,7 @@ def test_the_tool_prints_a_line_each_and_its_exit_code_is_the_verdict(
     assert "cache         not tried it rests on repeats" in said
 
 
+@pytest.mark.slow
 def test_float32_inside_is_named_and_compared_less_closely(monkeypatch: Patch) -> None:
     real = layers.FeedForward.forward
 
