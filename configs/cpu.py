@@ -103,7 +103,17 @@ def bfloat16_slowness() -> float:
     return seconds[0] / seconds[1]
 
 
+def ordered_sums() -> None:
+    """Let the gradients of indexed rows be added in one order. By default the threads of `index_put`
+    add float32 as they come, and a mixture of experts differs from run to run."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
+
+
 def cpu_settings() -> None:
     """Apply the settings of a run on a CPU that need torch to be loaded."""
     keep_memory()
     float32_products()
+    ordered_sums()

@@ -334,3 +334,19 @@ def test_a_stage_without_mixtures_is_not_behind_one_that_has_some(tmp_path):
     ]
     dense, experts = run_ranks(2, exchanges_of_a_run, options, tmp_path / "run")
     assert dense == experts > 0
+
+
+def run_on_two_threads(options: list[str], folder: Path) -> tuple[int, str]:
+    torch.set_num_threads(2)
+    return run(options, folder)
+
+
+def test_threads_repeat_a_gradient_bitwise(tmp_path):
+    """By default PyTorch's threads add float32 rows of one token in any order, once there are 32,768
+    numbers; debug.replay_interval would call that a device that computes wrong. (Sums of two are the
+    same in both orders: a token needs three experts.)"""
+    large = ["--training.seq_len=256", "--model.experts_per_token=4", "--training.steps=2"]
+    twice = ["--run.device=cpu", "--training.param_dtype=float32", "--debug.replay_interval=1"]
+    options = [*tiny_experts(tmp_path), *large, *twice]
+    [(code, errors)] = run_ranks(1, run_on_two_threads, options, tmp_path / "run")
+    assert code == 0, errors

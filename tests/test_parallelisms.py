@@ -452,11 +452,12 @@ def test_a_misspelt_row_of_the_plan_of_tensor_parallelism_is_named_in_a_pipeline
 
 def watched_run(options: list[str], folder: Path) -> dict:
     """A run of this process; what PyTorch and Python are set to during its steps."""
-    seen = {"deterministic": set(), "collector": set(), "collections": Counter()}
+    seen = {"kernels": set(), "collector": set(), "collections": Counter()}
     step, collect = train.train_step, gc.collect
 
     def watched_step(*args):
-        seen["deterministic"].add(torch.are_deterministic_algorithms_enabled())
+        workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+        seen["kernels"].add((torch.are_deterministic_algorithms_enabled(), workspace))
         seen["collector"].add(gc.isenabled())
         seen["collections"]["steps"] += 1
         return step(*args)
@@ -474,7 +475,7 @@ def watched_run(options: list[str], folder: Path) -> dict:
 def test_a_run_asks_for_deterministic_kernels_and_collects_garbage_at_its_own_times(tmp_path):
     more = ["--run.deterministic=true", "--training.steps=7"]
     seen = run_ranks(1, watched_run, [*tiny_run(tmp_path), *more], tmp_path / "run")[0]
-    assert seen["deterministic"] == {True} and not torch.are_deterministic_algorithms_enabled()
+    assert seen["kernels"] == {(True, ":4096:8")}
     assert seen["collector"] == {False}, (
         "Python collects at an arbitrary moment, and all ranks wait"
     )
