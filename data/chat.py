@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from configs.schema import Data, InputError
-from data import ends, rendering, whole
+from data import rendering, whole
 from data.answers import Example, InvalidExample
 from data.conversation import GIVEN, Conversation, advice, read
 from data.rendering import BEGIN, END
@@ -356,7 +356,10 @@ def _of_hugging_face(path: Path) -> tuple[dict[str, str], list[str], str]:
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         added = json.loads(path.read_text(encoding="utf-8"))["added_tokens"]
         named = {name: config[name] for name in NAMES if config.get(name) is not None}
-        tokens = {name: ends.name_of(token) for name, token in named.items()}
+        tokens = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in named.items()
+        }
         source = config.get("chat_template") or ""
         template = folder / "chat_template.jinja"
         if template.is_file():

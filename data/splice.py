@@ -44,8 +44,9 @@ def describe(
             {"name": name, "fingerprint": fingerprint, "windows": windows, "weights": weights}
         )
     texts = [fingerprint for _, fingerprint, *_ in sources]
-    same = [name for name, text, *_ in sources if texts.count(text) > 1]
-    if same:
+    twice = next((text for text in texts if texts.count(text) > 1), None)
+    if twice is not None:
+        same = [name for name, text, *_ in sources if text == twice]
         raise InputError(
             f"data.mixture: {' and '.join(same)} are the same text; leave one and add their weights"
         )

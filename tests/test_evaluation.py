@@ -662,7 +662,6 @@ def of_harness(folder: Path) -> dict[str, dict]:
     return results
 
 
-@pytest.mark.slow
 @pytest.mark.cap(200)
 def test_log_likelihoods_scores_and_errors_are_those_of_lm_evaluation_harness(
     harness_folder, monkeypatch

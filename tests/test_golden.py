@@ -116,7 +116,9 @@ def test_a_checkpoint_of_an_earlier_version_loads(golden, ranks, mesh, tmp_path)
         )
 
 
-def test_the_golden_checkpoints_are_small():
+def test_the_golden_checkpoints_are_small_and_of_this_format():
+    formats = {verify.read_manifest(path)["format"] for path in GOLDEN.glob("*/step-*")}
+    assert formats == {verify.FORMAT}
     assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 300_000
 
 

@@ -172,7 +172,6 @@ def slowly(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.slow
 @pytest.mark.cap(300)
 @pytest.mark.parametrize(
     "mesh, settings, more",
@@ -181,7 +180,7 @@ def slowly(*values):
         slowly("tp2", KEPT | {"dtype": "float64"}, LORA_DENSE + COMPILED),
         slowly("pp2", CLIPPED | {"accumulation": "reduced once"}, LORA_DENSE + ZBV),
         slowly("experts on ep2xtp2", CLIPPED, [*LORA_MLA, "--model.expert_dim=12"]),
-        ("ep2", RECOMPUTED, LORA_OSS),
+        slowly("ep2", RECOMPUTED, LORA_OSS),
         slowly("cp2xtp2", KEPT, LORA_OLMO2),
     ],
 )

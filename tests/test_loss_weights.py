@@ -158,7 +158,10 @@ def plain() -> dict:
     [
         "one",
         "fsdp2",
-        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("tp2", "pp2", "fsdp2xcp2")),
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in ("tp2", "pp2", "fsdp2xcp2", "hsdp2x2")
+        ),
     ],
 )
 def test_a_mesh_equals_the_weighted_mean_of_plain_pytorch(mesh, plain):

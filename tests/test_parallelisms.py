@@ -224,7 +224,6 @@ def gathers_of_each_option() -> list[tuple[int, int]]:
     return counts
 
 
-@pytest.mark.slow
 def test_weights_that_are_freed_after_forward_are_gathered_again(seen):
     assert seen[gathers_of_each_option] == [list(GATHERS.values())]
 

@@ -156,7 +156,7 @@ WHOLE = {
 
 @pytest.mark.slow
 @pytest.mark.cap(120)
-@pytest.mark.parametrize("name", in_ci(WHOLE, "kept-for-the-step"))
+@pytest.mark.parametrize("name", WHOLE)
 def test_a_step_put_together_from_few_layers_is_the_whole_step(name):
     ranks, options, layers = WHOLE[name]
     few, whole, traces = apart(composed_and_layers, config(options, ranks), ranks)
@@ -288,7 +288,7 @@ def report_of(change: str) -> str:
     ],
 )
 def test_flops_that_the_formula_does_not_derive_are_said(change, words):
-    """test_the_report_and_the_page_show_the_context has none."""
+    """test_the_report_and_the_trace_show_the_context has none."""
     text = apart(report_of, change)
     assert "Warning  " in text and words in text, text
     assert ("as their weights say" in text) == (change == "formula")

@@ -109,7 +109,6 @@ RUNS = {  # name: (mesh, further options)
     "latent, ep2xfsdp2": ("ep2xfsdp2", DEEPSEEK),
     "latent, tp2": ("experts on tp2", DEEPSEEK),
 }
-FAST = "tp2"
 
 
 def problems_on(name: str, fn=parity.trajectory) -> list[str]:
@@ -125,9 +124,7 @@ def problems_on(name: str, fn=parity.trajectory) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.cap(300)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n == FAST else pytest.mark.slow) for n in RUNS]
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_mesh_clips_as_one_process(name):
     assert not problems_on(name)
 

@@ -208,10 +208,11 @@ def test_a_command_is_run_or_listed(command):
 
 
 def test_agents_md_has_a_row_for_every_folder():
-    """tests/test_structure.py sees that what a document names exists."""
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
     text = AGENTS.read_text(encoding="utf-8")
     assert {name for name in folders if f"| `{name}/` |" not in text} == set()
+    names = re.findall(r"`([\w.-]+/[\w./-]*|\w+\.(?:py|md|sh))`", text)
+    assert [name for name in names if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("pattern", [*(row[0] for row in (*NEEDS, *SAYS)), *TYPED[:-1]])

@@ -312,8 +312,9 @@ def begin(
     return Run(given, folder, hosts, ranks, restarts, more, spares, net)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=() if m == "ddp2" else pytest.mark.slow) for m in MESHES]
+)
 def test_a_run_goes_on_without_a_lost_rank(mesh: str, whole: Callable, tmp_path: Path) -> None:
     run = begin(whole, mesh, tmp_path / "run")
     run.wait_for(10)

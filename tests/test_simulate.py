@@ -504,21 +504,23 @@ def test_negative_control_a_result_used_before_its_collective(run, tmp_path):
     [
         (
             simulated.leaves_one_out,
-            "never joined all-reduce of 4 float32 (sum), collective 2 of the group of ranks 0 1",
+            r"rank 1 (has left and )?never joined all-reduce of 4 float32 \(sum\), collective 2 of the "
+            "group of ranks 0 1",
         ),
         (
             simulated.other_order,
-            "differs: rank 0 calls all-reduce of 4 float32 (sum), rank 1 all-reduce of 8 float32 (sum)",
+            r"differs: rank 0 calls all-reduce of 4 float32 \(sum\), rank 1 all-reduce of 8 float32 "
+            r"\(sum\)",
         ),
         (simulated.sends_at_the_same_time, "never joined a communicator of 2 ranks"),
-        (simulated.closes_alone, "never closed the group of ranks 0 1"),
+        (simulated.closes_alone, "rank 1 (has left and )?never closed the group of ranks 0 1"),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_negative_control_ranks_that_do_not_agree(run, mistake, sentence):
     outcome = run(2, mistake, environment=HASTY, seconds=60)
     assert not outcome.whole
-    assert sentence in "\n".join(outcome.findings), outcome.explain()
+    assert re.search(sentence, "\n".join(outcome.findings)), outcome.explain()
 
 
 @pytest.mark.slow

@@ -83,7 +83,6 @@ def test_a_killed_run_goes_on_in_its_stage_on_another_mesh(options, whole, mesh,
     assert code == 0 and "nothing to do" in text
 
 
-@pytest.mark.slow
 def test_a_stop_in_the_last_step_of_a_stage_is_heard(options, whole, tmp_path):
     """By one of two ranks: no rank goes on, and the same command does."""
     staged = [*options, in_stages(LONGER, SMALLER)]

@@ -87,6 +87,7 @@ def main() -> int:
     dropped.flag(
         parser, "--on", "each machine prepares some of the files, and a run mixes the folders"
     )
+    dropped.flag(parser, "--fim-spm-rate", dropped.DROPPED["data.fim_spm_rate"].sentence)
     parser.add_argument(
         "--verify", action="store_true", help="read every byte again and compare the hashes"
     )

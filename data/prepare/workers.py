@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -118,10 +119,12 @@ def work(job: PrepareJob, threads: int) -> int:
     """Run as one of the processes: read parts, and write progress (bytes) and records or errors."""
     reported = time.monotonic()
     done = 0
+    messages = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no message
 
     def send(message: int | dict | Exception) -> None:
-        pickle.dump(message, sys.stdout.buffer)
-        sys.stdout.flush()
+        pickle.dump(message, messages)
+        messages.flush()
 
     def progress(size: int) -> None:
         nonlocal reported, done

@@ -76,7 +76,7 @@ def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
     found: list[tuple[str, str, Stat]] = []
     if glob.has_magic(key.path):
         # the folders before the first that has a wildcard
-        root = os.path.dirname(re.split(r"[*\[]", key.path, maxsplit=1)[0])
+        root = os.path.dirname(re.split(r"[*?\[]", key.path, maxsplit=1)[0])
         for rest, stat in Key(key.scheme, key.bucket, root).stats_below().items():
             path = f"{root}/{rest}" if root else rest
             if _matches(path.split("/"), key.path.split("/")):
@@ -95,8 +95,8 @@ def find(source: str, suffixes: tuple[str, ...]) -> list[tuple[str, str, Stat]]:
 
 
 def _matches(names: list[str], patterns: list[str]) -> bool:
-    """Match a path with a glob: `*` and `[...]` within a name, `**` any folders; a leading dot is
-    matched by a dot alone."""
+    """Match a path with a glob: `*`, `?` and `[...]` within a name, `**` any folders; a leading dot
+    is matched by a dot alone."""
     if not names or not patterns:
         return not names and not patterns
     (name, *others), (pattern, *rest) = names, patterns
