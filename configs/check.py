@@ -917,7 +917,11 @@ RULES = {
         "{checkpoint.load_step} is beyond the end of the run, {training.steps}",
     ),
     # Options that exclude or need one another.
-    "skip_spikes": _needs("training.spike_threshold", "training.skip_spikes"),
+    "skip_spikes": (
+        lambda c: c.training.skip_spikes and c.training.spike_threshold == 0,
+        "{training.skip_spikes} needs training.spike_threshold, which says what a spike is: set it "
+        "(6, say)",
+    ),
     "replay": (
         lambda c: c.debug.replay_interval > 0 and c.run.device != "cpu" and not c.run.deterministic,
         "{debug.replay_interval} compares two gradients bit by bit, which on a GPU differ anyway "

@@ -53,11 +53,12 @@ def args_from_hf(config: dict[str, Any]) -> Args:
         raise ValueError(
             "norm_topk_prob is false: the weights of a token's experts must add up to 1"
         )
+    fields = FIELDS_OF_EXPERTS
     if "num_experts" not in config:
-        config = config | {"num_experts": config.get("num_local_experts")}
+        fields = fields | {"n_experts": ("num_local_experts", 128)}
     return Args(
         **dense.numbers_from_hf(config, head_dim=None, kv_heads=4, context=32768),
-        **dense.numbers_of(config, FIELDS_OF_EXPERTS),
+        **dense.numbers_of(config, fields),
         balance_loss=float(config.get("router_aux_loss_coef", 0.001)),
     )
 

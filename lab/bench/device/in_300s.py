@@ -182,7 +182,8 @@ def rivals(args: argparse.Namespace, work: Path, seed: int) -> dict:
 
 def summary_of(printed: str) -> dict:
     """Return the numbers that autoresearch prints at its end, by our names."""
-    lines = re.findall(r"^(\w+):\s+([\d.]+)", printed, re.M)
+    summary = printed[printed.rindex("val_bpb:") :]  # what libraries print before may be a version
+    lines = re.findall(r"^(\w+):\s+([\d.]+)", summary, re.M)
     found = {name: float(value) for name, value in lines}
     steps = int(found["num_steps"])
     tokens = found["total_tokens_M"] * 1e6
