@@ -455,8 +455,9 @@ def watched_run(options: list[str], folder: Path) -> dict:
     step, collect = train.train_step, gc.collect
 
     def watched_step(*args):
+        refused = not torch.is_deterministic_algorithms_warn_only_enabled()
         workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-        seen["kernels"].add((torch.are_deterministic_algorithms_enabled(), workspace))
+        seen["kernels"].add((torch.are_deterministic_algorithms_enabled(), refused, workspace))
         seen["collector"].add(gc.isenabled())
         seen["collections"]["steps"] += 1
         return step(*args)
@@ -474,7 +475,7 @@ def watched_run(options: list[str], folder: Path) -> dict:
 def test_a_run_asks_for_deterministic_kernels_and_collects_garbage_at_its_own_times(tmp_path):
     more = ["--run.deterministic=true", "--training.steps=7"]
     seen = run_ranks(1, watched_run, [*tiny_run(tmp_path), *more], tmp_path / "run")[0]
-    assert seen["kernels"] == {(True, ":4096:8")}
+    assert seen["kernels"] == {(True, True, ":4096:8")}
     assert seen["collector"] == {False}, (
         "Python collects at an arbitrary moment, and all ranks wait"
     )
