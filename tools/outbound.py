@@ -8,6 +8,7 @@ without which no program accepts the rest as a model comes last, so a folder tha
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from configs.schema import InputError
@@ -22,7 +23,8 @@ def check_file(name: str, path: Path) -> None:
     """Raise InputError for a file that cannot be written, before minutes of work are lost to it.
     `runs`, which a page may be the first to need, is made. name: the argument, for the message."""
     if path.parent == RUNS:
-        RUNS.mkdir(exist_ok=True)
+        with suppress(OSError):  # what cannot be made is said below
+            RUNS.mkdir(exist_ok=True)
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(
             f"{name} {path}: this is a folder, or its folder does not exist: name a file that can be "

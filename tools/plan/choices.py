@@ -49,8 +49,11 @@ class Choice(NamedTuple):
         parts = []
         for name, value, usual in zip(self._fields, self, Choice()):
             if value != usual or name in ("tensor_parallel", "mode", "local_batch_size"):
-                parts.append(f"{'checkpointing' if name == 'mode' else name} = {value}")
-        return ", ".join(parts)
+                parts.append(f"{name} = {value}")
+        text = ", ".join(parts).replace(
+            f"mode = {GATHER_AGAIN}", "mode = selective, gather_again = true"
+        )
+        return text.replace("mode = ", "activation_checkpoint.mode = ", 1)
 
     @property
     def sharded(self) -> "Choice":

@@ -32,8 +32,8 @@ ROUND_TRIPS = 10
 LINK_BYTES = 64 << 20  # of a message between two ranks, at most
 # seconds by which NCCL's own limit, which aborts the process, exceeds that of a check
 NCCL_MARGIN = 60
-# torch 2.13 renamed it
 DEBUG = "see with NCCL_DEBUG=INFO which network"
+# torch 2.13 renamed it
 ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 

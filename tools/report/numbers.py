@@ -77,7 +77,8 @@ def ticks(low: float, high: float, most: int = MOST_TICKS) -> list[tuple[float, 
 
 
 def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Return powers of ten, or 1, 2, 5 times these where less than two decades are shown."""
+    """Return powers of ten, or 1, 2, 5 times these where less than two decades are shown; where fewer
+    than two of these are in between, those of a linear axis."""
     first = math.floor(math.log10(low))
     last = math.ceil(math.log10(high))
     factors = (1,) if math.log10(high / low) >= 2 else (1, 2, 5)
@@ -85,6 +86,8 @@ def log_ticks(low: float, high: float) -> list[tuple[float, str]]:
     powers = range(first, last + 1, stride)
     values = [factor * 10.0**power for power in powers for factor in factors]
     shown = [value for value in values if low <= value <= high]
+    if len(shown) < 2:
+        return ticks(low, high)
     plain = all(1e-3 <= value <= 1e4 for value in shown)
     return [(value, _power(value, plain)) for value in shown]
 
