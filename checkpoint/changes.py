@@ -23,9 +23,8 @@ ADDED = {"loss_weight": 1.0}
 
 
 def line(manifest: dict, facts: dict, mesh: dict[str, int]) -> str:
-    """Describe all changes in one line; "" if there are none, or if one side has no
-    options. facts: of this run, with the resolved options as TOML in "config"; mesh: sizes by
-    dimension."""
+    """Describe all changes in one line; "" if there are none, or if one side has no options. facts:
+    of this run, with the resolved options as TOML in "config"; mesh: sizes by dimension."""
     before, now = options(manifest["facts"]), options(facts)
     if not before or not now:
         return ""

@@ -2,9 +2,9 @@
 changes nothing, and a requeued job ends at once.
 
 `tools/check.py` asks before torch is imported, which takes seconds, and a start that has claimed the
-run's folder asks again. Only the common case is found here. Where options
-outside the schedule have changed, or the newest checkpoint is damaged, the start goes on: loading
-says what is wrong, or goes back.
+run's folder asks again. Only the common case is found here. Where options outside the schedule have
+changed, or the newest checkpoint is damaged, the start goes on: loading says what is wrong, or goes
+back.
 """
 
 from pathlib import Path

@@ -125,7 +125,7 @@ class Nursery:
         self.pid = os.fork()
         if self.pid == 0:
             self.asked.close()
-            ctypes.CDLL(None).prctl(ranks_of.PR_SET_PDEATHSIG, signal.SIGKILL)
+            ranks_of.end_with_parent(signal.SIGKILL)
             os._exit(_fork_on_request(theirs, os.getppid()))
         theirs.close()
 

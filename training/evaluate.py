@@ -134,9 +134,8 @@ class Share(NamedTuple):
 def shares_of(requests: Sequence[ScoreRequest], mesh: Mesh, most_tokens: int) -> Iterator[Share]:
     """Yield the shares of a batch, those of the longest requests first: whether memory suffices is
     known at once. A pipeline gets a microbatch for each of its ranks."""
-    unit = math.lcm(
-        mesh.cp * len(mesh.parts), mesh.cp * mesh.tp
-    )  # ranks have equal parts of a sequence
+    # ranks have equal parts of a sequence
+    unit = math.lcm(mesh.cp * len(mesh.parts), mesh.cp * mesh.tp)
     order = sorted(range(len(requests)), key=lambda i: -len(requests[i].tokens))
     begin = 0
     while begin < len(order):

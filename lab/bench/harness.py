@@ -7,10 +7,8 @@ first.
 """
 
 import argparse
-import ctypes
 import json
 import platform
-import signal
 import statistics
 import subprocess
 import sys
@@ -24,8 +22,6 @@ from configs.cpu import bfloat16_is_fast
 import torch
 
 from reliability.record import code, source_hash
-
-PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def narrow() -> str:
@@ -95,13 +91,6 @@ def child(bench: str, *args: str) -> dict:
     so that what it measures of memory is its own. Raises RuntimeError."""
     command = [sys.executable, "-m", "lab.bench", bench, *args]
     return json.loads(printed(command).strip().splitlines()[-1])
-
-
-def end_with_parent() -> None:
-    """Make Linux kill the new process when its parent dies, even of kill -9. For `preexec_fn` of
-    subprocess."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def machine() -> dict[str, str]:

@@ -7,13 +7,16 @@ the rest, with its last output as the reason.
 
 import json
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 
-from lab.bench.harness import alternate, end_with_parent
+from lab.bench.harness import alternate
+from tools.launch.rank import end_with_parent
 
 LATE = "no answer in time"
 PATIENCE = 900.0  # seconds
@@ -32,7 +35,7 @@ class Contender:
             stdout=subprocess.PIPE,
             stderr=self.log,
             bufsize=0,
-            preexec_fn=end_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGKILL),
         )
 
     def ask(self, question: str) -> None:

@@ -33,27 +33,32 @@ class Choice(NamedTuple):
     expert_parallel: int = 1
     expert_exchange: str = "flat"
 
+    @property
+    def checkpointing(self) -> dict[str, str | bool]:
+        """Return the options of [activation_checkpoint] that the mode stands for."""
+        if self.mode == GATHER_AGAIN:
+            return {"mode": "selective", "gather_again": True}
+        return {"mode": self.mode, "gather_again": False}
+
     def applied_to(self, cfg: Config) -> Config:
         parallelism = {"data_parallel_shard": -1, "pipeline_layers": (), **self._asdict()}
         batch = {"local_batch_size": parallelism.pop("local_batch_size")}
-        mode = parallelism.pop("mode")
+        del parallelism["mode"]
         if self.expert_parallel == 1:
             parallelism["expert_chunks"] = 1
-        checkpointing = {"mode": mode, "gather_again": False}
-        if mode == GATHER_AGAIN:
-            checkpointing = {"mode": "selective", "gather_again": True}
-        tables = {"activation_checkpoint": checkpointing, "training": batch}
+        tables = {"activation_checkpoint": self.checkpointing, "training": batch}
         return changed(cfg, parallelism=parallelism, **tables)
 
     def __str__(self) -> str:
         parts = []
         for name, value, usual in zip(self._fields, self, Choice()):
-            if value != usual or name in ("tensor_parallel", "mode", "local_batch_size"):
+            if name == "mode":
+                parts.append(f"activation_checkpoint.mode = {self.checkpointing['mode']}")
+                if value == GATHER_AGAIN:
+                    parts.append("gather_again = true")
+            elif value != usual or name in ("tensor_parallel", "local_batch_size"):
                 parts.append(f"{name} = {value}")
-        text = ", ".join(parts).replace(
-            f"mode = {GATHER_AGAIN}", "mode = selective, gather_again = true"
-        )
-        return text.replace("mode = ", "activation_checkpoint.mode = ", 1)
+        return ", ".join(parts)
 
     @property
     def sharded(self) -> "Choice":
