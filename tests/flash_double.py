@@ -2,10 +2,12 @@
 gated delta rule, with what they refuse, computed token by token."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,12 +66,15 @@ def chunk(
     return Rule.apply(q, k, v, g, beta, initial_state, cu_seqlens)
 
 
-def instead_of_fla() -> Any:
-    """Return a context in which `import fla.ops...` finds this."""
-    made = {}
+@contextmanager
+def instead_of_fla() -> Iterator[None]:
+    """`import fla.ops...` finds this. What else is imported meanwhile stays imported: `mock.patch.dict`
+    would take half of PyTorch out of sys.modules again, which cannot be imported twice."""
+    made = {name: ModuleType(name) for name in ("fla", "fla.ops")}
     for name, function in (("gated_delta_rule", "chunk_gated_delta_rule"), ("kda", "chunk_kda")):
         module = made[f"fla.ops.{name}"] = ModuleType(f"fla.ops.{name}")
         setattr(module, function, chunk)
-    return mock.patch.dict(
-        sys.modules, made | {name: ModuleType(name) for name in ("fla", "fla.ops")}
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in made.items():
+            patch.setitem(sys.modules, name, module)
+        yield

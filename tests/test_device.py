@@ -367,7 +367,9 @@ def test_autoresearchs_own_files_find_our_texts(tmp_path, monkeypatch):
         "def train_tokenizer():\n    pass\n"
     )
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    for name in ("kernels", "prepare"):  # which get_ready imports
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
     texts = written(tmp_path / "texts.jsonl", [ROOT / "train.py", ROOT / "README.md"])
     settings = {"folder": str(folder), "train": str(texts), "held_out": str(texts), "seconds": 5}
     prepare = rival.get_ready(settings)

@@ -17,10 +17,10 @@ from tests.ranks import run_ranks
 from tests.runs import series
 from tools import convert, sampling
 
-ROOT = Path(__file__).resolve().parent.parent
 LAYERS = 2  # of its 30, in what trains here
 STEPS = 8
 MESHES = {"tp3": (3, "tensor_parallel=3"), "pp2": (2, "pipeline_parallel=2")}
+TEXT = "The sea is wide and the ships are small. "  # repeated, so that the loss falls in STEPS
 QUESTION = "What is the capital of France?"
 
 
@@ -98,7 +98,7 @@ def train_here(options: list[str]) -> int:
 def test_it_trains_to_equal_losses_on_every_mesh(smollm2, tmp_path):
     """Its weights, its tokenizer, STEPS steps. tp3, for 2 does not divide its 9 heads."""
     source = first_layers(smollm2, tmp_path / "hf", LAYERS)
-    (tmp_path / "text.txt").write_text((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    (tmp_path / "text.txt").write_text(TEXT * 100)
     losses = {}
     for name, (ranks, mesh) in {"one": (1, "tensor_parallel=1"), **MESHES}.items():
         options = [
