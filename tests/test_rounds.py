@@ -95,13 +95,15 @@ sys.exit(train.main())
 """
 
 
-# The same: while some are lost, a step takes up to a second, until others have come
+# The same: while a replica is lost, a step takes up to a second, until it has come
 WAITING = """
 import time, train as waiting
 from checkpoint.rounds import Door
 def wait_for_others(*arguments, step=waiting.train_step):
+    here = Door.here
     for _ in range(50):
-        if Door.here.number == 1 and not Door.here.run.stop.called:
+        is_alone = here.round and here.round.replicas == 1
+        if (here.number == 1 or is_alone) and not here.run.stop.called:
             time.sleep(0.02)
     return step(*arguments)
 waiting.train_step = wait_for_others
@@ -512,7 +514,8 @@ def test_a_cable_that_is_cut_costs_its_replica_once(
     tmp_path: Path,
 ) -> None:
     """No side hears that the other is gone. When the cable is back TCP waits about as long again as
-    it was cut; a launcher whose signs of life came so late had its ranks lost again and again."""
+    it was cut; a launcher whose signs of life came so late had its ranks lost again and again. On a
+    slow machine a first try to join may come too late."""
     length = ["--training.steps=100", "--optimizer.lr=1e-4"]
     run = begin(whole, "hsdp2x2", tmp_path / "run", 2, more=WAITING, length=length, net=hosts)
     run.wait_for(5)
@@ -521,7 +524,7 @@ def test_a_cable_that_is_cut_costs_its_replica_once(
     hosts.cable("up", (1,))
     assert run.end() == [0, 0], run.said()
     rounds = [line for line in run.said().splitlines() if "replicas go on" in line]
-    assert ["1 of 2" in rounds[0], "2 of 2" in rounds[1], len(rounds)] == [True, True, 2], rounds
+    assert "1 of 2" in rounds[0] and "2 of 2" in rounds[-1] and len(rounds) <= 3, rounds
     assert "node 1 has given no sign of life for 5 s" in run.said()
     check(run)
 
