@@ -439,14 +439,6 @@ DEBUG = ["--training.seq_len=64", "--model.n_layers=2"]
         ("--days=3 --tokens=1e9 --write=x.toml", ["leave --write"]),
         ("--usd=100 --tokens=1e9", ["--usd-per-gpu-hour"]),
         ("--days=-1", ["--days", "at least 0"]),
-        # interruptions
-        ("--peers=0", ["at least 1"]),
-        ("--peers=128", ["lower it"]),
-        ("--peers=1 --lost-together=2", ["from 0 to 1"]),
-        ("--lost-together=0.1", ["add --peers"]),
-        ("--rebuild-seconds=1", ["add --peers"]),
-        ("--peers=1 --replace-minutes=-1", ["at least 0"]),
-        ("--peers=1 --replace-minutes=nan", ["at least 0"]),
     ],
 )
 def test_a_mistake_is_a_sentence(argv, words, capsys):

@@ -59,7 +59,7 @@ NEEDS = (
         "a run of this model (tests/test_plan_experts.py)",
     ),
     (
-        r"^python -m tools\.plan .*(--device cpu|--search|--trace|--days|--peers|128k|30b)",
+        r"^python -m tools\.plan .*(--device cpu|--search|--trace|--days|128k|30b)",
         "processor time; its arguments are read (tests/test_plan*.py have smaller models)",
     ),
     (

@@ -699,3 +699,16 @@ def test_the_best_interval():
         daly = young * (1 + (stall / 2 / mtbf) ** 0.5 / 3 + stall / 18 / mtbf) - stall
         assert abs(best / daly - 1) < 0.01
     assert abs(tool.best_interval(10_800, 0.01) / (2 * 0.01 * 10_800) ** 0.5 - 1) < 0.01
+
+
+def test_published_runs_are_plausible():
+    """Llama 3 405B on 16,384 GPUs: more than 90% (arXiv:2407.21783, section 3.3.4), with storage of
+    2 TB/s (section 3.3.1). On some 100,000 GPUs 44% with stalls of 10 minutes, and 80% with 3, where
+    a replica fails alone (arXiv:2602.00277, abstract): the interval between failures that the first
+    implies gives about the second."""
+    mtbf = 54 * 86400 / 419
+    written = 405.9e9 * 12 / 2e12
+    llama = tool.expected(mtbf, 0.0, 600, written, written)
+    assert 0.9 < llama < 0.97
+    implied = 600 / -math.log(0.44)
+    assert tool.expected(implied, 0.0, 180, 1.0, 0.0) == pytest.approx(0.8, abs=0.03)

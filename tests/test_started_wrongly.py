@@ -184,6 +184,7 @@ ASKED = {  # arguments -> exit code, and what is said
     ("tools.ladder", "--ray"): (2, "--ray is gone: --slurm writes a job array"),
     ("tools.plan", "--compare=x.toml"): (2, "--compare is gone: plan each"),
     ("tools.plan", "--html=x.html"): (2, "--html is gone: --trace OUT.json"),
+    ("tools.plan", "--peers=1"): (2, "--peers is gone: docs/reliability.md"),
     ("tools.plan", "--device=h10"): (2, 'did you mean "h100"?'),
     ("tools.plan", "--stack=nemmo"): (2, "--stack nemmo: unknown; known are"),
     ("tools.preflight", "--only=sleep"): (2, "--only=sleep: no such check"),

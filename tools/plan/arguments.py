@@ -4,7 +4,6 @@
     python -m tools.plan configs/llama_405b.toml --gpus 1024 --search --write best.toml
     python -m tools.plan configs/llama_8b.toml --gpus 64 --trace runs/plan.json
     python -m tools.plan configs/llama_8b.toml --tokens 1e12 --days 30    # how many GPUs
-    python -m tools.plan configs/llama_405b.toml --gpus 512 --peers 1     # what interruptions cost
 
 Runs the same `train.build` and `train.train_step` as a run does, on a fake process group with fake
 tensors (`tools/plan/trace.py`), in seconds on a laptop, and plays the traced step through on a
@@ -30,13 +29,6 @@ MARGIN = 0.23
 # Llama 3 405B had 419 unexpected interruptions in 54 days on 16,384 H100s (arXiv:2407.21783,
 # section 3.3.4).
 MTBF_GPU_HOURS = 54 * 24 * 16384 / 419
-# Of these, 35 were of network switches and cables (its table 5), the largest cause that several hosts
-# share. A switch spares the memory of its hosts, so this is the most that a scheduler would lose.
-LOST_TOGETHER = 35 / 419
-# Seconds in which a rank that goes on builds its model and compiles it again, with Inductor's cache:
-# assumed, not measured
-REBUILD_SECONDS = 30.0
-SIZES = (1024, 4096, 16384, 65536)  # GPUs on which --peers compares
 # The smallest mesh, where that of the file is not what is planned. expert_parallel stays, with which
 # expert_chunks and expert_exchange have a meaning.
 ONE_PROCESS = (
@@ -53,18 +45,13 @@ ONE_PROCESS = (
 
 SHARES = ("gemm_efficiency", "attention_efficiency")
 RATES = ("network_gb_per_s", "mtbf_gpu_hours", "restart_minutes", "storage_gb_per_s")
-AMOUNTS = ("days", "usd", "at_step", "replace_minutes", "rebuild_seconds")
+AMOUNTS = ("days", "usd", "at_step")
 LIMITS = (
-    (("gpus", "gpus_per_node", "peers"), "at least 1", lambda value: value >= 1),
+    (("gpus", "gpus_per_node"), "at least 1", lambda value: value >= 1),
     (AMOUNTS, "a number, at least 0", lambda value: 0 <= value < math.inf),
     (RATES, "more than 0", lambda value: value > 0),
     (SHARES, "more than 0 and at most 1", lambda value: 0 < value <= 1),
-    (("lost_together",), "from 0 to 1", lambda value: 0 <= value <= 1),
 )
-
-
-def option_of(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def check_limits(flags: argparse.Namespace) -> None:
@@ -73,7 +60,8 @@ def check_limits(flags: argparse.Namespace) -> None:
         for name in names:
             value = getattr(flags, name)
             if value is not None and not is_allowed(value):
-                raise InputError(f"{option_of(name)}={value:g} must be {words}")
+                option = f"--{name.replace('_', '-')}"
+                raise InputError(f"{option}={value:g} must be {words}")
 
 
 def check_question(flags: argparse.Namespace) -> None:
@@ -86,7 +74,7 @@ def check_question(flags: argparse.Namespace) -> None:
         raise InputError("--usd needs --usd-per-gpu-hour, the price of a GPU")
     if not asks_how_many(flags):
         return
-    for name in ("gpus", "search", "stages", "write", "trace", "ladder", "peers"):
+    for name in ("gpus", "search", "stages", "write", "trace", "ladder"):
         if getattr(flags, name):
             raise InputError(f"--days and --usd ask how many GPUs it takes: leave --{name} out")
     if flags.tokens <= 0:
@@ -124,24 +112,10 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         path = getattr(flags, name)
         if path:
             outbound.check_file(f"--{name}", Path(path))
-    check_peers(flags)
     rows.stack_row(flags.stack)
     rows.check_device(flags.device or "h100")
     rows.check_routing(flags.routing)
     return flags, rest
-
-
-def check_peers(flags: argparse.Namespace) -> None:
-    """Raise InputError where the copies in other hosts' memory are none that can be compared."""
-    if flags.peers and flags.peers >= SIZES[0] / flags.gpus_per_node:
-        raise InputError(
-            f"--peers={flags.peers} is as many hosts as {SIZES[0]:,} GPUs have, {flags.gpus_per_node} on "
-            "each: the comparison begins there, so lower it"
-        )
-    for name in ("lost_together", "replace_minutes", "rebuild_seconds"):
-        if getattr(flags, name) is not None and flags.peers is None:
-            option = option_of(name)
-            raise InputError(f"{option} is of the comparison of interruptions: add --peers")
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
@@ -176,20 +150,6 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("--restart-minutes", type=float, default=10, help=text)
     text = "of the checkpoint folder, all ranks together (10)"
     add("--storage-gb-per-s", type=float, default=10, help=text)
-    text = "compare goodput with storage alone, with copies of the state in the memory of N other hosts "
-    text += (
-        "(checkpoint.peers), and without a restart (run.fault_tolerant), on 1,024 to 65,536 GPUs"
-    )
-    add("--peers", type=int, metavar="N", help=text)
-    text = "until a replica that is lost returns, on a spare host or when its host is replaced (as long "
-    text += "as a restart's processes take: --restart-minutes, without reading storage)"
-    add("--replace-minutes", type=float, metavar="MINUTES", help=text)
-    text = "until a rank has built its model again and compiled it "
-    text += f"({REBUILD_SECONDS:g} where compile.enabled)"
-    add("--rebuild-seconds", type=float, metavar="SECONDS", help=text)
-    text = "share of interruptions that take a host and those with its copies "
-    text += f"({LOST_TOGETHER:.3f}; 0 with checkpoint.peer_stride)"
-    add("--lost-together", type=float, metavar="SHARE", help=text)
     text = (
         "of MoE layers: balanced; a number, how many times the mean the fullest rank gets; or the "
     )
@@ -212,6 +172,10 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     dropped.flag(
         parser, "--html", "--trace OUT.json writes the time line and the memory for Perfetto"
     )
+    for name in ("--peers", "--replace-minutes", "--rebuild-seconds", "--lost-together"):
+        dropped.flag(
+            parser, name, "docs/reliability.md has what copies in memory are worth, and no restart"
+        )
     dropped.flag(
         parser, "--compare", "plan each, and compare the two reports; --search ranks meshes"
     )

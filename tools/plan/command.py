@@ -11,7 +11,6 @@ from tools.plan import timeline
 from tools.plan.arguments import OVERRIDES, asks_how_many, configuration
 from tools.plan.cluster import answer, clusters, known_devices
 from tools.plan.device import Device, load_device
-from tools.plan.interruptions import section
 from tools.plan.plan import Plan, PlanInputs, make_plan
 from tools.plan.report import report
 from tools.plan.routing import load_routing
@@ -113,12 +112,7 @@ def planned(flags: argparse.Namespace, rest: list[str]) -> int:
     if flags.write:
         stages.refuse(cfg, "--write")
     plan = make_plan(cfg, inputs)
-    text = report(plan, flags.stages)
-    if peers := flags.peers or cfg.checkpoint.peers:
-        minutes = flags.replace_minutes
-        back = None if minutes is None else minutes * 60
-        text += "\n\n" + section(plan, peers, flags.lost_together, back, flags.rebuild_seconds)
-    print(text)
+    print(report(plan, flags.stages))
     if flags.ladder:
         print(forecast_of(configuration(flags, rest), flags.ladder))
     if flags.ladder and flags.usd:
