@@ -89,12 +89,14 @@ def section(row: LedgerRow) -> str:
     if not row.results:
         lines += [wrapped(f"**Not run yet.** {row.verdict}"), ""]
         return "\n".join(lines)
-    lines += ["| arm | validation loss |", "| --- | --- |"]
-    for arm, found in losses.items():
-        lines.append(f"| {arm} | {statistics.fmean(found):.4f} ± {band(found):.4f} |")
+    means = (
+        f"`{arm}` {statistics.fmean(found):.4f} ± {band(found):.4f}"
+        for arm, found in losses.items()
+    )
     counts = sorted(set(row.results["tokens"].values()))
     tokens = " to ".join(f"{count:,}" for count in (counts[0], *counts[1:][-1:]))
-    lines += ["", wrapped(f"{conclusions(row)} {tokens} tokens each."), wrapped(row.verdict), ""]
+    lines += [wrapped(f"Validation loss after {tokens} tokens: {'; '.join(means)}."), ""]
+    lines += [wrapped(f"{conclusions(row)} {row.verdict.strip()}"), ""]
     return "\n".join(lines)
 
 
