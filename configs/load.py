@@ -197,6 +197,16 @@ def _sound(
     return sound, problems, doubtful
 
 
+def table_of(table: str, values: dict[str, object]) -> Any:
+    """Return a table of the configuration with the options of a tool's command line. Raises
+    ConfigError with all that are wrong."""
+    given = {f"{table}.{key}": (value, "command line") for key, value in values.items()}
+    sound, problems, _ = _sound(table, given)
+    if problems:
+        raise ConfigError(problems)
+    return TABLES[table](**sound)
+
+
 def _certain(cfg: Config, doubtful: set[str]) -> SimpleNamespace:
     """Drop the options left in doubt from the configuration, since no rule can be checked on
     them."""

@@ -98,7 +98,7 @@ class Chat:
         try:
             text, spans, with_marks = self.answers(conversation, parts.mark(conversation))
         except CannotRender as error:
-            raise InvalidExample(f"{error}{_advice_on_null(conversation)}") from None
+            raise InvalidExample(f"{error}{_advice(conversation)}") from None
         lacking = whole.missing(parts.found, text, with_marks)
         if lacking:
             keys = [part.key for part in lacking]
@@ -265,13 +265,20 @@ class Chat:
         return rendering.render(self.template.source, requests)
 
 
-def _advice_on_null(conversation: Conversation) -> str:
-    """Name a message without content. OpenAI writes null where there are tool calls, which many
-    templates cannot take, in transformers either."""
-    without = [
-        i for i, message in enumerate(conversation.messages, 1) if message.get("content") is None
-    ]
-    return f'; message {without[0]} has no content: write "" there' if without else ""
+def _advice(conversation: Conversation) -> str:
+    """Name a message whose content is no text. OpenAI writes null where there are tool calls, and
+    lists of parts, which many templates cannot take, in transformers either."""
+    contents = [message.get("content") for message in conversation.messages]
+    for i, content in enumerate(contents, 1):
+        if content is None:
+            return f'; message {i} has no content: write "" there'
+    for i, content in enumerate(contents, 1):
+        if isinstance(content, list):
+            return (
+                f"; message {i} has its content in parts, which not every template takes: write it "
+                "as one text, or give another template (data.chat_template)"
+            )
+    return ""
 
 
 def _extents(marked: str | rendering.Unrendered) -> tuple[str, list[tuple[int, int]]]:

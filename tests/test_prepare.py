@@ -24,6 +24,7 @@ from configs.schema import Data, InputError, is_prepared
 from data import hf_tokenizer, packages, rank_files, sources, splice, stream, tokenizer
 from data.documents import DocumentIndex
 from data.prepare import prepare
+from data.prepare.__main__ import main
 from data.prepare.part import SplitWriter
 from data.prepared import Prepared, open_prepared, verify
 from data.tokens import Tokens
@@ -378,6 +379,16 @@ def test_a_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=f"data.cache: {cache} cannot be written: ({reason})"):
             prepare(data(corpus, tmp_path).model_copy(update={"cache": str(cache)}))
+
+
+def test_options_out_of_their_bounds_are_sentences(monkeypatch, capsys) -> None:
+    """All of them, as in a configuration; not pydantic's words with a usage above them."""
+    options = ["--skip-failed=-1", "--validation-fraction=2", "--bpe-vocab-size=3"]
+    monkeypatch.setattr(sys, "argv", ["data.prepare", "--source=stdlib", *options])
+    assert main() == 2
+    words = capsys.readouterr().err
+    assert words.startswith("3 mistakes in the configuration:\n") and words.count("\n") == 4
+    assert "  - command line: data.skip_failed = -1: must be an integer >= 0\n" in words
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(corpus: Path, tmp_path: Path) -> None:
@@ -788,8 +799,12 @@ def test_a_prepared_folder_is_a_source(
             prepare(
                 data(corpus, tmp_path, tokenizer="bpe", bpe_vocab_size=300, **options), out=str(out)
             )
-    with pytest.raises(InputError, match=f"--out: {corpus} has something else"):
-        prepare(cfg, out=str(corpus))
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for taken in (corpus, file):
+        with pytest.raises(InputError, match=f"--out: {taken} has something else"):
+            prepare(cfg, again.append, out=str(taken))
+    assert not again and file.read_text() == "mine"  # refused before the text is tokenised
     (out / "manifest.json").unlink()
     with pytest.raises(InputError, match="manifest.json is missing"):
         prepare(data(out, tmp_path, tokenizer="bpe"))

@@ -200,6 +200,19 @@ def test_what_no_template_can_get_is_a_sentence(line, words):
     assert words in str(refused.value)
 
 
+def test_a_content_that_a_template_cannot_take_is_named_with_what_to_write():
+    """Templates such as SmolLM2's add the content to a text."""
+    reads = form(EACH + "{{ m.role + ': ' + m.content }}{{ eos_token }}\n{% endfor %}" + ASK)
+    for content, advice in {
+        None: 'message 3 has no content: write "" there',
+        "parts": "message 3 has its content in parts, which not every template takes: write it as",
+    }.items():
+        parts = content and [{"type": "text", "text": "4"}]
+        with pytest.raises(InvalidExample, match="cannot be rendered") as refused:
+            reads.encode(with_keys(2, content=parts, tool_calls=[{}]))
+        assert advice in str(refused.value)
+
+
 @pytest.mark.parametrize(
     "line, name",
     [

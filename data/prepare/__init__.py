@@ -113,8 +113,9 @@ def _cached(cfg: Data, key: str) -> str:
 
 
 def _is_there(folder: str) -> bool:
-    """Return whether the folder has content. An empty one was created in order to be filled."""
-    return os.path.isdir(folder) and bool(os.listdir(folder))
+    """Return whether something is there: a file, or a folder with content. An empty one was created
+    in order to be filled."""
+    return os.path.isfile(folder) or (os.path.isdir(folder) and bool(os.listdir(folder)))
 
 
 def _open_source(cfg: Data) -> Prepared:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any, get_args
 
-from configs import dropped, program
+from configs import dropped, load, program
 from configs.schema import Data
 from data import formats
 from data.prepare import prepare
@@ -95,10 +95,7 @@ def main() -> int:
     check, out, workers = (arguments.pop(name) for name in ("verify", "out", "workers"))
     arguments["fim_tokens"] = tuple(arguments["fim_tokens"])
     arguments["chat_may_drop"] = tuple(arguments["chat_may_drop"])
-    try:
-        cfg = Data(**arguments)
-    except ValueError as error:  # pydantic's: an option out of its bounds
-        parser.error(str(error))
+    cfg = load.table_of("data", arguments)
     prepared = prepare(cfg, out=out, workers=workers)
     if check:
         verify(prepared.folder, cfg)
