@@ -25,7 +25,7 @@ def find(source: str) -> File:
     hash of its builder takes the place of the time. Raises InputError."""
     path, split = _name_of(source)
     name = f"{os.path.basename(path)}@{split}"
-    if _is_saved(path):
+    if is_saved(path):
         _check_saved_split(source, path, split)
         _check_rows(source, path, split)
         stats = [os.stat(file) for file in _arrow_files(path)]
@@ -55,9 +55,12 @@ def _hub_name(path: str) -> list[str]:
 # what is there, and what is not
 
 
-def _is_saved(path: str) -> bool:
-    names = ("state.json", "dataset_dict.json")
-    return any(os.path.isfile(os.path.join(path, name)) for name in names)
+def is_saved(path: str) -> bool:
+    """Return whether a folder is a dataset that save_to_disk wrote, of one split or of several."""
+    one, several = ("state.json", "dataset_info.json"), ("dataset_dict.json",)
+    return any(
+        all(os.path.isfile(os.path.join(path, name)) for name in names) for names in (one, several)
+    )
 
 
 def _arrow_files(path: str) -> list[str]:
@@ -163,7 +166,7 @@ def _open(file: File) -> tuple[Any, bool]:
     """Open a dataset. Returns it, and whether it is a stream."""
     datasets = _datasets()
     path, split = _name_of(file.path)
-    if not _is_saved(path):
+    if not is_saved(path):
         name = _hub_name(path)
         stream = _opened(
             file.path, lambda: datasets.load_dataset(*name, split=split, streaming=True)

@@ -161,6 +161,11 @@ def find(source: str) -> list[File]:
         code = [p for p in _walk(root, STDLIB_LEFT_OUT) if p.endswith(".py") and p not in tables]
         paths = [path for path in code if not _is_build_record(path)]
     elif os.path.isdir(path):
+        if hub.is_saved(path):  # its .json files describe it, and none is text
+            raise InputError(
+                f'data.source = "{source}": a dataset that save_to_disk of `datasets` wrote: name '
+                f"it {HUGGING_FACE}{source}"
+            )
         root = path
         paths = [p for p in _walk(root, set()) if p.lower().endswith(SUFFIXES)]
     elif glob.has_magic(path) and not os.path.exists(path):

@@ -587,6 +587,16 @@ def test_a_dataset_says_what_it_has(saved: Path) -> None:
         assert sentence.format(saved) in refusal(f"hf:{saved}/{source}", saved), source
 
 
+def test_a_saved_dataset_that_is_named_as_a_folder_says_its_name(saved: Path) -> None:
+    """Its files of JSON would be text with data.json_files = "text"."""
+    for name in ("one", "split"):
+        for options in ({}, {"json_files": "text"}):
+            said = refusal(f"{saved}/{name}", saved, **options)
+            assert f"name it hf:{saved}/{name}" in said, (name, options)
+    (saved / "none" / "dataset_info.json").unlink()  # a state.json of one's own is a file of JSON
+    assert "name it" not in refusal(f"{saved}/none", saved)
+
+
 def test_datasets_that_are_named_right(saved: Path) -> None:
     null = (1, 'has null in the column "text"; data.skip_failed leaves some rows out')
     assert read(f"hf:{saved}/split@test") == ["a", null, "c"]
