@@ -267,8 +267,7 @@ def _differences(stored: dict, wanted: dict) -> list[str]:
         if saved["shape"] != shape:
             lines.append(f"{name} has shape {saved['shape']} there and {shape} here")
         elif saved["dtype"] != dtype:
-            option = " (optimizer.moment_dtype)" if ".exp_avg" in name else ""
-            lines.append(f"{name} has type {saved['dtype']} there and {dtype} here{option}")
+            lines.append(f"{name} has type {saved['dtype']} there and {dtype} here")
     return lines
 
 

@@ -275,7 +275,6 @@ def _unread(option: str) -> tuple:
 QK_CLIP = ("llama", "deepseek_v3")  # families whose attention parallelisms/qk_clip.py knows
 # option of [optimizer] -> the kinds that read it
 READ_BY = {
-    "moment_dtype": ("adamw",),
     "ns_dtype": MUONS,
     "adjust_lr_fn": MUONS,
     "adamw_lr_scale": OF_MATRICES,

@@ -41,6 +41,9 @@ DROPPED = {
     "lora.quantization": Dropped(
         "none", "frozen weights are kept in training.param_dtype and sharded", True
     ),
+    "optimizer.moment_dtype": Dropped(
+        "float32", "AdamW keeps its averages in float32, as it keeps weights", True
+    ),
     "optimizer.nesterov": Dropped(True, "Muon's momentum is always Nesterov's", True),
     "optimizer.ns_steps": Dropped(5, "Muon takes 5 Newton-Schulz iterations", True),
     "optimizer.normuon_beta2": Dropped(0.95, "NorMuon's second moment has a decay of 0.95", True),

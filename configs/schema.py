@@ -553,8 +553,6 @@ class Optimizer(Table):
     """Decay rates of AdamW's averages of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Added to AdamW's denominator."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of AdamW: dtype in which both averages are kept; bfloat16: rounded stochastically, 4 bytes less a weight."""
     weight_decay: float = Field(0.1, ge=0)
     """Decoupled weight decay of matrices; norms are never decayed."""
     momentum: float | None = Field(None, ge=0, lt=1)

@@ -590,7 +590,6 @@ RULE_CASES = {
     "delta_rule_of": ("delta_rule=reference", "family=qwen3_next"),
     "attention": ("attention=cudnn device=cpu", "device=auto"),
     "momentum": ("momentum=0.9", "optimizer.kind=sgd"),
-    "moment_dtype_unread": ("moment_dtype=bfloat16 optimizer.kind=muon", "optimizer.kind=adamw"),
     "ns_dtype_unread": ("ns_dtype=float32 optimizer.kind=soap", "optimizer.kind=normuon"),
     "adjust_lr_fn_unread": ("adjust_lr_fn=original", "optimizer.kind=muon"),
     "adamw_lr_scale_unread": ("adamw_lr_scale=2.0", "optimizer.kind=soap"),

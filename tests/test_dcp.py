@@ -85,8 +85,6 @@ def write_checkpoint(options: list[str], out: Path, step: int = 7) -> dict[str, 
         for key in ("exp_avg", "exp_avg_sq"):
             shape = tensors[f"model.{name}"].shape
             average = torch.rand(shape, generator=generator)
-            if cfg.optimizer.moment_dtype == "bfloat16":
-                average = average.bfloat16()
             tensors[f"optimizer.{name}.{key}"] = average
         tensors[f"optimizer.{name}.step"] = torch.tensor(float(step))
     facts = {
@@ -841,20 +839,6 @@ def test_a_folder_of_torchtitans_that_does_not_fit_is_refused(how, words, saved,
     folder = Path(shutil.copytree(saved / "theirs", tmp_path / "dcp"))
     change(folder, how)
     assert words in refused(folder, tmp_path, "--config", saved / "config.toml")
-
-
-def test_averages_in_bfloat16_come_and_go_and_are_not_rounded(saved, tmp_path):
-    options = [*SMALL, "--optimizer.moment_dtype=bfloat16"]
-    config = toml_of(options, tmp_path)
-    said = refused(saved / "theirs", tmp_path, "--config", config)
-    assert 'has type F32, which optimizer.moment_dtype = "bfloat16" would round' in said
-    tensors = write_checkpoint(options, tmp_path / "run")
-    assert {t.dtype for name, t in tensors.items() if ".exp_avg" in name} == {torch.bfloat16}
-    for names, more in (("plumbline", []), ("torchtitan", ["--config", config])):
-        place = tmp_path / names
-        assert converted("to-dcp", tmp_path / "run", place, "--names", names) == (0, "")
-        assert converted("from-dcp", place, tmp_path / f"{names} back", *more) == (0, "")
-        assert same(contents(tmp_path / f"{names} back")[1], tensors)
 
 
 def test_other_refusals(saved, tmp_path):

@@ -129,7 +129,6 @@ def start_405b(text: Path, folder: Path) -> tuple[int, str]:
 
 STATES = (
     "--optimizer.kind=adamw",
-    "--optimizer.moment_dtype=bfloat16",
     "--optimizer.kind=sgd",
     "--optimizer.kind=sgd --optimizer.momentum=0.9",
     "--optimizer.kind=muon",

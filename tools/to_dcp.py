@@ -44,7 +44,6 @@ from training.rates import rates_of
 
 OURS = "plumbline"  # the value by which a folder is known as ours
 KEPT = ("exp_avg", "exp_avg_sq", "step")  # by AdamW, of each parameter
-AVERAGES = (".exp_avg", ".exp_avg_sq")
 # what of a manifest comes back
 RECORDED = ("step", "progress", "facts", "optimizer", "hyperparameters")
 STATE = "optimizer.state."
@@ -351,12 +350,8 @@ def from_torchtitans(folder: dcp.Folder, cfg: Config) -> Arriving:
     dtype = master_dtype(cfg.training)
     check(folder.path, found, wanted, (*hf.WIDENED, CODES[dtype]))
     check_further(folder, copies, biases)
-    of_averages = dtype
-    if cfg.optimizer.moment_dtype == "bfloat16":
-        of_averages = torch.bfloat16
-        check_averages(folder, wanted)
 
-    live = {name: empty(name, shapes, dtype, of_averages) for name in places}
+    live = {name: empty(name, shapes, dtype) for name in places}
 
     def read(name: str) -> Tensor:
         key, group = places[name]
@@ -393,15 +388,12 @@ def check(
     hf.check_tensors(path, there, wanted, dict.fromkeys(wanted, types))
 
 
-def empty(
-    name: str, shapes: dict[str, list[int]], dtype: torch.dtype, of_averages: torch.dtype
-) -> Tensor:
+def empty(name: str, shapes: dict[str, list[int]], dtype: torch.dtype) -> Tensor:
     """Return a tensor of our checkpoint without memory."""
     if name.endswith(".step") and name.startswith("optimizer."):
         # torch.optim counts steps in float32 for weights of every dtype
         return torch.empty([], dtype=torch.float32, device="meta")
-    its_dtype = of_averages if name.endswith(AVERAGES) else dtype
-    return torch.empty(shapes[parameter_of(name)], dtype=its_dtype, device="meta")
+    return torch.empty(shapes[parameter_of(name)], dtype=dtype, device="meta")
 
 
 def parameter_of(name: str) -> str:
@@ -433,15 +425,4 @@ def check_further(folder: dcp.Folder, copies: dict[str, str], biases: list[str])
         if folder.read(key).count_nonzero():
             raise InputError(
                 f"{folder.path}: {key} is not 0, and the routers of this family have no bias here"
-            )
-
-
-def check_averages(folder: dcp.Folder, keys: Iterable[str]) -> None:
-    """Raise InputError for an average that bfloat16 would round."""
-    for key in keys:
-        code = CODES[folder.tensors[key].dtype]
-        if key.endswith(AVERAGES) and code != "BF16":
-            raise InputError(
-                f"{folder.path}: {key} has type {code}, which optimizer.moment_dtype = "
-                '"bfloat16" would round: leave that out of --config'
             )

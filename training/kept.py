@@ -110,6 +110,5 @@ def placed_as(of_parameter: Placement, axes: tuple[int | None, ...]) -> Placemen
 
 
 LIKE = Kept(as_parameter)
-NARROW = Kept(as_parameter, torch.bfloat16)
 SCALAR = Kept(scalar, torch.float32)
 SHARE = Kept(scalar, torch.float64)

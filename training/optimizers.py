@@ -20,8 +20,7 @@ from torch import nn
 
 from configs.schema import Optimizer
 from parallelisms.mesh import Mesh
-from training import narrow_adamw
-from training.kept import LIKE, NARROW, SCALAR, SHARE, Kept
+from training.kept import LIKE, SCALAR, SHARE, Kept
 from training.matrices import MatrixOptimizer
 from training.muon import Muon
 from training.normuon import ROW_AVERAGES, NorMuon
@@ -77,8 +76,7 @@ SOAP_FREQUENCY = 10
 
 
 def kept_by_adamw(group: Group) -> dict[str, Kept]:
-    average = NARROW if group.get("moment_dtype") == "bfloat16" else LIKE
-    return {"exp_avg": average, "exp_avg_sq": average, "step": SCALAR}
+    return {"exp_avg": LIKE, "exp_avg_sq": LIKE, "step": SCALAR}
 
 
 def kept_by_sgd(group: Group) -> dict[str, Kept]:
@@ -89,15 +87,7 @@ def adamw_options(cfg: Optimizer) -> Group:
     return {"lr": cfg.lr, "betas": cfg.betas, "eps": cfg.eps}
 
 
-def moments_of_adamw(cfg: Optimizer) -> Group:
-    """Return the options of a group that a checkpoint records, where they differ from the
-    default."""
-    return {} if cfg.moment_dtype == "float32" else {"moment_dtype": cfg.moment_dtype}
-
-
 def build_adamw(groups: list[Group], cfg: Optimizer, mesh: Mesh | None) -> torch.optim.Optimizer:
-    if cfg.moment_dtype == "bfloat16":
-        return narrow_adamw.AdamW(groups, **adamw_options(cfg), fused=True)
     # fused: also on a CPU, where it measures several times faster than the default loop
     return torch.optim.AdamW(groups, **adamw_options(cfg), fused=True)
 
@@ -134,7 +124,7 @@ def soap_options(cfg: Optimizer) -> Group:
     return shared | {"frequency": SOAP_FREQUENCY, "max_dim": SOAP_MAX_DIM}
 
 
-ADAMW = Rule("AdamW", kept_by_adamw, moments_of_adamw, is_one_kernel=True)
+ADAMW = Rule("AdamW", kept_by_adamw, is_one_kernel=True)
 SGD = Rule("SGD", kept_by_sgd)
 MUON = Rule("Muon", lambda group: {"momentum_buffer": LIKE}, muon_options, orthogonalises=True)
 NORMUON = Rule("NorMuon", kept_by_normuon, normuon_options, orthogonalises=True)

@@ -32,8 +32,6 @@ def traced(
     # without FSDP the two ways were never compared
     data_parallel = world_size > cfg.parallelism.tensor_parallel
     grows_with_elements = all(rule.is_one_kernel for rule in OPTIMIZERS[cfg.optimizer.kind].rules)
-    if cfg.optimizer.moment_dtype != "float32":  # parameter by parameter
-        grows_with_elements = False
     if few < layers and data_parallel and grows_with_elements:
         model = cfg.model.model_copy(update={"n_layers": few})
         shallow = trace_step(
