@@ -38,6 +38,9 @@ DROPPED = {
     "data.retry_seconds": Dropped(
         1.0, "the pauses before a stream opens it again begin with 1 s, and double up to 30 s"
     ),
+    "data.stream_epochs": Dropped(
+        0, "a stream is read again from its beginning; training.stop_after ends a run", True
+    ),
     "lora.quantization": Dropped(
         "none", "frozen weights are kept in training.param_dtype and sharded", True
     ),

@@ -467,9 +467,6 @@ class Data(Table):
     streams: int = Field(64, ge=1, le=65536)
     """With stream: number of logical streams; part of the order like the seed; data-parallel ranks
     must divide it."""
-    stream_epochs: int = Field(0, ge=0)
-    """With stream: times to read the source; the run ends when the first stream has read its share;
-    0: no end."""
     workers: int = Field(0, ge=0, le=64)
     """Loader processes per rank; 0: read in the training process (a batch costs well under a
     millisecond per rank)."""

@@ -65,10 +65,6 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds between attempts; each is twic
 logger = logging.getLogger("plumbline")
 
 
-class Exhausted(InputError):
-    """The run has read the text data.stream_epochs times."""
-
-
 class Changed(InputError):
     """The text is not what was read before."""
 
@@ -272,7 +268,7 @@ class Stream:
 
     def window(self) -> tuple[np.ndarray, np.ndarray]:
         """Read the next window, int64 [T + 1], and whether a token is the first of a document, bool
-        [T + 1]. `place` moves on by T tokens. Raises Exhausted, Changed or LoaderError."""
+        [T + 1]. `place` moves on by T tokens. Raises Changed or LoaderError."""
         T = self.seq_len
         while self.held < T + 1:
             place, ids = next(self.documents)
@@ -303,11 +299,6 @@ class Stream:
         while True:
             barren += 1
             epoch, index = divmod(self.number + place.unit * self.streams, len(units))
-            if cfg.stream_epochs and epoch >= cfg.stream_epochs:
-                raise Exhausted(
-                    f"data stream {self.number} has no text left: data.stream_epochs = "
-                    f"{cfg.stream_epochs} is reached; raise it, give more text or train fewer steps"
-                )
             (chosen,) = permute(np.array([index]), epoch, len(units), self.seed)
             unit = units[int(chosen)]
             for number, document, checksum in self._read(unit, place):
@@ -411,7 +402,7 @@ class Stream:
 class StreamedBatches:
     """An iterator of this rank's batches, in lockstep with all other ranks.
 
-    Where this rank's streams end, `problem` says why: Exhausted, Changed or a LoaderError. From
+    Where this rank's streams end, `problem` says why: Changed or a LoaderError. From
     then on its batches are empty: no label counts. The rank tells the others so with the loss of
     that step (`train.Flags`), which then changes no weight, and all ranks call `end`."""
 
@@ -481,8 +472,7 @@ class StreamedBatches:
         """Go back to before the last batch, because some rank had none. From now on `problem` is
         the same on all ranks, which all call this."""
         self.places = self.places_before
-        problems = [problem for problem in self.gather(self.problem) if problem]
-        self.problem = next((p for p in problems if not isinstance(p, Exhausted)), problems[0])
+        self.problem = next(problem for problem in self.gather(self.problem) if problem)
         self.close()
 
     def check(self, step: int) -> None:
