@@ -277,7 +277,6 @@ QK_CLIP = ("llama", "deepseek_v3")  # families whose attention parallelisms/qk_c
 READ_BY = {
     "ns_dtype": MUONS,
     "adjust_lr_fn": MUONS,
-    "adamw_lr_scale": OF_MATRICES,
     "qk_clip": MUONS,
 }
 

@@ -47,6 +47,11 @@ DROPPED = {
     "optimizer.moment_dtype": Dropped(
         "float32", "AdamW keeps its averages in float32, as it keeps weights", True
     ),
+    "optimizer.adamw_lr_scale": Dropped(
+        1.0,
+        "optimizer.lr_multipliers gives AdamW's parameters other rates, by patterns of their names",
+        True,
+    ),
     "optimizer.nesterov": Dropped(True, "Muon's momentum is always Nesterov's", True),
     "optimizer.ns_steps": Dropped(5, "Muon takes 5 Newton-Schulz iterations", True),
     "optimizer.normuon_beta2": Dropped(0.95, "NorMuon's second moment has a decay of 0.95", True),

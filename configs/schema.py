@@ -559,8 +559,6 @@ class Optimizer(Table):
     where it is fast."""
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """Of Muon: how a matrix's shape scales lr; match_rms_adamw: to AdamW's size of updates."""
-    adamw_lr_scale: float = Field(1.0, gt=0)
-    """With muon, normuon or soap: the learning rate of AdamW's parameters, as a multiple of lr."""
     qk_clip: float = Field(0.0, ge=0)
     """Of Muon, NorMuon: the largest logit, to which heads are scaled after a step (Kimi K2: 100); 0: off."""
     average_decay: float = Field(0.0, ge=0, lt=1)

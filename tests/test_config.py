@@ -592,7 +592,6 @@ RULE_CASES = {
     "momentum": ("momentum=0.9", "optimizer.kind=sgd"),
     "ns_dtype_unread": ("ns_dtype=float32 optimizer.kind=soap", "optimizer.kind=normuon"),
     "adjust_lr_fn_unread": ("adjust_lr_fn=original", "optimizer.kind=muon"),
-    "adamw_lr_scale_unread": ("adamw_lr_scale=2.0", "optimizer.kind=soap"),
     "qk_clip_unread": ("qk_clip=100", "optimizer.kind=muon"),
     "qk_clip_family": ("qk_clip=100 optimizer.kind=muon family=qwen3", "family=llama"),
     "qk_clip_with": (

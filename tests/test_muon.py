@@ -252,7 +252,7 @@ def test_the_table_says_what_each_optimizer_keeps(kind, momentum):
 
 def test_lr_scale_multiplies_the_learning_rate_of_a_group():
     model = Matrices(SHAPES)
-    cfg = options(adamw_lr_scale=0.25)
+    cfg = options(lr_multipliers=(("weights.0", 0.25),))
     optimizer = build_optimizer(model, ALL, cfg, [("weights.0", False), *ALL])
     assert rates(optimizer) == {"Muon": 0.03, "AdamW": 0.03 * 0.25}
     set_learning_rate(optimizer, 0.5)

@@ -9,7 +9,7 @@ with what a step really leaves. A new optimizer is a row here, and a name in
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,6 @@ class Rule:
     state: Callable[[Group], dict[str, Kept]]  # key -> what is kept of each parameter
     # of a group, besides lr and weight_decay
     options: Callable[[Optimizer], Group] = lambda cfg: {}
-    lr_scale: Callable[[Optimizer], float] = lambda cfg: 1.0  # times the run's learning rate
     # Whether one kernel updates all elements of a group, each by itself. Then the plan of a deep
     # model may follow from that of a shallow one: the work grows with the elements alone.
     is_one_kernel: bool = False
@@ -129,14 +128,13 @@ SGD = Rule("SGD", kept_by_sgd)
 MUON = Rule("Muon", lambda group: {"momentum_buffer": LIKE}, muon_options, orthogonalises=True)
 NORMUON = Rule("NorMuon", kept_by_normuon, normuon_options, orthogonalises=True)
 SOAP_RULE = Rule("SOAP", kept_by_soap, soap_options)
-ADAMW_OF_OTHERS = replace(ADAMW, lr_scale=lambda cfg: cfg.adamw_lr_scale)
 
 OPTIMIZERS: dict[str, Kind] = {
     "adamw": Kind(build_adamw, ADAMW, ADAMW),
     "sgd": Kind(build_sgd, SGD, SGD),
-    "muon": Kind(partial(build_with_adamw, Muon), MUON, ADAMW_OF_OTHERS),
-    "normuon": Kind(partial(build_with_adamw, NorMuon), NORMUON, ADAMW_OF_OTHERS),
-    "soap": Kind(partial(build_with_adamw, SOAP), SOAP_RULE, ADAMW_OF_OTHERS),
+    "muon": Kind(partial(build_with_adamw, Muon), MUON, ADAMW),
+    "normuon": Kind(partial(build_with_adamw, NorMuon), NORMUON, ADAMW),
+    "soap": Kind(partial(build_with_adamw, SOAP), SOAP_RULE, ADAMW),
 }
 
 

@@ -55,11 +55,10 @@ def of_spectral_norm(scale: Any, cfg: Optimizer, shape: Sequence[int]) -> float:
 
 def options_of_group(rule: Rule, cfg: Optimizer, decays: bool, rates: RateFactors) -> Group:
     """Return the options of a group of parameters."""
-    lr_scale = rule.lr_scale(cfg) * rates.lr
     options = {
         "rule": rule.name,
-        "lr": cfg.lr * lr_scale,
-        "lr_scale": lr_scale,
+        "lr": cfg.lr * rates.lr,
+        "lr_scale": rates.lr,
         "weight_decay": cfg.weight_decay * rates.decay if decays else 0.0,
         **rule.options(cfg),
     }
