@@ -225,8 +225,6 @@ class CheckpointManager:
             computed = torch.cuda.current_stream().record_event()
         head = self._manifest_head(step, optimizer, progress)
         is_copied = is_copied and self.peers is not None
-        if is_copied:
-            self.peers.hurry.clear()
         future = self.thread.submit(self._write, live, computed, head, is_kept, is_copied)
         self.in_flight = Saving(step, is_kept, future)
 
@@ -441,8 +439,6 @@ class CheckpointManager:
         if self.in_flight is None:
             return
         step, is_kept, future = self.in_flight
-        if self.peers:
-            self.peers.hurry.set()
         concurrent.futures.wait([future])
         self.in_flight = None
         error = future.exception()
@@ -494,8 +490,6 @@ class CheckpointManager:
         """Wait for the save in flight, on the way out after an error. Calls no other rank, and
         raises nothing."""
         if self.in_flight:
-            if self.peers:
-                self.peers.hurry.set()
             concurrent.futures.wait([self.in_flight.future], timeout=seconds)
 
     def close(self) -> None:

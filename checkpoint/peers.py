@@ -27,8 +27,6 @@ import logging
 import os
 import shutil
 import stat
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -178,8 +176,6 @@ class PeerCopies:
         self.held: dict[str, list[int]] = {}  # by copy: how many of its files each host had
         self.unused: list[str] = []
         self.sent: list[list[int]] = []  # [source host, target host, files, bytes]
-        # set while training waits for a copy: no rate bounds it then
-        self.hurry = threading.Event()
         on_every_rank(group, self._open)
         memory = os.stat(self.folder.parent)
         _check_distinct((machine(), memory.st_dev, memory.st_ino), here, group)
@@ -281,7 +277,6 @@ class PeerCopies:
             path = draft / verify.file_name(source)
             comes = on_every_rank(group, _allocated, path, sizes[source])
             links.append(((self.here.rank + ahead) % self.here.size, source, comes))
-        pace = Pace(self.cfg.peer_rate, self.hurry)
         for start in range(0, max(sizes), CHUNK):
             chunk = slice(start, start + CHUNK)
             works = []
@@ -290,10 +285,8 @@ class PeerCopies:
                     works.append(dist.irecv(comes[chunk], group=group, group_src=source))
                 if start < len(own):
                     works.append(dist.isend(own[chunk], group=group, group_dst=target))
-                    pace.bytes += len(own[chunk])
             for work in works:
                 work.wait()
-            pace.wait()
 
     def _write_manifest(self, draft: Path, text: bytes) -> None:
         if self.here.local_rank == 0:
@@ -466,21 +459,6 @@ class PeerCopies:
         steps = [verify.parse_name(name)[1] for name in verify.published(self.folder)]
         if max(steps, default=-1) <= saved:
             self.discard()
-
-
-class Pace:
-    """Keeps what a rank sends below a rate, until `hurry` is set. rate: MB/s; 0: no bound."""
-
-    def __init__(self, rate: float, hurry: threading.Event) -> None:
-        self.rate = rate * 1e6
-        self.hurry = hurry
-        self.bytes = 0
-        self.began = time.monotonic()
-
-    def wait(self) -> None:
-        if self.rate:
-            due = self.began + self.bytes / self.rate
-            self.hurry.wait(max(0.0, due - time.monotonic()))
 
 
 def prefix_of(place: Path | Key) -> str:

@@ -885,7 +885,6 @@ RULES = {
         "checkpoint.peers",
         "checkpoint.peer_interval",
         "checkpoint.peer_stride",
-        "checkpoint.peer_rate",
     ),
     "fault_tolerant": (
         lambda c: c.run.fault_tolerant and c.data.stream,

@@ -73,6 +73,10 @@ DROPPED = {
     "checkpoint.max_failures": Dropped(
         3, "a run ends after 3 failed saves in a row (checkpoint/manager.py::MOST_FAILURES)"
     ),
+    "checkpoint.peer_rate": Dropped(
+        0.0,
+        "copies are sent as fast as the network takes them; checkpoint.peer_interval spaces them",
+    ),
     "metrics.expert_interval": Dropped(50, "the load of experts is reported every 50 steps"),
     "metrics.progress": Dropped(
         "auto", "a terminal has a progress bar; TQDM_DISABLE=1 in the environment hides it"

@@ -200,6 +200,6 @@ def _options(cfg: Config, whole: WholeMesh, replicas: int, hosts: int) -> list[s
     if peers < cfg.checkpoint.peers:
         options.append(f"--checkpoint.peers={peers}")
         if peers == 0:
-            names = [f"checkpoint.{name}" for name in ("peer_interval", "peer_stride", "peer_rate")]
+            names = [f"checkpoint.{name}" for name in ("peer_interval", "peer_stride")]
             options += [f"--{name}={written(default(name))}" for name in names]
     return options

@@ -721,8 +721,6 @@ class Checkpoint(Table):
     peer_stride: int = Field(1, ge=1)
     """How many hosts further on a copy goes: the hosts of a rack, where nodes are numbered rack by
     rack."""
-    peer_rate: float = Field(0.0, ge=0)
-    """MB/s that each rank sends copies with at most; 0: no bound."""
     store: Annotated[PathText, AfterValidator(_store)] = Field(
         "", max_length=1000, examples=["s3://bucket/prefix"]
     )

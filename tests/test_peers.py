@@ -12,7 +12,6 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -79,16 +78,6 @@ def test_the_bytes_of_a_host_are_those_of_two_copies_of_all_that_it_holds():
     sizes = [1, 2, 4, 8, 16, 32]
     here = World(rank=3, size=6, local_rank=1, local_size=2)
     assert peers.bytes_of_host(sizes, here, [1]) == 2 * (4 + 8 + 1 + 2)
-
-
-def test_a_sender_keeps_to_its_rate(monkeypatch):
-    now, slept = [0.0], []
-    monkeypatch.setattr(peers.time, "monotonic", lambda: now[0])
-    pace = peers.Pace(2.0, SimpleNamespace(wait=slept.append))
-    pace.bytes = 6_000_000
-    now[0] = 1.0
-    pace.wait()
-    assert slept == [2.0]
 
 
 # Two hosts whose ranks do nothing but copy
@@ -159,7 +148,7 @@ def misfortunes(place: Path) -> None:
     with pytest.raises(InputError, match=r"state, \S+ MB, and \S+ has room for"):
         open_copies(place)
     no_room.undo()
-    job, checkpoints, progress = open_copies(place, peer_rate=1e-3)
+    job, checkpoints, progress = open_copies(place)
     assert progress is None and not copies_of(checkpoints)
 
     # what has been found to be corrupt is in no copy
@@ -168,7 +157,7 @@ def misfortunes(place: Path) -> None:
     checkpoints.__exit__(Diverged)
     assert not checkpoints.peers.folder.exists()
 
-    # the last save waits for the copy before it, at any rate, and is not copied itself
+    # the last save waits for the copy before it, and is not copied itself
     fill(job, 3)
     checkpoints.copy_to_peers(3, job.model, job.optimizer, {"step": 3})
     checkpoints.wait_for_copy()
