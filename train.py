@@ -504,7 +504,7 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
     # tokenising the text may take hours: so a model without room is refused before it, and the
     # watchdog is armed after it
     check_room(cfg, *architecture(cfg))
-    corpora = open_corpora(cfg, logger.info, verifies=meshes.world().local_rank == 0)
+    corpora = open_corpora(cfg, logger.info)
     watchdog.arm(cfg.run.init_timeout_seconds, "build")
     job = build(cfg)
     this_start.add_mesh(job.mesh)

@@ -41,6 +41,9 @@ DROPPED = {
     "data.stream_epochs": Dropped(
         0, "a stream is read again from its beginning; training.stop_after ends a run", True
     ),
+    "data.verify": Dropped(
+        False, "python -m data.prepare --source FOLDER --verify compares a corpus with its hashes"
+    ),
     "lora.quantization": Dropped(
         "none", "frozen weights are kept in training.param_dtype and sharded", True
     ),

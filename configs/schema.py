@@ -458,9 +458,6 @@ class Data(Table):
     validation_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of the documents that is held out of training for validation; a hash of the text
     chooses them."""
-    verify: bool = False
-    """Read the whole tokenised corpus before the first step, once per host, and compare its hashes
-    (seconds per GB)."""
     stream: bool = False
     """Tokenise data.source during training, without preparation; docs/data.md says what is not
     possible then."""

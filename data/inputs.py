@@ -77,7 +77,10 @@ def beyond(folder: str, token: int, vocab_size: int) -> str:
     except InputError:
         name = None
     if name is None:
-        return f"{has}: this tokenised corpus is damaged (data.verify = true finds where)"
+        return (
+            f"{has}: this tokenised corpus is damaged (python -m data.prepare --source {folder} "
+            "--verify finds where)"
+        )
     return (
         f"{has}: it is {name}, which its chat template has written for a conversation; leave such "
         "conversations out, or give another template (data.chat_template)"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from configs import stages
 from configs.schema import Config, InputError
-from data import formats, inputs, prepared, splice, stream, too_long
+from data import formats, inputs, splice, stream, too_long
 from data.loader import Corpora
 from data.prepare import prepare
 from data.prepared import Prepared
@@ -15,12 +15,11 @@ from data.tokens import Tokens
 Log = Callable[[str], object]
 
 
-def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
+def open_corpora(cfg: Config, log: Log) -> Corpora:
     """Open every source and every set of a run. A source is tokenised first if that has not been
     done; a stream (data.stream) is only opened.
 
-    log receives progress messages. verifies: with data.verify, whether this rank hashes the files;
-    one on each host does. Raises InputError: text that cannot be used, sources of different
+    log receives progress messages. Raises InputError: text that cannot be used, sources of different
     tokenizers, validation without a set.
     """
     trained_on, validated_on = inputs.sources_of(cfg)
@@ -33,8 +32,6 @@ def open_corpora(cfg: Config, log: Log, verifies: bool = True) -> Corpora:
     further = {name: _prepare(cfg, at, 0.0, log) for name, at in validated_on.items()}
     opened = [*sources.values(), *further.values()]
     for corpus in opened:
-        if cfg.data.verify and verifies and isinstance(corpus, Prepared):
-            prepared.verify(corpus.folder, cfg.data)
         inputs.check_masking(corpus, cfg)
     _check_tokenizers(opened)
     sets = _sets(sources, further)

@@ -283,7 +283,6 @@ def test_a_whole_run_is_bitwise_that_of_a_disk(store, tmp_path, monkeypatch, cap
         folder = tmp_path / name
         folder.mkdir()
         own = [*options, f"--data.source={where}", f"--data.cache={tmp_path / name}"]
-        own.append("--data.verify=true")
         for steps in (8, 16):
             part = [*own, f"--training.steps={steps}"]
             assert run_ranks(1, there, run, part, folder) == [(0, "")]

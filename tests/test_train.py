@@ -14,6 +14,8 @@ import pytest
 
 import train
 from configs.load import load_config
+from configs.schema import InputError
+from data.prepared import verify
 from tests import fork_server
 from tests.ranks import run_ranks
 from tests.runs import (
@@ -243,8 +245,8 @@ def test_the_last_step_has_the_lowest_learning_rate(options, tmp_path):
 
 
 def test_damaged_tokens_end_a_run_in_a_sentence(options, tmp_path):
-    """A token beyond the vocabulary is met when it is read; with data.verify any changed byte
-    before the first step."""
+    """A token beyond the vocabulary is met when it is read. `data.prepare --verify`, which the
+    sentence names, finds it beforehand."""
     assert run_ranks(1, run, options, tmp_path)[0][0] == 0
     (shard,) = (tmp_path / "cache").glob("*/train-*.bin")
     tokens = np.fromfile(shard, np.uint16)
@@ -254,7 +256,6 @@ def test_damaged_tokens_end_a_run_in_a_sentence(options, tmp_path):
     assert (
         code == 1 and "step 1 cannot be read" in said and f"{shard.parent} has token 60000" in said
     )
-    code, said = run_ranks(
-        1, run, [*options, f"--run.folder={tmp_path}/b", "--data.verify=true"], tmp_path
-    )[0]
-    assert code == 2 and f"{shard} is not what was written" in said
+    assert f"--source {shard.parent} --verify finds where" in said
+    with pytest.raises(InputError, match=f"{shard} is not what was written"):
+        verify(str(shard.parent))

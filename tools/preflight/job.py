@@ -65,9 +65,7 @@ def measure_data(probe: Probe) -> dict:
     if size > SMALL_CORPUS:
         return {"absent": absent, "size": size}
     began = time.perf_counter()
-    probe.corpora = corpora = open_corpora(
-        cfg, log=lambda line: None, verifies=probe.world.local_rank == 0
-    )
+    probe.corpora = corpora = open_corpora(cfg, log=lambda line: None)
     opened = time.perf_counter() - began
     probe.order = corpora.order({})
     p = cfg.parallelism

@@ -50,7 +50,7 @@ def recompute(task: Recomputation) -> list[StepNotes]:
     """Recompute, and return this rank's notes of the requested steps. Raises InputError."""
     warnings.simplefilter("ignore")
     cfg = stage_of(load_config(task.argv, world().size, world().local_size), task)
-    corpora = open_corpora(cfg, lambda line: None, verifies=False)
+    corpora = open_corpora(cfg, lambda line: None)
     job = train.build(cfg)
     corpora.check_vocabulary(job.args.vocab_size)
     materialise(job.optimizer)
