@@ -403,7 +403,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
     steps = cfg.training.last_step
     clock = this_start.clock
     corpora, job = open_run(cfg, this_start, watchdog)
-    if this_start.fails_again_and_again(job.mesh, cfg.run.max_failures_at_step):
+    if this_start.fails_again_and_again(job.mesh):
         return CRASH_LOOP
 
     run = Session(job, corpora, place, this_start, stop, watchdog)

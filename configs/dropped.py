@@ -28,6 +28,11 @@ DROPPED = {
         "all ranks write a log if there are fewer than 1,024, otherwise one of each host, and all "
         "that fail",
     ),
+    "run.max_failures_at_step": Dropped(
+        3,
+        "a run ends with 76 after 3 starts in a row that failed at one step for one cause "
+        "(reliability/record.py::MOST_FAILURES)",
+    ),
     "data.prefetch": Dropped(2, "a loader worker keeps 2 batches ready; data.workers adds workers"),
     "data.fim_spm_rate": Dropped(
         0.5, "half of the documents that are rearranged begin with the suffix", True

@@ -249,9 +249,6 @@ class Run(Table):
     max_minutes: float = Field(0.0, ge=0)
     """Save a checkpoint and stop this many minutes after the processes started, as after a signal;
     0: no limit."""
-    max_failures_at_step: int = Field(3, ge=0)
-    """Refuse to start (exit code 76) after so many starts in a row that failed at one step for one
-    cause; 0: never."""
 
 
 class Architecture(Table):

@@ -46,6 +46,7 @@ from reliability.stop import Stop
 logger = logging.getLogger("plumbline")
 
 ROOT = Path(__file__).resolve().parent.parent
+MOST_FAILURES = 3  # starts in a row that may fail at one step for one cause
 DIFF_BYTES = 1_000_000
 DIFF = ("diff", "--no-color", "--no-ext-diff", "--no-textconv")
 FORECAST = "forecast.json"
@@ -246,11 +247,11 @@ class Start:
             return None
         return last, why, past.ended.get("reason", why or "a kill")
 
-    def fails_again_and_again(self, mesh: Mesh, limit: int) -> bool:
-        """Return whether at least `limit` starts in a row just before this one failed after the
-        same step (run.max_failures_at_step; 0: never). Called by all ranks."""
+    def fails_again_and_again(self, mesh: Mesh) -> bool:
+        """Return whether at least MOST_FAILURES starts in a row just before this one failed after
+        the same step. Called by all ranks."""
         failed_step, count, reason = mesh.gather(self.failures())[0]
-        if not limit or count < limit:
+        if count < MOST_FAILURES:
             return False
         self.reason = (
             f"not started: {count} starts in a row failed after step {failed_step}, "
@@ -259,8 +260,7 @@ class Start:
         if mesh.rank == 0:
             logger.error(
                 f"{self.reason}. See {self.folder / 'starts'}, and {self.folder / 'logs'} for every "
-                "rank; it is tried again when an option or the code has changed, or with "
-                "run.max_failures_at_step = 0"
+                "rank; it is tried again when an option or the code has changed"
             )
         return True
 
