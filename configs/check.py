@@ -262,23 +262,16 @@ def _needs(needed: str, *options: str) -> tuple:
 
 
 def _unread(option: str) -> tuple:
-    """Return the rule of an option of [optimizer] that is set where the kind does not read it."""
-    kinds = READ_BY[option]
+    """Return the rule of an option of [optimizer] that Muon and NorMuon alone read."""
 
     def broken(c: SimpleNamespace) -> bool:
-        return _is_set(c, f"optimizer.{option}") and c.optimizer.kind not in kinds
+        return _is_set(c, f"optimizer.{option}") and c.optimizer.kind not in MUONS
 
     sentence = f"{{optimizer.kind}} does not read {{optimizer.{option}}}: remove that, or use "
-    return broken, f'{sentence}kind = "{kinds[0]}"'
+    return broken, f'{sentence}kind = "muon"'
 
 
 QK_CLIP = ("llama", "deepseek_v3")  # families whose attention parallelisms/qk_clip.py knows
-# option of [optimizer] -> the kinds that read it
-READ_BY = {
-    "ns_dtype": MUONS,
-    "adjust_lr_fn": MUONS,
-    "qk_clip": MUONS,
-}
 
 
 def _shown_stages(rows: tuple[TrainingStage, ...]) -> str:
@@ -1001,7 +994,9 @@ RULES = {
         "{optimizer.momentum} has no effect with {optimizer.kind}, which has betas: remove it, or "
         'use kind = "sgd"',
     ),
-    **{f"{option}_unread": _unread(option) for option in READ_BY},
+    "ns_dtype_unread": _unread("ns_dtype"),
+    "adjust_lr_fn_unread": _unread("adjust_lr_fn"),
+    "qk_clip_unread": _unread("qk_clip"),
     "muon_offload": (
         lambda c: c.optimizer.kind in OF_MATRICES and c.parallelism.cpu_offload,
         "{optimizer.kind} together with {parallelism.cpu_offload} is not supported, because the "
