@@ -31,6 +31,7 @@ from parallelisms.boxes import shard_of
 from parallelisms.mesh import Mesh
 from parallelisms.p2p_warmup import warm_up_p2p
 from reliability.health import outliers
+from reliability.position_file import TORCH, own
 
 NAMESPACES = ("c10d", "_c10d_functional")
 # Operators of these namespaces that are not watched: they move nothing, or are messages, which
@@ -41,7 +42,6 @@ TO_OR_FROM_ONE = ("gather_", "scatter_")  # the other ranks call these without t
 UNEVEN = "alltoall_base_"
 # the others of c10d take the result first
 IN_PLACE = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_")
-HERE, TORCH = Path(__file__).resolve().parent.parent, Path(torch.__file__).parent
 IN_BETWEEN = (
     "_ops.py",
     "_compile.py",
@@ -263,7 +263,7 @@ def _call() -> tuple[str, str]:
         elif path.is_relative_to(TORCH):
             if not of_torch and not ours and path.name not in IN_BETWEEN:
                 of_torch.append(line)
-        elif path.is_relative_to(HERE) and path != Path(__file__):
+        elif own(str(path)) and path != Path(__file__):
             ours.append(line)
         frame = frame.f_back
     return kind, ", of ".join(of_torch + ours)

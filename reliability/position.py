@@ -35,7 +35,6 @@ from reliability.position_file import (
     NO_LAYER,
     PHASES,
     QUIET,
-    ROOT,
     SEEN,
     SEEN_AT,
     SIZE,
@@ -44,6 +43,7 @@ from reliability.position_file import (
     WHERE_AT,
     WHO,
     as_row,
+    own,
 )
 
 TICK = 0.5  # seconds between two looks of the heartbeat
@@ -258,9 +258,9 @@ def frames_of_others() -> dict[int, FrameType]:
 def own_lines(frame: FrameType | None) -> list[str]:
     lines = []
     while frame:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path != Path(__file__):
-            lines.append(f"{path.relative_to(ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
+        file = own(frame.f_code.co_filename)
+        if file and frame.f_code.co_filename != __file__:
+            lines.append(f"{file}:{frame.f_lineno} {frame.f_code.co_name}")
         frame = frame.f_back
     return lines
 

@@ -2,6 +2,7 @@
 which reads it without torch. You can skip this file."""
 
 import struct
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,16 @@ PHASES = (
     "end",
 )
 NO_LAYER = -1
+
+
+@cache
+def own(file: str) -> str:
+    """Return the path of a source file of this repository from its root; "" for another file, also
+    of an environment below the root. Python names a script as it was started: train.py."""
+    path = ROOT / file
+    ours = path.is_relative_to(ROOT) and path.is_file() and "site-packages" not in path.parts
+    return str(path.relative_to(ROOT)) if ours else ""
+
 
 # The file: who writes it; where it is; seconds since 1970; then two texts, each a length and JSON.
 MAGIC = b"PLUMB-1\n"

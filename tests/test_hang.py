@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -32,7 +33,7 @@ from tests.hosts import (
 )
 from tests.launched import Launcher, ended
 from tests.ranks import WORKERS, run_ranks, step_timeout, wait_until
-from tests.runs import TINY, tiny_run
+from tests.runs import ROOT, TINY, tiny_run
 from tools import hang
 
 pytestmark = pytest.mark.waits
@@ -426,6 +427,34 @@ def test_a_rank_that_was_stopped_and_woke_to_end_did_not_answer(tmp_path: Path) 
             position.SEEN.pack_into(here.memory, position.SEEN_AT, *seen)
     with mock.patch.object(hang, "understand", lambda *_: None):
         assert [rank.silent for rank in hang.read(tmp_path)] == [False, True]
+
+
+HEARTBEAT = 'Thread 0x1 (most recent call first):\n  File "{}/position.py", line 195 in _watch\n\n'
+MAIN = """{} 0x2 (most recent call first):
+  File "{}/.venv/lib/python3.11/site-packages/torch/_tensor.py", line 623 in backward
+  File "<frozen runpy>", line 88 in _run_code
+  File "train.py", line 300 in accumulate_gradients
+  File "{}/training/graphs.py", line 33 in directly
+"""
+
+
+@pytest.mark.parametrize("title", ["Current thread", "Thread"])
+def test_the_line_of_stacks_is_the_innermost_of_ours(title: str, tmp_path: Path) -> None:
+    """Of a process that was stopped no thread runs Python, so none is the current one."""
+    stacks = tmp_path / "rank-00001.stacks"
+    stacks.write_text(HEARTBEAT.format(ROOT / "reliability") + MAIN.format(title, ROOT, ROOT))
+    assert hang.line_of_stacks(stacks, 0.0) == "train.py:300 accumulate_gradients"
+
+
+@pytest.mark.parametrize("name", ["train.py", ROOT / "train.py"])
+def test_lines_of_the_script_are_our_own(name: str | Path) -> None:
+    """Python gives the script of a process the name with which it was started."""
+    names: dict = {}
+    other = ROOT / ".venv" / "lib" / "site-packages" / "other.py"
+    exec(compile("def of_other(look): return look()", other, "exec"), names)
+    exec(compile("def step(look): return of_other(look)", name, "exec"), names)
+    lines = names["step"](lambda: position.own_lines(sys._getframe()))
+    assert lines[:2] == [lines[0], "train.py:1 step"] and "<lambda>" in lines[0], lines
 
 
 def test_a_dump_that_is_a_program_is_not_run(tmp_path: Path) -> None:

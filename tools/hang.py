@@ -244,13 +244,16 @@ def read_dump(path: Path) -> list[BegunCall]:
 
 
 def line_of_stacks(path: Path, started: float) -> str:
-    """Return the innermost line of ours in the current thread; "" for stacks of an older start."""
+    """Return the innermost line of ours in the current thread, or in the main one, which comes last,
+    if none was running Python; "" for stacks of an older start."""
     if not path.exists() or path.stat().st_mtime < started:
         return ""
-    stack = path.read_text(errors="replace").rpartition("Current thread")[2]
+    text = path.read_text(errors="replace")
+    word = "Current thread" if "Current thread" in text else "\nThread "
+    stack = text.rpartition(word)[2]
     for file, line, name in re.findall(r'File "(.+?)", line (\d+) in (\w+)', stack):
-        if Path(file).is_relative_to(position_file.ROOT) and "site-packages" not in file:
-            return f"{Path(file).relative_to(position_file.ROOT)}:{line} {name}"
+        if ours := position_file.own(file):
+            return f"{ours}:{line} {name}"
     return ""
 
 
