@@ -92,6 +92,14 @@ class Program:
             sys.stdout = sys.__stdout__ = heard(sys.stdout)
         threading.Thread(target=self._hear, name="program", daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # run_train.sh blocks it
+        atexit.register(self.rest)  # the first that is registered runs last
+
+    def rest(self) -> None:
+        """Ignore signals from here on: the exit code is decided. Python would give each its default,
+        and one that comes while C++ libraries end, which takes a second, would replace the code."""
+        if os.getpid() == self.process:
+            for number in STOP_SIGNALS if self.is_run else [signal.SIGINT]:
+                signal.signal(number, signal.SIG_IGN)
 
     def on_signal(self, number: int, frame: object) -> None:
         """Unwind the stack of a tool. All else is done by the thread."""

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from configs import program
 from configs.schema import InputError
+from configs.words import number_of
 
 # of every line of time.jsonl: with a fixed length the last line can be written over
 LINE_BYTES = 256
@@ -274,7 +275,7 @@ class Account:
         failed = sum(row["how"] == "failed" for row in self.interruptions)
         meant = self.total - self.seconds["paused"]
         return (
-            f"goodput {self.goodput:.1%} of {meant:,.1f} s, {failed} interruptions: "
+            f"goodput {self.goodput:.1%} of {meant:,.1f} s, {number_of(failed, 'interruption')}: "
             f"{', '.join(parts)}"
         )
 

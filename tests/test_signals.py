@@ -7,8 +7,10 @@ import logging
 import logging.handlers
 import os
 import queue
+import re
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -24,8 +26,8 @@ import train
 from checkpoint import hf, state
 from reliability import health, stop
 from tests.launched import Launcher, ended
-from tests.ranks import WORKERS, run_ranks, step_timeout
-from tests.runs import MESHES, ends, run, samples, series, tiny_run
+from tests.ranks import WORKERS, run_ranks, step_timeout, wait_until
+from tests.runs import MESHES, ROOT, ends, environment, run, samples, series, tiny_run
 from training import validate
 
 STEPS, TWO = 12, MESHES["fsdp2"][1]
@@ -324,6 +326,39 @@ def test_an_export_that_is_stopped_is_made_by_the_next_start(options, tmp_path):
     (tmp_path / "hf" / ".tmp-0123abcd-step-00000003").mkdir()
     assert run_ranks(1, run, options, tmp_path) == [(0, "")]
     assert [path.name for path in (tmp_path / "hf").iterdir()] == ["step-00000003"]
+
+
+AT_THE_END = """import ctypes
+ctypes.pythonapi.Py_AtExit(ctypes.cast(ctypes.CDLL(None).getchar, ctypes.c_void_p))
+"""
+
+
+def is_caught(number: signal.Signals, process: int) -> bool:
+    status = Path(f"/proc/{process}/status").read_text()
+    return bool(int(re.search(r"SigCgt:\s*(\w+)", status)[1], 16) & 1 << number - 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_libraries_end_leaves_the_exit_code(number, tmp_path):
+    """Python has then taken its handlers away, and torch takes a second to end. Here getchar does,
+    which returns when the test closes the other end."""
+    (tmp_path / "sitecustomize.py").write_text(AT_THE_END)
+    given = [*tiny_run(tmp_path), "--training.steps=4", f"--run.folder={tmp_path}/run"]
+    ending = subprocess.Popen(
+        [sys.executable, "train.py", *given],
+        env=environment() | {"PYTHONPATH": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        cwd=ROOT,
+    )
+    try:
+        wait_until(lambda: is_caught(number, ending.pid))
+        wait_until(lambda: not is_caught(number, ending.pid))
+        ending.send_signal(number)
+    finally:
+        ending.stdin.close()
+        code = ending.wait(60)
+    assert code == 0
 
 
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:
