@@ -512,7 +512,6 @@ def open_run(cfg: Config, this_start: Start, watchdog: health.Watchdog) -> tuple
     if cfg.debug.self_check:
         facts = same_on_all_ranks(dump(cfg), corpora)
         contract.verify(job.model, job.optimizer, job.mesh, facts)
-        family_check.check_count(*architecture(cfg))
         proved.at_start(cfg, *architecture(cfg))
     return corpora, job
 

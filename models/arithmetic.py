@@ -1,13 +1,33 @@
-"""Count the parameters and FLOPs of a decoder from the numbers of `models/layers.py::Args`, without
-building a model. `models/family.py::Family` explains each function.
+"""Count the parameters of a model, and the FLOPs of a decoder from the numbers of
+`models/layers.py::Args`. `models/family.py::Family` explains each function.
 
 feed_forward: the weights of a block's feed-forward layer that count, where it has no w1, w2 and w3.
 """
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from models.kernels.ruled_attention import AttentionSpec
 from models.layers import Args
+from models.moe import MixtureOfExperts, Router
+
+
+def parameters(model: nn.Module) -> tuple[int, int]:
+    """Count all parameters of a whole model, a tied weight once, and those that work on a token: of
+    the experts as many as it is sent to. The biases that balance routers are left out, as no
+    optimizer moves them."""
+    every = sum(param.numel() for param in model.parameters())
+    idle = 0
+    for module in model.modules():
+        if isinstance(module, Router):
+            biases = (param for param in module.parameters() if not param.requires_grad)
+            every -= sum(param.numel() for param in biases)
+        elif isinstance(module, MixtureOfExperts):
+            experts = module.args.n_experts
+            of_one = sum(param.numel() for param in module.experts.parameters()) // experts
+            idle += of_one * (experts - module.args.experts_per_token)
+    return every, every - idle
 
 
 def multiplied(args: Args, feed_forward: int | None = None) -> int:
@@ -19,13 +39,6 @@ def multiplied(args: Args, feed_forward: int | None = None) -> int:
     if feed_forward is None:
         feed_forward = 3 * args.dim * args.hidden_dim  # w1 w2 w3
     return args.n_layers * (attention + feed_forward) + args.dim * args.vocab_size
-
-
-def parameters(args: Args, feed_forward: int | None = None) -> int:
-    """Count all parameters: those that are multiplied, an embedding that is not tied, two norms in
-    each block and the last one."""
-    embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
-    return multiplied(args, feed_forward) + embedding + (2 * args.n_layers + 1) * args.dim
 
 
 def flops_per_token(

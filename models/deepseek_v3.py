@@ -102,37 +102,17 @@ def tp_plan(args: Args) -> dict[str, str]:
 # Arithmetic ---------------------------------------------------------------------------------------
 
 
-def multiplied(args: Args, experts: int) -> int:
-    """Count the weights that are multiplied, where so many of the experts that are not shared
-    count."""
+def multiplied(args: Args) -> int:
+    """Count the weights that a token is multiplied with."""
     feed_forward = args.n_dense_layers * 3 * args.dim * args.hidden_dim
     layers = args.n_layers + args.mtp_depth
-    mixtures = (layers - args.n_dense_layers) * moe.weights(args, experts)
+    mixtures = (layers - args.n_dense_layers) * moe.multiplied(args)
     return (
         layers * latent_attention.weights(args)
         + feed_forward
         + mixtures
         + args.dim * args.vocab_size
     )
-
-
-def _not_multiplied(args: Args) -> int:
-    """Count the parameters that are not multiplied: an embedding that is not tied, the norms, and
-    the biases of the routers."""
-    embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
-    norms = 2 * args.dim + args.q_rank + args.kv_rank
-    layers = args.n_layers + args.mtp_depth
-    return embedding + layers * norms + args.dim + args.mtp_depth * mtp.parameters(args)
-
-
-def parameters(args: Args) -> int:
-    """Count the trained parameters; the routers' biases are not trained."""
-    return multiplied(args, args.n_experts) + _not_multiplied(args)
-
-
-def active_parameters(args: Args) -> int:
-    """Count the parameters that work on a token."""
-    return multiplied(args, args.experts_per_token) + _not_multiplied(args)
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
@@ -145,13 +125,13 @@ def flops_per_token(args: Args, seq_len: int) -> float:
         * (args.nope_dim + args.rope_dim + args.value_dim)
         * seq_len
     )
-    weights = multiplied(args, args.experts_per_token) + args.mtp_depth * mtp.multiplied(args)
+    weights = multiplied(args) + args.mtp_depth * mtp.multiplied(args)
     return 6.0 * weights + attention
 
 
 def describe(args: Args) -> str:
     return (
-        f"{latent_attention.describe(args)}; {moe.describe(args, active_parameters(args))} "
+        f"{latent_attention.describe(args)}; {moe.describe(args, FAMILY.active_parameters(args))} "
         f"and {args.n_shared_experts} shared{mtp.describe(args)}"
     )
 
@@ -168,9 +148,7 @@ FAMILY = Family(
     initial_values=layers.initial_values,
     decay=layers.DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=describe,
     largest_weight=largest_weight,
-    active_parameters=active_parameters,
 )

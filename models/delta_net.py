@@ -173,16 +173,8 @@ def multiplied(args: Any) -> int:
     return projections + (2 * keys + values) * args.conv_width
 
 
-def parameters(args: Any) -> int:
-    """Count the parameters of one layer."""
-    return multiplied(args) + 2 * args.delta_value_heads + args.delta_value_dim
-
-
-def flops_per_token(args: Any) -> float:
-    """Return the FLOPs of one layer for training on a token, of a sequence of any length.
-
-    As `models/arithmetic.py::flops_per_token` counts what is needed: 6 for each weight, and as many
-    for each product of the recurrence with a number of the state. The chunked form computes more.
-    """
+def flops_of_state(args: Any) -> float:
+    """Return the FLOPs of one layer's state for training on a token, of a sequence of any length: 6
+    for each product of the recurrence with a number of it. The chunked form computes more."""
     state = args.delta_value_heads * args.delta_key_dim * args.delta_value_dim
-    return 6.0 * (multiplied(args) + GatedDeltaCore.products * state)
+    return 6.0 * GatedDeltaCore.products * state

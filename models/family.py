@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from models import arithmetic, layers
@@ -54,8 +55,6 @@ class Family:
 
     # Arithmetic.
 
-    parameters: Callable[[Any], int]
-    """(args) -> how many numbers are trained; a tied weight counts once."""
     flops_per_token: Callable[[Any, int], float]
     """(args, seq_len) -> floating-point operations that training needs per token, forward and
     backward, of sequences of this length."""
@@ -71,11 +70,29 @@ class Family:
     scales: Mapping[str, Any] = field(default_factory=dict)
     """Parameter's name -> its models/transfer.py::Scale, of a run that transfers its learning
     rate."""
-    active_parameters: Callable[[Any], int] | None = None
-    """(args) -> how many of the parameters work on a token. None: all of them."""
     trained_parameters: Callable[[Any], int] | None = None
-    """(args) -> how many of the parameters are trained, where adapters alone are (models/lora.py).
-    None: all of them."""
+    """(args) -> how many parameters adapters have, which `build` does not make, where they alone are
+    trained (models/lora.py). None: all parameters are trained."""
+    counts: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, compare=False)
+    """Args as text -> `models/arithmetic.py::parameters` of their model, counted once: a search asks
+    thousands of times."""
+
+    def parameters(self, args: Any) -> int:
+        """Count all parameters, those of adapters too; a tied weight counts once."""
+        of_adapters = self.trained_parameters(args) if self.trained_parameters else 0
+        return self.counted(args)[0] + of_adapters
+
+    def active_parameters(self, args: Any) -> int:
+        """Count the parameters that work on a token, without those of adapters."""
+        return self.counted(args)[1]
+
+    def counted(self, args: Any) -> tuple[int, int]:
+        """Return `models/arithmetic.py::parameters` of the model that `build` makes."""
+        key = repr(args)
+        if key not in self.counts:
+            with torch.device("meta"):
+                self.counts[key] = arithmetic.parameters(self.build(args))
+        return self.counts[key]
 
     def small(self, dim: int) -> Any:
         """Return `Args` of a toy model of this width, to measure the fixed overhead of an

@@ -74,10 +74,6 @@ def tp_plan(args: Args) -> dict[str, str]:
     return layers.tp_plan(args) | {f"layers.*.{norm}": "sequence_plain" for norm in norms}
 
 
-def parameters(args: Args) -> int:
-    return arithmetic.parameters(args) + 2 * args.n_layers * args.dim  # norms that a Llama has not
-
-
 def flops_per_token(args: Args, seq_len: int) -> float:
     specs = [spec_of(args, number) for number in range(args.n_layers)]
     return arithmetic.flops_per_token(args, seq_len, specs=specs)
@@ -91,7 +87,6 @@ FAMILY = Family(
     initial_values=gemma3.initial_values,
     decay=layers.DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=gemma3.describe,
 )

@@ -133,11 +133,6 @@ def tp_plan(args: Args) -> dict[str, str]:
     return layers.tp_plan(args) | norms
 
 
-def parameters(args: Args) -> int:
-    norms = args.n_layers * 2 * (args.dim + args.head_dim)  # those that a Llama has not
-    return arithmetic.parameters(args) + norms
-
-
 def flops_per_token(args: Args, seq_len: int) -> float:
     specs = [spec_of(args, number) for number in range(args.n_layers)]
     return arithmetic.flops_per_token(args, seq_len, specs=specs)
@@ -159,7 +154,6 @@ FAMILY = Family(
     initial_values=initial_values,
     decay=layers.DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=describe,
 )

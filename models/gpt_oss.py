@@ -163,37 +163,16 @@ def tp_plan(args: Args) -> dict[str, str]:
 # Arithmetic ---------------------------------------------------------------------------------------
 
 
-def _biases(args: Args, experts: int) -> int:
-    """Count the numbers of a block that are added: biases, of so many experts, and sinks."""
-    queries = args.n_heads * args.head_dim
-    keys_and_values = 2 * args.n_kv_heads * args.head_dim
-    attention = queries + keys_and_values + args.dim + args.n_heads
-    return attention + args.n_experts + experts * (2 * args.expert_dim + args.dim)
-
-
-def parameters(args: Args) -> int:
-    experts = args.n_experts
-    biases = args.n_layers * _biases(args, experts)
-    return arithmetic.parameters(args, moe.weights(args, experts)) + biases
-
-
-def active_parameters(args: Args) -> int:
-    """Count the parameters that work on a token."""
-    experts = args.experts_per_token
-    biases = args.n_layers * _biases(args, experts)
-    return arithmetic.parameters(args, moe.weights(args, experts)) + biases
-
-
 def flops_per_token(args: Args, seq_len: int) -> float:
     specs = [attention_spec(args, number) for number in range(args.n_layers)]
-    weights = moe.weights(args, args.experts_per_token)
+    weights = moe.multiplied(args)
     return arithmetic.flops_per_token(args, seq_len, weights, specs)
 
 
 def describe(args: Args) -> str:
     return (
         f"{arithmetic.describe(args)}, windows of {args.window} in every other layer; "
-        f"{moe.describe(args, active_parameters(args))}"
+        f"{moe.describe(args, FAMILY.active_parameters(args))}"
     )
 
 
@@ -209,9 +188,7 @@ FAMILY = Family(
     initial_values=initial_values,
     decay=DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=describe,
     largest_weight=largest_weight,
-    active_parameters=active_parameters,
 )

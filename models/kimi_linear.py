@@ -149,34 +149,14 @@ def kda_weights(args: Args) -> int:
     return projections + narrow + 3 * width * args.conv_width
 
 
-def multiplied(args: Args, experts: int) -> int:
-    """Count the weights that are multiplied, where so many of the experts that are not shared
-    count."""
+def multiplied(args: Args) -> int:
+    """Count the weights that a token is multiplied with."""
     with_attention = attention_layers(args)
     mixers = with_attention * latent_attention.weights(args)
     mixers += (args.n_layers - with_attention) * kda_weights(args)
     feed_forward = args.n_dense_layers * 3 * args.dim * args.hidden_dim
-    mixtures = (args.n_layers - args.n_dense_layers) * moe.weights(args, experts)
+    mixtures = (args.n_layers - args.n_dense_layers) * moe.multiplied(args)
     return mixers + feed_forward + mixtures + args.dim * args.vocab_size
-
-
-def _not_multiplied(args: Args) -> int:
-    """Count the parameters that are not multiplied: an embedding that is not tied, the norms, and
-    the vectors of KDA. The routers' biases are not trained."""
-    embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
-    with_attention = attention_layers(args)
-    vectors = args.delta_heads * (1 + args.delta_dim) + args.delta_dim
-    mixers = with_attention * args.kv_rank + (args.n_layers - with_attention) * vectors
-    return embedding + mixers + (2 * args.n_layers + 1) * args.dim
-
-
-def parameters(args: Args) -> int:
-    return multiplied(args, args.n_experts) + _not_multiplied(args)
-
-
-def active_parameters(args: Args) -> int:
-    """Count the parameters that work on a token."""
-    return multiplied(args, args.experts_per_token) + _not_multiplied(args)
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
@@ -187,14 +167,14 @@ def flops_per_token(args: Args, seq_len: int) -> float:
     attention = 6.0 * with_attention * args.n_heads * widths * seq_len
     state = delta_net.GatedDeltaCore.products * args.delta_heads * args.delta_dim**2
     states = 6.0 * (args.n_layers - with_attention) * state
-    return 6.0 * multiplied(args, args.experts_per_token) + attention + states
+    return 6.0 * multiplied(args) + attention + states
 
 
 def describe(args: Args) -> str:
     states = arithmetic.layers(args.n_layers - attention_layers(args))
     return (
         f"{latent_attention.describe(args)}; {states} with Kimi delta attention of "
-        f"{args.delta_heads} states; {moe.describe(args, active_parameters(args))} and "
+        f"{args.delta_heads} states; {moe.describe(args, FAMILY.active_parameters(args))} and "
         f"{args.n_shared_experts} shared"
     )
 
@@ -212,9 +192,7 @@ FAMILY = Family(
     initial_values=initial_values,
     decay=DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=describe,
     largest_weight=largest_weight,
-    active_parameters=active_parameters,
 )

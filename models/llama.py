@@ -65,6 +65,5 @@ FAMILY = Family(
     initial_values=layers.initial_values,
     decay=layers.DECAY,
     tp_plan=layers.tp_plan,
-    parameters=arithmetic.parameters,
     flops_per_token=arithmetic.flops_per_token,
 )

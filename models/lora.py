@@ -207,7 +207,6 @@ def adapted(family: Family, lora: Any) -> Family:
     return replace(
         family,
         initial_values=initial_values,
-        parameters=lambda args: family.parameters(args) + of_adapters(args),
         trained_parameters=of_adapters,
         flops_per_token=flops_per_token,
         describe=describe,

@@ -292,9 +292,8 @@ def describe(args: Any, active: int) -> str:
     )
 
 
-def weights(args: Any, experts: int) -> int:
-    """Count the weights of a mixture's router, its shared experts and so many of the others."""
-    return (
-        3 * args.dim * args.expert_dim * (experts + args.n_shared_experts)
-        + args.n_experts * args.dim
-    )
+def multiplied(args: Any) -> int:
+    """Count the weights of a mixture that a token is multiplied with: of the router, the shared
+    experts, and as many of the others as it is sent to."""
+    experts = args.experts_per_token + args.n_shared_experts
+    return 3 * args.dim * args.expert_dim * experts + args.n_experts * args.dim

@@ -194,8 +194,3 @@ def multiplied(args: Any) -> int:
     """Count the weights that one of these layers multiplies with more than a layer does: its own
     projection, and once more that of the output."""
     return 2 * args.dim**2 + args.vocab_size * args.dim
-
-
-def parameters(args: Any) -> int:
-    """Count the parameters that one of these layers has more than a layer does."""
-    return 2 * args.dim**2 + 3 * args.dim

@@ -120,11 +120,6 @@ def tp_plan(args: Args) -> dict[str, str]:
     return layers.tp_plan(args) | norms
 
 
-def parameters(args: Args) -> int:
-    gains = args.n_layers * (args.n_heads + args.n_kv_heads) * args.head_dim
-    return arithmetic.parameters(args) + gains
-
-
 def flops_per_token(args: Args, seq_len: int) -> float:
     specs = [spec_of(args, number) for number in range(args.n_layers)]
     return arithmetic.flops_per_token(args, seq_len, specs=specs)
@@ -145,7 +140,6 @@ FAMILY = Family(
     initial_values=initial_values,
     decay=DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=describe,
 )

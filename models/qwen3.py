@@ -63,35 +63,15 @@ def tp_plan(args: Args) -> dict[str, str]:
     return layers.TP_PLAN | layers.TP_PLAN_OF_ATTENTION | norms | feed_forward
 
 
-def feed_forward_weights(args: Args, experts: int) -> int | None:
-    return moe.weights(args, experts) if args.n_experts else None
-
-
-def parameters(args: Args) -> int:
-    return (
-        arithmetic.parameters(args, feed_forward_weights(args, args.n_experts))
-        + args.n_layers * 2 * args.head_dim
-    )
-
-
-def active_parameters(args: Args) -> int:
-    """Count the parameters that work on a token."""
-    return (
-        arithmetic.parameters(args, feed_forward_weights(args, args.experts_per_token))
-        + args.n_layers * 2 * args.head_dim
-    )
-
-
 def flops_per_token(args: Args, seq_len: int) -> float:
-    return arithmetic.flops_per_token(
-        args, seq_len, feed_forward_weights(args, args.experts_per_token)
-    )
+    feed_forward = moe.multiplied(args) if args.n_experts else None
+    return arithmetic.flops_per_token(args, seq_len, feed_forward)
 
 
 def describe(args: Args) -> str:
     if not args.n_experts:
         return arithmetic.describe(args)
-    return f"{arithmetic.describe(args)}; {moe.describe(args, active_parameters(args))}"
+    return f"{arithmetic.describe(args)}; {moe.describe(args, FAMILY.active_parameters(args))}"
 
 
 FAMILY = Family(
@@ -102,8 +82,6 @@ FAMILY = Family(
     initial_values=layers.initial_values,
     decay=layers.DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=describe,
-    active_parameters=active_parameters,
 )

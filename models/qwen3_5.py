@@ -67,10 +67,6 @@ def multiplied(args: Args) -> int:
     return qwen3_next.weights_of_mixers(args) + feed_forward + args.dim * args.vocab_size
 
 
-def parameters(args: Args) -> int:
-    return multiplied(args) + qwen3_next.not_multiplied(args)
-
-
 def flops_per_token(args: Args, seq_len: int) -> float:
     return 6.0 * multiplied(args) + qwen3_next.flops_of_tokens(args, seq_len)
 
@@ -91,7 +87,6 @@ FAMILY = Family(
     initial_values=qwen3_next.initial_values,
     decay=qwen3_next.DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=describe,
 )

@@ -196,43 +196,23 @@ def weights_of_mixers(args: Any) -> int:
     return attention_layers(args) * attention + delta_layers(args) * delta_net.multiplied(args)
 
 
-def multiplied(args: Args, experts: int) -> int:
-    """Count the weights that are multiplied, where so many of the routed experts count."""
+def multiplied(args: Args) -> int:
+    """Count the weights that a token is multiplied with."""
     shared = 3 * args.dim * args.shared_dim + args.dim
-    mixtures = mtp.layers_in_all(args) * (moe.weights(args, experts) + shared)
+    mixtures = mtp.layers_in_all(args) * (moe.multiplied(args) + shared)
     return weights_of_mixers(args) + mixtures + args.dim * args.vocab_size
-
-
-def not_multiplied(args: Any) -> int:
-    """Count the parameters that are not multiplied: an embedding that is not tied, the norms, the
-    vectors of gated delta nets, and what layers that predict further tokens have more."""
-    embedding = 0 if args.tied_embeddings else args.dim * args.vocab_size
-    vectors = delta_net.parameters(args) - delta_net.multiplied(args)
-    mixers = attention_layers(args) * 2 * args.head_dim + delta_layers(args) * vectors
-    norms = (2 * mtp.layers_in_all(args) + 1) * args.dim
-    return embedding + mixers + norms + args.mtp_depth * mtp.parameters(args)
-
-
-def parameters(args: Args) -> int:
-    return multiplied(args, args.n_experts) + not_multiplied(args)
-
-
-def active_parameters(args: Args) -> int:
-    """Count the parameters that work on a token."""
-    return multiplied(args, args.experts_per_token) + not_multiplied(args)
 
 
 def flops_of_tokens(args: Any, seq_len: int) -> float:
     """Count the FLOPs per token of attention, and of the states of gated delta nets, whose cost does
     not depend on the length."""
     attention = 12.0 * args.n_heads * args.head_dim * attention_layers(args) * seq_len
-    state = delta_net.flops_per_token(args) - 6.0 * delta_net.multiplied(args)
-    return attention + delta_layers(args) * state
+    return attention + delta_layers(args) * delta_net.flops_of_state(args)
 
 
 def flops_per_token(args: Args, seq_len: int) -> float:
     """Count FLOPs as `models/arithmetic.py::flops_per_token` does, with those of states."""
-    weights = multiplied(args, args.experts_per_token) + args.mtp_depth * mtp.multiplied(args)
+    weights = multiplied(args) + args.mtp_depth * mtp.multiplied(args)
     return 6.0 * weights + flops_of_tokens(args, seq_len)
 
 
@@ -241,7 +221,7 @@ def describe(args: Args) -> str:
     return (
         f"{arithmetic.describe(args)}; {states} with gated "
         f"delta nets of {args.delta_value_heads} states; "
-        f"{moe.describe(args, active_parameters(args))} and a shared one{mtp.describe(args)}"
+        f"{moe.describe(args, FAMILY.active_parameters(args))} and a shared one{mtp.describe(args)}"
     )
 
 
@@ -258,9 +238,7 @@ FAMILY = Family(
     initial_values=initial_values,
     decay=DECAY,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
     describe=describe,
     largest_weight=largest_weight,
-    active_parameters=active_parameters,
 )

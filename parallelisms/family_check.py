@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from configs.schema import Config, InputError
+from configs.schema import Config
 from models import lora
 from parallelisms import cores, freezing, tp_check
 from parallelisms.mesh import Mesh
@@ -33,24 +33,3 @@ def check(family: Any, args: Any, mesh: Mesh, cfg: Config, stages: Sequence[rang
         untrained = {name for name, _ in model.named_parameters() if not lora.is_adapter(name)}
     patterns = [pattern for pattern, _ in cfg.optimizer.lr_multipliers]
     freezing.check_multipliers(model, "optimizer.lr_multipliers", patterns, untrained)
-
-
-def check_count(family: Any, args: Any) -> None:
-    """Raise InputError where the family's `parameters` counts others than the model has."""
-    with torch.device("meta"):
-        model = family.build(args)
-    counted = family.parameters(args)
-    if family.trained_parameters is not None:
-        # the adapters are not there yet
-        counted -= family.trained_parameters(args)
-    params = list(model.parameters())
-    there = sum(param.numel() for param in params)
-    # a router's bias is not counted
-    trained = sum(param.numel() for param in params if param.requires_grad)
-    if counted in (there, trained):
-        return
-    raise InputError(
-        f"the family {family.name} counts {counted:,} parameters, and its model has {there:,}, "
-        f"{there - counted:+,}: correct `parameters` of its FAMILY, by which memory, FLOPs and "
-        "plans are computed"
-    )

@@ -92,10 +92,6 @@ def more_weights(args: Any) -> int:
     return len(list(filter(is_recurrent, range(args.n_layers)))) * (own - attention)
 
 
-def parameters(args: Any) -> int:
-    return arithmetic.parameters(args) + more_weights(args)
-
-
 def flops_per_token(args: Any, seq_len: int) -> float:
     recurrent = len(list(filter(is_recurrent, range(args.n_layers))))
     specs = [layers.PLAIN] * (args.n_layers - recurrent)
@@ -108,7 +104,6 @@ FAMILY = replace(
     llama.FAMILY,
     build=Hybrid,
     tp_plan=tp_plan,
-    parameters=parameters,
     flops_per_token=flops_per_token,
 )
 

@@ -88,8 +88,8 @@ def test_slices_of_a_joined_tensor_are_those_of_the_parameter(groups, has_middle
 def test_the_parameters_are_those_that_the_hub_counts():
     """Of Qwen3-Coder-Next, whose files have no MTP, and of Qwen3-Next-80B-A3B-Instruct."""
     args = qwen3_next.Args(**qwen3_next.NUMBERS.flavors["80B-A3B"])
-    assert qwen3_next.parameters(args) == 79_674_391_296
-    assert qwen3_next.parameters(replace(args, mtp_depth=1)) == 81_324_862_720
+    assert qwen3_next.FAMILY.parameters(args) == 79_674_391_296
+    assert qwen3_next.FAMILY.parameters(replace(args, mtp_depth=1)) == 81_324_862_720
 
 
 def test_gains_decay_to_1_and_vectors_of_heads_do_not_decay():

@@ -29,28 +29,11 @@ LOSS = (-0.2, 1.0)  # nats that the first loss may be below and above ln(vocabul
 
 
 def declarations(tiny: Tiny) -> str | None:
-    """Parameters, FLOPs, first loss, TP plan, decay and initial values are those of the model."""
-    for check in (counts_parameters, covers_all, counts_flops, first_loss):
+    """FLOPs, first loss, TP plan, decay and initial values are those of the model."""
+    for check in (covers_all, counts_flops, first_loss):
         failure = check(tiny)
         if failure is not None:
             return failure
-    return None
-
-
-def counts_parameters(tiny: Tiny) -> str | None:
-    """Compare the family's formula with the model, in the size of the run too."""
-    for args in (tiny.args, tiny.configured):
-        model = built(tiny.family, args, tiny.lora)
-        weights = dict(model.named_parameters())
-        counted = sum(weight.numel() for weight in weights.values())
-        trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)
-        derived = tiny.family.parameters(args)
-        if derived not in (counted, trained):  # a constructor may freeze some
-            largest = max(weights, key=lambda name: weights[name].numel())
-            return (
-                f"Family.parameters says {derived:,} and the model of dim {args.dim} has {counted:,} "
-                f"({counted - derived:+,}; its largest weight is {largest})"
-            )
     return None
 
 

@@ -214,10 +214,9 @@ def experts(plan: Plan) -> list[str]:
     if not getattr(args, "n_experts", 0):
         return []
     ep = plan.cfg.parallelism.expert_parallel
-    active_parameters = family.active_parameters or family.parameters
     lines = [
         f"MoE layers of {args.n_experts} experts, {args.experts_per_token} for each token: "
-        f"{active_parameters(args) / 1e9:,.2f}B active parameters"
+        f"{family.active_parameters(args) / 1e9:,.2f}B active parameters"
     ]
     if ep > 1:
         where = hosts_of(plan, "ep")
