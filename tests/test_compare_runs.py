@@ -143,6 +143,18 @@ def test_one_bit_of_one_loss_is_seen(runs, altered):
     assert rows(found)["new_metric"].steps == 0
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "rank-00000.safetensors"])
+@pytest.mark.parametrize("content", [None, b"{"])
+def test_a_checkpoint_that_cannot_be_read_is_not_equal(name, content, runs, altered):
+    path = altered / "checkpoints" / "step-00000011" / name
+    path.unlink()
+    if content:
+        path.write_bytes(content)
+    found = compare(runs["first"], altered)
+    assert found.code == 1 and "step 11 cannot be compared" in found.checkpoint, found
+    assert name in found.checkpoint and found.verdict.startswith("metrics bitwise equal, check")
+
+
 def test_changed_code_data_and_versions_are_named(runs, altered):
     start, data = altered / "starts" / "0001" / "start.json", altered / "data.json"
     about = json.loads(start.read_text())

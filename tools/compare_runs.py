@@ -213,8 +213,10 @@ def checkpoints(a: Path | Key, b: Path | Key) -> tuple[str, bool | None]:
             return why, None
         hashes_a = verify.part_hashes(saved_a[step], manifest_a)
         hashes_b = verify.part_hashes(saved_b[step], manifest_b)
-    except (InputError, verify.Damaged) as error:
+    except InputError as error:
         return str(error), None
+    except verify.Damaged as error:
+        return f"step {step} cannot be compared: {error}", False
     different = [name for name in names if hashes_a[name] != hashes_b[name]]
     if not different:
         return f"step {step}: all {len(names)} tensors are bitwise equal", True
