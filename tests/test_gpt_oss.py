@@ -18,7 +18,6 @@ from torch import Tensor, nn
 import train
 from checkpoint import hf
 from configs.load import load_config
-from configs.schema import InputError
 from models import FORMATS, gpt_oss, moe
 from models.formats import layouts
 from models.formats.gpt_oss import FORMATS as OURS
@@ -217,25 +216,3 @@ def test_the_hubs_weights_are_those_of_transformers(mesh, tmp_path):
     assert seen.keys() == {mine for mine, _ in pairs}
     for mine, theirs in pairs:
         assert torch.equal(seen[mine], as_ours(meant, theirs).float()), mine
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"quantization_config": {"quant_method": "gptq"}}, "convert them to bfloat16 first"),
-        ({"layer_types": ["full_attention"] * 3}, "sliding_attention and full_attention in turns"),
-        ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0, only 7.0 can be converted"),
-        ({"rope_scaling": GPT_OSS.rope_scaling | {"rope_type": "yarn"}}, "original_max_position"),
-        (
-            {"rope_scaling": {"rope_type": "yarn", "mscale": 1.0, "factor": 2.0}},
-            "mscale of the rotary positions is not supported",
-        ),
-        ({"rope_scaling": {"rope_type": "linear"}}, "only default and yarn"),
-        ({"sliding_window": None}, "sliding_window is None"),
-    ],
-)
-def test_what_our_model_cannot_express_is_refused(change, words, tmp_path):
-    config = OURS.hf_config(GPT_OSS) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=words):
-        hf.read_model(tmp_path, FORMATS)

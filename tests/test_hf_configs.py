@@ -285,10 +285,100 @@ REFUSED = [  # (shapes, fields, words)
 ]  # fmt: skip
 
 
+LINEAR, FULL, LOCAL = "linear_attention", "full_attention", "sliding_attention"
+LAYERS = {"num_heads": 6, "head_dim": 9, "short_conv_kernel_size": 4}
+
+
+def scaled(**more: object) -> dict:
+    return {"rope_scaling": YARN | {ORIGINAL: 16} | more}
+
+
+OF_ONE_FAMILY = {  # shape: what its model cannot express, and the words
+    "kimi_linear": [
+        ({"layer_types": [LINEAR, FULL] * 2 + [LINEAR]}, "and in the last layer, is"),
+        ({"layer_types": [LINEAR, FULL]}, "for each of the 5 layers"),
+        ({"layer_types": [LOCAL] * 5}, "only linear_attention with full_attention"),
+        (
+            {
+                "layer_types": ...,
+                "linear_attn_config": LAYERS | {"full_attn_layers": [2, 4, 5], "kda_layers": [1]},
+            },
+            "does not name each of 5 layers once",
+        ),
+        ({"layer_types": ..., "linear_attn_config": LAYERS}, "full_attn_layers"),
+        ({"linear_attn_config": "x"}, "linear_attn_config is 'x', and must be a table"),
+        ({"mlp_layer_types": ["sparse"] * 4 + ["dense"]}, "only dense layers before all sparse"),
+        ({"mla_use_nope": False}, "mla_use_nope is false"),
+        ({"moe_router_activation_func": "softmax"}, 'moe_router_activation_func is "softmax"'),
+        ({"num_expert_group": 2}, "num_expert_group is 2"),
+        ({"q_lora_rank": 8}, "q_lora_rank is 8"),
+        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
+        ({"num_key_value_heads": 1}, "has separate keys and values"),
+    ],
+    "qwen3_next": [
+        ({"layer_types": [LINEAR, FULL] * 2 + [FULL]}, "full_attention at equal intervals"),
+        ({"layer_types": [LINEAR, FULL]}, "for each of the 5 layers"),
+        ({"layer_types": [LOCAL] * 5}, "only linear_attention with full_attention"),
+        ({"layer_types": FULL}, "layer_types is 'full_attention'"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is false"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+        ({"mlp_only_layers": [1]}, "mlp_only_layers is [1]"),
+        ({"attn_output_gate": False}, "attn_output_gate is false"),
+        ({"linear_num_key_heads": 4}, "each key head must serve an equal group of value heads"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor is 0.3: 3 of"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "only default"),
+        ({"rope_parameters": {"mrope_section": [11, 11, 10]}}, "mrope_section of the rotary"),
+    ],
+    "gpt_oss": [
+        ({"quantization_config": {"quant_method": "gptq"}}, "convert them to bfloat16 first"),
+        ({"layer_types": [FULL] * 3}, "sliding_attention and full_attention in turns"),
+        ({"swiglu_limit": 5.0}, "swiglu_limit is 5.0, only 7.0 can be converted"),
+        ({"rope_scaling": YARN | {"original_max_seq_len": 16}}, "original_max_position"),
+        (scaled(mscale=1.0), "mscale of the rotary positions is not supported"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "only default and yarn"),
+        ({"sliding_window": None}, "sliding_window is None"),
+    ],
+    "olmo3": [
+        ({"layer_types": [FULL] * 5}, "over and over"),
+        ({"layer_types": [LOCAL] * 3}, "layer_types is"),
+        (scaled(mscale=0.7), "of the rotary positions is not supported"),
+        (scaled(truncate=False), "of the rotary positions is not supported"),
+        ({"rope_parameters": {"rope_type": "default"}}, "must say what holds in full_attention"),
+        ({"rope_parameters": {LOCAL: YARN}}, "rotary positions of sliding_attention are"),
+        (
+            {"rope_parameters": {LOCAL: {"rope_theta": 3.0}}},
+            "rotary positions of sliding_attention are",
+        ),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+    ],
+    "gemma3": [
+        ({"layer_types": [LOCAL, FULL, FULL, LOCAL, LOCAL]}, "equally many"),
+        ({"layer_types": [LOCAL] * 3}, "layer_types is"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+        ({"rope_scaling": YARN}, "of type 'yarn'"),
+        ({"rope_parameters": {"rope_type": "default"}}, "must say what holds in full_attention"),
+        (
+            {"rope_parameters": {LOCAL: {"rope_type": "linear", "factor": 4.0}}},
+            "of type 'linear'",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"query_pre_attn_scalar": 0.5}, "query_pre_attn_scalar is 0.5"),
+    ],
+    "gemma2": [
+        ({"layer_types": [FULL, LOCAL] * 3}, "in turn are supported"),
+        ({"sliding_window": None}, "sliding_window is None"),
+        ({"final_logit_softcapping": -30.0}, "final_logit_softcapping is -30.0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "of type 'linear'"),
+    ],
+}
+REFUSED += [((shape,), *row) for shape, rows in OF_ONE_FAMILY.items() for row in rows]
+
+
 def test_what_would_compute_something_else_is_refused_by_name(tmp_path):
     for shapes, fields, words in REFUSED:
         for shape in shapes:
-            family, args = FAMILIES[shape]
+            family, args = (SHAPES | FAMILIES)[shape]
             (tmp_path / "config.json").write_text(json.dumps(formats(family).hf_config(args)))
             set_fields(tmp_path, **fields)
             with pytest.raises(InputError) as refusal:

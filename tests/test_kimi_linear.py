@@ -1,18 +1,16 @@
 """Parts that only Kimi Linear has: a decay per channel from narrow vectors on every mesh, attention
-without positions, the files that its format refuses, and the mistakes that a comparison must notice.
+without positions, and the mistakes that a comparison must notice.
 
-tests/test_hf_parity.py compares the whole model with transformers', tests/test_convert.py its files.
+tests/test_hf_parity.py compares the whole model with transformers', tests/test_convert.py its files,
+tests/test_hf_configs.py has what its format refuses.
 """
 
-import json
 from itertools import combinations
 
 import pytest
 import torch
 
-from checkpoint import hf
-from configs.schema import InputError
-from models import FORMATS, kimi_linear
+from models import kimi_linear
 from models.formats.kimi_linear import FORMATS as OURS
 from models.formats.layouts import WithOnes
 from parallelisms import tp_plain
@@ -94,41 +92,6 @@ def test_slices_of_a_tensor_with_more_dimensions_are_those_of_the_parameter():
     for start, stop in combinations(range(6), 2):
         got = layout.read((slice(start, stop),), lambda name, part: theirs[part])
         assert torch.equal(got, own[start:stop])
-
-
-KINDS = ["linear_attention", "full_attention"]
-LAYERS = {"num_heads": 6, "head_dim": 9, "short_conv_kernel_size": 4}
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"layer_types": [*KINDS, *KINDS, "linear_attention"]}, "and in the last layer, is"),
-        ({"layer_types": KINDS}, "for each of the 5 layers"),
-        ({"layer_types": ["sliding_attention"] * 5}, "only linear_attention with full_attention"),
-        (
-            {
-                "layer_types": None,
-                "linear_attn_config": LAYERS | {"full_attn_layers": [2, 4, 5], "kda_layers": [1]},
-            },
-            "does not name each of 5 layers once",
-        ),
-        ({"layer_types": None, "linear_attn_config": LAYERS}, "full_attn_layers"),
-        ({"linear_attn_config": "x"}, "linear_attn_config is 'x', and must be a table"),
-        ({"mlp_layer_types": ["sparse"] * 4 + ["dense"]}, "only dense layers before all sparse"),
-        ({"mla_use_nope": False}, "mla_use_nope is false"),
-        ({"moe_router_activation_func": "softmax"}, "moe_router_activation_func is .softmax."),
-        ({"num_expert_group": 2}, "num_expert_group is 2"),
-        ({"q_lora_rank": 8}, "q_lora_rank is 8"),
-        ({"num_nextn_predict_layers": 1}, "num_nextn_predict_layers is 1"),
-        ({"num_key_value_heads": 1}, "has separate keys and values"),
-    ],
-)
-def test_what_our_model_cannot_express_is_refused(change, words, tmp_path):
-    config = OURS.hf_config(ARGS) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=words):
-        hf.read_model(tmp_path, FORMATS)
 
 
 def test_the_layers_are_read_from_the_hubs_file_and_from_transformers():

@@ -114,38 +114,3 @@ def test_an_epsilon_that_is_not_said_is_the_default_of_transformers(args):
     config = formats.hf_config(replace(args, norm_eps=1e-5))
     del config["rms_norm_eps"]
     assert formats.args_from_hf(config).norm_eps == 1e-5
-
-
-def scaled(**more: object) -> dict:
-    return {"rope_scaling": {"rope_type": "yarn", "factor": 4.0} | more}
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"layer_types": ["full_attention"] * 5}, "layer_types is .* over and over"),
-        ({"layer_types": ["sliding_attention"] * 3}, "layer_types is"),
-        (
-            scaled(original_max_position_embeddings=16, mscale=0.7),
-            "of the rotary positions is not supported",
-        ),
-        (
-            scaled(original_max_position_embeddings=16, truncate=False),
-            "of the rotary positions is not supported",
-        ),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, "of type 'linear'"),
-        ({"rope_parameters": {"rope_type": "default"}}, "must say what holds in full_attention"),
-        (
-            {"rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 4.0}}},
-            "rotary positions of sliding_attention are",
-        ),
-        (
-            {"rope_parameters": {"sliding_attention": {"rope_theta": 3.0}}},
-            "rotary positions of sliding_attention are",
-        ),
-        ({"sliding_window": -1}, "sliding_window is -1"),
-    ],
-)
-def test_what_an_olmo_3_cannot_express_is_refused(change, words):
-    with pytest.raises(ValueError, match=words):
-        formats.args_from_hf(formats.hf_config(OLMO3) | change)

@@ -1,7 +1,8 @@
-"""Parts that only Qwen3-Next has: every mesh with its states, slices of tensors that join several of
-ours, and the files that its format refuses.
+"""Parts that only Qwen3-Next has: every mesh with its states, and slices of tensors that join
+several of ours.
 
-tests/test_hf_parity.py compares the whole model with transformers', tests/test_convert.py its files.
+tests/test_hf_parity.py compares the whole model with transformers', tests/test_convert.py its files,
+tests/test_hf_configs.py has what its format refuses.
 """
 
 import json
@@ -137,33 +138,6 @@ def test_the_text_model_of_a_qwen3_5_that_sees_images_is_read(tmp_path: Path):
     stored = hf.weights(tmp_path, FORMATS["qwen3_5"], QWEN3_5, shapes)
     for name, weight in ours.items():
         assert torch.equal(stored[name].read(), weight), name
-
-
-KINDS = ["linear_attention", "full_attention"]
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        ({"layer_types": [*KINDS, *KINDS, "full_attention"]}, "full_attention at equal intervals"),
-        ({"layer_types": KINDS}, "for each of the 5 layers"),
-        ({"layer_types": ["sliding_attention"] * 5}, "only linear_attention with full_attention"),
-        ({"layer_types": "full_attention"}, "layer_types is 'full_attention'"),
-        ({"norm_topk_prob": False}, "norm_topk_prob is false"),
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
-        ({"mlp_only_layers": [1]}, "mlp_only_layers is .1."),
-        ({"attn_output_gate": False}, "attn_output_gate is false"),
-        ({"linear_num_key_heads": 4}, "each key head must serve an equal group of value heads"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.3}}, "partial_rotary_factor is 0.3: 3 of"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "only default"),
-        ({"rope_parameters": {"mrope_section": [11, 11, 10]}}, "mrope_section of the rotary"),
-    ],
-)
-def test_what_our_model_cannot_express_is_refused(change, words, tmp_path):
-    config = OURS.hf_config(ARGS) | change
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InputError, match=words):
-        hf.read_model(tmp_path, FORMATS)
 
 
 def test_the_order_of_layers_may_be_a_list_or_an_interval():
