@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 from tests import fork_server
+from tests.programs import ROOT
 from tests.ranks import run_ranks
-from tests.runs import ROOT, run, series, tiny_run
+from tests.runs import run, series, tiny_run
 
 
 def fork(folder: Path, name: str = "") -> Path:

@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from configs.program import leave
 from tests import fork_server
+from tests.programs import environment
 from tests.ranks import WORKERS
-from tests.runs import environment
 from tools.launch import launcher as launch
 from tools.launch import rank as ranks_of
 from tools.launch import standby

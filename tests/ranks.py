@@ -23,11 +23,9 @@ import torch.distributed as dist
 
 from models import MODELS
 from tests import fork_server
+from tests.programs import WORKERS
 
 list(MODELS.values())  # imports every family, so that no rank has to
-
-# test processes that share this machine, with this one
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 
 def wait_until(
@@ -35,11 +33,13 @@ def wait_until(
     seconds: float = 60,
     complaint: Callable[[], str] = lambda: "it does not come",
     every: float = 0.02,
+    over: Callable[[], object] = lambda: False,
 ) -> None:
-    """Wait for a condition, for so many seconds on an idle machine. every: seconds between looks."""
+    """Wait for a condition, for so many seconds on an idle machine. every: seconds between looks;
+    over: the condition cannot come any more, as when a process has ended."""
     deadline = time.monotonic() + seconds * WORKERS
     while not true():
-        assert time.monotonic() < deadline, complaint()
+        assert not over() and time.monotonic() < deadline, complaint()
         time.sleep(every)
 
 

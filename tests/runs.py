@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,7 +24,6 @@ import train
 from models import NUMBERS
 from tests import fork_server, ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 MESHES = {  # name: (ranks, options, data-parallel ranks)
     "one": (1, [], 1),
     "fsdp2": (2, [], 2),
@@ -115,7 +113,6 @@ TINY = (
     "--metrics.tensorboard=false "
     "--validation.interval=0 --debug.sample_tokens=0"
 ).split()
-SETTINGS = ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 
 def tiny_run(place: Path) -> list[str]:
@@ -294,17 +291,6 @@ def ends(
 
 def _and_exit(fn: Callable, args: tuple) -> None:
     os._exit(fn(*args)[0])
-
-
-def environment(**settings: str) -> dict[str, str]:
-    """Return this process's environment with the tests' Python first on PATH, and of the launch
-    variables only `settings`."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in SETTINGS and not name.startswith(("SLURM_", "PYTEST_"))
-    }
-    return kept | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | settings
 
 
 def losses_of_four(folder: Path, options: list[str]) -> dict[int, float]:

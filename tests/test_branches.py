@@ -4,8 +4,6 @@ and exit code 2 means that nothing was started."""
 import contextlib
 import io
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ import pytest
 from checkpoint import changes, verify
 from configs.load import dump, load_config
 from configs.schema import InputError
+from tests.programs import PYTHON, finished
 from tests.ranks import run_ranks
-from tests.runs import ROOT, printed, run, series, signal_at, tiny_run
+from tests.runs import printed, run, series, signal_at, tiny_run
 from tools.replay import __main__ as tool
 
 WSD = ["--lr_schedule.kind=wsd", "--lr_schedule.decay_fraction=0.25"]
@@ -218,10 +217,8 @@ def test_an_option_is_typed_once():
         "--optimizer.lr=2e-3",
         "--training.steps=5",
     ]
-    for program in ["configs.load"], ["tools.check"]:
-        done = subprocess.run(
-            [sys.executable, "-m", *program, *words], cwd=ROOT, capture_output=True, text=True
-        )
+    for program in "configs.load", "tools.check":
+        done = finished(PYTHON, "-m", program, *words)
         assert done.returncode == 2
         assert "--optimizer.lr is given 2 times: 0.001 and 0.002; keep one" in done.stderr
         assert "--training.steps is given 2 times; keep one" in done.stderr

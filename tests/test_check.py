@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from models import Registry, llama, qwen3
 from models.formats import llama as llama_formats
 from models.formats import qwen3 as qwen3_formats
 from parallelisms import mesh
-from tests.runs import ROOT, environment
+from tests.programs import ROOT, finished
 from tools import check
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
@@ -369,13 +368,7 @@ def test_run_train_says_it_all_at_once_and_starts_nothing(tmp_path):
     options = ["--data.source=nowhere.txt", "--data.tokenizer=none.json"]
     options += [f"--run.folder={tmp_path}/run", "--checkpoint.load_hf=no"]
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    done = subprocess.run(
-        [str(ROOT / "run_train.sh"), *options],
-        env=environment(NGPU="2", PYTHONPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    done = finished(ROOT / "run_train.sh", *options, NGPU="2", PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith("3 mistakes in the configuration:\n"), done.stderr
     for word in "nowhere.txt", "none.json", "checkpoint.load_hf":

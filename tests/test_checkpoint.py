@@ -15,8 +15,6 @@ import random
 import re
 import shutil
 import stat
-import subprocess
-import sys
 import threading
 import time
 from functools import partial
@@ -60,6 +58,7 @@ from tests.checkpoints import (
     tensors,
     values_on_disk,
 )
+from tests.programs import PYTHON, finished
 from tests.ranks import run_ranks
 
 # What is saved comes back
@@ -241,8 +240,7 @@ def test_a_shard_is_a_safetensors_file_and_verify_needs_no_torch(saved, tmp_path
         "import sys, checkpoint.verify as v; r = v.main(sys.argv[1:]); sys.exit(9 if 'torch' "
         "in sys.modules else r)"
     )
-    words = [sys.executable, "-c", code, saved, "--all"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = finished(PYTHON, "-c", code, saved, "--all")
     assert done.returncode == 0 and done.stdout.count(" ok") == 3
     assert done.stderr == "", "a bar is for a terminal"
     run = copy_of(saved, tmp_path).parent

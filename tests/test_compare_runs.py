@@ -12,7 +12,7 @@ import pytest
 
 from tests.checkpoints import rewrite_header, set_hash
 from tests.ranks import run_ranks
-from tests.runs import MESHES, run, tiny_run
+from tests.runs import MESHES, lines_of, run, tiny_run
 from tools import compare_runs
 from tools.compare_runs import compare
 from tools.differences import parse_tolerance, relative
@@ -130,7 +130,7 @@ def test_weights_that_differ_under_equal_metrics_are_seen(runs, altered):
 
 
 def test_one_bit_of_one_loss_is_seen(runs, altered):
-    lines = [json.loads(line) for line in (altered / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(altered)
     line = next(line for line in lines if line["step"] == 7)
     line["loss"] = math.nextafter(line["loss"], 0)
     line["new_metric"] = 1.0

@@ -7,8 +7,6 @@ TorchTitan's Llama is tests/complex_llama.py, small, with its names.
 import importlib.util
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from dataclasses import asdict
@@ -38,6 +36,7 @@ from parallelisms.mesh import world
 from tests import complex_llama
 from tests.checkpoints import Attack, rewrite, saved_state
 from tests.complex_llama import QKV
+from tests.programs import PYTHON, finished
 from tests.ranks import run_ranks
 from tests.runs import MESHES, run, series, tiny_run
 from tools import convert, new_checkpoint, to_dcp
@@ -280,8 +279,7 @@ def test_pytorch_alone_reads_it(tmp_path):
             model[name.removeprefix("model.")] = tensor
     torch.save({name: list(tensor.shape) for name, tensor in model.items()}, tmp_path / "shapes")
     (tmp_path / "alone.py").write_text(BY_PYTORCH_ALONE)
-    command = [sys.executable, "alone.py", "dcp", "shapes", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = finished(PYTHON, "alone.py", "dcp", "shapes", "out", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     loaded = torch.load(tmp_path / "out.loaded")
     assert same(loaded["model"], model) and loaded["step"] == 7
@@ -310,40 +308,45 @@ def test_pytorch_alone_reads_it(tmp_path):
 # a run goes on
 
 
-def test_a_run_goes_on_from_its_folder_on_another_mesh(tmp_path):
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, list[str]]:
+    """Return the folder of an uninterrupted run, and its options."""
+    place = tmp_path_factory.mktemp("whole")
+    options = tiny_run(place)
+    assert run_ranks(1, run, options, place / "run") == [(0, "")]
+    return place / "run", options
+
+
+def test_a_run_goes_on_from_its_folder_on_another_mesh(whole, tmp_path):
     """The run goes out from one rank and into two, in the middle, with the losses of the
     uninterrupted run."""
-    options = tiny_run(tmp_path)
-    whole = tmp_path / "whole"
-    assert run_ranks(1, run, options, whole) == [(0, "")]
+    folder, options = whole
     again = tmp_path / "again"
-    assert converted("to-dcp", whole, tmp_path / "dcp", "--step", "10") == (0, "")
+    assert converted("to-dcp", folder, tmp_path / "dcp", "--step", "10") == (0, "")
     assert converted("from-dcp", tmp_path / "dcp", again) == (0, "")
     ranks, more, _ = MESHES["fsdp2"]
     assert run_ranks(ranks, run, [*options, *more], again) == [(0, "")] * ranks
-    wanted = series(whole)
+    wanted = series(folder)
     found = series(again)
     assert min(found) == 11 and max(found) == max(wanted) == 16
     assert all(abs(found[step] - wanted[step]) < 1e-5 for step in found)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_torchtitans_with_data_of_its_own(tmp_path):
+def test_a_run_goes_on_from_torchtitans_with_data_of_its_own(whole, tmp_path):
     """Nothing says which data that run has seen: refused, until it is allowed."""
-    options = tiny_run(tmp_path)
-    whole = tmp_path / "whole"
-    assert run_ranks(1, run, options, whole) == [(0, "")]
+    folder, options = whole
     names = ["--names", "torchtitan", "--step", "10"]
-    assert converted("to-dcp", whole, tmp_path / "dcp", *names) == (0, "")
+    assert converted("to-dcp", folder, tmp_path / "dcp", *names) == (0, "")
     again = tmp_path / "again"
-    config = whole / "config.toml"
+    config = folder / "config.toml"
     assert converted("from-dcp", tmp_path / "dcp", again, "--config", config) == (0, "")
     ((code, said),) = run_ranks(1, run, options, again)
     assert code == 2 and "does not say which data it has seen" in said
     assert "data.allow_splice = true" in said
     assert run_ranks(1, run, [*options, "--data.allow_splice=true"], again) == [(0, "")]
     found = series(again)
-    assert min(found) == 11 and found[11] < 0.9 * series(whole)[1]
+    assert min(found) == 11 and found[11] < 0.9 * series(folder)[1]
 
 
 # TorchTitan's Llama ------------------------------------------------------------------------------

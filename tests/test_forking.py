@@ -8,7 +8,6 @@ change the copy of the tree by hand and write a new diff: `git diff > docs/forki
 import json
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from tests.examples import fork
+from tests.programs import PYTHON, ROOT, finished
 from tests.ranks import run_ranks
-from tests.runs import ROOT, environment, run, series, tiny_run
+from tests.runs import run, series, tiny_run
 
 STEPS = "--training.steps=6"
 MOST_LINES = 80  # that a diff adds or takes away
@@ -61,14 +61,8 @@ EXAMPLES = {
 
 
 def train(tree: Path, meshes: list[str], options: list[str]) -> dict[str, dict]:
-    command = [sys.executable, "-m", "tests.examples", tree.parent / "runs", *meshes]
-    done = subprocess.run(
-        [*command, "--", STEPS, *options],
-        cwd=tree,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    words = "-m", "tests.examples", tree.parent / "runs", *meshes, "--", STEPS, *options
+    done = finished(PYTHON, *words, cwd=tree, seconds=180)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

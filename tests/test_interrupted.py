@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import WORKERS
-from tests.runs import environment, free_port
+from tests.programs import PYTHON, environment, finished
+from tests.ranks import WORKERS, wait_until
+from tests.runs import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -68,12 +69,12 @@ class Started:
         )
 
     def wait_until(self, ready: Callable[[int], bool], seconds: float = 60) -> "Started":
-        deadline = time.monotonic() + seconds * WORKERS
-        while not ready(self.process.pid):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                self.process.kill()
-                pytest.fail(f"it did not come so far: {self.process.communicate()}")
-            time.sleep(0.005)
+        def complaint() -> str:
+            self.process.kill()
+            return f"it did not come so far: {self.process.communicate()}"
+
+        pid, ended = self.process.pid, lambda: self.process.poll() is not None
+        wait_until(lambda: ready(pid), seconds, complaint, 0.005, ended)
         return self
 
     def gets(self, number: signal.Signals) -> "Started":
@@ -238,10 +239,8 @@ time.sleep(5)
 
 
 def test_a_signal_that_comes_just_before_a_run_sets_another_handler_is_75():
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER_HANDLER], cwd=ROOT, capture_output=True, timeout=60
-    )
-    sentence = b"stopped by SIGTERM before training began: run it again to go on\n"
+    done = finished(PYTHON, "-c", OTHER_HANDLER)
+    sentence = "stopped by SIGTERM before training began: run it again to go on\n"
     assert (done.returncode, done.stderr) == (75, sentence)
 
 

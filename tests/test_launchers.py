@@ -24,16 +24,9 @@ from string import Template
 import pytest
 
 from configs.load import load_config
+from tests.programs import environment
 from tests.ranks import WORKERS, step_timeout, wait_until
-from tests.runs import (
-    as_typed,
-    environment,
-    free_port,
-    in_mid_run,
-    losses_of_four,
-    series,
-    tiny_run,
-)
+from tests.runs import as_typed, free_port, in_mid_run, losses_of_four, series, tiny_run
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 60

@@ -24,6 +24,7 @@ from data.loader import IGNORE, Batches, loader
 from data.order import BLOCK, Order
 from data.shuffle import permute, unpermute
 from data.workers import LoaderError
+from tests.programs import lives
 
 ONCE = [[0, 1.0]]
 
@@ -649,13 +650,6 @@ def test_workers_end_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
     pids = (tmp_path / "pids").read_text().split()
     assert len(pids) == 3
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and (alive := [p for p in pids if _runs(p)]):
+    while time.monotonic() < deadline and (alive := [pid for pid in pids if lives(pid)]):
         time.sleep(0.02)
     assert not alive
-
-
-def _runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

@@ -29,7 +29,9 @@ from data import splice
 from models import llama
 from models.terms import AuxiliaryTerms
 from parallelisms import mesh as meshes
+from tests.programs import PYTHON, finished
 from tests.ranks import run_ranks
+from tests.runs import lines_of
 from training import log
 from training.lines import Lines
 from training.loss import IGNORE
@@ -65,10 +67,6 @@ def logger(tmp_path: Path) -> Iterator[logging.Logger]:
 
 def log_of(folder: Path, rank: int = 0) -> str:
     return (folder / "logs" / f"rank-{rank:05d}.log").read_text()
-
-
-def series(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 # FLOPs and MFU ------------------------------------------------------------------------------------
@@ -118,7 +116,7 @@ def test_floats_read_back_bitwise_and_infinities_are_json(tmp_path: Path) -> Non
     broken = {"loss": math.nan, "grad_norm": math.inf, "lr": -math.inf}
     with MetricsWriter(QUIET, tmp_path, True, start=0, steps=9) as metrics:
         metrics.log(1, numbers)
-        assert series(tmp_path) == [{"step": 1} | numbers], (
+        assert lines_of(tmp_path) == [{"step": 1} | numbers], (
             "a line is on disk as soon as it is logged"
         )
         metrics.log(2, broken)
@@ -137,7 +135,7 @@ def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     with MetricsWriter(QUIET, tmp_path, True, start=4, steps=9) as metrics:
         for step in range(5, 10):
             metrics.log(step, {"loss": -float(step)})
-    assert series(tmp_path) == [
+    assert lines_of(tmp_path) == [
         {"step": s, "loss": float(s if s <= 4 else -s)} for s in range(1, 10)
     ]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
@@ -146,10 +144,10 @@ def test_a_restart_forgets_what_came_after_the_checkpoint(tmp_path: Path) -> Non
     MetricsWriter(QUIET, tmp_path, True, start=9, steps=9).close()
     assert path.stat().st_ino == file, "nothing to forget: not written again"
     MetricsWriter(QUIET, tmp_path, True, start=0, steps=9).close()
-    assert len(series(tmp_path)) == 9, "a start that logs no step changes nothing"
+    assert len(lines_of(tmp_path)) == 9, "a start that logs no step changes nothing"
     with MetricsWriter(QUIET, tmp_path, True, start=0, steps=9) as metrics:
         metrics.log(1, {"loss": 3.0})
-    assert series(tmp_path) == [{"step": 1, "loss": 3.0}], "a fresh start in the same folder"
+    assert lines_of(tmp_path) == [{"step": 1, "loss": 3.0}], "a fresh start in the same folder"
 
 
 def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(
@@ -158,7 +156,7 @@ def test_mfu_is_achieved_over_peak_and_absent_without_a_peak(
     for peak in (None, 312e12):
         with MetricsWriter(QUIET, tmp_path, True, start=0, steps=9, peak=peak) as metrics:
             metrics.log(1, {"tflops_per_device": 156.0})
-        assert series(tmp_path)[0].get("mfu") == (None if peak is None else 0.5)
+        assert lines_of(tmp_path)[0].get("mfu") == (None if peak is None else 0.5)
     first, second = log_of(tmp_path).splitlines()
     assert "156 TFLOP/s" in first and "MFU" not in first
     assert "MFU 50.0%" in second and "TFLOP/s" not in second
@@ -264,10 +262,7 @@ raise RuntimeError("the end")
 
 def test_who_says_what_where(tmp_path: Path) -> None:
     """Runs in a separate process, since pytest captures warnings and logging itself."""
-    command = [sys.executable, "-c", SPEAK, str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parent.parent, text=True, capture_output=True, timeout=60
-    )
+    done = finished(PYTHON, "-c", SPEAK, tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith("Traceback") and done.stderr.endswith("RuntimeError: the end\n")
     for text in (done.stdout, log_of(tmp_path)):

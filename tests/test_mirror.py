@@ -17,6 +17,7 @@ from checkpoint.stores import lease
 from configs.schema import InputError
 from reliability import objects
 from reliability.objects import location
+from tests.programs import lives
 from tests.ranks import WORKERS, wait_until
 from tests.s3 import Server
 from tests.stores import (
@@ -111,15 +112,7 @@ def test_the_command_ends_with_what_copies_its_folder(store, tmp_path):
     os.kill(command_of_run, 0)
     process.kill()
     process.wait()
-
-    def is_gone() -> bool:
-        try:
-            state = Path(f"/proc/{command_of_run}/stat").read_text().rpartition(")")[2]
-        except OSError:
-            return True
-        return state.split()[0] == "Z"
-
-    wait_until(is_gone)
+    wait_until(lambda: not lives(command_of_run))
 
 
 def test_a_command_that_a_signal_kills_is_128_and_its_number(store, tmp_path):

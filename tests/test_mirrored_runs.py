@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,9 @@ pytest.importorskip("obstore")
 from configs.load import dump, load_config
 from configs.schema import InputError
 from reliability import objects
-from tests.ranks import WORKERS, run_ranks
-from tests.runs import ROOT, as_typed, environment, run, series, tiny_run
+from tests.programs import ROOT, environment
+from tests.ranks import WORKERS, run_ranks, wait_until
+from tests.runs import as_typed, logged, run, series, tiny_run
 from tests.s3 import Server
 from tests.stores import (
     emptied,
@@ -65,10 +65,7 @@ def test_a_run_goes_on_on_an_empty_machine_with_all_its_metrics(store, tmp_path)
     unbroken = series(tmp_path / "disk")
 
     running = start([*options, f"--data.cache={tmp_path / 'first'}"], 1)
-    deadline = time.monotonic() + 60 * WORKERS
-    while not (first / "metrics.jsonl").exists() or max(series(first), default=0) < AFTER_STEP:
-        assert time.monotonic() < deadline and running.poll() is None, ended(running)
-        time.sleep(0.01)
+    wait_until(lambda: logged(first, AFTER_STEP), over=lambda: running.poll() is not None)
     running.send_signal(signal.SIGTERM)
     code, said = ended(running)
     assert code == 75 and f"{first} is copied to {URL}" in said, said

@@ -59,8 +59,9 @@ from tests.parity import (
     trajectory,
     whole_model,
 )
+from tests.programs import ROOT
 from tests.ranks import run_ranks
-from tests.runs import EXPERT_MESHES, ROOT, ULYSSES
+from tests.runs import EXPERT_MESHES, ULYSSES
 from tests.runs import MESHES as DENSE_MESHES
 from training import init, loss, microbatches, optim
 from training.optimizers import materialise

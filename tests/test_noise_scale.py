@@ -1,9 +1,6 @@
 """The gradient noise scale: its formula, the gradient of a part of the batch, the same numbers on
 every mesh, and a run that is otherwise the same."""
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -11,7 +8,7 @@ import train
 from configs.load import load_config
 from tests import parity
 from tests.ranks import run_ranks
-from tests.runs import CONTEXT_MESHES, EXPERT_MESHES, MESHES, as_typed, run, tiny_run
+from tests.runs import CONTEXT_MESHES, EXPERT_MESHES, MESHES, as_typed, lines_of, run, tiny_run
 from tools.parity import in_memory
 from training import noise_scale
 from training.optim import clip_grad_norm
@@ -113,16 +110,12 @@ def test_every_mesh_measures_the_same(name, more):
             assert step == pytest.approx(expected, rel=1e-10)
 
 
-def logged(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_a_run_logs_it_and_is_otherwise_the_same(tmp_path):
     options = [*tiny_run(tmp_path), "--training.steps=6", "--metrics.interval=3"]
     for name, more in ("without", []), ("with", ["--metrics.noise_scale_interval=2"]):
         done = run_ranks(1, run, as_typed([*options, *more]), tmp_path / name)
         assert done == [(0, "")], done
-    without, measuring = logged(tmp_path / "without"), logged(tmp_path / "with")
+    without, measuring = lines_of(tmp_path / "without"), lines_of(tmp_path / "with")
     assert [row["loss"] for row in measuring] == [row["loss"] for row in without]
     assert not any(key.startswith("noise/") for row in without for key in row)
     assert all("noise/trace" in row for row in measuring[1:])

@@ -1,8 +1,6 @@
 """`python -m tools.parity`: it finds mistakes in a family that this repository has never seen, and
 finds none where there are none."""
 
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch.nn import functional as F
 
 from configs.load import load_config
 from tests.examples import fork
-from tests.runs import ROOT, environment
+from tests.programs import PYTHON, ROOT, finished
 from tools.parity import __main__ as tool
 from tools.parity import meshes
 from tools.parity.compare import compare
@@ -44,8 +42,8 @@ MISTAKES = {
 
 
 def ask(tree: Path, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "tools.parity", "configs/llama_debug.toml", *arguments]
-    done = subprocess.run(command, cwd=tree, env=environment(), capture_output=True, text=True)
+    words = "-m", "tools.parity", "configs/llama_debug.toml", *arguments
+    done = finished(PYTHON, *words, cwd=tree)
     return done.returncode, done.stderr + done.stdout
 
 

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from reliability.guard import Diverged
 from tests.checkpoints import build, fill, heard, on_a_host_of_its_own, open_manager, save_filled
 from tests.faults import WRAPPER
 from tests.launched import Launcher, ended
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, wait_until
 from tests.runs import as_typed, free_port, run, series, tiny_run
 
 pytestmark = pytest.mark.cap(240)
@@ -291,16 +290,15 @@ def test_after_a_kill_the_run_goes_on_from_the_memory_of_its_hosts(tmp_path):
 
 
 def until(true: Callable[[], bool], running: list[Launcher]) -> None:
-    while not true():
-        assert all(launcher.poll() is None for launcher in running), ended(running, 1)
-        time.sleep(0.02)
+    is_over = lambda: any(launcher.poll() is not None for launcher in running)  # noqa: E731
+    wait_until(true, 150, lambda: str(ended(running, 1)), over=is_over)
 
 
 def lost_hosts(cluster: Cluster, lost: list[int], step: int, fault: str) -> tuple[list[int], str]:
     """Run, lose these hosts in this step of the first start, and put others in their places."""
     last = f"{lost[-1]} hold:lost {step} 1"
     running = [cluster.start(host, f"{fault}; {last}") for host in range(cluster.hosts)]
-    until(lambda: (cluster.folder / "lost").exists(), running)
+    until((cluster.folder / "lost").exists, running)
     for host in lost:  # before one of them has heard of the end of another
         running[host].process.kill()
     for host in lost:

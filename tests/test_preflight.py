@@ -32,8 +32,9 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from parallelisms.mesh import World
 from tests.hosts import hosts  # noqa: F401  a fixture
+from tests.programs import finished, started
 from tests.ranks import WORKERS, run_ranks
-from tests.runs import as_typed, environment
+from tests.runs import as_typed
 from tools.plan.device import load_device
 from tools.preflight import answers, copies, job, machine, network
 from tools.preflight import checks as preflight
@@ -680,16 +681,9 @@ def in_place(place: Path) -> list[str]:
     ]
 
 
-def started(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(ROOT / "run_train.sh"), "--preflight", *as_typed(list(arguments))],
-        env=environment(**settings),
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        timeout=150,
-    )
+def asked(*arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    words = ROOT / "run_train.sh", "--preflight", *as_typed(arguments)
+    return finished(*words, seconds=150, **settings)
 
 
 @pytest.mark.slow
@@ -698,7 +692,7 @@ def test_run_train_sh_preflight(place):
     """Two ranks under our launcher: all checks of a data-parallel run."""
     json_path = place / "two.json"
     more = [f"--run.folder={place}/runs/two", "--parallelism.tensor_parallel=1"]
-    done = started(*in_place(place), *more, f"--json={json_path}", NGPU="2")
+    done = asked(*in_place(place), *more, f"--json={json_path}", NGPU="2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "preflight: fit for this run" in done.stdout
     rows = json.loads(json_path.read_text())["rows"]
@@ -741,15 +735,8 @@ def test_kill_9_of_a_rank_is_named_on_the_page_at_once(place, tmp_path):
     """The launcher then tells the other ranks to end: rank 0 still gets its page out, and nothing
     stays behind."""
     options = as_typed([*in_place(place), *ON_THREE, f"--run.folder={tmp_path}/runs/x"])
-    process = subprocess.Popen(
-        [str(ROOT / "run_train.sh"), "--preflight", *options],
-        env=environment(NGPU="3", FLIGHT=str(tmp_path)),
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-    )
+    words = ROOT / "run_train.sh", "--preflight", *options
+    process = started(*words, NGPU="3", FLIGHT=str(tmp_path))
     said = [process.stdout.readline() for _ in range(3)]
     assert "ranks" in said[2], said
     began = time.monotonic()

@@ -3,8 +3,6 @@ ten broken forks is seen by its own property, and by no other; the cheap ones re
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +20,8 @@ from configs.schema import InputError
 from models import MODELS, layers, llama, lora, moe
 from models.kernels.ruled_attention import ruled_attention
 from tests.examples import fork
-from tests.runs import ROOT, environment, tiny_run
+from tests.programs import PYTHON, ROOT, finished
+from tests.runs import tiny_run
 from tools.parity import __main__ as tool
 from tools.parity import properties, proved
 from tools.parity.tiny import Tiny, copy_of, shrunk
@@ -272,8 +271,7 @@ def test_a_run_of_a_changed_family_proves_it_once(tmp_path: Path) -> None:
     noted = tmp_path / "run" / proved.IN_RUN
 
     def start() -> tuple[int, str]:
-        command = [sys.executable, "train.py", *options]
-        done = subprocess.run(command, cwd=tree, env=environment(), capture_output=True, text=True)
+        done = finished(PYTHON, "train.py", *options, cwd=tree, seconds=200)
         return done.returncode, done.stdout + done.stderr
 
     path.write_text(right.replace(result, result + " + 0.1 * h.roll(-1, 1)"))

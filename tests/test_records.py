@@ -8,8 +8,6 @@ import gzip
 import itertools
 import json
 import lzma
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from data import records, sources, stream
 from data.pieces import TOO_LONG, UNREADABLE, WHOLE
 from data.prepare import prepare
 from data.prepared import read_manifest
+from tests.programs import PYTHON, finished
 
 ROOT = Path(__file__).parents[1]
 TEXTS = ["alpha beta", "", 'a "b" \\ {[}]', "é\u2028漢\0\n\r\n", "x" * 3000, "last"]
@@ -168,13 +167,8 @@ def test_an_array_is_never_whole_in_memory(tmp_path: Path) -> None:
 
 
 def child(code: str, *arguments: object) -> list[int]:
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = finished(PYTHON, "-c", code, *arguments)
+    assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import tomli
 import yaml
 
 from lab import reading
-from tests.ranks import WORKERS
+from tests.programs import PYTHON, finished
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -61,14 +59,7 @@ def test_pre_commit_has_the_ruff_of_ci():
 
 @pytest.mark.parametrize("command", [["check"], ["format", "--check"]], ids=" ".join)
 def test_ruff_has_nothing_to_say(command):
-    done = subprocess.run(
-        [sys.executable, "-m", "ruff", *command, "--no-cache", "."],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = finished(PYTHON, "-m", "ruff", *command, "--no-cache", ".")
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -100,9 +91,7 @@ def test_kubernetes_expects_the_image_of_the_dockerfile():
 
 
 def test_an_image_has_all_that_git_has():
-    listing = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    listing = finished("git", "ls-files")
     if listing.returncode:
         pytest.skip("not a checkout of git, which knows the files")
     excluded = set(text(".dockerignore").splitlines())
@@ -124,11 +113,5 @@ def test_the_citation_and_the_badges_say_what_the_project_says():
 
 @pytest.mark.slow
 def test_the_types_of_the_reading_core_are_right():
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-incremental", *reading.CORE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=110 * WORKERS,
-    )
+    done = finished(PYTHON, "-m", "mypy", "--no-incremental", *reading.CORE)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,7 +14,7 @@ import pytest
 
 from reliability import goodput
 from tests.ranks import run_ranks
-from tests.runs import ends, killed, run, run_that_reports, said, series, tiny_run
+from tests.runs import ends, killed, lines_of, run, run_that_reports, said, series, tiny_run
 from tools.report import __main__ as report
 from tools.report import charts, numbers
 from tools.report.run import Points, read_run
@@ -295,7 +295,7 @@ def test_the_map_of_experts_has_the_last_record(runs):
 
 def test_values_that_are_not_finite_are_marked_and_counted(runs, tmp_path):
     damaged = copy(runs["plain"], tmp_path / "damaged")
-    lines = [json.loads(line) for line in (damaged / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(damaged)
     for line in lines:
         if line["step"] in (5, 6) and "loss" in line:
             line["loss"] = "nan"

@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from reliability.goodput import account, read
 from tests.faults import WRAPPER
 from tests.launched import Launcher, ended, nothing_first
-from tests.ranks import WORKERS, run_ranks, step_timeout
+from tests.ranks import WORKERS, run_ranks, step_timeout, wait_until
 from tests.runs import STEPS, free_port, run, samples, series, tiny_run
 from tools.launch import launcher as launch
 
@@ -179,10 +179,8 @@ def test_a_node_that_does_not_come_back_leaves_a_smaller_run_and_a_returned_one_
     first, second = nodes(options, folder, fault, *flags, each=1, prepare=prepare)
 
     def until(true: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 90 * WORKERS
-        while not true():
-            assert time.monotonic() < deadline and first.poll() is None, ended([first], 0)
-            time.sleep(0.05)
+        said = lambda: str(ended([first], 0))  # noqa: E731
+        wait_until(true, 90, said, over=lambda: first.poll() is not None)
 
     until(lone.exists)
     second.kill()

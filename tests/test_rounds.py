@@ -13,8 +13,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +35,8 @@ from tests.hosts import (
     hosts,  # noqa: F401  a fixture
 )
 from tests.launched import Launcher, ended
-from tests.ranks import WORKERS, run_ranks, step_timeout
+from tests.programs import PYTHON, finished
+from tests.ranks import run_ranks, step_timeout, wait_until
 from tests.runs import TINY, as_typed, free_port, run, series, tiny_run
 from tools import hang
 
@@ -262,17 +261,23 @@ class Run:
         return 0
 
     def wait_for(self, step: int) -> None:
-        deadline = time.monotonic() + 60 * WORKERS
-        while self.step() < step:
-            codes = [launcher.poll() for launcher in self.launchers.values()]
-            is_running = None in codes and time.monotonic() < deadline
-            assert is_running, f"exit codes {codes}\n{self.where()}{self.said()}"
-            time.sleep(0.01)
+        def codes() -> list[int | None]:
+            return [launcher.poll() for launcher in self.launchers.values()]
+
+        wait_until(
+            lambda: self.step() >= step,
+            complaint=lambda: f"exit codes {codes()}\n{self.where()}{self.said()}",
+            every=0.01,
+            over=lambda: None not in codes(),
+        )
+
+    def wait_for_words(self, words: str) -> None:
+        is_over = lambda: self.launchers[0].poll() is not None  # noqa: E731
+        wait_until(lambda: words in self.said(), 300, self.said, over=is_over)
 
     def where(self) -> str:
         """Return what tools.hang says of the ranks."""
-        words = [sys.executable, "-m", "tools.hang", str(self.folder)]
-        return subprocess.run(words, capture_output=True, text=True).stdout
+        return finished(PYTHON, "-m", "tools.hang", self.folder).stdout
 
     def said(self) -> str:
         texts = [path.read_text() for path in sorted(self.folder.parent.glob("said-*"))]
@@ -321,12 +326,20 @@ def begin(
     return Run(given, folder, hosts, ranks, restarts, more, spares, net)
 
 
+OTHERS_LOSE = ("hsdp2x2", "ddp3")  # meshes of which the tests below lose ranks
+
+
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=() if m == "ddp2" else pytest.mark.slow) for m in MESHES]
+    "mesh",
+    [
+        pytest.param(mesh, marks=() if mesh == "ddp2" else pytest.mark.slow)
+        for mesh in MESHES
+        if mesh not in OTHERS_LOSE
+    ],
 )
 def test_a_run_goes_on_without_a_lost_rank(mesh: str, whole: Callable, tmp_path: Path) -> None:
-    run = begin(whole, mesh, tmp_path / "run")
-    run.wait_for(10)
+    run = begin(whole, mesh, tmp_path / "run", length=["--training.steps=20"])
+    run.wait_for(5)
     os.kill(run.of_rank(1), signal.SIGKILL)
     assert run.end() == [0], run.said()
     assert "replicas go on after step" in run.said()
@@ -444,9 +457,7 @@ def test_hosts_share_the_restarts(whole: Callable, tmp_path: Path) -> None:
     run = begin(whole, "ddp2", tmp_path / "run", hosts=2, restarts=1, more=WAITING)
     run.wait_for(5)
     os.kill(run.ranks(0)[0], signal.SIGKILL)
-    while "2 of 2 replicas go on" not in run.said():
-        assert run.launchers[0].poll() is None, run.said()
-        time.sleep(0.05)
+    run.wait_for_words("2 of 2 replicas go on")
     run.wait_for(run.step() + 2)
     for host in 0, 1:
         os.kill(run.ranks(host)[0], signal.SIGKILL)
@@ -503,9 +514,7 @@ def test_a_spare_takes_the_place_of_a_lost_host(
     of_host = [lost.process.pid, *run.ranks_of(lost)]
     for process in of_host:
         os.kill(process, number)
-    while "2 of 2 replicas go on" not in run.said():
-        assert run.launchers[0].poll() is None, run.said()
-        time.sleep(0.05)
+    run.wait_for_words("2 of 2 replicas go on")
     for process in of_host if number == signal.SIGSTOP else []:
         os.kill(process, signal.SIGCONT)
     assert run.end() == [0, 0], run.said()
@@ -542,8 +551,7 @@ def test_a_run_that_goes_on_stops_on_request_and_resumes(whole: Callable, tmp_pa
     run = begin(whole, "hsdp2x2", tmp_path / "run")
     run.wait_for(5)
     os.kill(run.of_rank(1), signal.SIGKILL)
-    while "replicas go on after" not in run.said():
-        time.sleep(0.005)
+    run.wait_for_words("replicas go on after")
     os.kill(run.launchers[0].process.pid, signal.SIGTERM)
     assert run.end() == [75], run.said()
     run.launchers[0] = run.start(0)

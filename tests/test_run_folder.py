@@ -28,7 +28,7 @@ from reliability import causes, disk, goodput, health, record
 from reliability.goodput import KINDS, MEASURED, Clock, Past, account, read
 from tests import fork_server
 from tests.ranks import run_ranks
-from tests.runs import MESHES, STEPS, run, series, stopped_at, tiny_run
+from tests.runs import MESHES, STEPS, lines_of, run, series, stopped_at, tiny_run
 from tools import goodput as tool
 
 # published when save() returns; few log lines
@@ -357,7 +357,7 @@ def test_a_clock_that_jumps_makes_no_negative_figures(tmp_path, kind):
     assert 0 <= result.seconds["paused"] <= 3700 and result.steps == 12 and result.redone == 0
     rates = series(folder, "tokens_per_second")
     assert list(rates) == list(range(1, 13)) and all(rate > 0 for rate in rates.values())
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(folder)
     assert not any(value < 0 for line in lines for value in line.values())
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import WORKERS
-from tests.runs import environment
+from tests.programs import environment, finished, lives, started
+from tests.ranks import wait_until
 from tools.launch.launcher import _named as named
 from tools.launch.launcher import listen
 
@@ -63,33 +63,11 @@ while time.monotonic() < deadline and action != "exit":
 """
 
 
-def run(
-    *command: str | Path, cwd: Path = ROOT, **settings: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=environment(**settings),
-        text=True,
-        capture_output=True,
-        stdin=subprocess.DEVNULL,
-        timeout=90 * WORKERS,
-    )
-
-
 class Started:
     """A command in the background whose ranks have all said that they are ready."""
 
     def __init__(self, *command: str | Path, ranks: int, cwd: Path = ROOT, **settings: str) -> None:
-        self.process = subprocess.Popen(
-            [str(word) for word in command],
-            cwd=cwd,
-            env=environment(**settings),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-        )
+        self.process = started(*command, cwd=cwd, **settings)
         said = sorted(self.process.stdout.readline().split() for _ in range(ranks))
         expected = [["ready", str(rank)] for rank in range(ranks)]
         assert [line[:2] for line in said] == expected, self.process.communicate()
@@ -101,23 +79,8 @@ class Started:
         began = time.monotonic()
         out, err = self.process.communicate(timeout=60)
         seconds = time.monotonic() - began
-        assert not [pid for pid in self.pids if is_alive(pid, within_seconds=3)], "ranks survive"
+        wait_until(lambda: not any(map(lives, self.pids)), 3, lambda: "ranks survive")
         return self.process.returncode, out, err, seconds
-
-
-def is_alive(pid: int, within_seconds: float = 0) -> bool:
-    """Return True if the process still exists after that time; a zombie does not count."""
-    deadline = time.monotonic() + within_seconds
-    while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return False
-        if state == "Z":
-            return False
-        if time.monotonic() >= deadline:
-            return True
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -150,7 +113,7 @@ LAUNCH = (sys.executable, "-m", "tools.launch")
 
 
 def test_exit_code_of_the_failing_rank(stand_in: Path) -> None:
-    done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "exit", "0", "9")
+    done = finished(*LAUNCH, "--nproc-per-node=2", stand_in, "exit", "0", "9")
     assert done.returncode == 9
     assert done.stderr == f"launch: rank 1 on {socket.gethostname()} ended with exit code 9\n"
 
@@ -158,13 +121,13 @@ def test_exit_code_of_the_failing_rank(stand_in: Path) -> None:
 @pytest.mark.slow
 def test_ranks_of_a_run_that_failed_in_a_sentence_are_not_named_too(repository: Path) -> None:
     """The other may be stopped before it trains, and says that."""
-    done = run(*LAUNCH, "--nproc-per-node=2", "train.py", "exit", "0", "1", cwd=repository)
+    done = finished(*LAUNCH, "--nproc-per-node=2", "train.py", "exit", "0", "1", cwd=repository)
     assert done.returncode == 1 and "rank" not in done.stderr
 
 
 def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> None:
     """Another one fails because of it and ends sooner."""
-    done = run(*LAUNCH, "--nproc-per-node=2", stand_in, "raise")
+    done = finished(*LAUNCH, "--nproc-per-node=2", stand_in, "raise")
     assert done.returncode == 1
     _, title, traceback = done.stderr.partition(
         "launch: the traceback of rank 1, the first to fail"
@@ -179,9 +142,9 @@ def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> N
 def test_ranks_that_a_signal_finds_before_they_listen_are_75(stand_in: Path) -> None:
     """A stop during the import of torch, say: nothing to save yet, and a scheduler may start it
     again."""
-    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "default", ranks=2)
-    started.process.send_signal(signal.SIGUSR1)
-    code, _, err, _ = started.end()
+    run = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "default", ranks=2)
+    run.process.send_signal(signal.SIGUSR1)
+    code, _, err, _ = run.end()
     sentence = "stopped by SIGUSR1 before training began: run it again to go on"
     lines = err.splitlines()
     assert code == 75 and lines.count(f"launch: {sentence}") == 1
@@ -198,9 +161,9 @@ def test_the_store_of_several_nodes_listens_on_the_masters_own_address() -> None
 
 
 def test_a_signal_reaches_the_ranks_and_their_exit_code_comes_back(stand_in: Path) -> None:
-    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
-    started.process.send_signal(signal.SIGINT)
-    code, out, err, _ = started.end()
+    run = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
+    run.process.send_signal(signal.SIGINT)
+    code, out, err, _ = run.end()
     assert (code, err) == (75, "")
     assert out.count("stopped by SIGINT") == 2, "both ranks saved, each told once"
 
@@ -226,9 +189,9 @@ def test_ctrl_c_while_python_starts_the_ranks_is_one_sentence(
     """Also of a script that has no handler before it begins."""
     (tmp_path / "sitecustomize.py").write_text(SITE)
     path = f"{tmp_path}:{ROOT}"
-    started = Started(*LAUNCH, "--nproc-per-node=2", script, ranks=2, PYTHONPATH=path)
-    started.process.send_signal(signal.SIGINT)
-    code, out, err, _ = started.end()
+    run = Started(*LAUNCH, "--nproc-per-node=2", script, ranks=2, PYTHONPATH=path)
+    run.process.send_signal(signal.SIGINT)
+    code, out, err, _ = run.end()
     assert (code, out, err) == (130, "", f"{who}interrupted before training began\n")
 
 
@@ -236,12 +199,12 @@ def test_ctrl_c_while_python_starts_the_ranks_is_one_sentence(
 def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
     """The terminal is closed: SIGHUP. The ranks of a run under nohup must not end with it."""
     line = shlex.join(str(word) for word in (*LAUNCH, "--nproc-per-node=2", stand_in, "wait"))
-    started = Started("bash", "-c", f"trap '' HUP; exec {line}", ranks=2)
-    started.process.send_signal(signal.SIGHUP)
+    run = Started("bash", "-c", f"trap '' HUP; exec {line}", ranks=2)
+    run.process.send_signal(signal.SIGHUP)
     time.sleep(0.5)
-    assert started.process.poll() is None
-    started.process.send_signal(signal.SIGTERM)
-    code, out, err, _ = started.end()
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGTERM)
+    code, out, err, _ = run.end()
     assert (code, err) == (75, "") and out.count("stopped by SIGTERM") == 2
 
 
@@ -249,9 +212,9 @@ def test_what_nohup_ignores_does_not_end_the_run(stand_in: Path) -> None:
 @pytest.mark.alone
 def test_a_rank_that_does_not_stop_is_killed_after_the_grace(stand_in: Path) -> None:
     words = ("--nproc-per-node=2", "--shutdown-timeout=1", stand_in, "deaf")
-    started = Started(*LAUNCH, *words, ranks=2)
-    started.process.send_signal(signal.SIGTERM)
-    code, _, err, seconds = started.end()
+    run = Started(*LAUNCH, *words, ranks=2)
+    run.process.send_signal(signal.SIGTERM)
+    code, _, err, seconds = run.end()
     assert code == 128 + signal.SIGKILL and "not stopped after 1 s" in err
     assert 0.9 < seconds < 10
 
@@ -270,22 +233,22 @@ def test_a_rank_that_left_no_stacks_has_none_to_read(tmp_path: Path) -> None:
 @pytest.mark.alone
 def test_the_second_interrupt_reaches_the_ranks_which_say_what_it_does(stand_in: Path) -> None:
     """Only they know what is saved: the launcher says nothing, and returns their exit code."""
-    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "insist", ranks=2)
-    started.process.send_signal(signal.SIGINT)
+    run = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "insist", ranks=2)
+    run.process.send_signal(signal.SIGINT)
     time.sleep(0.3)
-    started.process.send_signal(signal.SIGINT)  # an echo
+    run.process.send_signal(signal.SIGINT)  # an echo
     time.sleep(2)
-    assert started.process.poll() is None
-    started.process.send_signal(signal.SIGINT)
-    code, _, err, seconds = started.end()
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    code, _, err, seconds = run.end()
     assert (code, err) == (130, "") and seconds < 10
 
 
 @pytest.mark.alone
 def test_kill_9_of_one_rank_ends_the_other_within_seconds(stand_in: Path) -> None:
-    started = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
-    os.kill(started.pids[1], signal.SIGKILL)
-    code, _, err, seconds = started.end()
+    run = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "wait", ranks=2)
+    os.kill(run.pids[1], signal.SIGKILL)
+    code, _, err, seconds = run.end()
     assert code == 128 + signal.SIGKILL
     assert err == f"launch: rank 1 on {socket.gethostname()} was killed by SIGKILL\n"
     assert seconds < 10
@@ -293,11 +256,9 @@ def test_kill_9_of_one_rank_ends_the_other_within_seconds(stand_in: Path) -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="dying with the parent is a service of Linux")
 def test_kill_9_of_the_launcher_ends_the_ranks(stand_in: Path, tmp_path: Path) -> None:
-    started = Started(
-        *LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2, TMPDIR=str(tmp_path)
-    )
-    started.process.kill()
-    started.end()
+    run = Started(*LAUNCH, "--nproc-per-node=2", stand_in, "deaf", ranks=2, TMPDIR=str(tmp_path))
+    run.process.kill()
+    run.end()
 
 
 # run_train.sh -------------------------------------------------------------------------------------
@@ -318,7 +279,7 @@ def test_a_wrong_setting_is_one_sentence(
     settings: dict[str, str], words: str, repository: Path
 ) -> None:
     before = sorted(repository.rglob("*"))
-    done = run(repository / "run_train.sh", "--parallelism.data_parallel_shard=1", **settings)
+    done = finished(repository / "run_train.sh", "--parallelism.data_parallel_shard=1", **settings)
     assert done.returncode == 2 and words in done.stderr and done.stdout == ""
     assert "Traceback" not in done.stderr and "ready" not in done.stdout
     created = {path.name for path in repository.rglob("*")} - {path.name for path in before}
@@ -329,14 +290,16 @@ def test_a_wrong_setting_is_one_sentence(
 def test_mistakes_in_the_configuration_are_told_before_anything_starts(repository: Path) -> None:
     # torch takes seconds to import
     (repository / "torch.py").write_text("raise SystemExit('torch was imported')")
-    done = run(repository / "run_train.sh", "--training.steps=none", "--optimizer.lr=-1", NGPU="2")
+    done = finished(
+        repository / "run_train.sh", "--training.steps=none", "--optimizer.lr=-1", NGPU="2"
+    )
     assert done.returncode == 2 and done.stdout == ""
     assert "training.steps" in done.stderr and "optimizer.lr" in done.stderr
-    assert run(repository / "run_train.sh", "no_such.toml").returncode == 2
+    assert finished(repository / "run_train.sh", "no_such.toml").returncode == 2
 
 
 def test_help_lists_the_options_and_starts_nothing(repository: Path) -> None:
-    done = run(repository / "run_train.sh", "--help")
+    done = finished(repository / "run_train.sh", "--help")
     assert done.returncode == 0
     assert "tensor_parallel" in done.stdout and "ready 0" not in done.stdout
 
@@ -352,7 +315,7 @@ os.write(1, (json.dumps(shown) + "\\n").encode())
 def test_one_process_runs_without_a_launcher_from_any_folder(repository: Path) -> None:
     (repository / "train.py").write_text(PRINT_ENVIRONMENT)
     arguments = ["configs/llama_debug.toml", "--training.steps=50"]
-    done = run(repository / "run_train.sh", *arguments, cwd=Path("/"), OMP_NUM_THREADS="7")
+    done = finished(repository / "run_train.sh", *arguments, cwd=Path("/"), OMP_NUM_THREADS="7")
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert shown["RANK"] is None and shown["OMP_NUM_THREADS"] == "7", "the user's choice stays"
@@ -362,7 +325,7 @@ def test_one_process_runs_without_a_launcher_from_any_folder(repository: Path) -
 @pytest.mark.slow
 def test_ranks_share_out_the_cores_and_meet_on_the_loopback(repository: Path) -> None:
     (repository / "train.py").write_text(PRINT_ENVIRONMENT)
-    done = run(repository / "run_train.sh", NGPU="4")
+    done = finished(repository / "run_train.sh", NGPU="4")
     assert done.returncode == 0, done.stderr
     shown = [json.loads(line) for line in done.stdout.splitlines()]
     assert sorted(s["RANK"] for s in shown) == ["0", "1", "2", "3"]
@@ -381,7 +344,9 @@ def test_a_run_of_one_node_in_a_step_of_two_has_node_rank_0(repository: Path) ->
         "SLURM_STEP_NUM_TASKS": "2",
         "SLURM_NODEID": "1",
     }
-    done = run(repository / "run_train.sh", "--training.local_batch_size=1", NNODES="1", **slurm)
+    done = finished(
+        repository / "run_train.sh", "--training.local_batch_size=1", NNODES="1", **slurm
+    )
     assert done.returncode == 0, done.stderr
     shown = json.loads(done.stdout)
     assert (shown["RANK"], shown["WORLD_SIZE"]) == (None, None), "one process needs no ranks"
@@ -393,9 +358,9 @@ def test_sigterm_to_the_script_saves_and_returns_75(repository: Path) -> None:
     (repository / "train.py").write_text(train)
     for ranks in (1, 2):
         words = (repository / "run_train.sh", "--training.local_batch_size=1")
-        started = Started(*words, ranks=ranks, NGPU=str(ranks))
-        started.process.send_signal(signal.SIGTERM)
-        code, out, err, _ = started.end()
+        run = Started(*words, ranks=ranks, NGPU=str(ranks))
+        run.process.send_signal(signal.SIGTERM)
+        code, out, err, _ = run.end()
         assert (code, out, err) == (75, "stopped by SIGTERM\n" * ranks, "")
 
 
@@ -492,10 +457,10 @@ def test_hangs():
 @pytest.mark.alone
 def test_the_tests_are_chosen_by_marker_and_capped(repository: Path) -> None:
     (repository / "tests" / "test_it.py").write_text(TESTS)
-    quick = run(repository / "run_tests.sh", cwd=Path("/"))
+    quick = finished(repository / "run_tests.sh", cwd=Path("/"))
     assert quick.returncode == 0 and "1 passed" in quick.stdout
     began = time.monotonic()
-    capped = run(repository / "run_tests.sh", "-m", "torture", "-n", "0")
+    capped = finished(repository / "run_tests.sh", "-m", "torture", "-n", "0")
     assert capped.returncode == 1 and "took longer than its cap of 0.5 s" in capped.stdout
     assert time.monotonic() - began < 20
 

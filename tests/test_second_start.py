@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,8 +22,9 @@ from reliability.position import Position
 from reliability.record import Start
 from tests import fork_server, ranks
 from tests.checkpoints import saved_state
+from tests.programs import ROOT, finished
 from tests.ranks import run_ranks, wait_until
-from tests.runs import ROOT, environment, printed, series, tiny_run
+from tests.runs import printed, series, tiny_run
 from tools import check
 
 OTHER = ["--optimizer.lr=0.5", "--training.steps=20"]
@@ -189,8 +189,7 @@ def test_a_run_that_is_done_is_said_before_torch_is_imported(alone, tmp_path):
     folder = Path(shutil.copytree(oracle, tmp_path / "run"))
     before = contents(folder)
     words = [ROOT / "run_train.sh", f"--run.folder={folder}", *options]
-    imports = environment(NGPU="2", PYTHONPROFILEIMPORTTIME="1")
-    done = subprocess.run(words, env=imports, capture_output=True, text=True, timeout=100)
+    done = finished(*words, NGPU="2", PYTHONPROFILEIMPORTTIME="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("nothing to do: ") and done.stdout.count("\n") == 1
     assert "checkpoint.ended" in done.stderr and " torch\n" not in done.stderr
@@ -368,8 +367,7 @@ def test_the_script_refuses_a_second_start_before_it_imports_anything_large(tmp_
     mine = lease.Lease(folder / "checkpoints" / ".lease")
     before = contents(folder)
     options = [f"--run.folder={folder}", "--data.tokenizer=bytes"]
-    command = [ROOT / "run_train.sh", *options]
-    done = subprocess.run(command, env=environment(), text=True, capture_output=True)
+    done = finished(ROOT / "run_train.sh", *options)
     assert done.returncode == 2 and done.stdout == "", done
     sentence = f"is being written by another run (process {os.getpid()} on {socket.gethostname()})"
     assert sentence in done.stderr and done.stderr.count("\n") == 1

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from tests.programs import environment
 from tests.ranks import WORKERS
-from tests.runs import as_typed, environment, tiny_run
+from tests.runs import as_typed, tiny_run
 
 pytestmark = pytest.mark.slow
 

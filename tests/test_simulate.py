@@ -18,7 +18,8 @@ from lab.simulate.__main__ import main
 from lab.simulate.ranks import Outcome, Simulator
 from tests import parity, simulated
 from tests.covering import covering_array
-from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ROOT, ULYSSES, series, tiny_run
+from tests.programs import ROOT
+from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ULYSSES, series, tiny_run
 from tools import hang
 
 pytestmark = [

@@ -26,8 +26,9 @@ from models.kernels.causal_attention import causal_attention
 from models.kernels.cpu import causal_attention as causal
 from parallelisms import blocks, dp
 from parallelisms.mesh import world
+from tests.programs import ROOT
 from tests.ranks import run_ranks
-from tests.runs import COMPILED, ROOT
+from tests.runs import COMPILED
 
 SMALL = (
     "--model.dim=64 --model.n_layers=2 --model.n_heads=4 --model.n_kv_heads=2 "

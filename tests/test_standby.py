@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from reliability import goodput
+from tests.programs import ROOT
 from tests.ranks import WORKERS
-from tests.runs import ROOT, STEPS, free_port, series, tiny_run
+from tests.runs import STEPS, free_port, series, tiny_run
 from tools.launch.rank import STANDBY
 from tools.launch.standby import Standby
 

@@ -16,8 +16,8 @@ from checkpoint.storage import local
 from configs.schema import InputError
 from parallelisms import mesh
 from tests.checkpoints import build
+from tests.programs import PYTHON, finished
 from tests.ranks import run_ranks
-from tests.runs import environment
 from tools.launch.arguments import parse
 from training import room
 
@@ -63,10 +63,8 @@ def test_arguments_that_can_be_meant():
 )
 def test_an_address_where_no_other_node_is_found_is_two_sentences(address, node):
     where = ["--nnodes=2", f"--master-addr={address}", "--master-port=1", f"--node-rank={node}"]
-    command = [sys.executable, "-m", "tools.launch", *where, "--join-timeout=1", "train.py"]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=300
-    )
+    more = *where, "--join-timeout=1", "train.py"
+    done = finished(PYTHON, "-m", "tools.launch", *more, seconds=300)
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and 1 <= len(lines) <= 2, done.stderr
     assert f"could not meet the others at {address}:1: " in lines[-1]
@@ -243,13 +241,7 @@ def test_help_and_mistakes_in_a_call_are_answered_before_torch_is_imported(tmp_p
     asked = ASKED | {(name, "--help"): (0, HELP.get(name, "usage: ")) for name in programs()}
     asked["train.py", "--help"] = (0, "--table.key=value")
     calls = sorted(asked, key=lambda words: words[0] != "train.py")
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_ALL, json.dumps(calls), str(tmp_path)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
+    done = finished(PYTHON, "-c", ASK_ALL, json.dumps(calls), tmp_path, seconds=300)
     assert done.returncode == 0, done.stderr
     for number, (words, code) in enumerate(zip(calls, done.stdout.split(), strict=True)):
         said = (tmp_path / str(number)).read_text()
@@ -260,12 +252,7 @@ def test_help_and_mistakes_in_a_call_are_answered_before_torch_is_imported(tmp_p
 
 
 def test_negative_control_a_program_that_imports_torch_first_is_seen(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", ASK_ALL, '[["lab.simulate.server", "--help"]]', str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = finished(PYTHON, "-c", ASK_ALL, '[["lab.simulate.server", "--help"]]', tmp_path)
     assert done.stdout.split() == ["1"] and "torch is imported" in (tmp_path / "0").read_text()
 
 

@@ -231,14 +231,12 @@ def test_later_steps_are_asked_for_while_the_first_is_used(uploaded, store, tmp_
     rows = corpora.training_batches(corpora.order({}), data_rank(), 300)
     stream_of = loader(rows, 0, 200, cfg.data)
     next(stream_of)
-    deadline = time.monotonic() + 20 * ranks.WORKERS
     wanted = -(-len(store.object(AT + "train-00000.bin")) // blocks.BLOCK)
-    while True:
-        fetched = {row[2] for row in store.status()["log"] if row[1].endswith("train-00000.bin")}
-        if len(fetched) == wanted:
-            break
-        assert time.monotonic() < deadline, f"{len(fetched)} of {wanted} blocks"
-        time.sleep(0.02)
+
+    def fetched() -> set[str]:
+        return {row[2] for row in store.status()["log"] if row[1].endswith("train-00000.bin")}
+
+    ranks.wait_until(lambda: len(fetched()) == wanted, 20)
     stream_of.close()
 
 

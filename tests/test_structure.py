@@ -5,7 +5,6 @@ import ast
 import io
 import os
 import re
-import subprocess
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ import pytest
 from configs.schema import Config
 from lab import reading
 from models import FAMILIES
+from tests.programs import PYTHON, finished
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = (
@@ -202,40 +202,26 @@ def test_every_program_knows_how_threads_wait_before_it_loads_torch():
         )
 
 
+@pytest.fixture
+def no_settings_of_threads(monkeypatch) -> None:
+    for name in os.environ:
+        if name.startswith(("OMP_", "GOMP_")):
+            monkeypatch.delenv(name)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="GNU's OpenMP shows what it has read")
-def test_a_tool_has_the_settings_of_threads():
+def test_a_tool_has_the_settings_of_threads(no_settings_of_threads):
     """The settings are those that OpenMP itself prints when it is loaded."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import tools.evaluate, torch"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=without_settings_of_threads() | {"OMP_DISPLAY_ENV": "VERBOSE"},
-    )
+    done = finished(PYTHON, "-c", "import tools.evaluate, torch", OMP_DISPLAY_ENV="VERBOSE")
     assert done.returncode == 0 and "GOMP_SPINCOUNT = '1000'" in done.stderr, done.stderr
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in done.stderr, done.stderr
 
 
-def test_what_the_environment_chooses_for_threads_counts():
+def test_what_the_environment_chooses_for_threads_counts(no_settings_of_threads):
     code = "import configs.cpu, os; print(os.environ['GOMP_SPINCOUNT'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=without_settings_of_threads() | {"GOMP_SPINCOUNT": "77"},
-    )
+    done = finished(PYTHON, "-c", code, GOMP_SPINCOUNT="77")
     assert done.stdout == "77\n", done.stderr
-
-
-def without_settings_of_threads() -> dict[str, str]:
-    """This process's environment without those."""
-    return {
-        name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))
-    }
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -508,9 +494,7 @@ def wrong_pointers(
 
 
 def tracked() -> list[str]:
-    listing = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    listing = finished("git", "ls-files")
     if listing.returncode:
         pytest.skip("not a checkout of git, which knows the files")
     return [name for name in listing.stdout.splitlines() if (ROOT / name).exists()]

@@ -446,11 +446,12 @@ def test_a_published_tokenizer_encodes_contexts_and_choices_as_in_the_harness(na
 OF_EACH_KIND = ["arc_challenge", "hellaswag", "winogrande", "boolq", "mmlu"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.cap(400)
 def test_a_real_model_scores_real_questions_as_in_the_harness(tmp_path):
     """The first layers of SmolLM2-135M on some questions of benchmarks of each kind; the whole model
-    and more of them by hand, with lab/bench/tasks.py."""
+    and more of them by hand, with lab/bench/tasks.py. The tests above compare what is asked, and
+    tests/test_evaluation.py what is scored."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     model = first_layers(published("smollm2"), tmp_path / "hf", 3)
     for name in OF_EACH_KIND:

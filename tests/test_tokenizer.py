@@ -3,10 +3,8 @@
 import base64
 import itertools
 import json
-import os
 import random
 import subprocess
-import sys
 import unicodedata
 from pathlib import Path
 from unittest import mock
@@ -35,6 +33,7 @@ from tests.library import (
     word_piece,
     words,
 )
+from tests.programs import PYTHON, finished
 
 ROOT = Path(__file__).parents[1]
 # ---- text to ids and back
@@ -115,9 +114,7 @@ def test_bpe_has_the_vocabulary_asked_for_and_compresses(bpe: tokenizer.Tokenize
 def test_bpe_is_the_same_in_another_process_with_other_threads(bpe: tokenizer.Tokenizer) -> None:
     code = "from data import tokenizer; from tests.library import words\n"
     code += "print(tokenizer.train_bpe([words(0, 4000)], 400).fingerprint)"
-    environment = {**os.environ, "RAYON_NUM_THREADS": "5"}
-    command = [sys.executable, "-c", code]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+    said = finished(PYTHON, "-c", code, RAYON_NUM_THREADS="5")
     assert said.stdout.strip() == bpe.fingerprint
 
 
@@ -522,8 +519,7 @@ def test_text_is_normalised_as_the_library_does_it() -> None:
 def test_training_on_the_command_line(tmp_path: Path) -> None:
     def run(source: object, out: str, *more: str) -> subprocess.CompletedProcess:
         words = f"-m data.train_tokenizer --source {source} --vocab-size 900 --out {tmp_path / out}"
-        command = [sys.executable, *words.split(), *more]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return finished(PYTHON, *words.split(), *more)
 
     done = run("training", "out")
     assert done.returncode == 0, done.stderr

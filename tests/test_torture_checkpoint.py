@@ -52,8 +52,9 @@ from tests.checkpoints import (
     values_on_disk,
     zeros,
 )
+from tests.programs import ROOT
 from tests.ranks import WORKERS, run_ranks, step_timeout
-from tests.runs import ROOT, run, stopped_at, tiny_run
+from tests.runs import run, stopped_at, tiny_run
 
 
 def short_and_long(name: str, short: list, long: list, longest: list = ()) -> Callable:

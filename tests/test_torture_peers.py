@@ -80,7 +80,11 @@ def killed(
         for rank in range(hosts):
             arguments = (met, rank, hosts, copy_for_ever, (place, folder, number))
             running.append(fork_server.start(ranks.child, *arguments))
-        wait_until(lambda: all(made(place, rank) for rank in range(hosts)), running)
+        ranks.wait_until(
+            lambda: all(made(place, rank) for rank in range(hosts)),
+            every=0.005,
+            over=lambda: any(process.exitcode is not None for process in running),
+        )
         time.sleep(at)
         for victim in victims:
             running[victim].kill()
@@ -94,12 +98,6 @@ def killed(
 def made(place: Path, rank: int) -> list[int]:
     path = place / f"made-{rank}"
     return [int(line) for line in path.read_text().split()] if path.exists() else []
-
-
-def wait_until(true, running: list) -> None:
-    while not true():
-        assert all(process.exitcode is None for process in running), "a rank has ended"
-        time.sleep(0.005)
 
 
 def is_lost(lost: list[int], number: int, hosts: int) -> bool:
