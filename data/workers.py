@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import multiprocessing.connection
 import os
 import queue
 import signal
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from data.loader import Batch, Batches
 
 LOOK_SECONDS = 0.1  # between two looks at the worker processes while the trainer waits for a batch
+END_SECONDS = 10.0  # that a worker which is killed may take to end once its connections are closed
 AHEAD = 2  # batches that a worker keeps ready: torch's own prefetch_factor
 
 
@@ -129,7 +131,7 @@ class Workers:
         if isinstance(item, str):
             raise LoaderError(item)
         if isinstance(item, BaseException):  # most likely how torchdata reports a worker that died
-            time.sleep(LOOK_SECONDS)
+            self._wait_for_an_end()
             failure = (
                 f"the data workers failed while {describe(self.batches, step)} was waited for: "
                 f"{type(item).__name__}: {item}"
@@ -187,6 +189,14 @@ class Workers:
 
     # ------------------------------------------------------------------------------------------
     # which worker failed, and how
+
+    def _wait_for_an_end(self) -> None:
+        """Wait until a worker has ended, if one ends: its connections break before that."""
+        sentinels = [process.sentinel for process in self.processes]
+        ended = multiprocessing.connection.wait(sentinels, END_SECONDS)
+        for process in self.processes:
+            if process.sentinel in ended:
+                process.join()
 
     def _died(self, step: int) -> str:
         """Return the sentence for a worker that has died; "" if none has."""

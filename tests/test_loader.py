@@ -517,7 +517,7 @@ def test_a_token_beyond_the_vocabulary_is_an_error_that_names_its_corpus() -> No
 
 
 class Failing(Batches):
-    """Step 6 cannot be read, in one of four ways."""
+    """Step 6 cannot be read, in one of these ways."""
 
     how = ""
 
@@ -525,6 +525,10 @@ class Failing(Batches):
         if step == 6:
             match self.how:
                 case "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "killed slowly":
+                    os.closerange(3, 1000)  # as the kernel does before the end
+                    time.sleep(0.5)
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "stopped":
                     os.kill(os.getpid(), signal.SIGSTOP)
@@ -538,6 +542,7 @@ class Failing(Batches):
 STEP = r"step 7 \(of sources a, b, c\)"
 WORDS = {
     "killed": rf"data worker \d+ died \(SIGKILL\), while it read {STEP}",
+    "killed slowly": rf"data worker \d+ died \(SIGKILL\), while it read {STEP}",
     "stopped": rf"data worker \d+ sent nothing for 2 s .*, while it read {STEP}: it is stopped",
     "slow": rf"data worker \d+ sent nothing for 2 s .*, while it read {STEP}: it hangs",
     "raises": rf"data worker \d+: {STEP} cannot be read: OSError: .*tokens.bin",
