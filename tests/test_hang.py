@@ -32,8 +32,9 @@ from tests.hosts import (
     hosts,  # noqa: F401  a fixture
 )
 from tests.launched import Launcher, ended
+from tests.programs import ROOT
 from tests.ranks import WORKERS, run_ranks, step_timeout, wait_until
-from tests.runs import ROOT, TINY, tiny_run
+from tests.runs import TINY, tiny_run
 from tools import hang
 
 pytestmark = pytest.mark.waits

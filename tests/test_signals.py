@@ -26,8 +26,9 @@ import train
 from checkpoint import hf, state
 from reliability import health, stop
 from tests.launched import Launcher, ended
+from tests.programs import ROOT, environment
 from tests.ranks import WORKERS, run_ranks, step_timeout, wait_until
-from tests.runs import MESHES, ROOT, ends, environment, run, samples, series, tiny_run
+from tests.runs import MESHES, ends, run, samples, series, tiny_run
 from training import validate
 
 STEPS, TWO = 12, MESHES["fsdp2"][1]
