@@ -92,7 +92,7 @@ if [[ ${1-} == --preflight ]]; then
     config=()
     for argument; do
         [[ $argument != --help && $argument != -h ]] || exec "$PYTHON" "${program[@]}" --help
-        [[ $argument =~ ^--(only|skip|expect|json|timeout)= ]] || config+=("$argument")
+        [[ $argument =~ ^--(only|skip|expect|device|json|timeout)= ]] || config+=("$argument")
     done
 fi
 

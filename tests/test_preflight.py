@@ -32,11 +32,11 @@ from configs.load import load_config
 from configs.schema import Checkpoint, InputError
 from parallelisms.mesh import World
 from tests.hosts import hosts  # noqa: F401  a fixture
-from tests.programs import finished, started
+from tests.programs import ROOT, finished, started
 from tests.ranks import WORKERS, run_ranks
 from tests.runs import as_typed
 from tools.plan.device import load_device
-from tools.preflight import answers, copies, job, machine, network
+from tools.preflight import answers, arguments, copies, job, machine, network
 from tools.preflight import checks as preflight
 from tools.preflight.__main__ import main
 from tools.preflight.probe import Probe
@@ -773,3 +773,12 @@ def test_two_hosts(hosts, place, tmp_path):
     finally:
         hosts.cable("down"), hosts.cable("up")
     assert "but --expect=dp_shard:1" in (tmp_path / "slow-0").read_text()
+
+
+def test_run_train_passes_every_option_on(capsys):
+    """It checks the configuration first, for which it leaves the options of preflight out."""
+    with pytest.raises(SystemExit):
+        arguments.parse(["--help"])
+    options = set(re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE))
+    left_out = re.search(r"\^--\(([\w|-]+)\)=", (ROOT / "run_train.sh").read_text())[1]
+    assert set(left_out.split("|")) == options and "device" in options
