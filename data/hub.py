@@ -155,7 +155,8 @@ def _reason(source: str, text: str, error: Exception) -> str:
         absent = "is no folder, and its parent " if path.startswith("/") else ""
         return f'{absent}has no configuration "{wanted}", but {names}: name one of them'
     first_line = text.splitlines()[0] if text else type(error).__name__
-    return f"cannot be opened by datasets: {first_line}"
+    absent = "" if os.path.exists(path) else f" (and {os.path.abspath(path)} is no folder)"
+    return f"cannot be opened by datasets: {first_line}{absent}"
 
 
 # --------------------------------------------------------------------------------------------------

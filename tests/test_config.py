@@ -1180,7 +1180,12 @@ def test_main_in_process(folder, capsys):
     )
     assert main(["--help", "--nonsense"]) == 0
     assert capsys.readouterr().out == help_asked_for(["-h"]) + "\n"
-    for argv in (["--world-size=0"], ["--world-size=two"], ["--local-world-size"]):
+    for argv in (
+        ["--world-size=0"],
+        ["--world-size=64", "--local-world-size=7"],
+        ["--world-size=two"],
+        ["--local-world-size"],
+    ):
         with pytest.raises(SystemExit) as caught:
             main(argv)
         assert caught.value.code == 2 and "world-size" in capsys.readouterr().err

@@ -16,13 +16,14 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.programs import environment, finished, lives, started
 from tests.ranks import wait_until
+from tools.launch.launcher import FailedRank, listen
 from tools.launch.launcher import _named as named
-from tools.launch.launcher import listen
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -136,6 +137,18 @@ def test_the_traceback_of_the_first_rank_to_fail_comes_last(stand_in: Path) -> N
     assert title and head == " here:" and first == "Traceback (most recent call last):"
     assert script.startswith(f'  File "{stand_in}", line '), "as if it was started by hand"
     assert last == "ValueError: the cause" and "noise" not in traceback
+
+
+@pytest.mark.parametrize("code", [1, -signal.SIGKILL])
+def test_a_rank_that_ended_in_a_sentence_or_by_a_signal_is_before_those_that_lost_it(code):
+    """Its end is noticed in the second after the one in which the others failed for it."""
+    lost_it = {"message": "Traceback ...", "time": 100.7}
+    failures = [
+        SimpleNamespace(pid=1, exitcode=1, message=lost_it, timestamp=100, signal_name=str),
+        SimpleNamespace(pid=2, exitcode=code, message="", timestamp=101, signal_name=str),
+    ]
+    failed = [FailedRank(rank, failure) for rank, failure in enumerate(failures)]
+    assert min(failed, key=FailedRank.blame).rank == 1
 
 
 @pytest.mark.slow

@@ -392,7 +392,8 @@ def checked(
                 log(f"warning: tokenised by `tokenizers`, not by tiktoken: {reason}")
                 return tok.by_library(reason)
         compared += 1
-    log(f"tokenised by tiktoken, with the ids of `tokenizers` (compared in {compared:,} documents)")
+    documents = number_of(compared, "document")
+    log(f"tokenised by tiktoken, with the ids of `tokenizers` (compared in {documents})")
     return tok
 
 

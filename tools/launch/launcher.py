@@ -574,15 +574,15 @@ class FailedRank:
 
     def blame(self) -> tuple[int, int, float, int]:
         """Return the sort key: who failed first. Without an exception only the second is known in
-        which its end was noticed; for a rank killed by a signal that may be the second after. Ranks
-        that merely ended when the launcher told them to come last."""
+        which its end was noticed, which may be the second after. Ranks that merely ended when the
+        launcher told them to come last."""
         moment = self.raised or self.noticed
         # Its watchdog killed it. The others waited for it, and may have failed sooner.
         if self.code == -signal.SIGALRM:
             # under NCCL all ranks may die so; the rank that is behind is to blame
             return -1, self.begun, moment, self.rank
         last = 1 + TOLD_TO_END.index(self.code) if self.code in TOLD_TO_END else 0
-        return last, 0, moment - (self.code < 0), self.rank
+        return last, 0, moment - (self.raised is None), self.rank
 
 
 def report(failed: list[FailedRank], script: list[str], asked: set[int]) -> int:
