@@ -73,7 +73,7 @@ else
     NODE_RANK=${NODE_RANK:-${SLURM_NODEID:-0}}
 fi
 for name in NGPU FEWEST MOST NODE_RANK MASTER_PORT RESTARTS; do
-    [[ ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || fail "$name=${!name}: must be a whole number"
+    [[ ${!name} =~ ^(0|[1-9][0-9]{0,5})$ ]] || fail "$name=${!name}: must be a whole number from 0 to 999999"
 done
 ((NGPU > 0 && FEWEST > 0 && FEWEST <= MOST && NODE_RANK < MOST)) ||
     fail "NGPU=$NGPU NNODES=$NNODES NODE_RANK=$NODE_RANK: at least 1 process, 1 node, and NODE_RANK below NNODES"

@@ -155,6 +155,13 @@ def test_a_checkpoint_that_cannot_be_read_is_not_equal(name, content, runs, alte
     assert name in found.checkpoint and found.verdict.startswith("metrics bitwise equal, check")
 
 
+def test_runs_without_a_common_checkpoint_are_equal_in_metrics_alone(runs, altered):
+    shutil.rmtree(altered / "checkpoints")
+    found = compare(runs["first"], altered)
+    assert found.code == 0 and found.checkpoint.startswith("there is no checkpoint")
+    assert found.verdict.startswith("metrics bitwise equal; no checkpoints were compared")
+
+
 def test_changed_code_data_and_versions_are_named(runs, altered):
     start, data = altered / "starts" / "0001" / "start.json", altered / "data.json"
     about = json.loads(start.read_text())

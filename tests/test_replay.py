@@ -3,11 +3,14 @@ each located by name. Without a fault there is nothing to find, and the run is n
 
 import hashlib
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -24,10 +27,11 @@ from models.kernels.ruled_attention import AttentionSpec
 from parallelisms import dp, pp
 from parallelisms.mesh import world
 from tests.checkpoints import open_manager
+from tests.programs import ROOT
 from tests.ranks import run_ranks
 from tests.runs import run, series, tiny_run
 from tools.replay import __main__ as tool
-from tools.replay import command, steps
+from tools.replay import command, judge, steps
 from training import microbatches
 from training.optimizers import materialise
 
@@ -282,6 +286,37 @@ def test_a_healthy_run_is_equal_and_is_not_touched(more, healthy, capsys) -> Non
     code, said = ask([str(healthy), ASKED, *more], capsys)
     assert code == 0 and "metrics of steps [3, 4], checkpoints of [3, 4]" in said, said
     assert contents(healthy) == before
+
+
+THREADS = """
+import configs.cpu
+import torch
+from tools.parity.ranks import on_ranks
+if __name__ == "__main__":
+    print(*on_ranks(1, 60, torch.get_num_threads), *on_ranks(2, 60, torch.get_num_threads))
+"""
+
+
+def test_one_process_has_the_threads_of_a_run_so_that_every_bit_is_equal(monkeypatch) -> None:
+    """A GEMM of two threads adds in another order than one of one. Ranks share the processor."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    alone = subprocess.run(
+        [sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert alone.stdout.split() == ["2", "1", "1"], alone
+
+
+def test_an_average_of_squares_has_twice_the_error() -> None:
+    want = np.ones(4)
+    for name, error, is_seen in (
+        ("a.exp_avg", 1.5, True),
+        ("a.exp_avg_sq", 1.5, False),
+        ("a.exp_avg_sq", 3, True),
+    ):
+        found = judge.of_state(
+            1, "record", "moments after", {name: want + 0.01 * error}, {name: want}, 0.01
+        )
+        assert bool(found) == is_seen, name
 
 
 @pytest.mark.slow

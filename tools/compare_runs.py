@@ -118,10 +118,11 @@ def _verdict(
 ) -> str:
     unequal = [row for row in rows if row.first_difference is not None]
     beyond = [row for row in rows if row.first_beyond is not None]
-    if not unequal and same_weights is not False:
-        return "bitwise equal"
     if not unequal:
-        return "metrics bitwise equal, checkpoints not"
+        of_weights = {True: "", False: ", checkpoints not", None: "; no checkpoints were compared"}
+        return (
+            "bitwise equal" if same_weights else f"metrics bitwise equal{of_weights[same_weights]}"
+        )
     differs = sorted(unequal, key=attrgetter("first_difference"))
     row = differs[0]
     if not beyond:

@@ -31,7 +31,8 @@ def be_rank(folder: Path, rank: int, ranks: int, work: Callable, args: tuple) ->
     """Run one rank, in its own process."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
-    torch.set_num_threads(1)
+    if ranks > 1:  # one alone computes as a run of one process does, to the last bit
+        torch.set_num_threads(1)
     # it warns of slow gathers; these are few
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     try:
