@@ -124,7 +124,7 @@ class Flags(NamedTuple):
 
     stop: bool = False  # a stop was requested
     saving: bool = False  # it has not finished its part of the checkpoint that is being written
-    # its stream of text has ended, so its batch is empty and the step must not count
+    # its stream of text cannot be read, so its batch is empty and the step must not count
     no_data: bool = False
     removed: bool = False  # the run's folder is not there any more
 
@@ -435,7 +435,7 @@ def train(cfg: Config, place: Any, this_start: Start, stop: Stop, watchdog: heal
             digest = every(step + 1, cfg.metrics.gradient_interval)
             result = train_step(job, batch, guard.skip_above(), replay, run.flags, digest)
             this_start.end_if(result.flags.removed)
-            if result.flags.no_data:  # the stream of some rank has ended: no weight has changed
+            if result.flags.no_data:  # some rank cannot read its text: no weight has changed
                 batches.end()
                 break
             step += 1

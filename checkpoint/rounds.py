@@ -420,7 +420,7 @@ def hand_over(job: Any, checkpoints: Any) -> dict | None:
     if mesh.rank == 0:
         how = "kept" if door.round.whole else "sent to the ranks that are new"
         logger.warning(
-            f"round {door.number}: goes on with {number_of(door.round.replicas, 'replica')} after step "
+            f"round {door.number} goes on with {number_of(door.round.replicas, 'replica')} after step "
             f"{progress['step']}, whose state was {how} in {time.monotonic() - began:.2f} s"
         )
     return progress

@@ -674,7 +674,7 @@ def main(argv: list[str]) -> int:
         parser.error("--world-size and --local-world-size are numbers of processes, at least 1")
     if flags.world_size and flags.local_world_size and flags.world_size % flags.local_world_size:
         parser.error(
-            "--world-size is no multiple of --local-world-size, its processes on each host"
+            "--world-size is no multiple of --local-world-size, the number of processes on each host"
         )
     if flags.write_schema:
         (HERE / "schema.json").write_text(json_schema(), encoding="utf-8")

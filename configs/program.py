@@ -47,6 +47,7 @@ RANK = "tools.launch.rank"  # becomes the script that its third word names
 SERVANTS = ("data.rendering", "lab.simulate.server")
 ECHO = 1.0  # seconds in which Ctrl-C again is the same request: a parent may send it too
 SILENT = 4.0  # seconds
+LIBRARIES_END = 30.0  # seconds that libraries have to end in, after the work is done
 PATIENCE = 2.0  # seconds that C code may keep the main thread from noticing Ctrl-C
 # when a process that stood by (tools/launch/standby.py) became a rank, on the monotonic clock: what
 # was before are the seconds of another start. 0: it never stood by
@@ -96,8 +97,11 @@ class Program:
 
     def rest(self) -> None:
         """Ignore signals from here on: the exit code is decided. Python would give each its default,
-        and one that comes while C++ libraries end, which takes a second, would replace the code."""
+        and one that comes while C++ libraries end, which takes a second, would replace the code. If
+        they hang, an alarm ends the process."""
         if os.getpid() == self.process:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_REAL, LIBRARIES_END)
             for number in STOP_SIGNALS if self.is_run else [signal.SIGINT]:
                 signal.signal(number, signal.SIG_IGN)
 

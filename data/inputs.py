@@ -8,6 +8,7 @@ names.
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Iterator
 from functools import partial
 
@@ -78,8 +79,8 @@ def beyond(folder: str, token: int, vocab_size: int) -> str:
         name = None
     if name is None:
         return (
-            f"{has}: this tokenised corpus is damaged (python -m data.prepare --source {folder} "
-            "--verify finds where)"
+            f"{has}: this tokenised corpus is damaged (python -m data.prepare --source "
+            f"{shlex.quote(folder)} --verify finds where)"
         )
     return (
         f"{has}: it is {name}, which its chat template has written for a conversation; leave such "

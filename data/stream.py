@@ -476,10 +476,10 @@ class StreamedBatches:
         self.close()
 
     def check(self, step: int) -> None:
-        """Raise `problem`, if the stream has ended after `step`."""
+        """Raise `problem`, if the stream could not be read after `step`."""
         if self.problem:
             logger.warning(
-                f"the stream has ended before step {step + 1}; everything up to step {step} is "
+                f"the stream cannot be read for step {step + 1}; everything up to step {step} is "
                 "saved"
             )
             raise self.problem

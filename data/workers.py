@@ -193,6 +193,8 @@ class Workers:
     def _wait_for_an_end(self) -> None:
         """Wait until a worker has ended, if one ends: its connections break before that."""
         sentinels = [process.sentinel for process in self.processes]
+        if not sentinels:  # none was started
+            return
         ended = multiprocessing.connection.wait(sentinels, END_SECONDS)
         for process in self.processes:
             if process.sentinel in ended:

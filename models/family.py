@@ -21,6 +21,10 @@ from torch import Tensor, nn
 from models import arithmetic, layers
 from models.options import Numbers
 
+# (build, Args as text) -> `models/arithmetic.py::parameters`, counted once: a search asks thousands
+# of times
+COUNTED: dict[tuple[Callable, str], tuple[int, int]] = {}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -73,9 +77,6 @@ class Family:
     trained_parameters: Callable[[Any], int] | None = None
     """(args) -> how many parameters adapters have, which `build` does not make, where they alone are
     trained (models/lora.py). None: all parameters are trained."""
-    counts: dict[str, tuple[int, int]] = field(default_factory=dict, init=False, compare=False)
-    """Args as text -> `models/arithmetic.py::parameters` of their model, counted once: a search asks
-    thousands of times."""
 
     def parameters(self, args: Any) -> int:
         """Count all parameters, those of adapters too; a tied weight counts once."""
@@ -88,11 +89,11 @@ class Family:
 
     def counted(self, args: Any) -> tuple[int, int]:
         """Return `models/arithmetic.py::parameters` of the model that `build` makes."""
-        key = repr(args)
-        if key not in self.counts:
+        key = self.build, repr(args)
+        if key not in COUNTED:
             with torch.device("meta"):
-                self.counts[key] = arithmetic.parameters(self.build(args))
-        return self.counts[key]
+                COUNTED[key] = arithmetic.parameters(self.build(args))
+        return COUNTED[key]
 
     def small(self, dim: int) -> Any:
         """Return `Args` of a toy model of this width, to measure the fixed overhead of an

@@ -2,6 +2,7 @@
 which reads it without torch. You can skip this file."""
 
 import struct
+import sysconfig
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TORCH = Path(find_spec("torch").origin).parent
+STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 PHASES = (
     "start",
     "build",
@@ -28,9 +30,11 @@ NO_LAYER = -1
 @cache
 def own(file: str) -> str:
     """Return the path of a source file of this repository from its root; "" for another file, also
-    of an environment below the root. Python names a script as it was started: train.py."""
+    of an environment below the root. Python names a script as it was started: train.py. The disk is
+    not asked, for it may be what hangs."""
     path = ROOT / file
-    ours = path.is_relative_to(ROOT) and path.is_file() and "site-packages" not in path.parts
+    is_other = "site-packages" in path.parts or path.is_relative_to(STANDARD_LIBRARY)
+    ours = path.suffix == ".py" and path.is_relative_to(ROOT) and not is_other
     return str(path.relative_to(ROOT)) if ours else ""
 
 

@@ -260,7 +260,8 @@ class Start:
         if mesh.rank == 0:
             logger.error(
                 f"{self.reason}. See {self.folder / 'starts'}, and {self.folder / 'logs'} for every "
-                "rank; it is tried again when an option or the code has changed"
+                "rank; it is tried again when an option or the code has changed (after a repair of "
+                "the machine any will do, such as --run.init_timeout_seconds=601)"
             )
         return True
 

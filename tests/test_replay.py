@@ -3,8 +3,6 @@ each located by name. Without a fault there is nothing to find, and the run is n
 
 import hashlib
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +25,7 @@ from models.kernels.ruled_attention import AttentionSpec
 from parallelisms import dp, pp
 from parallelisms.mesh import world
 from tests.checkpoints import open_manager
-from tests.programs import ROOT
+from tests.programs import PYTHON, finished
 from tests.ranks import run_ranks
 from tests.runs import run, series, tiny_run
 from tools.replay import __main__ as tool
@@ -297,13 +295,10 @@ if __name__ == "__main__":
 """
 
 
-def test_one_process_has_the_threads_of_a_run_so_that_every_bit_is_equal(monkeypatch) -> None:
+def test_one_process_has_the_threads_of_a_run_so_that_every_bit_is_equal() -> None:
     """A GEMM of two threads adds in another order than one of one. Ranks share the processor."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    alone = subprocess.run(
-        [sys.executable, "-c", THREADS], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert alone.stdout.split() == ["2", "1", "1"], alone
+    counted = finished(PYTHON, "-c", THREADS, OMP_NUM_THREADS="2")
+    assert counted.stdout.split() == ["2", "1", "1"], counted
 
 
 def test_an_average_of_squares_has_twice_the_error() -> None:

@@ -165,6 +165,13 @@ def test_metrics_and_the_summary_have_the_goodput(interrupted):
     assert "goodput" in (folder / "logs" / "rank-00000.log").read_text().splitlines()[-1]
 
 
+def test_a_start_that_has_lost_a_rank_is_not_told_by_its_connection(interrupted):
+    result = account(read(interrupted[0]))
+    result.interruptions[2]["reason"] = "RuntimeError: [gloo] Connection reset by peer"
+    text = tool.table(result)
+    assert "exit code 1: rank 0 lost another rank" in text and "gloo" not in text
+
+
 def test_the_tool_prints_the_table_and_json(interrupted, capsys):
     folder, _ = interrupted
     assert tool.main([str(folder)]) == 0

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import resource
+import shlex
 import shutil
 from pathlib import Path
 
@@ -14,9 +15,8 @@ import pytest
 
 import train
 from configs.load import load_config
-from configs.schema import InputError
-from data.prepared import verify
 from tests import fork_server
+from tests.programs import PYTHON, finished
 from tests.ranks import run_ranks
 from tests.runs import (
     MESHES,
@@ -256,6 +256,6 @@ def test_damaged_tokens_end_a_run_in_a_sentence(options, tmp_path):
     assert (
         code == 1 and "step 1 cannot be read" in said and f"{shard.parent} has token 60000" in said
     )
-    assert f"--source {shard.parent} --verify finds where" in said
-    with pytest.raises(InputError, match=f"{shard} is not what was written"):
-        verify(str(shard.parent))
+    words = shlex.split(said.partition("(python -m ")[2].partition(" finds where)")[0])
+    checked = finished(PYTHON, "-m", *words)
+    assert checked.returncode == 2 and f"{shard} is not what was written" in checked.stderr

@@ -95,10 +95,16 @@ def compare(a: Path | Key, b: Path | Key, tolerance: float | None = None) -> Com
         apart[metric] = {step: relative(of_a[step], of_b[step]) for step in both}
         change = {step: of_b[step] - of_a[step] for step in both}
         rows.append(_row(metric, apart[metric], change, limit))
-    weights, same_weights = checkpoints(a, b)
+    try:
+        weights, same_weights = checkpoints(a, b)
+        is_readable = True
+    except (InputError, verify.Damaged) as error:
+        weights, same_weights = f"cannot be compared: {error}", False
+        is_readable = False
     differs = same_weights is False
     if any(row.first_difference is not None for row in rows):
         differs = tolerance is None or any(row.first_beyond is not None for row in rows)
+    differs = differs or not is_readable
     steps = [common[0], common[-1]]
     where = f"steps {steps[0]} to {steps[1]}"
     for name, metrics in ("A", metrics_a), ("B", metrics_b):
@@ -118,11 +124,12 @@ def _verdict(
 ) -> str:
     unequal = [row for row in rows if row.first_difference is not None]
     beyond = [row for row in rows if row.first_beyond is not None]
+    if not unequal and same_weights:
+        return "bitwise equal"
+    if not unequal and same_weights is None:
+        return "metrics bitwise equal; no checkpoints were compared"
     if not unequal:
-        of_weights = {True: "", False: ", checkpoints not", None: "; no checkpoints were compared"}
-        return (
-            "bitwise equal" if same_weights else f"metrics bitwise equal{of_weights[same_weights]}"
-        )
+        return "metrics bitwise equal, checkpoints not"
     differs = sorted(unequal, key=attrgetter("first_difference"))
     row = differs[0]
     if not beyond:
@@ -195,29 +202,23 @@ def _row(metric: str, apart: dict[int, float], change: dict[int, float], limit: 
 
 def checkpoints(a: Path | Key, b: Path | Key) -> tuple[str, bool | None]:
     """Compares the newest step that both have saved: a sentence, and whether the state is the same
-    (None: unknown).
+    (None: there is nothing to compare). Raises InputError and Damaged for one that cannot be read.
 
     It compares the hashes in the files' headers and reads nothing else, so both runs must have had
     the same mesh.
     """
-    try:
-        saved_a = _saved_steps(a)
-        saved_b = _saved_steps(b)
-        step = max(saved_a.keys() & saved_b.keys(), default=None)
-        if step is None:
-            return "no step that both have", None
-        manifest_a = verify.read_manifest(saved_a[step])
-        manifest_b = verify.read_manifest(saved_b[step])
-        names = manifest_a["tensors"].keys()
-        if manifest_a["mesh"] != manifest_b["mesh"] or names != manifest_b["tensors"].keys():
-            why = f"step {step}: the mesh or the tensors differ, so hashes cannot be compared"
-            return why, None
-        hashes_a = verify.part_hashes(saved_a[step], manifest_a)
-        hashes_b = verify.part_hashes(saved_b[step], manifest_b)
-    except InputError as error:
-        return str(error), None
-    except verify.Damaged as error:
-        return f"step {step} cannot be compared: {error}", False
+    saved_a = _saved_steps(a)
+    saved_b = _saved_steps(b)
+    step = max(saved_a.keys() & saved_b.keys(), default=None)
+    if step is None:
+        return "no checkpoint of the same step", None
+    manifest_a = verify.read_manifest(saved_a[step])
+    manifest_b = verify.read_manifest(saved_b[step])
+    names = manifest_a["tensors"].keys()
+    if manifest_a["mesh"] != manifest_b["mesh"] or names != manifest_b["tensors"].keys():
+        return f"step {step}: the mesh or the tensors differ, so hashes cannot be compared", None
+    hashes_a = verify.part_hashes(saved_a[step], manifest_a)
+    hashes_b = verify.part_hashes(saved_b[step], manifest_b)
     different = [name for name in names if hashes_a[name] != hashes_b[name]]
     if not different:
         return f"step {step}: all {len(names)} tensors are bitwise equal", True
@@ -227,7 +228,7 @@ def checkpoints(a: Path | Key, b: Path | Key) -> tuple[str, bool | None]:
 
 def _saved_steps(run: Path | Key) -> dict[int, Path | Key]:
     steps = {}
-    for path in reversed(verify.find(run)):
+    for path in reversed(verify.look(run)):
         steps[verify.parse_name(path.name)[1]] = path
     return steps
 

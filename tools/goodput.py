@@ -18,6 +18,7 @@ from functools import partial
 from configs import program
 from configs.schema import InputError
 from configs.words import number_of
+from reliability.causes import LOST_ANOTHER
 from reliability.goodput import KINDS, Account, account, read
 from tools.places import run_folder
 
@@ -57,6 +58,8 @@ def table(result: Account) -> str:
     for row in result.interruptions:
         step = "-" if row["step"] is None else row["step"]
         how = row["reason"].partition("\n")[0][:160]
+        if LOST_ANOTHER.search(row["reason"]):
+            how = "rank 0 lost another rank, which the launcher has named"
         if row["exit_code"] is not None:
             how = f"exit code {row['exit_code']}: {how}"
         lines.append(

@@ -36,7 +36,6 @@ class Tiny:
     """A tiny copy. model: float64, with values of usual size in every parameter."""
 
     family: Family  # that of the run, with adapters if it trains any
-    configured: Any  # Args of the run
     args: Any  # Args of the copy
     lora: Lora
     model: Any  # a models/layers.py::Decoder
@@ -92,7 +91,7 @@ def copy_of(family: Family, configured: Any, of_lora: Lora) -> Tiny:
     spread(model)
     freeze(model, of_lora)
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % args.vocab_size
-    return Tiny(family, configured, args, of_lora, model, narrow_in(model, tokens))
+    return Tiny(family, args, of_lora, model, narrow_in(model, tokens))
 
 
 def narrow_in(model: nn.Module, tokens: Tensor) -> str | None:

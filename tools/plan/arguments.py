@@ -174,7 +174,9 @@ def add_outputs(parser: argparse.ArgumentParser) -> None:
     )
     for name in ("--peers", "--replace-minutes", "--rebuild-seconds", "--lost-together"):
         dropped.flag(
-            parser, name, "docs/reliability.md has what copies in memory are worth, and no restart"
+            parser,
+            name,
+            "docs/reliability.md says what copies in memory and going on without a restart are worth",
         )
     dropped.flag(
         parser, "--compare", "plan each, and compare the two reports; --search ranks meshes"
