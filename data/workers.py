@@ -131,7 +131,10 @@ class Workers:
         if isinstance(item, str):
             raise LoaderError(item)
         if isinstance(item, BaseException):  # most likely how torchdata reports a worker that died
-            self._wait_for_an_end()
+            if "in DataLoader worker process" not in str(
+                item
+            ):  # torch's words for what one has raised
+                self._wait_for_an_end()
             failure = (
                 f"the data workers failed while {describe(self.batches, step)} was waited for: "
                 f"{type(item).__name__}: {item}"
