@@ -408,18 +408,30 @@ def test_commands_of_the_readme(trained, tmp_path):
         type_in(house, command)
 
 
-@pytest.mark.slow
-@pytest.mark.cap(900)
-def test_commands_of_the_docs(trained, tmp_path):
-    """After the README's first command, which several of them build on."""
-    house = Path(shutil.copytree(trained, tmp_path / "house"))
-    known = commands(ROOT / "README.md")
-    known.remove(
+def commands_here(document: Path) -> list[str]:
+    """Return the commands of a document that no test of the README's runs, and that run here."""
+    known = set(commands(ROOT / "README.md"))
+    known.discard(
         "./run_train.sh configs/llama_debug_lora.toml"
     )  # docs/finetuning.md goes on with it
-    for command in dict.fromkeys(command for _, command in ALL if command not in known):
-        if not need(command):
-            type_in(house, command)
+    return [one for one in commands(document) if one not in known and not need(one)]
+
+
+# pages whose commands take long, and use nothing that another page made
+LONG = ("ledger.md", "scaling.md", "experts.md")
+OTHERS = [one for one in DOCUMENTS if one.name not in LONG]
+
+
+@pytest.mark.slow
+@pytest.mark.cap(300)
+@pytest.mark.parametrize(
+    "documents", [OTHERS, *([ROOT / "docs" / name] for name in LONG)], ids=["others", *LONG]
+)
+def test_commands_of_documents(documents, trained, tmp_path):
+    """After the README's first command, which several of them build on."""
+    house = Path(shutil.copytree(trained, tmp_path / "house"))
+    for command in dict.fromkeys(command for one in documents for command in commands_here(one)):
+        type_in(house, command)
 
 
 @pytest.mark.slow
