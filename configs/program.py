@@ -69,6 +69,7 @@ class Program:
 
     def __init__(self, is_run: bool) -> None:
         self.is_run = is_run
+        self.signals = STOP_SIGNALS if is_run else (signal.SIGINT,)  # that it answers
         self.process = os.getpid()
         self.running = False  # whether `run` has called main, and it has not returned
         self.ended: int | None = None  # the exit code of main
@@ -83,7 +84,7 @@ class Program:
 
     def listen(self) -> None:
         """Install the handlers of signals, except those that nohup or a parent had ignored."""
-        for number in STOP_SIGNALS if self.is_run else [signal.SIGINT]:
+        for number in self.signals:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.on_signal)
         os.set_blocking(self.pipe[1], False)
@@ -102,7 +103,7 @@ class Program:
         if os.getpid() == self.process:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, LIBRARIES_END)
-            for number in STOP_SIGNALS if self.is_run else [signal.SIGINT]:
+            for number in self.signals:
                 signal.signal(number, signal.SIG_IGN)
 
     def on_signal(self, number: int, frame: object) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 0.1  # between two looks at the worker processes while the trainer waits for a batch
 END_SECONDS = 10.0  # that a worker which is killed may take to end once its connections are closed
+RAISED = "in DataLoader worker process"  # torch's words for an error that a worker has raised
 AHEAD = 2  # batches that a worker keeps ready: torch's own prefetch_factor
 
 
@@ -131,9 +132,7 @@ class Workers:
         if isinstance(item, str):
             raise LoaderError(item)
         if isinstance(item, BaseException):  # most likely how torchdata reports a worker that died
-            if "in DataLoader worker process" not in str(
-                item
-            ):  # torch's words for what one has raised
+            if RAISED not in str(item):
                 self._wait_for_an_end()
             failure = (
                 f"the data workers failed while {describe(self.batches, step)} was waited for: "

@@ -95,16 +95,16 @@ def compare(a: Path | Key, b: Path | Key, tolerance: float | None = None) -> Com
         apart[metric] = {step: relative(of_a[step], of_b[step]) for step in both}
         change = {step: of_b[step] - of_a[step] for step in both}
         rows.append(_row(metric, apart[metric], change, limit))
+    differs = False
     try:
         weights, same_weights = checkpoints(a, b)
-        is_readable = True
     except (InputError, verify.Damaged) as error:
         weights, same_weights = f"cannot be compared: {error}", False
-        is_readable = False
-    differs = same_weights is False
+        differs = True
     if any(row.first_difference is not None for row in rows):
-        differs = tolerance is None or any(row.first_beyond is not None for row in rows)
-    differs = differs or not is_readable
+        differs |= tolerance is None or any(row.first_beyond is not None for row in rows)
+    else:
+        differs |= same_weights is False
     steps = [common[0], common[-1]]
     where = f"steps {steps[0]} to {steps[1]}"
     for name, metrics in ("A", metrics_a), ("B", metrics_b):
