@@ -47,7 +47,7 @@ RANK = "tools.launch.rank"  # becomes the script that its third word names
 SERVANTS = ("data.rendering", "lab.simulate.server")
 ECHO = 1.0  # seconds in which Ctrl-C again is the same request: a parent may send it too
 SILENT = 4.0  # seconds
-LIBRARIES_END = 30.0  # seconds that libraries have to end in, after the work is done
+LIBRARIES_END = 300.0  # seconds that libraries have to end in: one, but many on a loaded machine
 PATIENCE = 2.0  # seconds that C code may keep the main thread from noticing Ctrl-C
 # when a process that stood by (tools/launch/standby.py) became a rank, on the monotonic clock: what
 # was before are the seconds of another start. 0: it never stood by

@@ -48,7 +48,7 @@ def unbuilt(preset: str) -> Tiny:
     """Return the copy without its model."""
     family, args, adapters = configured(preset)
     with torch.device("meta"):
-        return Tiny(family, args, shrunk(family, args), adapters, None, None)
+        return Tiny(family, shrunk(family, args), adapters, None, None)
 
 
 # The museum: ten forks, each wrong by a line ---------------------------------------------------------

@@ -411,7 +411,7 @@ def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
     """Do a run whose copies of the state (at steps 5, 10, 15 and 16) end 0.25 s after something
     began to wait for them."""
     waited_for = threading.Event()
-    copy, save = CheckpointManager._copy, CheckpointManager.save
+    copy, begin = CheckpointManager._copy, CheckpointManager._begin
     wait, finish = CheckpointManager.wait_for_copy, CheckpointManager._finish
 
     def copy_late(self, *arguments):
@@ -419,12 +419,12 @@ def stalls(where: str, options: list[str], folder: Path) -> dict[str, float]:
         time.sleep(0.25)
         return copy(self, *arguments)
 
-    def save_anew(self, *arguments, **options):
+    def begin_anew(self, *arguments, **options):
         waited_for.clear()
-        return save(self, *arguments, **options)
+        return begin(self, *arguments, **options)
 
     CheckpointManager._copy = copy_late
-    CheckpointManager.save = save_anew
+    CheckpointManager._begin = begin_anew
     CheckpointManager.wait_for_copy = lambda self: waited_for.set() or wait(self)
     CheckpointManager._finish = lambda self, **last: waited_for.set() or finish(self, **last)
     if where == "no query":

@@ -362,6 +362,20 @@ def test_a_signal_while_libraries_end_leaves_the_exit_code(number, tmp_path):
     assert code == 0
 
 
+def test_libraries_that_hang_at_the_end_are_ended(tmp_path):
+    """getchar returns only when the other end is closed."""
+    soon = "from configs import program\nprogram.LIBRARIES_END = 0.5\n"
+    (tmp_path / "sitecustomize.py").write_text(AT_THE_END + soon)
+    with subprocess.Popen(
+        [sys.executable, "-m", "configs.load", "--help"],
+        env=environment() | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+    ) as ending:
+        assert ending.wait(60) == -signal.SIGALRM
+
+
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:
     """Do a run whose third step takes `pause` seconds more than the others, with a limit of so many
     seconds from now."""
