@@ -322,7 +322,7 @@ with open("{tmp_path}/file", "w") as file:
     file.write(str(file.fileno()))
 """
     line = f"exec {sys.executable} -c '{text}' <&- >&- 2>&-"
-    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), timeout=60)
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, env=environment(), timeout=60 * WORKERS)
     assert done.returncode == 0 and int((tmp_path / "file").read_text()) > 2
 
 
@@ -350,6 +350,6 @@ def test_at_a_terminal_a_tool_is_not_silent_for_more_than_five_seconds(tmp_path)
             stderr=terminal,
         )
         os.close(terminal)
-        assert process.wait(60) == 0
+        assert process.wait(60 * WORKERS) == 0
         said = os.read(reader.fileno(), 4096).decode()
     assert re.fullmatch(r"(mine\r\n){3}at work for \d+ s: configs/program.py::run\r\n", said), said

@@ -146,7 +146,12 @@ class Slurm:
 
     def __call__(self, *command: str) -> str:
         done = subprocess.run(
-            command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=60
+            command,
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60 * WORKERS,
         )
         return (done.stdout + done.stderr).strip()
 
@@ -439,7 +444,7 @@ def test_ray_starts_again_after_a_failure_and_goes_on(options, unbroken, tmp_pat
         about = {pid: Path(f"/proc/{pid}/environ").read_bytes() for pid in ranks}
         (first,) = (pid for pid in ranks if b"\0RANK=0\0" in about[pid])
         os.kill(first, signal.SIGKILL)
-        code = ray.wait(150)
+        code = ray.wait(150 * WORKERS)
     assert code == 0, ray.said()
     assert "was killed by SIGKILL" in ray.said() and "resumed after step" in ray.said(), ray.said()
     assert series(folder) == unbroken
@@ -455,7 +460,7 @@ def test_ray_stopped_by_sigterm_has_saved(options, tmp_path):
     with Ray(tmp_path / "said", "--ranks=1", *endless) as ray:
         ray.train(folder, 8)
         ray.process.terminate()
-        code = ray.wait(60)
+        code = ray.wait(60 * WORKERS)
     assert code == 75, ray.said()
     assert (folder / "checkpoints" / f"step-{max(series(folder)):08d}").is_dir(), ray.said()
 
@@ -470,6 +475,6 @@ def is_rank_of(pid: int, folder: Path) -> bool:
 
 def test_ray_train_says_what_is_wrong_before_it_starts_ray(tmp_path):
     with Ray(tmp_path / "said", "--training.step=5", f"--run.folder={tmp_path / 'run'}") as ray:
-        assert ray.wait(60) == 2
+        assert ray.wait(60 * WORKERS) == 2
         assert "training.steps" in ray.said() and "Traceback" not in ray.said()
     assert not (tmp_path / "run").exists()

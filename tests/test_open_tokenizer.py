@@ -16,6 +16,7 @@ from data.open_tokenizer import open_tokenizer
 from data.stores import kept
 from tests.hub import GATED, running_hub
 from tests.published import published
+from tests.ranks import WORKERS
 from tools import places
 
 ROOT = Path(__file__).parents[1]
@@ -203,7 +204,7 @@ def child(home: Path, endpoint: str, *names: str, offline: str = "0") -> subproc
 
 
 def lines(process: subprocess.Popen) -> list[str]:
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=100 * WORKERS)
     assert process.returncode == 0, err
     return out.splitlines()
 

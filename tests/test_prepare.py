@@ -496,7 +496,7 @@ def test_killed_at_any_file_operation_and_run_again(
 def test_of_three_that_prepare_at_once_one_does_the_work(corpus: Path, tmp_path: Path) -> None:
     started_by = [sys.executable, *command(corpus, tmp_path / "cache")]
     started = [subprocess.Popen(started_by, cwd=ROOT, stdout=-1, text=True) for _ in range(3)]
-    output = [process.communicate(timeout=60)[0] for process in started]
+    output = [process.communicate(timeout=60 * WORKERS)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0, 0]
     assert sum("documents: " in text for text in output) == 1
     cfg = data(corpus, tmp_path, validation_fraction=0.01)

@@ -29,7 +29,7 @@ import train
 from configs.load import load_config
 from tests import fork_server
 from tests.published import first_layers, published
-from tests.ranks import run_ranks
+from tests.ranks import WORKERS, run_ranks
 from tools.plan.arguments import arguments as plan_arguments
 from tools.plan.command import read_inputs
 
@@ -317,7 +317,7 @@ def in_a_shell(house: Path, line: str) -> tuple[int, str]:
         env=os.environ | places,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=300 * WORKERS,
     )
     return done.returncode, f"{done.stdout}\n{done.stderr}"
 

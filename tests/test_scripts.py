@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.programs import environment, finished, lives, started
-from tests.ranks import wait_until
+from tests.ranks import WORKERS, wait_until
 from tools.launch.launcher import FailedRank, listen
 from tools.launch.launcher import _named as named
 
@@ -78,7 +78,7 @@ class Started:
         """Exit code, stdout, stderr, and the seconds until it ended; asserts that no rank outlived
         it."""
         began = time.monotonic()
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=60 * WORKERS)
         seconds = time.monotonic() - began
         wait_until(lambda: not any(map(lives, self.pids)), 3, lambda: "ranks survive")
         return self.process.returncode, out, err, seconds
@@ -417,20 +417,22 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
         wheel(tmp_path, version)
     (tmp_path / "requirements.txt").write_text("probe==1.4\n")
     both = [start(), start()]
-    said = [process.communicate(timeout=60) for process in both]
+    said = [process.communicate(timeout=60 * WORKERS) for process in both]
     assert [out for out, _ in said] == [made, made], said
     installing = sorted(err.count("installing") for _, err in said)
     assert installing == [0, 1], "the second waits for the first"
     assert installed() == "1.4"
-    assert start().communicate(timeout=60) == (made, ""), "complete: nothing to do or to say"
+    assert start().communicate(timeout=60 * WORKERS) == (made, ""), (
+        "complete: nothing to do or to say"
+    )
 
     (tmp_path / "requirements.txt").write_text("probe==2.0\n")
-    out, err = start().communicate(timeout=60)
+    out, err = start().communicate(timeout=60 * WORKERS)
     assert out == made and "installing requirements.txt into .venv" in err and installed() == "2.0"
 
     (tmp_path / "requirements.txt").write_text("probe==3.0\n")
     process = start()
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=60 * WORKERS)
     assert process.returncode == 2 and out == ""
     words = "plumbline: pip could not install requirements.txt: ERROR: Could not find a version"
     assert words in err
@@ -441,9 +443,9 @@ def test_the_environment_is_made_once_and_brought_up_to_date(tmp_path: Path) -> 
     with zipfile.ZipFile(tmp_path / "probe-1.4-py3-none-any.whl") as archive:
         archive.extractall(active)
     (tmp_path / "requirements.txt").write_text("probe==1.9  # >= 1.10\n")
-    assert start().communicate(timeout=60)[0] == "", "1.4 is older than 1.10"
+    assert start().communicate(timeout=60 * WORKERS)[0] == "", "1.4 is older than 1.10"
     (tmp_path / "requirements.txt").write_text("probe==1.9  # >= 1.3\n")
-    assert start().communicate(timeout=60) == (f"{tmp_path}/active/bin/python3\n", "")
+    assert start().communicate(timeout=60 * WORKERS) == (f"{tmp_path}/active/bin/python3\n", "")
 
 
 # run_tests.sh ------------------------------------------------------------------------------------
@@ -511,5 +513,5 @@ def test_a_program_whose_reader_has_left_ends_quietly():
     with os.fdopen(writer, "wb") as closed:
         words = [sys.executable, "-m", "configs.load", "--help"]
         streams = {"stdout": closed, "stderr": subprocess.PIPE, "text": True}
-        done = subprocess.run(words, cwd=ROOT, timeout=60, **streams)
+        done = subprocess.run(words, cwd=ROOT, timeout=60 * WORKERS, **streams)
     assert done.returncode == -signal.SIGPIPE and "BrokenPipe" not in done.stderr, done.stderr

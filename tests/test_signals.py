@@ -239,7 +239,7 @@ def test_the_first_ctrl_c_says_what_it_does_and_its_echo_nothing():
         with stop.Stop(time.monotonic(), 0, print) as asked:
             asked.at_once = False
             os.kill(os.getpid(), signal.SIGINT)
-            first = heard.get(timeout=10).getMessage()
+            first = heard.get(timeout=10 * WORKERS).getMessage()
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.3)
             assert asked.asked()
@@ -267,7 +267,7 @@ def test_another_signal_during_a_stop_is_no_repeat(left):
             time.sleep(0.5)
         assert left.empty()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert left.get(timeout=10)[0] == 128 + signal.SIGUSR1 and left.empty()
+        assert left.get(timeout=10 * WORKERS)[0] == 128 + signal.SIGUSR1 and left.empty()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -275,7 +275,7 @@ def test_before_the_first_step_a_run_ends_at_once(number, left):
     """A person does not want it back, a scheduler does."""
     with stop.Stop(time.monotonic(), 0, print):
         os.kill(os.getpid(), number)
-        code, reason = left.get(timeout=10)
+        code, reason = left.get(timeout=10 * WORKERS)
     assert code == (130 if number == signal.SIGINT else 75)
     assert reason == f"stopped by {number.name} before the first step was done: nothing to save"
 
@@ -288,7 +288,7 @@ def test_a_signal_after_the_last_save_says_what_is_saved(left):
         time.sleep(0.5)
         assert left.empty() and asked.asked()
         os.kill(os.getpid(), signal.SIGINT)
-        code, reason = left.get(timeout=10)
+        code, reason = left.get(timeout=10 * WORKERS)
     assert code == 75
     assert reason == "SIGINT a second time: step 20 is saved, and the run ends at once"
 
@@ -358,7 +358,7 @@ def test_a_signal_while_libraries_end_leaves_the_exit_code(number, tmp_path):
         ending.send_signal(number)
     finally:
         ending.stdin.close()
-        code = ending.wait(60)
+        code = ending.wait(60 * WORKERS)
     assert code == 0
 
 
@@ -373,7 +373,7 @@ def test_libraries_that_hang_at_the_end_are_ended(tmp_path):
         stdout=subprocess.DEVNULL,
         cwd=ROOT,
     ) as ending:
-        assert ending.wait(60) == -signal.SIGALRM
+        assert ending.wait(60 * WORKERS) == -signal.SIGALRM
 
 
 def limited(folder: Path, options: list[str], seconds: float, pause: float) -> tuple[int, str]:

@@ -19,6 +19,7 @@ from lab.simulate.ranks import Outcome, Simulator
 from tests import parity, simulated
 from tests.covering import covering_array
 from tests.programs import ROOT
+from tests.ranks import WORKERS
 from tests.runs import ADAMW, CONTEXT_MESHES, EXPERT_MESHES, MESHES, ULYSSES, series, tiny_run
 from tools import hang
 
@@ -569,7 +570,7 @@ def test_pytorchs_attention_takes_the_place_of_autoresearchs(run):
 def test_the_command_reports_a_run(tmp_path):
     command = [sys.executable, "-m", "lab.simulate", "--gpus=2", "configs/llama_debug.toml"]
     command += [*DENSE, "--data.workers=0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110 * WORKERS)
     assert done.returncode == 0, done.stdout + done.stderr
     for sentence in (
         "host-device syncs in a training step: 0",

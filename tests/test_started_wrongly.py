@@ -17,7 +17,7 @@ from configs.schema import InputError
 from parallelisms import mesh
 from tests.checkpoints import build
 from tests.programs import PYTHON, finished
-from tests.ranks import run_ranks
+from tests.ranks import WORKERS, run_ranks
 from tools.launch.arguments import parse
 from training import room
 
@@ -100,7 +100,7 @@ def test_train_says_what_is_missing_of_the_world(tmp_path):
         env=clean | {"RANK": "0"},
         text=True,
         capture_output=True,
-        timeout=300,
+        timeout=300 * WORKERS,
     )
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert "./run_train.sh or torchrun" in done.stderr and not (tmp_path / "run").exists()
