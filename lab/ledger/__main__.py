@@ -145,7 +145,11 @@ def main(argv: list[str]) -> int:
             problem = check(row)
             print(problem or "", end="\n" if problem else "", file=sys.stderr)
             return DIFFERS if problem else 0
-        if row:
+        if row and row.results:
+            print(
+                f"{row.name} is trained already. To train it again, remove the results that {row.path} ends with"
+            )
+        elif row:
             run(row)
     except InputError as error:
         parser.error(str(error))

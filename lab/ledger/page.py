@@ -101,6 +101,8 @@ def section(row: LedgerRow) -> str:
 
 
 def write(rows: list[LedgerRow]) -> None:
-    """Replace the generated part of the page."""
-    before = PAGE.read_text(encoding="utf-8").split(MARK)[0]
-    PAGE.write_text(before + MARK + "\n" + "\n".join(map(section, rows)), encoding="utf-8")
+    """Replace the generated part of the page, if it differs."""
+    before = PAGE.read_text(encoding="utf-8")
+    after = before.split(MARK)[0] + MARK + "\n" + "\n".join(map(section, rows))
+    if after != before:
+        PAGE.write_text(after, encoding="utf-8")
