@@ -389,8 +389,10 @@ def _print_row(run: Audited, which: str, color: str, as_json: bool) -> None:
 def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
     documents = find(run, wanted)
     if not documents and not as_json:
+        sources = ", ".join(source.name for source in sources_of(run.order))
         print(
-            f"no training document is called or contains {wanted!r} (held-out text is in no step)"
+            f"no training document is called or contains {wanted!r} (sources: {sources}; held-out "
+            "text is in no step)"
         )
     for source, number in documents:
         name = DocumentIndex(run.train_of(source)).name(number)

@@ -248,6 +248,7 @@ RUNS = [  # options, whether there are documents
 ]
 
 
+@pytest.mark.slow
 def test_a_mesh_equals_one_process(oracles):
     """And each mistake is seen. On meshes of more dimensions: the families with windows and sinks, in
     tests/test_olmo2.py, test_gemma3.py and test_experts_tp.py."""

@@ -340,7 +340,9 @@ def is_caught(number: signal.Signals, process: int) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_signal_while_libraries_end_leaves_the_exit_code(number, tmp_path):
     """Python has then taken its handlers away, and torch takes a second to end. Here getchar does,
     which returns when the test closes the other end."""

@@ -289,10 +289,8 @@ def run_on_the_cpu(simulator, corpus, tmp_path_factory):
     return run_on_the_cpu
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["default", *(pytest.param(name, marks=pytest.mark.slow) for name in list(WHOLE_RUNS)[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE_RUNS)
 def test_a_run_trains_as_on_the_cpu(run, run_on_the_cpu, corpus, name, tmp_path):
     """With an asynchronous save, validation, a sample at the end: the losses of one CPU process, to
     bfloat16's rounding. Of those in SANITIZED, no race between streams."""

@@ -130,7 +130,11 @@ def ours_at_start(family, args, found) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     "preset",
-    ["llama_debug", "gpt_oss_debug", pytest.param("kimi_linear_debug", marks=pytest.mark.slow)],
+    [
+        "llama_debug",
+        pytest.param("gpt_oss_debug", marks=pytest.mark.slow),
+        pytest.param("kimi_linear_debug", marks=pytest.mark.slow),
+    ],
 )
 def test_outputs_move_as_far_at_any_width(preset):
     assert coordinates.coordinates(tiny(preset)) is None
