@@ -53,6 +53,7 @@ class Audited:
     dropped: tuple[str, ...] = ()  # of documents that are in no window, a sentence each
     # of the last start, by the name of the source; 1 where it has none
     loss_weights: dict[str, float] = field(default_factory=dict)
+    skip: dict[int, int] = field(default_factory=dict)  # data.skip: batches left out after a step
 
     def train_of(self, source: Source) -> Tokens:
         """Return the tokens to train on of a source. Raises InputError if they are not known."""
@@ -109,6 +110,7 @@ def open_run(folder: str) -> Audited:
         record.get("mask_documents", False),
         tuple(record.get("left_out", ())),
         record.get("loss_weights", {}),
+        dict(record.get("description", {}).get("skip", [])),
     )
 
 
@@ -170,32 +172,34 @@ def documents(run: Audited, segment: Segment, source: Source, window: int) -> li
 # the proof
 
 
-def prove(order: Order, steps: int) -> list[str]:
+def prove(order: Order, steps: int, skip: dict[int, int] | None = None) -> list[str]:
     """Walk through every sample of the first `steps` steps, and return a sentence for each problem.
 
     A problem is a window that comes twice in an epoch of its source, an epoch that begins before
     every window of the previous one was seen, or a block that does not have exactly its shares. It
-    takes one bool of memory per window."""
+    takes one bool of memory per window. skip: data.skip; what it leaves out counts as seen."""
     problems = []
-    # seen in this epoch, of the windows of each length
-    passes: dict[tuple[int, int], _Pass] = {}
+    # seen in this epoch, of the windows of each text and length: a splice may give a source another
+    # text under the same key
+    passes: dict[tuple[str, int, int], _Pass] = {}
     for segment in order.segments:
         for s in segment.sources:
-            passes[s.key, segment.seq_len] = _Pass(np.zeros(s.windows, bool))
-    for segment in order.segments:
+            passes[s.fingerprint, s.key, segment.seq_len] = _Pass(np.zeros(s.windows, bool))
+    for number, segment in enumerate(order.segments):
         G = segment.global_batch_size
         end = min(order.end(segment), steps)
         hop, owners = max(1, CHUNK // G), np.zeros(0, np.int64)
+        if (left_out := (skip or {}).get(segment.step)) and 0 < segment.step < end:
+            before = Order(order.segments[:number])  # deals the batches that are left out
+            rows = before.rows(segment.step, 0, before.last.global_batch_size, left_out)
+            stretch = f"the batches that data.skip leaves out after step {segment.step}"
+            problems += _mark_all(before.last, rows, passes, stretch)
         for step in range(segment.step, end, hop):
             count = min(hop, end - step)
-            source, window, epoch = order.rows(step, 0, G, count)
+            rows = order.rows(step, 0, G, count)
             stretch = f"steps {step + 1} to {step + count}"
-            for i, s in enumerate(segment.sources):
-                mine = source == i
-                seen = passes[s.key, segment.seq_len]
-                for line in _mark(s, window[mine], epoch[mine], seen):
-                    problems.append(f"{stretch}, source {s.name or 'data.source'}: {line}")
-            owners = np.concatenate((owners, source))
+            problems += _mark_all(segment, rows, passes, stretch)
+            owners = np.concatenate((owners, rows[0]))
             while len(owners) >= BLOCK:
                 block, owners = owners[:BLOCK], owners[BLOCK:]
                 counts = np.bincount(block, minlength=len(segment.sources)).tolist()
@@ -204,6 +208,16 @@ def prove(order: Order, steps: int) -> list[str]:
             if len(problems) > 20:
                 return problems
     return problems
+
+
+def _mark_all(segment: Segment, rows: tuple, passes: dict, stretch: str) -> Iterator[str]:
+    """Mark rows of a segment in the passes of their sources; yields a sentence per problem."""
+    source, window, epoch = rows
+    for i, s in enumerate(segment.sources):
+        mine = source == i
+        seen = passes[s.fingerprint, s.key, segment.seq_len]
+        for line in _mark(s, window[mine], epoch[mine], seen):
+            yield f"{stretch}, source {s.name or 'data.source'}: {line}"
 
 
 @dataclass
@@ -388,12 +402,16 @@ def _print_row(run: Audited, which: str, color: str, as_json: bool) -> None:
 
 def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
     documents = find(run, wanted)
+    every = sources_of(run.order)
     if not documents and not as_json:
-        sources = ", ".join(source.name for source in sources_of(run.order))
+        searched = [s.name or "data.source" for s in every if s.fingerprint in run.corpora]
         print(
-            f"no training document is called or contains {wanted!r} (sources: {sources}; held-out "
-            "text is in no step)"
+            f"no training document is called or contains {wanted!r} (sources: "
+            f"{', '.join(searched)}; held-out text is in no step)"
         )
+    ended = [s.name or "data.source" for s in every if s.fingerprint not in run.corpora]
+    if ended and not as_json:
+        print(f"not searched, since a splice has ended that text: {', '.join(ended)}")
     for source, number in documents:
         name = DocumentIndex(run.train_of(source)).name(number)
         rows = occurrences(run, source, number)
@@ -411,7 +429,7 @@ def _print_found(run: Audited, wanted: str, as_json: bool) -> None:
 
 
 def _print_proof(run: Audited) -> int:
-    problems = prove(run.order, run.done)
+    problems = prove(run.order, run.done, run.skip)
     proved = (
         f"steps 1 to {run.done}, {number_of(run.order.samples(run.done), 'sample')}: none is "
         "repeated or skipped within an epoch of its source, and every block has its exact shares"
@@ -419,6 +437,9 @@ def _print_proof(run: Audited) -> int:
     print("\n".join(problems) or proved)
     for line in run.dropped:
         print(f"in no window: {line}")
+    for step, count in run.skip.items():
+        if step < run.done:
+            print(f"data.skip leaves out {number_of(count, 'batch', 'batches')} after step {step}")
     segment = run.order.segment(run.done)
     for source, consumed in zip(segment.sources, run.order.consumed(run.done), strict=True):
         tokens, epochs = consumed * segment.seq_len, consumed / source.windows

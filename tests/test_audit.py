@@ -180,6 +180,47 @@ def test_a_broken_order_is_found(audited, monkeypatch, bug):
     assert audit.prove(audited.order, STEPS)
 
 
+@pytest.mark.parametrize("characters", [300, 1500, 6000])
+def test_a_text_that_a_splice_exchanges_is_proved_by_itself(audited, tmp_path, characters, capsys):
+    """A source keeps its key with its name, whatever the number of its new text's windows."""
+    web = audited.corpora[audited.order.last.sources[0].fingerprint]
+    (tmp_path / "other.txt").write_text("x" * characters)
+    other = prepare(
+        Data(source=str(tmp_path / "other.txt"), tokenizer="bytes", cache=str(tmp_path / "cache")),
+        log=lambda _: None,
+    )
+    first, now = (
+        splice.describe([("web", c.fingerprint, c.train, [[0, 1.0]])], 3, T, G)
+        for c in (web, other)
+    )
+    progress = {"step": 2, "data": splice.state(splice.begin(first), first)}
+    order, _ = splice.resume(progress, now, True)
+    assert order.segments[0].sources[0].key == order.last.sources[0].key
+    assert audit.prove(order, STEPS) == []
+    known = audit.Audited(order, 0, STEPS, {other.fingerprint: other})
+    audit._print_found(known, "no such text", as_json=False)
+    said = capsys.readouterr().out
+    assert "(sources: web; held-out" in said and "a splice has ended that text: web\n" in said
+
+
+def test_what_data_skip_leaves_out_is_no_problem_of_an_epoch(audited, tmp_path, capsys):
+    web = audited.corpora[audited.order.last.sources[0].fingerprint]
+    entry = "", web.fingerprint, web.train, [[0, 1.0]]
+    described = splice.describe([entry], 3, T, G, [(5, 2)])
+    order = splice.begin(described)
+    steps = 3 * order.last.sources[0].windows // G
+    assert audit.prove(order, steps, {5: 2}) == []
+    (problem,) = audit.prove(order, steps)
+    assert "windows were not seen" in problem
+    (tmp_path / "checkpoints" / f"step-{steps:08d}").mkdir(parents=True)
+    more = {"steps": steps, "folders": {web.fingerprint: web.folder}}
+    (tmp_path / "data.json").write_text(json.dumps(splice.state(order, described) | more))
+    code, out, _ = command(capsys, str(tmp_path))
+    assert code == 0 and "data.skip leaves out 2 batches after step 5" in out, out
+    code, out, _ = command(capsys, str(tmp_path), "--find", "no such text")
+    assert code == 0 and "(sources: data.source; held-out text is in no step)" in out, out
+
+
 def test_the_command_line(run, capsys):
     code, out, _ = command(capsys, str(run))
     assert (
