@@ -225,6 +225,19 @@ def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
     return _arguments(argv)[:2]
 
 
+class Once(argparse.Action):
+    """Stores the value of a tool's option, and refuses a second one, which would replace it."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any
+    ) -> None:
+        if hasattr(self, "given"):
+            option = self.option_strings[0]
+            raise InputError(f"{option} is given twice: {self.given} and {values}; keep one")
+        self.given = values
+        setattr(namespace, self.dest, values)
+
+
 def _given_twice(argv: list[str]) -> list[str]:
     """Return sentences about options that a command line sets more than once."""
     names = [word.removeprefix("--").partition("=")[0] for word in argv if word.startswith("--")]

@@ -132,7 +132,10 @@ def _check_source(cfg: Config, source: str, vocab_size: int) -> None:
         check_masking(prepared, cfg)
         # otherwise the tokenizer is the one that is named, which is looked at by itself
         if cfg.data.tokenizer == "bpe":
-            check_vocabulary(prepared.tokenizer, cfg, vocab_size)
+            named = cfg.model_copy(
+                update={"data": cfg.data.model_copy(update={"tokenizer": source})}
+            )
+            check_vocabulary(prepared.tokenizer, named, vocab_size)
     elif cfg.data.format != "text" or not source.startswith(sources.HUGGING_FACE):
         formats.find(cfg.data.model_copy(update={"source": source}))
     elif importlib.util.find_spec("datasets") is None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import tokenizers
 
 from configs import program
+from configs.load import Once
 from configs.schema import Data, InputError
 from data import hf_tokenizer, rank_files, sources, tokenizer
 from data.prepare.job import BPE_CHARACTERS
@@ -104,7 +105,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.train_tokenizer", description="Train a byte-level BPE."
     )
-    parser.add_argument("--source", default=Data().source, help="as data.source [stdlib]")
+    parser.add_argument(
+        "--source", action=Once, default=Data().source, help="as data.source [stdlib]"
+    )
     parser.add_argument("--text-field", default=Data().text_field, help="as data.text_field [text]")
     parser.add_argument(
         "--json-files",

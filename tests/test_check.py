@@ -78,7 +78,7 @@ LACKING = {
     ),
     "a prepared folder whose tokenizer is too large": (
         "data.source=PLACE/prepared data.tokenizer=bpe model.vocab_size=299",
-        "has 300 tokens|only 299",
+        "the tokenizer 'PLACE/prepared' has 300 tokens|only 299",
     ),
     "a prepared folder of a different tokenizer": (
         "data.source=PLACE/prepared",

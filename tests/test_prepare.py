@@ -21,9 +21,18 @@ import pytest
 from pyarrow import parquet
 
 from configs.schema import Data, InputError, is_prepared
-from data import hf_tokenizer, packages, rank_files, sources, splice, stream, tokenizer
+from data import (
+    hf_tokenizer,
+    packages,
+    rank_files,
+    sources,
+    splice,
+    stream,
+    tokenizer,
+    train_tokenizer,
+)
 from data.documents import DocumentIndex
-from data.prepare import prepare
+from data.prepare import job, prepare
 from data.prepare.__main__ import main
 from data.prepare.part import SplitWriter
 from data.prepared import Prepared, open_prepared, verify
@@ -389,6 +398,27 @@ def test_options_out_of_their_bounds_are_sentences(monkeypatch, capsys) -> None:
     words = capsys.readouterr().err
     assert words.startswith("3 mistakes in the configuration:\n") and words.count("\n") == 4
     assert "  - command line: data.skip_failed = -1: must be an integer >= 0\n" in words
+
+
+def test_an_option_given_twice_is_refused(corpus: Path, monkeypatch, capsys) -> None:
+    """The second would replace the first: of two sources, one would be missing in silence."""
+    parts = [f"--source={corpus}/part0", f"--source={corpus}/part1"]
+    for tool, more in (main, []), (train_tokenizer.main, ["--vocab-size=300", "--out=none"]):
+        monkeypatch.setattr(sys, "argv", ["tool", *parts, *more])
+        assert tool() == 2
+        said = capsys.readouterr().err
+        assert said == (f"--source is given twice: {corpus}/part0 and {corpus}/part1; keep one\n")
+
+
+def test_causes_of_failures_keep_the_names_of_encodings(corpus: Path, tmp_path: Path) -> None:
+    """A number in a cause differs from document to document, but not that of UTF-8."""
+    (corpus / "latin.txt").write_bytes(b"h\xe9llo")
+    (corpus / "wide.txt").write_bytes("hello".encode("utf-16"))
+    lines: list[str] = []
+    prepare(data(corpus, tmp_path, skip_failed=2), log=lines.append)
+    said = "\n".join(lines)
+    assert "1 failed: is not UTF-8 text" in said and "text, but UTF-16" in said, said
+    assert job.reason("has 1234 of 5 tokens") == "has N of N tokens"
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(corpus: Path, tmp_path: Path) -> None:

@@ -65,7 +65,11 @@ def main() -> int:
     for name in OPTIONS:
         field = Data.model_fields[name]
         names = get_args(field.annotation) or None
-        kind: dict[str, Any] = {"type": type(field.default), "choices": names}
+        kind: dict[str, Any] = {
+            "type": type(field.default),
+            "choices": names,
+            "action": load.Once,
+        }
         if isinstance(field.default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(

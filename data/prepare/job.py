@@ -44,7 +44,7 @@ MOST_PARTS = 4096  # a corpus that would have more of them has larger parts
 COUNTS = ("documents", "kept", "empty", "too_long", "failed")
 QUOTED = re.compile(r' \("(?:[^"\\]|\\.)*"\)')  # in a problem: what a document says there
 ASIDE = re.compile(r" ?\([^()]*(?:\([^()]*\)[^()]*)*\)")  # a line, an error's own words
-NUMBER = re.compile(r"\d+")
+NUMBER = re.compile(r"(?<!UTF-)(?<!\d)\d+")
 
 Log = Callable[[str], object]
 
