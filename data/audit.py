@@ -220,6 +220,26 @@ def _mark_all(segment: Segment, rows: tuple, passes: dict, stretch: str) -> Iter
             yield f"{stretch}, source {s.name or 'data.source'}: {line}"
 
 
+def shares(order: Order, steps: int) -> list[tuple[str, int, int, float]]:
+    """Return name, samples, tokens and epochs of every text that the first `steps` steps saw."""
+    goes_on = {source.fingerprint for source in order.segment(steps).sources}
+    rows: dict[str, tuple[str, int, int, float]] = {}
+    for segment in order.segments:
+        if segment.step > steps:
+            break
+        end = min(order.end(segment), steps)
+        consumed = segment.consumed((end - segment.step) * segment.global_batch_size)
+        for s, count in zip(segment.sources, consumed, strict=True):
+            _, samples, tokens, epochs = rows.get(s.fingerprint, ("", 0, 0, 0.0))
+            now = count - s.consumed
+            name = s.name or "data.source"
+            if s.fingerprint not in goes_on:
+                name += " (its text until a splice)"
+            tokens += now * segment.seq_len
+            rows[s.fingerprint] = name, samples + now, tokens, epochs + now / s.windows
+    return list(rows.values())
+
+
 @dataclass
 class _Pass:
     """Windows of a source that were seen in the epoch that has begun."""
@@ -440,11 +460,9 @@ def _print_proof(run: Audited) -> int:
     for step, count in run.skip.items():
         if step < run.done:
             print(f"data.skip leaves out {number_of(count, 'batch', 'batches')} after step {step}")
-    segment = run.order.segment(run.done)
-    for source, consumed in zip(segment.sources, run.order.consumed(run.done), strict=True):
-        tokens, epochs = consumed * segment.seq_len, consumed / source.windows
+    for name, samples, tokens, epochs in shares(run.order, run.done):
         print(
-            f"    {source.name or 'data.source'}: {number_of(consumed, 'sample')}, {number_of(tokens, 'token')}, "
+            f"    {name}: {number_of(samples, 'sample')}, {number_of(tokens, 'token')}, "
             f"{epochs:.3f} epochs"
         )
     return 1 if problems else 0

@@ -197,10 +197,27 @@ def test_a_text_that_a_splice_exchanges_is_proved_by_itself(audited, tmp_path, c
     order, _ = splice.resume(progress, now, True)
     assert order.segments[0].sources[0].key == order.last.sources[0].key
     assert audit.prove(order, STEPS) == []
+    old, new = audit.shares(order, 5)
+    assert old == ("web (its text until a splice)", 2 * G, 2 * G * T, pytest.approx(old[3]))
+    assert new[:3] == ("web", 3 * G, 3 * G * T)
     known = audit.Audited(order, 0, STEPS, {other.fingerprint: other})
     audit._print_found(known, "no such text", as_json=False)
     said = capsys.readouterr().out
     assert "(sources: web; held-out" in said and "a splice has ended that text: web\n" in said
+
+
+def test_the_shares_of_the_sources_are_those_of_all_segments(audited):
+    seen = list(audit.seen(audited, 1, 60))
+    for name, samples, tokens, epochs in audit.shares(audited.order, 60):
+        of_source = [entry for entry in seen if entry["source"] == name]
+        assert (samples, tokens) == (len(of_source), len(of_source) * T) and epochs > 0
+    longer = splice.describe(
+        [("", c.fingerprint, c.train, [[0, 1.0]]) for c in list(audited.corpora.values())[:1]],
+        *(3, T, G),
+        lengths=[(4, 2 * T, G)],
+    )
+    ((name, samples, tokens, _),) = audit.shares(splice.begin(longer), 10)
+    assert (name, samples, tokens) == ("data.source", 10 * G, 4 * G * T + 6 * G * 2 * T)
 
 
 def test_what_data_skip_leaves_out_is_no_problem_of_an_epoch(audited, tmp_path, capsys):
