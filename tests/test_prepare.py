@@ -400,6 +400,21 @@ def test_options_out_of_their_bounds_are_sentences(monkeypatch, capsys) -> None:
     assert "  - command line: data.skip_failed = -1: must be an integer >= 0\n" in words
 
 
+@pytest.mark.parametrize(("name", "value"), [("add_bos", True), ("add_eos", False)])
+def test_a_prepared_folder_has_its_own_ends_of_documents(
+    name: str, value: bool, corpus: Path, tmp_path: Path
+) -> None:
+    """An option that would have no effect on its tokens is refused, and one that made them is not."""
+    made = prepare(data(corpus, tmp_path), log=lambda _: None)
+    with pytest.raises(InputError, match=f"data.{name} = {str(value).lower()}: .* was prepared"):
+        prepare(data(made.folder, tmp_path, **{name: value}))
+    assert prepare(data(made.folder, tmp_path)).fingerprint == made.fingerprint
+    if name == "add_eos":
+        without = prepare(data(corpus, tmp_path, add_eos=False), log=lambda _: None)
+        again = prepare(data(without.folder, tmp_path, add_eos=False))
+        assert again.fingerprint == without.fingerprint
+
+
 def test_an_option_given_twice_is_refused(corpus: Path, monkeypatch, capsys) -> None:
     """The second would replace the first: of two sources, one would be missing in silence."""
     parts = [f"--source={corpus}/part0", f"--source={corpus}/part1"]

@@ -133,6 +133,16 @@ def _open_source(cfg: Data) -> Prepared:
             f"data.fim_rate: {prepared.folder} is prepared already, and keeps its documents as they "
             "are: leave the option out, and give it to data.prepare"
         )
+    for name in ("add_bos", "add_eos"):
+        wanted = getattr(cfg, name)
+        if wanted == Data.model_fields[name].default:  # which accepts the folder's documents
+            continue
+        if read_manifest(folder).get(name) != wanted:
+            raise InputError(
+                f"data.{name} = {str(wanted).lower()}: {prepared.folder} was prepared with "
+                f"{str(not wanted).lower()}, and keeps its documents as they are: leave the option "
+                "out, or prepare the corpus with it"
+            )
     if cfg.tokenizer != "bpe":  # the default, which accepts the folder's tokenizer
         named = open_named(cfg)
         if named.fingerprint != prepared.tokenizer.fingerprint:
