@@ -293,10 +293,10 @@ class PlanWatch:
 
 
 def widths(module: nn.Module) -> tuple[int | None, int | None]:
-    """Return how many features a module takes and gives in one process; None where that is
-    unknown."""
+    """Return how many features a module takes and gives in one process; None where that is unknown:
+    what a mixer or a block calls its weight says nothing of its input."""
     weight = getattr(module, "weight", None)
-    if weight is None:
+    if weight is None or kind_of(module) in (CONTAINER, OTHER):
         return None, None
     if isinstance(module, nn.Embedding):
         return None, weight.shape[1]

@@ -237,6 +237,28 @@ def attention_with_a_parameter() -> str:
         return said_of(MODELS["llama"], args_of("llama", "debug"), {})
 
 
+def own_weights() -> list[str]:
+    """A block whose `weight` is a number, and attention whose `weight` has other sides than its input."""
+
+    class WeightedBlock(layers.Block):
+        def __init__(self, *parts):
+            super().__init__(*parts)
+            self.weight = 0.5
+
+    class WeightedAttention(layers.Attention):
+        def __init__(self, args):
+            super().__init__(args)
+            self.weight = nn.Parameter(torch.empty(args.n_heads, 3))
+
+    said = []
+    with mock.patch.object(layers, "Block", WeightedBlock):
+        said.append(said_of(MODELS["llama"], args_of("llama", "debug"), {}))
+    with mock.patch.object(layers, "Attention", WeightedAttention):
+        style = {ATTENTION: "gather_sequence_split_own"}
+        said.append(said_of(MODELS["llama"], args_of("llama", "debug"), style))
+    return said
+
+
 def all_cases() -> dict[str, Any]:
     """Return the messages for everything that this file asks, found by one rank of two that do not
     exist."""
@@ -254,6 +276,7 @@ def all_cases() -> dict[str, Any]:
             "parameter": attention_with_a_parameter(),
             "forwards": forwards_of_their_own(),
             "no row for a block": block_with_a_parameter(None),
+            "own weights": own_weights(),
             "block's row": block_with_a_parameter("slice_own"),
         }
 
@@ -308,3 +331,7 @@ def test_a_parameter_for_each_feature_has_a_style(said):
     fits = "a module with direct parameters: gather_sequence_split_own or slice_own would fit"
     assert fits in said["no row for a block"]
     assert said["block's row"] == ""
+
+
+def test_what_a_mixer_or_a_block_calls_its_weight_is_no_width(said):
+    assert said["own weights"] == ["", ""]
