@@ -1,7 +1,9 @@
 """`python -m tools.parity`: it finds mistakes in a family that this repository has never seen, and
 finds none where there are none."""
 
+import re
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +14,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from configs.load import load_config
+from models.layers import apply_rope
 from tests.examples import fork
 from tests.programs import PYTHON, ROOT, finished
 from tools.parity import __main__ as tool
 from tools.parity import meshes
 from tools.parity.compare import compare
+from tools.parity.ranks import Failed, on_ranks
 from tools.parity.trajectory import Notes, note_outputs
+from training.init import fill
 
 SMALL = (
     "--model.family=parallel --model.n_layers=2 --model.dim=32 --model.n_heads=4 "
@@ -73,6 +78,25 @@ def test_a_planted_mistake_is_found(where: str, tree: Path) -> None:
         assert code == 1 and expected in said and "fsdp2: " not in said, said
     finally:
         path.write_text(right)
+
+
+def raises_in_a_model() -> None:
+    apply_rope(torch.zeros(1, 1, 1, 2), torch.zeros(1, 3), torch.zeros(1, 3))
+
+
+def raises_outside_of_models() -> None:
+    fill(torch.empty(2, 2), "w", "normal", "no number", 0)
+
+
+@pytest.mark.parametrize(
+    "work, place",
+    [(raises_in_a_model, "models/layers.py:"), (raises_outside_of_models, "training/init.py:")],
+)
+def test_a_rank_that_raises_is_reported_with_the_place(work: Callable, place: str) -> None:
+    with pytest.raises(
+        Failed, match=rf"rank 0: {re.escape(place)}\d+ raised (Runtime|Type)Error: "
+    ):
+        on_ranks(1, 60, work)
 
 
 def test_a_mesh_that_is_refused_is_left_out() -> None:

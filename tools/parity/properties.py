@@ -13,6 +13,7 @@ from typing import Any
 from configs.schema import Lora
 from models.family import Family
 from tools.parity import cached, coordinates, declared, forwards, gradients
+from tools.parity.failures import raised
 from tools.parity.tiny import Tiny, copy_of, one_thread
 
 
@@ -140,19 +141,6 @@ def verdict_on(one: Property, tiny: Tiny) -> PropertyResult:
     except Exception as error:
         return PropertyResult(one, failure=raised(error), raised=True)
     return PropertyResult(one, failure=failure or "")
-
-
-def raised(error: Exception) -> str:
-    """Return the last place in models/ that an exception came through, and its first line."""
-    place = ""
-    trace = error.__traceback__
-    while trace is not None:
-        name = trace.tb_frame.f_code.co_filename
-        if "/models/" in name:
-            place = f"models/{name.rpartition('/models/')[2]}:{trace.tb_lineno} "
-        trace = trace.tb_next
-    lines = str(error).strip().splitlines() or [""]
-    return f"{place}raised {type(error).__name__}: {lines[0]}"
 
 
 def report(

@@ -8,7 +8,6 @@ import os
 import pickle
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.forkserver import ensure_running
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from configs.program import deaf_children
 from configs.schema import InputError
+from tools.parity.failures import raised
 from tools.parity.trajectory import Notes, record
 
 
@@ -45,8 +45,8 @@ def be_rank(folder: Path, rank: int, ranks: int, work: Callable, args: tuple) ->
     except InputError as error:
         (folder / f"{rank}.refused").write_text(str(error), encoding="utf-8")
         os._exit(1)
-    except BaseException:
-        (folder / f"{rank}.error").write_text(traceback.format_exc(), encoding="utf-8")
+    except BaseException as error:
+        (folder / f"{rank}.error").write_text(raised(error), encoding="utf-8")
         os._exit(1)  # the others wait in a collective that this rank will not join
     os._exit(0)
 
@@ -81,8 +81,7 @@ def on_ranks(ranks: int, seconds: float, work: Callable[..., Any], *args: Any) -
             raise InputError(refused.read_text(encoding="utf-8"))
         failed = sorted(folder.glob("*.error"))
         if failed:
-            last = failed[0].read_text(encoding="utf-8").strip().splitlines()
-            raise Failed(f"rank {failed[0].stem} raised {last[-1]}")
+            raise Failed(f"rank {failed[0].stem}: {failed[0].read_text(encoding='utf-8')}")
         missing = [r for r in range(ranks) if not (folder / f"{r}").exists()]
         if missing:
             codes = [process.exitcode for process in processes]
