@@ -597,10 +597,15 @@ def write_model(
     with verify.refuse_damage(path, f"{path} could not be exported to {out}"):
         theirs = model.family.hf_names(model.args)
         shapes = model.source.shapes
-        if shapes.keys() != theirs.keys():
+        if unnamed := sorted(shapes.keys() - theirs.keys()):
             raise InputError(
-                f"{path} does not hold the tensors of its model: "
-                f"{sorted(shapes.keys() ^ theirs.keys())[:4]}"
+                f"{path} cannot be exported: the published format {model.family.hf_types[0]} has no "
+                f"name for {', '.join(unnamed[:4])}{', ...' * (len(unnamed) > 4)} (`hf_names` in "
+                "models/formats/)"
+            )
+        if missing := sorted(theirs.keys() - shapes.keys()):
+            raise InputError(
+                f"{path} does not hold the tensors of its model: {missing[:4]} are missing"
             )
         with disk.new_folder(out) as folder:
             _write_folder(folder, model, limit, progress)

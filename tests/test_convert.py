@@ -868,6 +868,23 @@ def test_a_damaged_checkpoint_is_not_exported(hf_folder, tmp_path, capsys):
     refused(["to-hf", source, out], words, out, capsys)
 
 
+def test_a_tensor_that_the_published_format_lacks_is_named_and_one_that_is_missing(tmp_path):
+    """A fork's own layers: the checkpoint is whole, and the format has no name for them."""
+    known = dict.fromkeys(FORMATS["llama"].hf_names(ARGS), [2])
+    for shapes, said in (
+        (
+            known | {"layers.0.attention.gate": [2]},
+            "format llama has no name for layers.0.attention.g",
+        ),
+        ({name: [2] for name in known if name != "norm.weight"}, r"\['norm.weight'\] are missing"),
+    ):
+        source = hf.TensorSource(shapes, {}, lambda names: iter(()))
+        model = hf.Export(source, FORMATS["llama"], ARGS, {}, {})
+        with pytest.raises(InputError, match=said):
+            hf.write_model(tmp_path, tmp_path / "out", model)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_checkpoint_is_never_written_over(hf_folder, tmp_path, capsys):
     def written() -> dict[Path, bytes]:
         files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
