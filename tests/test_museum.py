@@ -205,7 +205,7 @@ def stages_alike(patch: Patch) -> None:
 
     def initialise(model: nn.Module, rows: list, seed: int) -> None:
         names = [(numbered_from_the_stage(name, model), p) for name, p in model.named_parameters()]
-        real(SimpleNamespace(named_parameters=lambda: names), rows, seed)
+        real(SimpleNamespace(named_parameters=lambda: names, named_buffers=list), rows, seed)
 
     patch.setattr(init, "initialise", initialise)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from configs.schema import Config, LRSchedule, Optimizer, Training
+from configs.schema import Config, InputError, LRSchedule, Optimizer, Training
 from models import MODELS
 from models.kernels.soft_cap import soft_cap
 from models.terms import AuxiliaryTerms
@@ -139,8 +139,15 @@ def test_shards_equal_slices_of_the_whole():
 
 
 def test_a_parameter_that_no_row_matches_is_an_error():
-    with pytest.raises(ValueError, match="matches the parameter bias"):
+    with pytest.raises(InputError, match="matches the parameter bias"):
         init.initialise(nn.Linear(2, 2), [("weight", "normal", 1.0)], 0)
+
+
+def test_a_buffer_is_refused_as_nothing_gives_it_a_value():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].register_buffer("ramp", torch.arange(2), persistent=False)
+    with pytest.raises(InputError, match="buffer 0.ramp has no value"):
+        init.initialise(model, [("*", "normal", 1.0)], 0)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from configs import splitmix
+from configs.schema import InputError
 from parallelisms.boxes import box_of
 from training import decays
 
@@ -143,13 +144,18 @@ def initialise(model: nn.Module, rows: Rows, seed: int) -> None:
     """Fill every parameter as the first row (pattern, kind, std) says whose pattern its name
     matches.
 
-    `model` is materialised (`to_empty`) and may be sharded in any way. Raises ValueError for a
-    parameter that no row matches: no run may train on uninitialised memory.
+    `model` is materialised (`to_empty`) and may be sharded in any way. Raises InputError for a
+    parameter that no row matches, and for a buffer: no run may train on uninitialised memory.
     """
+    for name, _ in model.named_buffers():
+        raise InputError(
+            f"the model's buffer {name} has no value once the model is sharded: make it a parameter "
+            "with a row of Family.initial_values (requires_grad=False), or compute it in forward"
+        )
     for name, param in model.named_parameters():
         for pattern, kind, std in rows:
             if fnmatchcase(name, pattern):
                 fill(param, name, kind, std, seed)
                 break
         else:
-            raise ValueError(f"no row of initial_values() matches the parameter {name}")
+            raise InputError(f"no row of Family.initial_values matches the parameter {name}")
