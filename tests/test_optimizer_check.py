@@ -21,6 +21,7 @@ from tests.runs import whole as gathered
 from training.kept import LIKE, SCALAR, Kept, Shape
 from training.optimizers import OPTIMIZERS, Kind, Rule
 
+SHIPPED = tuple(OPTIMIZERS)
 TP2 = "--parallelism.tensor_parallel=2"
 
 
@@ -140,14 +141,72 @@ WRONG = {
 }
 
 
+class Scaled(torch.optim.Optimizer):
+    """SGD whose update has the norm of the weight's gradient 1, as LARS and LAMB scale theirs. Its state
+    is like the parameter."""
+
+    def __init__(self, groups, mistake=""):
+        super().__init__(groups, {})
+        self.mistake = mistake
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        if self.mistake == "attribute":
+            self.steps += 1
+        for group in self.param_groups:
+            if self.mistake == "group":
+                group["k"] = group.get("k", 0) + 1
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                if "momentum" not in self.state[weight]:
+                    self.state[weight]["momentum"] = torch.zeros_like(weight)
+                m = self.state[weight]["momentum"].lerp_(weight.grad, 0.1)
+                seen = shard_of(m) if self.mistake == "shard" else whole(m)
+                weight.sub_(m, alpha=group["lr"] / float(seen.norm() + 1e-8))
+
+
+SCALED = {
+    "": "",
+    "shard": "the optimizer Scaled updates a weight",
+    "attribute": "a step of the optimizer Scaled changes its steps, which no checkpoint has",
+    "group": 'a step of the optimizer Scaled changes its group["k"], which no checkpoint has',
+}
+
+
+def refusal_of_scaled(mistake: str) -> str:
+    rule = Rule("Scaled", lambda group: {"momentum": LIKE})
+    kind = Kind(lambda groups, cfg, mesh: Scaled(groups, mistake), rule, rule)
+    return refusal_of_kind("scaled", kind)
+
+
+def refusal_of_kind(name: str, kind: Kind) -> str:
+    OPTIMIZERS[name] = kind
+    cfg = load_config([*checkpoints.MODEL, "--optimizer.lr=0.01"], 2, 2)
+    optimizer = cfg.optimizer.model_copy(update={"kind": name})
+    built = train.build(cfg.model_copy(update={"optimizer": optimizer}))
+    try:
+        contract.verify(built.model, built.optimizer, built.mesh, {})
+    except InputError as error:
+        return str(error)
+    return ""
+
+
 def all_refusals() -> dict[str, str]:
     said = {name: refusal(changes, [], **how) for name, (changes, how, _) in WRONG.items()}
-    return said | {"right": refusal({}, [])}
+    shipped = {f"shipped {name}": refusal_of_kind(name, OPTIMIZERS[name]) for name in SHIPPED}
+    scaled = {f"scaled {mistake}": refusal_of_scaled(mistake) for mistake in SCALED}
+    return said | shipped | scaled | {"right": refusal({}, [])}
 
 
 def test_a_wrong_row_is_a_sentence_before_step_1():
     [said, _] = run_ranks(2, all_refusals)
     assert said.pop("right") == ""
+    assert {said.pop(f"shipped {name}") for name in SHIPPED} == {""}
+    for mistake, expected in SCALED.items():
+        sentence = said[f"scaled {mistake}"]
+        assert expected in sentence and bool(sentence) == bool(expected), mistake
     for name, (_, _, expected) in WRONG.items():
         assert expected in said[name], name
 

@@ -4,8 +4,8 @@ have, and no checkpoint with another shape could be loaded.
 
 The optimizer steps on small weights that are made for this: of every number of dimensions that its
 parameters have, wide and tall. So a shape that is only right for a square matrix is seen, and a state that is
-only right where it begins empty. State that is neither like the parameter nor a scalar is also
-tried on shards: there a sum over one rank's rows would be taken for that of the whole.
+only right where it begins empty. A rule whose elements depend on each other is also tried on shards:
+there a sum over one rank's rows would be taken for that of the whole.
 """
 
 import math
@@ -73,14 +73,15 @@ def _wrong_row(optimizer: torch.optim.Optimizer, group: Group, rule: Rule) -> li
                     "state it begins with other values; let it fill them in at the step that it "
                     "counts as the first"
                 ]
-    has_other_forms = any(kept.axes or not _is_plain(kept) for kept in rule.state(group).values())
-    if has_other_forms and isinstance(group["params"][0], DTensor):
+            if changed := changed_elsewhere(optimizer, group, weight):
+                return [
+                    f"a step of the optimizer {rule.name} changes its {changed}, which no checkpoint "
+                    "has: keep it in self.state of each weight, and in the row of "
+                    "training/optimizers.py"
+                ]
+    if not rule.is_one_kernel and isinstance(group["params"][0], DTensor):
         return _wrong_on_shards(optimizer, group, rule)
     return []
-
-
-def _is_plain(kept: object) -> bool:
-    return kept.like_parameter or kept.shape((2, 3)) == ()
 
 
 def kept_after_a_step(
@@ -104,6 +105,23 @@ def listed_forms(rule: Rule, group: Group, weight: nn.Parameter) -> dict[str, St
         if shape is not None:
             forms[key] = StateForm(tuple(shape), kept.dtype or weight.dtype)
     return forms
+
+
+def changed_elsewhere(
+    optimizer: torch.optim.Optimizer, group: Group, weight: nn.Parameter
+) -> str | None:
+    """Return the first number of the optimizer or of its group that a step changes, as code says it."""
+    probe = _copy(optimizer, group, weight)
+    before = _numbers(probe)
+    _step(probe, weight)
+    changed = [name for name, value in _numbers(probe).items() if before.get(name) != value]
+    return changed[0] if changed else None
+
+
+def _numbers(probe: torch.optim.Optimizer) -> dict[str, float]:
+    of_all = dict(vars(probe))
+    of_all |= {f'group["{name}"]': value for name, value in probe.param_groups[0].items()}
+    return {name: value for name, value in of_all.items() if isinstance(value, int | float)}
 
 
 def _copy(
