@@ -19,6 +19,7 @@ from configs.load import load_config
 from configs.schema import InputError
 from models import layers
 from parallelisms import mesh as meshes
+from tests import hybrid
 from tests.ranks import run_ranks
 from tests.steps import (
     apart,
@@ -277,6 +278,8 @@ def report_of(change: str) -> str:
         train.architecture = lambda _: (family, args)
     if change == "block":
         layers.FeedForward.forward = twice
+    if change == "state":
+        train.architecture = lambda _: (hybrid.FAMILY, args)
     return report.report(make_plan(cfg, PlanInputs(1, 1, load_device("h100"))))
 
 
@@ -292,6 +295,13 @@ def test_flops_that_the_formula_does_not_derive_are_said(change, words):
     text = apart(report_of, change)
     assert "Warning  " in text and words in text, text
     assert ("as their weights say" in text) == (change == "formula")
+
+
+def test_a_state_of_ones_own_is_no_mistake_in_the_formula():
+    """It counts the products of a recurrence, of which the plan sees matmuls alone."""
+    text = apart(report_of, "state")
+    assert "of a state of your own the plan counts matmuls alone" in text, text
+    assert "MFU is wrong" not in text
 
 
 @pytest.mark.slow

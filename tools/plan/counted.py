@@ -2,8 +2,13 @@
 by which a run reports its MFU."""
 
 from collections import defaultdict
+from typing import Any
+
+import torch
 
 import train
+from models.cores import STATE, cores_in, of_kind
+from models.delta_net import GatedDeltaCore
 from tools.plan.plan import Plan
 from tools.plan.routing import BALANCED
 
@@ -14,16 +19,28 @@ def warning(plan: Plan) -> list[str]:
     """Return a line where the two differ: the MFU of a family is wrong if it computes something else
     than its `flops_per_token` says. With adapters, or where the plan shows the fullest rank, a
     difference is right."""
-    family, _ = train.architecture(plan.cfg)
+    family, args = train.architecture(plan.cfg)
     derived, counted, _ = plan.flops()
     off = counted / derived - 1
     if abs(off) <= LARGEST or plan.cfg.lora.rank or plan.inputs.routing != BALANCED:
         return []
-    return [
-        f"Warning          {counted:.4g} FLOPs per token are counted, {off:+.1%} against what "
-        f"flops_per_token of models/{family.name}.py derives: a run's MFU is wrong by as much"
-        + odd_blocks(plan)
-    ]
+    differ = (
+        f"{counted:.4g} FLOPs per token are counted, {off:+.1%} against what flops_per_token of "
+        f"models/{family.name}.py derives"
+    )
+    if has_own_states(family, args):
+        return [
+            f"Note             {differ}: of a state of your own the plan counts matmuls alone; `python "
+            "-m tools.parity CONFIG --properties` compares all (declarations)"
+        ]
+    return [f"Warning          {differ}: a run's MFU is wrong by as much{odd_blocks(plan)}"]
+
+
+def has_own_states(family: Any, args: Any) -> bool:
+    """Return whether a layer has a state whose products are no operator that the plan knows."""
+    with torch.device("meta"):
+        states = of_kind(cores_in(family.build(args)), STATE)
+    return not all(isinstance(core, GatedDeltaCore) for core in states)
 
 
 def odd_blocks(plan: Plan) -> str:
