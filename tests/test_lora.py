@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
@@ -36,6 +37,7 @@ from tests.ranks import run_ranks
 from tests.runs import ADAMW, COMPILED, EXPERT_MESHES, run, series, tiny_run
 from tests.runs import MESHES as ALL_MESHES
 from tests.shapes import SHAPES
+from tools import adapters as of_tools
 from tools import convert, evaluate
 from tools.parity import in_memory
 
@@ -404,6 +406,35 @@ def test_a_folder_of_adapters_is_not_resumed_as_a_whole_model(runs, tmp_path):
 def test_a_checkpoint_of_a_whole_model_has_no_adapters(runs):
     with pytest.raises(InputError, match="holds no adapters"):
         adapters.read(runs["base"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["load_path", "load_hf"])
+def test_a_base_in_float32_is_merged_as_it_is_after_a_run_in_bfloat16(source, runs, tmp_path):
+    """The run rounds the base to compute with it, as forward rounds any weights; peft does not."""
+    [exported] = (runs["base"] / "hf").iterdir()
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    options = [*runs["options"], "--training.param_dtype=bfloat16"]
+    if source == "load_hf":
+        options += ["--checkpoint.load_path=", f"--checkpoint.load_hf={exported}"]
+    assert run_ranks(1, run, options, folder) == [(0, "")]
+    assert manifest_of(folder)["facts"]["base"]["dtype"] == "BF16"
+    assert convert.main(["lora-merge", str(folder), str(tmp_path / "merged")]) == 0
+
+    before = load_file(exported / hf.ONE_FILE)
+    after = load_file(tmp_path / "merged" / hf.ONE_FILE)
+    trained = of_tools.open_run(folder)
+    names = trained.formats.hf_names(trained.args)
+    assert names.keys() == trained.parameters.keys()
+    adapted = of_tools.by_parameter(trained.tensors)
+    assert adapted
+    for ours, theirs in names.items():
+        expected = before[theirs]
+        assert not torch.equal(expected, expected.bfloat16().float()) or "norm" in ours
+        if ours in adapted:
+            expected = of_tools.add(expected, adapted[ours], trained.alpha / trained.rank)
+        assert torch.equal(after[theirs], expected), ours
 
 
 @pytest.mark.slow

@@ -94,18 +94,18 @@ class AdaptedRun:
         parameter = self.parameters[name]
         return DTYPES[self.base["dtype"]] if parameter.requires_grad else parameter.dtype
 
-    @property
-    def size(self) -> int:
-        """Return the bytes of all the tensors that `merged` reads."""
+    def size_of(self, source: hf.TensorSource) -> int:
+        """Return the bytes of all the tensors that a source which `merged` returned reads."""
         adapted = by_parameter(self.tensors)
         total = 0
         for name, parameter in self.parameters.items():
-            dtype = torch.float32 if name in adapted else self.dtype_of(name)
+            dtype = torch.float32 if name in adapted else source.dtypes[name]
             total += parameter.numel() * dtype.itemsize
         return total
 
     def merged(self, folder: Path | Key) -> hf.TensorSource:
         """Return the whole model, base and adapters merged, as tensors that are read one at a time.
+        The base has all the digits of its files, also where the run has rounded it to compute.
 
         folder: the base, wherever it is now. Raises InputError, also later, while it is read.
         """
@@ -121,8 +121,8 @@ class AdaptedRun:
             left = set(source.shapes)
             names = list(names)
             for name, weight in zip(names, source.read(names), strict=True):
-                weight = weight.to(self.dtype_of(name))
-                digest += int(adapters.hash_of({name: weight}, None, None), 16)
+                trained_on = weight.to(self.dtype_of(name))
+                digest += int(adapters.hash_of({name: trained_on}, None, None), 16)
                 left.remove(name)
                 if not left:
                     self.check_base(folder, digest)

@@ -235,7 +235,7 @@ def lora_merge(source: Path | Key, out: Path, base: str | None, max_shard_size: 
             config = of_base | {"tie_word_embeddings": run.args.tied_embeddings}
         files = base_with_template(files_of_base, files, run.path, saved)
     config = config or hf.config_of(run.formats, run.args)
-    with progress_bar(run.size, run.path.name) as bar:
+    with progress_bar(run.size_of(model), run.path.name) as bar:
         whole = hf.Export(model, run.formats, run.args, config, files)
         hf.write_model(run.path, out, whole, max_shard_size, bar.update)
     return f"{out}: the weights of {folder} with the adapters of {run.path}"

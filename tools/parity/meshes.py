@@ -26,6 +26,7 @@ NOT_KEPT = {
     "parallelism.tensor_parallel_across_hosts",
     "parallelism.cpu_offload",
 }
+SMALLER = " (--model.flavor=debug, or --model.n_layers=2 and a smaller --model.dim)"
 DIMENSION_OF = {
     "data_parallel_shard": "fsdp",
     "data_parallel_replicate": "ddp",
@@ -76,16 +77,15 @@ def value_of(cfg: Config, option: str) -> object:
     return getattr(getattr(cfg, table), key)
 
 
-def refuse_larger(cfg: Config, most: int, why: str) -> None:
-    """Raise InputError for a model with more parameters than this."""
+def refuse_larger(cfg: Config, most: int, why: str, smaller: str = SMALLER) -> None:
+    """Raise InputError for a model with more parameters than this. smaller: how to get one."""
     import train  # here, because it imports torch
 
     family, args = train.architecture(cfg)
     size = family.parameters(args)
     if size > most:
         raise InputError(
-            f"the model has {size:,} parameters, and {why}: take at most {most:,} "
-            "(--model.flavor=debug, or --model.n_layers=2 and a smaller --model.dim)"
+            f"the model has {size:,} parameters, and {why}: {most:,} are the most{smaller}"
         )
 
 
