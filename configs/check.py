@@ -447,7 +447,7 @@ RULES = {
         "{parallelism.expert_parallel} does not divide {shard} times "
         "{parallelism.context_parallel} times {parallelism.tensor_parallel}, the ranks of "
         "data_parallel_shard, context_parallel and tensor_parallel, from which its groups are "
-        "taken",
+        "taken: set it to a divisor, or give the run more processes than {world} (NGPU on each node)",
     ),
     "ep_hosts": (
         lambda c: (

@@ -962,6 +962,14 @@ def test_override(argv, name, value, folder):
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_on_too_few_processes_says_how_many_there_are(preset):
+    try:
+        load_config([str(preset)], 1, 1)
+    except ConfigError as error:
+        assert "processes" in str(error) and "(NGPU on each node)" in str(error)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda path: path.stem)
 def test_preset(preset, folder):
     """A preset names its schema, states its world size, passes every check there, and reads back."""
     text = preset.read_text(encoding="utf-8")
