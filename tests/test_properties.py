@@ -176,6 +176,18 @@ def failures(of: Tiny, table: Sequence[properties.Property] = QUICK) -> dict[str
     return {verdict.of.name: verdict.failure for verdict in verdicts if verdict.failure}
 
 
+@pytest.mark.parametrize("table", ["initial_values", "decay", "matrices"])
+def test_a_row_after_one_that_matches_every_parameter_is_seen(table: str) -> None:
+    of = tiny("llama_debug")
+    rows, mine = getattr(of.family, table), ("*.mine.weight", False)
+    longer = (lambda args: [*rows(args), mine]) if callable(rows) else [*rows, mine]
+    late = replace(of, family=replace(of.family, **{table: longer}))
+    assert properties.declared.covers_all(of) is None
+    assert properties.declared.covers_all(late) == (
+        f'Family.{table}: the row "*" matches every parameter before "*.mine.weight" can'
+    )
+
+
 @pytest.mark.parametrize("broken", MUSEUM, ids=lambda broken: broken.breaks.__name__)
 def test_a_broken_fork_is_seen_by_its_own_property(broken: Fork, monkeypatch: Patch) -> None:
     broken.breaks(monkeypatch)

@@ -38,9 +38,15 @@ def declarations(tiny: Tiny) -> str | None:
 
 
 def covers_all(tiny: Tiny) -> str | None:
-    """Look for weights that no row of a table matches, and for rows of the plan that match none. Those
-    of initial values were read when the copy was made."""
+    """Look for weights that no row of a table matches, for rows that come too late, and for rows of the
+    plan that match none. Those of initial values were read when the copy was made."""
     model = built(tiny.family, tiny.args, tiny.lora)
+    for table in ("initial_values", "decay", "matrices"):
+        rows = getattr(tiny.family, table)
+        patterns = [row[0] for row in (rows(tiny.args) if callable(rows) else rows)]
+        if "*" in patterns[:-1]:
+            unused = patterns[patterns.index("*") + 1]
+            return f'Family.{table}: the row "*" matches every parameter before "{unused}" can'
     for name, _ in model.named_parameters():
         try:
             first_match(tiny.family.decay, name)
