@@ -47,9 +47,10 @@ def _is_of_this_run(path: Path | Key, cfg: Config) -> bool:
         before = changes.options(verify.read_manifest(path)["facts"])
     except (verify.Damaged, InputError):
         return False
-    now = changes.options({"config": dump(cfg)})
-    for name in before.keys() & now.keys():
+    now, defaults = (changes.options({"config": dump(one)}) for one in (cfg, Config()))
+    for name in before.keys() | now.keys():
         is_judged = name.partition(".")[0] in TABLES or name == "run.seed"
-        if is_judged and name not in FREE and before[name] != now[name]:
+        # one that is not set is left out, as is one that is newer than the checkpoint
+        if is_judged and name not in FREE and before.get(name, defaults.get(name)) != now.get(name):
             return False
     return bool(before)

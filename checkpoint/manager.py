@@ -780,10 +780,11 @@ class CheckpointManager:
         lines += changes.mismatches(manifest["optimizer"], type(optimizer).__name__, "optimizer")
         lines += adapters.other_base(manifest["facts"], self.facts)
         if lines:
+            # adapters without their base are no model to start from
+            start = " (with checkpoint.load_path to start from these weights)"
             raise InputError(
-                f"{path} is of another run: {'; '.join(lines)}. Restore those "
-                "options, or set another run.folder (with checkpoint.load_path to start from these "
-                "weights)"
+                f"{path} is of another run: {'; '.join(lines)}. Restore those options, or set another "
+                f"run.folder{start if 'base' not in manifest['facts'] else ''}"
             )
 
     def _read(

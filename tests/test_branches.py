@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from checkpoint import changes, verify
+from checkpoint import changes, ended, verify
 from configs.load import dump, load_config
-from configs.schema import InputError
+from configs.schema import Config, InputError
 from tests.programs import PYTHON, finished
 from tests.ranks import run_ranks
 from tests.runs import printed, run, series, signal_at, tiny_run
@@ -173,6 +173,20 @@ def test_fewer_steps_than_are_done_is_nothing_to_do(parent):
     assert series(folder) == before
     state = "has trained 12 steps, and training.steps asks for 9; raise training.steps to go on"
     assert first == (0, f"nothing to do: {folder} {state}\n")
+
+
+def test_an_option_that_a_done_run_left_out_is_no_nothing_to_do(tmp_path, monkeypatch):
+    """Such as a number of layers: loading says what differs. Negative control: without it."""
+    cfg = Config()
+    monkeypatch.setattr(verify, "read_manifest", lambda path: {"facts": {"config": dump(cfg)}})
+    assert ended._is_of_this_run(tmp_path, cfg)
+    for table in ended.TABLES:
+        options = getattr(cfg, table)
+        for name, field in type(options).model_fields.items():
+            if field.default is None and f"{table}.{name}" not in ended.FREE:
+                value = True if "bool" in str(field.annotation) else 2
+                other = cfg.model_copy(update={table: options.model_copy(update={name: value})})
+                assert not ended._is_of_this_run(tmp_path, other), name
 
 
 def _last_save_fails(options: list[str], folder: Path, stopped: bool) -> tuple[int, str]:

@@ -371,6 +371,7 @@ def test_another_base_is_refused_by_name(runs, tmp_path):
     base = manifest_of(runs["adapters"])["facts"]["base"]
     assert f"were trained on the weights of {base['folder']} (F32, hash {base['hash']})" in said
     assert f"and those of {verify.newest(other)} (F32, hash " in said
+    assert "load_path to start" not in said, "adapters are no model to start from"
 
 
 def run_with_another_base(options: list[str], folder: Path, other: Path) -> tuple[int, str]:
