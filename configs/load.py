@@ -226,7 +226,8 @@ def as_given(argv: list[str]) -> tuple[Path, dict[str, object]]:
 
 
 class Once(argparse.Action):
-    """Stores the value of a tool's option, and refuses a second one, which would replace it."""
+    """Stores the value of a tool's option, and refuses a second one, which would replace it: the
+    default action of a parser that has `register("action", None, Once)`."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, *_: Any

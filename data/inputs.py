@@ -43,10 +43,10 @@ def check_bpe(cfg: Config) -> None:
         )
 
 
-def check_vocabulary(tokenizer: Tokenizer, cfg: Config, vocab_size: int) -> None:
+def check_vocabulary(tokenizer: Tokenizer, data: Data, vocab_size: int) -> None:
     """Raise InputError if texts, or the template of conversations, become ids that a model of
     `vocab_size` tokens does not know. Special tokens that neither uses need no row."""
-    if problem := tokens_without_row(tokenizer, cfg.data, vocab_size):
+    if problem := tokens_without_row(tokenizer, data, vocab_size):
         raise InputError(f"{problem}: set model.vocab_size to at least {tokenizer.n_vocab}")
 
 
@@ -120,7 +120,7 @@ def problems(cfg: Config, vocab_size: int) -> Iterator[str]:
 
 def _check_tokenizer(cfg: Config, vocab_size: int) -> None:
     tokenizer = open_named(cfg.data)
-    check_vocabulary(tokenizer, cfg, vocab_size)
+    check_vocabulary(tokenizer, cfg.data, vocab_size)
     formats.describe(cfg.data, tokenizer)  # is there a template?
 
 
@@ -132,9 +132,7 @@ def _check_source(cfg: Config, source: str, vocab_size: int) -> None:
         check_masking(prepared, cfg)
         # otherwise the tokenizer is the one that is named, which is looked at by itself
         if cfg.data.tokenizer == "bpe":
-            named = cfg.model_copy(
-                update={"data": cfg.data.model_copy(update={"tokenizer": source})}
-            )
+            named = cfg.data.model_copy(update={"tokenizer": source})
             check_vocabulary(prepared.tokenizer, named, vocab_size)
     elif cfg.data.format != "text" or not source.startswith(sources.HUGGING_FACE):
         formats.find(cfg.data.model_copy(update={"source": source}))

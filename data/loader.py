@@ -80,7 +80,7 @@ class Corpora:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise InputError if the tokenizer has ids that a model of so many rows lacks."""
-        inputs.check_vocabulary(self.tokenizer, self.cfg, vocab_size)
+        inputs.check_vocabulary(self.tokenizer, self.cfg.data, vocab_size)
 
     def order(self, progress: dict) -> Order:
         """Return the order of the batches, of a new run or continued from the `progress` of a

@@ -105,9 +105,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.train_tokenizer", description="Train a byte-level BPE."
     )
-    parser.add_argument(
-        "--source", action=Once, default=Data().source, help="as data.source [stdlib]"
-    )
+    parser.register("action", None, Once)
+    parser.add_argument("--source", default=Data().source, help="as data.source [stdlib]")
     parser.add_argument("--text-field", default=Data().text_field, help="as data.text_field [text]")
     parser.add_argument(
         "--json-files",

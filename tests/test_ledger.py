@@ -13,9 +13,9 @@ from lab.ledger import page
 from lab.ledger import row as ledger
 
 ROWS = ledger.rows()
-# The two shortest that need no text from the network.
 DONE = [row for row in ROWS if row.results and not row.corpus]
-# the two that take least, of which docs/ledger.md replays the other (tests/test_readme.py)
+# The second shortest that needs no text from the network: the shortest is replayed by a command of
+# docs/ledger.md (tests/test_readme.py).
 REPLAYED = sorted(DONE, key=lambda row: max(row.results["minutes"].values()))[1:2]
 SMALL = """\
 title = "Small"

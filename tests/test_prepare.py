@@ -423,6 +423,9 @@ def test_an_option_given_twice_is_refused(corpus: Path, monkeypatch, capsys) -> 
         assert tool() == 2
         said = capsys.readouterr().err
         assert said == (f"--source is given twice: {corpus}/part0 and {corpus}/part1; keep one\n")
+    monkeypatch.setattr(sys, "argv", ["tool", "--text-field=a", "--text-field", "b"])
+    assert main() == train_tokenizer.main() == 2
+    assert capsys.readouterr().err == "--text-field is given twice: a and b; keep one\n" * 2
 
 
 def test_causes_of_failures_keep_the_names_of_encodings(corpus: Path, tmp_path: Path) -> None:

@@ -520,7 +520,7 @@ def test_a_mistake_in_the_call_is_a_sentence(arguments, said, healthy, capsys) -
 
 def test_a_run_that_is_too_large_is_not_answered_with_options(healthy, capsys, monkeypatch):
     """Another model cannot take its weights."""
-    monkeypatch.setattr(command, "MOST_PARAMETERS", 1000)
+    monkeypatch.setattr("tools.parity.__main__.MOST_PARAMETERS", 1000)
     assert tool.main([str(healthy), "--steps=3"]) == 2
     said = capsys.readouterr().err
     assert "several copies of it are compared here: 1,000 are the most" in said

@@ -58,7 +58,10 @@ def _wrong_row(optimizer: torch.optim.Optimizer, group: Group, rule: Rule) -> li
     for ndim in sorted({param.ndim for param in group["params"]}):
         for shape in PROBES.get(ndim, []):
             weight = nn.Parameter(torch.zeros(shape))
-            found = kept_after_a_step(optimizer, group, weight)
+            probe = _copy(optimizer, group, weight)
+            numbers = _numbers(probe)
+            _step(probe, weight)
+            found = kept_forms(probe, weight)
             listed = listed_forms(rule, group, weight)
             if listed != found:
                 return [
@@ -73,23 +76,20 @@ def _wrong_row(optimizer: torch.optim.Optimizer, group: Group, rule: Rule) -> li
                     "state it begins with other values; let it fill them in at the step that it "
                     "counts as the first"
                 ]
-            if changed := changed_elsewhere(optimizer, group, weight):
-                return [
-                    f"a step of the optimizer {rule.name} changes its {changed}, which no checkpoint "
-                    "has: keep it in self.state of each weight, and in the row of "
-                    "training/optimizers.py"
-                ]
+            for name, value in _numbers(probe).items():
+                if numbers.get(name) != value:
+                    return [
+                        f"a step of the optimizer {rule.name} changes its {name}, which no "
+                        "checkpoint has: keep it in self.state of each weight, and in the row of "
+                        "training/optimizers.py"
+                    ]
     if not rule.is_one_kernel and isinstance(group["params"][0], DTensor):
         return _wrong_on_shards(optimizer, group, rule)
     return []
 
 
-def kept_after_a_step(
-    optimizer: torch.optim.Optimizer, group: Group, weight: nn.Parameter
-) -> dict[str, StateForm]:
-    """Find the state that the optimizer really keeps of a weight, where it begins with none."""
-    probe = _copy(optimizer, group, weight)
-    _step(probe, weight)
+def kept_forms(probe: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, StateForm]:
+    """Find the state that the optimizer really keeps of a weight, after a step that began with none."""
     kept = {}
     for key, value in probe.state[weight].items():
         if isinstance(value, Tensor):
@@ -107,18 +107,8 @@ def listed_forms(rule: Rule, group: Group, weight: nn.Parameter) -> dict[str, St
     return forms
 
 
-def changed_elsewhere(
-    optimizer: torch.optim.Optimizer, group: Group, weight: nn.Parameter
-) -> str | None:
-    """Return the first number of the optimizer or of its group that a step changes, as code says it."""
-    probe = _copy(optimizer, group, weight)
-    before = _numbers(probe)
-    _step(probe, weight)
-    changed = [name for name, value in _numbers(probe).items() if before.get(name) != value]
-    return changed[0] if changed else None
-
-
 def _numbers(probe: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the numbers of the optimizer and of its group, by the words that code has for them."""
     of_all = dict(vars(probe))
     of_all |= {f'group["{name}"]': value for name, value in probe.param_groups[0].items()}
     return {name: value for name, value in of_all.items() if isinstance(value, int | float)}

@@ -62,14 +62,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m data.prepare", description="Tokenise a corpus."
     )
+    parser.register("action", None, load.Once)
     for name in OPTIONS:
         field = Data.model_fields[name]
         names = get_args(field.annotation) or None
-        kind: dict[str, Any] = {
-            "type": type(field.default),
-            "choices": names,
-            "action": load.Once,
-        }
+        kind: dict[str, Any] = {"type": type(field.default), "choices": names}
         if isinstance(field.default, bool):
             kind = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from tools.parity.trajectory import Notes
 
 MOST_PARAMETERS = 100_000_000  # all outputs and gradients are kept, and compared
-COPIES = "several copies of it are compared here"
 SEQ_LEN = 64  # unless the person says otherwise
 # Relative errors of right meshes. float64: 1e-15 to 1e-13 were seen (tests/test_parity_tool.py).
 # float32: training amplifies rounding, by how much depends on the model, so later steps are judged
@@ -81,9 +80,10 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return flags, [*configs, *rest]
 
 
-def refuse(cfg: Config) -> None:
-    """Raise InputError for a model that is too large for this machine."""
-    meshes.refuse_larger(cfg, MOST_PARAMETERS, COPIES)
+def refuse(cfg: Config, smaller: str = meshes.SMALLER) -> None:
+    """Raise InputError for a model that is too large for this machine. smaller: how to get one."""
+    why = "several copies of it are compared here"
+    meshes.refuse_larger(cfg, MOST_PARAMETERS, why, smaller)
 
 
 def row(name: str, result: Parity) -> str:

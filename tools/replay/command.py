@@ -13,7 +13,7 @@ from configs.words import aligned, number_of
 from tools.differences import LIMITS, Limits
 from tools.overrides import with_options
 from tools.parity import meshes
-from tools.parity.__main__ import COPIES, MOST_PARAMETERS
+from tools.parity.__main__ import refuse
 from tools.parity.meshes import MeshOfRanks
 from tools.parity.ranks import on_ranks
 from tools.parity.trajectory import whole
@@ -98,7 +98,7 @@ def side(
             f"{run.place} has no checkpoint before step {steps.start}, and began with the weights "
             "of another: name later steps"
         )
-    meshes.refuse_larger(given, MOST_PARAMETERS, COPIES, smaller="")
+    refuse(given, smaller="")
     try:
         argv = on_mesh([str(run.options), *more], mesh, given)
     except ConfigError as error:
