@@ -176,6 +176,12 @@ def failures(of: Tiny, table: Sequence[properties.Property] = QUICK) -> dict[str
     return {verdict.of.name: verdict.failure for verdict in verdicts if verdict.failure}
 
 
+@pytest.mark.parametrize("family", MODELS)
+def test_what_is_shipped_is_noted_as_proved(family: str) -> None:
+    """Otherwise the first run of everybody proves it again: `python -m tools.parity.proved`."""
+    assert proved.recorded(proved.SHIPPED)[family] == proved.digest(family)
+
+
 @pytest.mark.parametrize("table", ["initial_values", "decay", "matrices"])
 def test_a_row_after_one_that_matches_every_parameter_is_seen(table: str) -> None:
     of = tiny("llama_debug")
